@@ -1,0 +1,123 @@
+"""What the installed Horovod can do, asked in child processes: a broken build may crash whoever loads it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+from unitrain.errors import BackendError
+from unitrain.toolchain import find_program, running, search_path
+
+_PROOF_SECONDS = 180.0
+
+# horovod.torch imports without its C extension, with a warning on stdout; then it has no init.
+_CAPABILITIES = """
+import json
+import horovod
+import horovod.torch as hvd
+if hasattr(hvd, "init"):
+    built = {"mpi": bool(hvd.mpi_built()), "gloo": bool(hvd.gloo_built()), "nccl": bool(hvd.nccl_built())}
+else:
+    built = None
+print(json.dumps({"version": horovod.__version__, "built": built}))
+"""
+
+# NCCL refuses two processes on one GPU, so its operations are proved where there are two.
+_PROOF = """
+import sys
+import torch
+import horovod.torch as hvd
+hvd.init()
+on_gpu = hvd.nccl_built() and torch.cuda.device_count() >= 2
+device = torch.device("cuda", hvd.local_rank()) if on_gpu else torch.device("cpu")
+total = hvd.allreduce(torch.tensor([hvd.rank() + 1.0], device=device), op=hvd.Sum, name="proof").item()
+controller = "mpi" if hvd.mpi_enabled() else "gloo"
+hvd.shutdown()
+if (total, controller) != (3.0, sys.argv[1]):
+    sys.exit(f"allreduce of 1 and 2 gave {total} over {controller}; 3.0 over {sys.argv[1]} was expected")
+"""
+
+
+@dataclass(frozen=True)
+class HorovodBuild:
+    """What the installed Horovod was built with."""
+
+    version: str
+    controllers: tuple[str, ...]
+    """mpi, gloo, both or none; none means that its C extension is missing."""
+    nccl: bool
+
+
+def find_horovod() -> HorovodBuild | None:
+    """Return what the installed Horovod can do, or None where there is no Horovod.
+
+    Raises:
+        BackendError: Horovod is installed but can't be loaded.
+    """
+    if find_spec("horovod") is None:
+        return None
+    done = subprocess.run(
+        [sys.executable, "-c", _CAPABILITIES],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=_PROOF_SECONDS,
+        check=False,
+    )
+    if done.returncode != 0:
+        said = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        raise BackendError(f"Horovod is installed but can't be loaded: {said[-1]}")
+    answer = json.loads(done.stdout.splitlines()[-1])
+    built = answer["built"] or {}
+    controllers = tuple(name for name in ("mpi", "gloo") if built.get(name))
+    return HorovodBuild(answer["version"], controllers, built.get("nccl", False))
+
+
+def prove(controller: str) -> None:
+    """Run an allreduce over two processes under ``controller`` (``"mpi"`` or ``"gloo"``).
+
+    Raises:
+        BackendError: The processes did not start, did not end in time, or computed something else.
+    """
+    launcher = {"mpi": ["mpirun"], "gloo": ["horovodrun", "--gloo"]}[controller]
+    program = find_program(launcher[0])
+    if program is None:
+        raise BackendError(f"{launcher[0]} is not installed, so Horovod's {controller} controller can't be proved.")
+    command = [str(program), *launcher[1:], "-np", "2", sys.executable, "-c", _PROOF, controller]
+    output = _run_to_end(command)
+    if output is not None:
+        raise BackendError(
+            f"Horovod was installed, but an allreduce over two processes with its {controller} controller failed: "
+            f"{' '.join(command[:4])} … said\n{output}"
+        )
+
+
+def _run_to_end(command: list[str]) -> str | None:
+    """Run ``command`` and return None, or the end of what it said if it failed or had to be stopped."""
+    try:
+        with running(command, _proof_environment()) as process:
+            output, _ = process.communicate(timeout=_PROOF_SECONDS)
+    except subprocess.TimeoutExpired:
+        return f"nothing in {_PROOF_SECONDS:.0f} s, so it was stopped"
+    if process.returncode == 0:
+        return None
+    return "\n".join([*output.strip().splitlines()[-20:], f"exit status {process.returncode}"])
+
+
+def _proof_environment() -> dict[str, str]:
+    """Let Open MPI (4 and 5) start two processes on one core, and for root: this run is small and local."""
+    return {
+        **os.environ,
+        "PATH": search_path(),
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "OMPI_MCA_rmaps_base_oversubscribe": "1",
+        "PRTE_ALLOW_RUN_AS_ROOT": "1",
+        "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    }

@@ -1,0 +1,156 @@
+"""The programs that a build or a launch needs, as this environment would find them: compiler, CMake, MPI, nvcc."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sysconfig
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+_ASK_SECONDS = 60.0
+_GRACE_SECONDS = 5.0
+
+_MPI_VERSIONS = (
+    ("Open MPI", re.compile(r"\((?:Open MPI|OpenRTE)\) (\S+)")),
+    ("IBM Spectrum MPI", re.compile(r"\(IBM Spectrum MPI\) (\S+)")),
+    ("Intel MPI", re.compile(r"Intel\(R\) MPI Library.*?Version (\S+(?: Update \d+)?)", re.DOTALL)),
+    ("MPICH", re.compile(r"HYDRA build details:\s+Version:\s+(\S+)")),
+)
+
+
+@dataclass(frozen=True)
+class Program:
+    """An executable and the version that it reports."""
+
+    path: Path
+    version: str
+
+
+@dataclass(frozen=True)
+class Mpi:
+    """An MPI installation: its launcher, and the compiler wrapper that belongs to it."""
+
+    implementation: str
+    """Open MPI, MPICH, Intel MPI, IBM Spectrum MPI, or unknown."""
+    version: str
+    mpirun: Path
+    compiler: Path | None
+    """mpicxx of the same folder; None where only the launcher is installed."""
+
+    def __str__(self) -> str:
+        return f"{self.implementation} {self.version}".strip()
+
+
+def search_path() -> str:
+    """Return PATH with this environment's own programs first, as if it were activated."""
+    return os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
+
+
+def find_program(name: str) -> Path | None:
+    """Return where ``name`` is found: in this environment first, then on PATH."""
+    found = shutil.which(name, path=search_path())
+    return Path(found) if found else None
+
+
+def ask(*command: str | Path) -> str | None:
+    """Return what ``command`` prints, on either stream; None if it can't be run, fails, or hangs."""
+    try:
+        done = subprocess.run(
+            [str(part) for part in command],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            timeout=_ASK_SECONDS,
+            check=True,
+            env={**os.environ, "PATH": search_path()},
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout
+
+
+@contextmanager
+def running(command: Sequence[str], environment: Mapping[str, str] | None = None) -> Iterator[subprocess.Popen[str]]:
+    """Run ``command``, its output as one stream of text; an exception in the block ends it and all it started."""
+    with subprocess.Popen(
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    ) as process:
+        try:
+            yield process
+        except BaseException:
+            _end_tree(process.pid)
+            raise
+
+
+def _end_tree(pid: int) -> None:
+    try:
+        root = psutil.Process(pid)
+        family = [root, *root.children(recursive=True)]
+        root.terminate()  # a launcher passes it on, in the way its processes expect
+    except psutil.NoSuchProcess:
+        return
+    _, alive = psutil.wait_procs(family, timeout=_GRACE_SECONDS)
+    for process in alive:
+        process.kill()
+
+
+def find_compiler() -> Program | None:
+    """Return the C++ compiler that CMake would take: that of CXX, else the first of the usual names."""
+    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
+    return _first(names, r"^(.+)$")
+
+
+def find_cmake() -> Program | None:
+    """Return CMake."""
+    return _first(["cmake"], r"version (\S+)")
+
+
+def find_nvcc() -> Program | None:
+    """Return CUDA's compiler: that of CUDA_HOME, else of PATH, else of the usual folder."""
+    homes = [Path(os.environ[name]) for name in ("HOROVOD_CUDA_HOME", "CUDA_HOME") if os.environ.get(name)]
+    names = [str(home / "bin" / "nvcc") for home in homes]
+    return _first([*names, "nvcc", "/usr/local/cuda/bin/nvcc"], r"release (\d+\.\d+)")
+
+
+def find_mpi() -> Mpi | None:
+    """Return the MPI whose ``mpirun`` comes first, or None where there is no ``mpirun`` that works."""
+    mpirun = find_program("mpirun")
+    if mpirun is None:
+        return None
+    said = ask(mpirun, "--version")
+    if said is None:
+        return None
+    # Only the wrapper beside mpirun is sure to be of the same MPI; the next one on PATH may be of another.
+    wrapper = shutil.which("mpicxx", path=str(mpirun.parent))
+    compiler = Path(wrapper) if wrapper else None
+    for implementation, pattern in _MPI_VERSIONS:
+        if match := pattern.search(said):
+            return Mpi(implementation, match[1], mpirun, compiler)
+    return Mpi("unknown MPI", "", mpirun, compiler)
+
+
+def _first(names: list[str], version: str) -> Program | None:
+    for name in names:
+        path = find_program(name)
+        if path is None:
+            continue
+        said = ask(path, "--version")
+        if said is not None:
+            match = re.search(version, said, re.MULTILINE)
+            return Program(path, match[1] if match else "unknown")
+    return None
