@@ -1,0 +1,49 @@
+# make train   train a small ResNet on two processes
+# make test    run the whole test suite
+# make lint    check style and types
+# make clean   remove the virtual environment and what tools left (not runs/)
+#
+# Settings: PYTHON makes the virtual environment VENV; ARGS is added to the recipe's command, or to pytest's.
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+
+BIN := $(abspath $(VENV))/bin
+# -qq leaves pip's errors only.
+PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --root-user-action=ignore
+# What a test or a launcher starts is looked for in the environment first.
+export PATH := $(BIN):$(PATH)
+
+.DEFAULT_GOAL := help
+.PHONY: help train test lint clean
+.NOTPARALLEL:
+
+help:
+	@sed -n '/^$$/q; s/^# \{0,1\}//p' Makefile
+
+train: $(VENV)/.has-recipes
+	$(BIN)/torchrun --standalone --nproc-per-node 2 recipes/resnet.py $(ARGS)
+
+test: $(VENV)/.has-test
+	@.ci/install-system-parts
+	@$(BIN)/unitrain install-horovod || echo "Horovod could not be installed: its tests will be skipped." >&2
+	$(BIN)/pytest $(ARGS)
+
+lint: $(VENV)/.has-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) build unitrain.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# A stamp for each extra that is installed: only a changed pyproject.toml installs it again.
+$(VENV)/.has-%: pyproject.toml | $(BIN)/python
+	@echo "Installing unitrain[$*] into $(VENV); the first time with torch, which is several GB …"
+	@$(PIP_INSTALL) --editable '.[$*]'
+	@touch $@
