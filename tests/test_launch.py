@@ -1,0 +1,263 @@
+"""Launch detection: what real launchers said, recorded in launch_environments/, and every way it can be wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unitrain.errors import LaunchError
+from unitrain.launch import LAUNCHERS, Launch, detect
+from unitrain.slurm import PORTS, first_host, step_port
+
+RECORDED: dict[str, list[dict[str, str]]] = {
+    path.stem: json.loads(path.read_text())["environments"]
+    for path in sorted(Path(__file__).with_name("launch_environments").glob("*.json"))
+}
+BY_HAND = {
+    "RANK": "1",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "29500",
+}
+
+
+def place(launcher: str, rank: int, world_size: int = 2, **changes: Any) -> Launch:
+    """Return the launch of a job on one host, with ``changes``."""
+    expected: dict[str, Any] = {"local_rank": rank, "local_world_size": world_size, "node_rank": 0, **changes}
+    return Launch(launcher, rank=rank, world_size=world_size, **expected)
+
+
+def on_one_host(launcher: str, **changes: Any) -> list[Launch]:
+    return [place(launcher, rank, **changes) for rank in range(2)]
+
+
+EXPECTED: dict[str, list[Launch]] = {
+    "torchrun": on_one_host("torchrun", meeting="served", address="localhost:43729"),
+    "torchrun-restarted": on_one_host("torchrun", meeting="served", address="localhost:46191", restarts=1),
+    "torchrun-two-nodes": [
+        place(
+            "torchrun",
+            rank,
+            4,
+            local_rank=rank % 2,
+            local_world_size=2,
+            node_rank=rank // 2,
+            meeting="served",
+            address="127.0.0.1:29517",
+        )
+        for rank in range(4)
+    ],
+    "torch-distributed-launch": on_one_host("torchrun", meeting="served", address="localhost:34121"),
+    "torchrun-inside-srun": on_one_host("torchrun", meeting="served", address="localhost:35943", also=("srun",)),
+    "horovodrun-gloo": on_one_host("horovodrun", meeting="horovod", address="127.0.0.1:14902"),
+    "horovodrun-mpi": on_one_host("mpirun", meeting="mpi", mpi="Open MPI 4"),
+    "openmpi-4": on_one_host("mpirun", meeting="mpi", mpi="Open MPI 4"),
+    "openmpi-4-inside-srun": on_one_host("mpirun", meeting="mpi", mpi="Open MPI 4", also=("srun",)),
+    "openmpi-5": on_one_host("mpirun", meeting="mpi", mpi="Open MPI 5"),
+    "mpich": on_one_host("mpirun", meeting="mpi", mpi="MPICH"),
+    "intel-mpi": on_one_host("mpirun", meeting="mpi", mpi="MPICH"),
+    "srun": on_one_host("srun", meeting="tcp", address="127.0.0.1:20160"),
+    "srun-pmi2": on_one_host("srun", meeting="tcp", address="127.0.0.1:20192"),
+    "srun-resv-ports": on_one_host("srun", meeting="tcp", address="127.0.0.1:21013"),
+    "srun-inside-sbatch": on_one_host("srun", meeting="tcp", address="127.0.0.1:20256"),
+    "srun-inside-srun-pty": on_one_host("srun", meeting="tcp", address="127.0.0.1:21003"),
+    "srun-two-nodes": [
+        place("srun", 0, 3, local_world_size=2, meeting="tcp", address="node0:20176"),
+        place("srun", 1, 3, local_world_size=2, meeting="tcp", address="node0:20176"),
+        place("srun", 2, 3, local_rank=0, local_world_size=1, node_rank=1, meeting="tcp", address="node0:20176"),
+    ],
+    "srun-pty": [Launch("python")],
+    "sbatch": [Launch("python")],
+    "salloc": [Launch("python")],
+    "salloc-interactive-step": [Launch("python")],
+}
+
+
+def without_evidence(launch: Launch) -> Launch:
+    return Launch(**{**vars(launch), "evidence": ()})
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_recorded_environment(name: str) -> None:
+    found = [detect(environ) for environ in RECORDED[name]]
+    assert [without_evidence(launch) for launch in found] == EXPECTED[name]
+    assert all(launch.launcher in LAUNCHERS for launch in found)
+
+
+def test_every_expectation_is_recorded() -> None:
+    assert set(EXPECTED) == set(RECORDED)
+
+
+def test_evidence_is_what_was_read() -> None:
+    assert detect(RECORDED["openmpi-4"][1]).evidence == (
+        "OMPI_COMM_WORLD_SIZE=2",
+        "OMPI_COMM_WORLD_LOCAL_SIZE=2",
+        "OMPI_COMM_WORLD_RANK=1",
+        "OMPI_COMM_WORLD_LOCAL_RANK=1",
+    )
+
+
+NAMES = {"MASTER_ADDR", "HOROVOD_GLOO_RENDEZVOUS_ADDR", "SLURM_STEP_NODELIST"}
+"""Variables that hold a name: any text may be one."""
+WORLD_SIZES = {"WORLD_SIZE", "HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"}
+NUMBERS = WORLD_SIZES | {"SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_NODEID", "GROUP_RANK", "TORCHELASTIC_RESTART_COUNT"}
+"""Variables that hold a number with no upper bound known to this process."""
+DETECTED_BY = {"SLURM_STEP_ID"}
+"""Variables without which a launcher is not there at all."""
+
+
+def broken_environments() -> list[Any]:
+    jobs = {name: RECORDED[name][1] for name in ("torchrun", "horovodrun-gloo", "openmpi-4", "openmpi-5", "mpich")}
+    jobs |= {"intel-mpi": RECORDED["intel-mpi"][1], "srun": RECORDED["srun"][1], "env": BY_HAND}
+    jobs["mpirun with a master"] = {**RECORDED["openmpi-4"][1], "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
+    cases = []
+    for job, environ in jobs.items():
+        for evidence in detect(environ).evidence:
+            name = evidence.partition("=")[0]
+            values = [None, "", *([] if name in NAMES else ["abc", "-1", "1.5", "²", "9" * 40])]
+            values += ["0"] if name in WORLD_SIZES else []
+            values += [] if name in NAMES | NUMBERS else ["99999999"]
+            for value in values:
+                if not (value is None and name in DETECTED_BY):
+                    cases.append(pytest.param(environ, name, value, id=f"{job}-{name}={value}"))
+    return cases
+
+
+@pytest.mark.parametrize(("environ", "name", "value"), broken_environments())
+def test_broken_variable(environ: dict[str, str], name: str, value: str | None) -> None:
+    launcher = detect(environ).launcher
+    broken = {key: text for key, text in environ.items() if key != name}
+    if value is not None:
+        broken[name] = value
+    with pytest.raises(LaunchError) as raised:
+        detect(broken)
+    message = str(raised.value)
+    assert name in message
+    assert "is not set" in message if value is None else repr(value) in message
+    assert launcher in message or launcher == "env"
+    assert "UNITRAIN_LAUNCHER=python" in message
+    assert raised.value.exit_code == 2
+
+
+@given(st.data())
+def test_no_environment_breaks_detection(data: st.DataObject) -> None:
+    environ = dict(data.draw(st.sampled_from([environ for recorded in RECORDED.values() for environ in recorded])))
+    for name in data.draw(st.lists(st.sampled_from(sorted(environ)), max_size=4)):
+        environ[name] = data.draw(st.text(max_size=5) | st.integers(-1, 70000).map(str))
+    try:
+        launch = detect(environ)
+    except LaunchError:
+        return
+    assert 0 <= launch.rank < launch.world_size
+    assert 0 <= launch.local_rank < launch.local_world_size <= launch.world_size
+
+
+def test_nothing_is_plain_python() -> None:
+    assert detect({}) == Launch("python")
+    assert detect({"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_JOB_NAME": "bash"}) == Launch("python")
+
+
+def test_set_by_hand() -> None:
+    launch = without_evidence(detect(BY_HAND))
+    assert launch == place(
+        "env", 1, 4, local_world_size=2, node_rank=None, meeting="tcp", address="node0:29500"
+    )  # two hosts: which one this is shows when they talk
+
+
+def test_set_by_hand_on_one_host() -> None:
+    environ = {**BY_HAND, "MASTER_ADDR": "127.0.0.1"}
+    del environ["LOCAL_WORLD_SIZE"]
+    assert detect(environ).local_world_size == 4
+    assert detect(environ).node_rank == 0
+
+
+def test_several_hosts_under_mpirun() -> None:
+    environ = {**RECORDED["openmpi-4"][0], "OMPI_COMM_WORLD_SIZE": "4"}
+    assert detect(environ).node_rank is None
+
+
+def test_master_given_by_hand_under_other_launchers() -> None:
+    master = {"MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
+    for name in ("openmpi-4", "mpich", "srun", "horovodrun-gloo"):
+        launch = detect({**RECORDED[name][0], **master})
+        assert (launch.meeting, launch.address) == ("tcp", "node0:29500")
+
+
+def test_override() -> None:
+    inside_srun = RECORDED["torchrun-inside-srun"][0]
+    assert detect({**inside_srun, "UNITRAIN_LAUNCHER": "python"}).world_size == 1
+    assert detect({**inside_srun, "UNITRAIN_LAUNCHER": "srun"}).launcher == "srun"
+    assert detect({**inside_srun, "UNITRAIN_LAUNCHER": "srun"}).also == ("torchrun",)
+    assert detect({**RECORDED["mpich"][0], "UNITRAIN_LAUNCHER": "mpirun"}).mpi == "MPICH"
+
+
+@pytest.mark.parametrize("name", ["sruin", "", "TORCHRUN"])
+def test_override_with_no_launcher(name: str) -> None:
+    with pytest.raises(LaunchError, match=rf"UNITRAIN_LAUNCHER is '{name}', but must be one of torchrun, "):
+        detect({"UNITRAIN_LAUNCHER": name})
+
+
+def test_override_with_a_launcher_that_is_not_there() -> None:
+    with pytest.raises(LaunchError, match=r"OMPI_COMM_WORLD_SIZE is not set.*Start the job with mpirun"):
+        detect({"UNITRAIN_LAUNCHER": "mpirun"})
+
+
+def test_hand_and_launcher_contradict() -> None:
+    environ = {**RECORDED["srun"][1], "RANK": "0", "WORLD_SIZE": "1"}
+    with pytest.raises(LaunchError, match=r"srun says .* rank 1 of 2, but RANK and WORLD_SIZE say rank '0' of '1'"):
+        detect(environ)
+    assert detect({**environ, "UNITRAIN_LAUNCHER": "srun"}).rank == 1
+    agreeing = detect({**environ, "RANK": "1", "WORLD_SIZE": "2"})
+    assert (agreeing.launcher, agreeing.also) == ("srun", ("env",))
+
+
+def test_pmix_launcher_without_a_world_size() -> None:
+    with pytest.raises(LaunchError, match=r"PMIX_RANK is '1'.*Use mpirun"):
+        detect({"PMIX_RANK": "1", "PMIX_NAMESPACE": "prterun"})
+    assert detect({"PMIX_RANK": "1", "UNITRAIN_LAUNCHER": "python"}) == Launch("python")
+
+
+def test_batch_script_that_inherited_a_step() -> None:
+    stale = {key: RECORDED["srun"][1][key] for key in ("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST")}
+    batch = {**RECORDED["sbatch"][0], **stale, "SLURM_NTASKS": "3"}
+    with pytest.raises(LaunchError, match=r"SLURM_STEP_NUM_TASKS is '2', but must be '3' as SLURM_NTASKS is.*UNITRAIN_LAUNCHER=python"):
+        detect(batch)
+
+
+def test_detection_imports_no_engine() -> None:
+    script = "import os, sys, unitrain.launch as l; l.detect(os.environ); print(*sys.modules)"
+    environ = {**RECORDED["openmpi-4"][0], "PATH": ""}
+    run = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, check=True)
+    assert not {"mpi4py", "horovod"} & set(run.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"),
+    [
+        ("node0", "node0"),
+        ("node0,node1", "node0"),
+        ("gpu[03-05,9],cpu1", "gpu03"),
+        ("gpu[9,3-5]", "gpu9"),
+        ("rack[1-2]n[01-16]-ib", "rack1n01-ib"),
+        ("login.example.org,gpu[1-2]", "login.example.org"),
+    ],
+)
+def test_first_host(nodes: str, host: str) -> None:
+    assert first_host(nodes) == host
+
+
+def test_step_port() -> None:
+    ports = [step_port(job, step) for job in range(1000, 1010) for step in range(10)]
+    assert len(set(ports)) == len(ports)
+    assert all(port in PORTS for port in ports)
+    assert step_port(2**31, 2**31) in PORTS
+    assert step_port(7, 0, "12000-12003") == step_port(7, 0, "12000,12007") == 12000
