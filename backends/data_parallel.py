@@ -1,0 +1,79 @@
+"""One process, several GPUs: torch's DataParallel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from unitrain.config import StrategyConfig
+from unitrain.errors import ConfigError
+from unitrain.launch import Launch
+from unitrain.strategy import Strategy
+
+
+class DataParallelStrategy(Strategy):
+    """Splits each batch over the GPUs of one process and gathers the outputs on one of them.
+
+    Without GPUs, or with one, the model is not wrapped: there is nothing to split.
+    """
+
+    name = "data_parallel"
+    served_by = "plain python"
+    compressions = ("none",)
+
+    @classmethod
+    def expected_world(cls, launch: Launch) -> int:
+        """Always one process, whoever launched it."""
+        return 1
+
+    @classmethod
+    def check(cls, config: StrategyConfig, launch: Launch) -> None:
+        """Refuse GPUs that are not there, and BatchNorm over replicas, which torch's DataParallel can't do."""
+        devices = _devices(config)
+        if len(devices) > 1 and config.sync_batchnorm:
+            raise ConfigError(
+                f"sync_batchnorm can't be honoured by backend data_parallel over {len(devices)} devices: its replicas "
+                "normalise apart. Use backend ddp, one process for each GPU (torchrun --nproc-per-node "
+                f"{len(devices)} ...)."
+            )
+
+    def _start(self) -> tuple[int, int]:
+        self.devices = _devices(self.config) or (self.device,)
+        self.device = self.devices[0]
+        return 0, 1
+
+    def _wrap_model(self, module: nn.Module) -> nn.Module:
+        if len(self.devices) == 1:
+            return module
+        output = self.config.data_parallel.output_device
+        return nn.DataParallel(module, list(self.devices), self.device if output is None else output)
+
+    def _all_reduce(self, tensor: Tensor, op: str, name: str) -> Callable[[], None]:
+        return lambda: None
+
+    def _all_gather(self, tensor: Tensor, name: str) -> Callable[[], Tensor]:
+        return lambda: tensor.unsqueeze(0)
+
+    def _broadcast(self, tensor: Tensor, src: int, name: str) -> Callable[[], None]:
+        return lambda: None
+
+
+def _devices(config: StrategyConfig) -> tuple[torch.device, ...]:
+    """Return the GPUs that hold a replica: none where the CPU is used."""
+    visible = 0 if config.device == "cpu" else torch.cuda.device_count()
+    wanted = config.data_parallel.device_ids
+    if wanted is None:
+        if ":" in config.device:
+            return (torch.device(config.device),)
+        return tuple(torch.device("cuda", i) for i in range(visible))
+    missing = [i for i in wanted if i >= visible]
+    if missing or not wanted or len(set(wanted)) != len(wanted):
+        raise ConfigError(
+            f"data_parallel.device_ids is {list(wanted)}, but must name different GPUs of the {visible} visible ones."
+        )
+    output = config.data_parallel.output_device
+    if output is not None and output not in wanted:
+        raise ConfigError(f"data_parallel.output_device is {output}, but must be one of device_ids {list(wanted)}.")
+    return tuple(torch.device("cuda", i) for i in wanted)

@@ -1,0 +1,155 @@
+"""Many processes on torch.distributed: DistributedDataParallel over NCCL or gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
+from torch.nn import Parameter
+from torch.nn.parallel import DistributedDataParallel
+from unitrain.rendezvous import rendezvous
+
+from unitrain.config import StrategyConfig
+from unitrain.errors import CommunicationError, ConfigError, UsageError
+from unitrain.launch import Launch
+from unitrain.strategy import Strategy
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+_HOOKS = {"fp16": fp16_compress_hook, "bf16": bf16_compress_hook}
+
+
+class DDPStrategy(Strategy):
+    """torch's DistributedDataParallel; the strategy's own collectives have a process group of their own.
+
+    Ranks that take different routes through BatchNorm's collectives and DDP's would abort inside gloo on one group.
+    """
+
+    name = "ddp"
+    served_by = "torchrun, mpirun, srun or unitrain.spawn"
+    gradient_reduction = "mean"
+
+    @classmethod
+    def check(cls, config: StrategyConfig, launch: Launch) -> None:
+        """Refuse NCCL where it can't be had."""
+        if config.ddp.communication != "nccl":
+            return
+        if not (dist.is_nccl_available() and torch.cuda.is_available()) or config.device == "cpu":
+            raise ConfigError(
+                "ddp.communication is nccl, which needs a CUDA GPU for every process and a torch built with NCCL; here "
+                f"are {torch.cuda.device_count()} GPUs and device is {config.device}. Set it to auto or gloo."
+            )
+
+    def _start(self) -> tuple[int, int]:
+        timeout = timedelta(seconds=self.config.timeout_s)
+        self._wrapped: list[DistributedDataParallel] = []
+        self._adopted = dist.is_initialized()
+        if not self._adopted:
+            library = self.config.ddp.communication
+            if library == "auto":
+                library = "nccl" if self.device.type == "cuda" else "gloo"
+            store = rendezvous(self.launch, self.config.timeout_s)
+            try:
+                dist.init_process_group(
+                    library, store=store, rank=self.launch.rank, world_size=self.launch.world_size, timeout=timeout
+                )
+            except dist.DistError as error:
+                raise CommunicationError(
+                    f"rank {self.launch.rank} of {self.launch.world_size} could not join the others at "
+                    f"{self.launch.address or 'rank 0'} within {self.config.timeout_s:g} s: {error}"
+                ) from error
+        group = dist.new_group(timeout=timeout)
+        assert isinstance(group, dist.ProcessGroup)  # every rank is in it
+        self._group = group
+        return dist.get_rank(), dist.get_world_size()
+
+    def _close(self) -> None:
+        self._wrapped.clear()
+        if not self._adopted and dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _wrap_model(self, module: nn.Module) -> nn.Module:
+        if self.world_size == 1 or not any(p.requires_grad for p in module.parameters()):
+            return module
+        options = self.config.ddp
+        wrapped = DistributedDataParallel(
+            module,
+            device_ids=[self.device.index] if self.device.type == "cuda" else None,
+            broadcast_buffers=options.broadcast_buffers,
+            init_sync=False,  # prepare() has copied rank 0's weights already
+            bucket_cap_mb=options.bucket_cap_mb,
+            find_unused_parameters=options.find_unused_parameters,
+            gradient_as_bucket_view=options.gradient_as_bucket_view,
+            static_graph=options.static_graph,
+        )
+        hook = _HOOKS.get(self.config.compression)
+        if hook is not None:
+            wrapped.register_comm_hook(None, hook)
+        wrapped.require_backward_grad_sync = self._armed
+        self._wrapped.append(wrapped)
+        return wrapped
+
+    def _arm(self, sync: bool) -> None:
+        self._armed = sync
+        for wrapped in self._wrapped:
+            wrapped.require_backward_grad_sync = sync
+
+    def _watch_gradients(self, parameters: Sequence[Parameter]) -> Callable[[bool], None]:
+        def finish(late: bool) -> None:
+            """DDP has averaged them within backward, unless it was not armed for it."""
+            if late:
+                self._average(parameters)
+            elif not self.config.ddp.find_unused_parameters:
+                self._check_all_used(parameters)
+
+        return finish
+
+    def _average(self, parameters: Sequence[Parameter]) -> None:
+        """Average what DDP missed. Gradients that it has averaged are equal on all ranks already, and stay so."""
+        used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=self.device)
+        self._all_reduce(used, "max", "gradients.used")()
+        for p, is_used in zip(parameters, used.tolist(), strict=True):
+            if not is_used:
+                continue
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            gradient = p.grad.contiguous()
+            self._all_reduce(gradient, "sum", "gradients.late")()
+            p.grad.copy_(gradient.div_(self.world_size))
+
+    def _check_all_used(self, parameters: Sequence[Parameter]) -> None:
+        unused = [p for p in parameters if p.grad is None]
+        if unused:
+            names = ", ".join(self.parameter_name(p) for p in unused[:3])
+            raise UsageError(
+                f"{len(unused)} parameters took no part in this step's loss ({names}, ...), and DDP waits for all: set "
+                "ddp.find_unused_parameters to true, or freeze them (requires_grad_(False)) before prepare()."
+            )
+
+    def _all_reduce(self, tensor: Tensor, op: str, name: str) -> Callable[[], None]:
+        return _wait(dist.all_reduce(tensor, _OPS[op], group=self._group, async_op=True))
+
+    def _all_gather(self, tensor: Tensor, name: str) -> Callable[[], Tensor]:
+        gathered = torch.empty(self.world_size, *tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        wait = _wait(dist.all_gather_into_tensor(gathered, tensor, group=self._group, async_op=True))
+
+        def finish() -> Tensor:
+            wait()
+            return gathered
+
+        return finish
+
+    def _broadcast(self, tensor: Tensor, src: int, name: str) -> Callable[[], None]:
+        return _wait(dist.broadcast(tensor, src, group=self._group, async_op=True))
+
+
+def _wait(work: dist.Work | None) -> Callable[[], None]:
+    assert work is not None  # it is asynchronous, and this rank belongs to the group
+
+    def wait() -> None:
+        work.wait()
+
+    return wait

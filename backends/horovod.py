@@ -1,0 +1,130 @@
+"""Many processes on Horovod, coordinated through MPI or gloo. The only file that knows Horovod."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unitrain.config import StrategyConfig
+from unitrain.errors import BackendError, ConfigError
+from unitrain.launch import Launch
+from unitrain.strategy import Strategy
+
+_LAUNCHERS = ("horovodrun", "mpirun")
+
+
+class HorovodStrategy(Strategy):
+    """Horovod's collectives under explicit names; gradients are averaged by core's flat buckets on top of them.
+
+    ``hvd.DistributedOptimizer`` is not used: it makes a new optimizer object, which loses loaded state and schedulers,
+    sums over accumulated passes, and must be synchronised before clipping.
+    """
+
+    name = "horovod"
+    served_by = "horovodrun or mpirun"
+    compressions = ("none", "fp16")
+
+    @classmethod
+    def expected_world(cls, launch: Launch) -> int:
+        """Horovod sees the world of mpirun and horovodrun; under any other launcher each process is alone."""
+        return launch.world_size if launch.launcher in _LAUNCHERS else 1
+
+    @classmethod
+    def check(cls, config: StrategyConfig, launch: Launch) -> None:
+        """Refuse to start without Horovod, or with a controller that it lacks or that the launcher does not serve."""
+        hvd = _engine()
+        controller = _controller(config, launch)
+        built = {"mpi": hvd.mpi_built(), "gloo": hvd.gloo_built()}
+        if not built[controller]:
+            raise BackendError(
+                f"this Horovod was built without {controller}, which {launch.launcher} needs: rebuild it with "
+                "`unitrain install-horovod --force` where an MPI is found."
+            )
+        if controller == "gloo" and launch.launcher == "mpirun":
+            raise ConfigError(
+                "horovod.controller is gloo, but these processes were started by mpirun or horovodrun --mpi, which "
+                "serves only the MPI controller: start with horovodrun --gloo, or set horovod.controller to auto."
+            )
+        if controller == "mpi" and launch.launcher != "mpirun":
+            raise ConfigError(
+                f"horovod.controller is mpi, but these processes were started by {launch.launcher}, not through MPI: "
+                "start with mpirun or horovodrun --mpi, or set horovod.controller to auto."
+            )
+
+    def _start(self) -> tuple[int, int]:
+        controller = _controller(self.config, self.launch)
+        os.environ["HOROVOD_CONTROLLER"] = controller
+        os.environ.setdefault("HOROVOD_CPU_OPERATIONS", controller)
+        settings = self.config.horovod
+        if settings.fusion_threshold_mb is not None:
+            os.environ["HOROVOD_FUSION_THRESHOLD"] = str(int(settings.fusion_threshold_mb * 2**20))
+        if settings.cycle_time_ms is not None:
+            os.environ["HOROVOD_CYCLE_TIME"] = str(settings.cycle_time_ms)
+        seconds = str(max(1, int(self.config.timeout_s)))
+        for name in ("HOROVOD_GLOO_TIMEOUT_SECONDS", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"):
+            os.environ.setdefault(name, seconds)
+        os.environ.setdefault("HOROVOD_STALL_CHECK_TIME_SECONDS", str(max(1, min(60, int(self.config.timeout_s) // 2))))
+        self._hvd = _engine()
+        self._hvd.init()
+        self._ops = {"sum": self._hvd.Sum, "max": self._hvd.Max, "min": self._hvd.Min}
+        return self._hvd.rank(), self._hvd.size()
+
+    def _close(self) -> None:
+        self._hvd.shutdown()
+
+    def _all_reduce(self, tensor: Tensor, op: str, name: str) -> Callable[[], None]:
+        if tensor.dtype == torch.bfloat16:  # Horovod has no bfloat16
+            return self._all_reduce_as(tensor, torch.float32, op, name)
+        handle = self._hvd.allreduce_async_(tensor, name=name, op=self._ops[op])
+        return lambda: self._wait(handle)
+
+    def _all_reduce_as(self, tensor: Tensor, dtype: torch.dtype, op: str, name: str) -> Callable[[], None]:
+        wide = tensor.to(dtype)
+        wait = self._all_reduce(wide, op, name)
+
+        def finish() -> None:
+            wait()
+            tensor.copy_(wide)
+
+        return finish
+
+    def _all_gather(self, tensor: Tensor, name: str) -> Callable[[], Tensor]:
+        as_sent = _bits(tensor.unsqueeze(0))
+        handle = self._hvd.allgather_async(as_sent, name=name)
+        return lambda: self._wait(handle).view(tensor.dtype)
+
+    def _broadcast(self, tensor: Tensor, src: int, name: str) -> Callable[[], None]:
+        handle = self._hvd.broadcast_async_(_bits(tensor), root_rank=src, name=name)
+        return lambda: self._wait(handle)
+
+    def _wait(self, handle: int) -> Any:
+        return self._hvd.synchronize(handle)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Return a tensor that Horovod can move unchanged: it has no bfloat16, but as many bits in int16... as float16."""
+    return tensor.view(torch.float16) if tensor.dtype == torch.bfloat16 else tensor
+
+
+def _controller(config: StrategyConfig, launch: Launch) -> str:
+    if config.horovod.controller != "auto":
+        return config.horovod.controller
+    # Alone, Horovod's MPI controller would need an MPI that can start without its launcher.
+    return "mpi" if launch.launcher == "mpirun" else "gloo"
+
+
+def _engine() -> Any:
+    """Import horovod.torch. The import succeeds without its C extension, so the capability is checked."""
+    remedy = "Build it for this torch with `unitrain install-horovod`, or use backend ddp."
+    try:
+        hvd = import_module("horovod.torch")
+    except ImportError as error:
+        raise BackendError(f"backend horovod needs Horovod, which can't be imported: {error}. {remedy}") from error
+    if not hasattr(hvd, "init"):
+        raise BackendError(f"Horovod is installed, but was not built for torch {torch.__version__}. {remedy}")
+    return hvd

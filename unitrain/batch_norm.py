@@ -1,0 +1,183 @@
+"""BatchNorm over the global batch, on any strategy's collectives: CPU and GPU, gloo, MPI and Horovod alike.
+
+Each rank computes mean, variance and count of its share; one all-gather brings them together, and they are merged by
+Chan, Golub and LeVeque's pairwise formula ("Algorithms for computing the sample variance", 1983) in float64. Shares
+may be uneven, and empty. The backward needs one all-reduce. Both block: there is no other work to overlap them with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from unitrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from unitrain.strategy import Strategy
+
+
+class _SyncedNormalise(torch.autograd.Function):
+    """Normalise by statistics over all ranks' rows. Inputs are (rows, channels, ...)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, layer: SyncBatchNorm
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        channels = x.size(1)
+        dims = [d for d in range(x.dim()) if d != 1]
+        shape = [1, channels] + [1] * (x.dim() - 2)
+        # Half-precision sums would lose what float64 merging is to keep.
+        wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
+        count = x.numel() // channels if channels else 0
+        local = torch.zeros(2 * channels + 1, dtype=torch.float64, device=x.device)
+        if count:
+            variance, mean = torch.var_mean(wide, dims, correction=0)
+            local[:channels] = mean
+            local[channels : 2 * channels] = variance
+            local[-1] = count
+        gathered = layer.strategy._all_gather(local, f"{layer.sync_name}.forward")()
+        means, variances, counts = gathered[:, :channels], gathered[:, channels:-1], gathered[:, -1:]
+        total = counts.sum()
+        if count <= 1 and total.item() <= 1:
+            raise ValueError(f"BatchNorm needs more than 1 value per channel over all ranks in training, got {x.shape}")
+        share = counts / total.clamp(min=1)
+        mean = (means * share).sum(0)
+        variance = ((variances + (means - mean) ** 2) * share).sum(0)
+        inverse_std = torch.rsqrt(variance + layer.eps)
+        kind = wide.dtype
+        normalised = (wide - mean.to(kind).view(shape)) * inverse_std.to(kind).view(shape)
+        ctx.save_for_backward(normalised, weight, inverse_std, total)
+        ctx.layer, ctx.dims, ctx.shape, ctx.dtype = layer, dims, shape, x.dtype
+        output = normalised
+        if weight is not None:
+            output = output * weight.to(kind).view(shape)
+        if bias is not None:
+            output = output + bias.to(kind).view(shape)
+        ctx.mark_non_differentiable(mean, variance, total)
+        return output.to(x.dtype), mean, variance, total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        normalised, weight, inverse_std, total = ctx.saved_tensors
+        kind, channels = normalised.dtype, normalised.size(1)
+        grad = grad.to(kind)
+        grad_bias = grad.sum(ctx.dims)
+        grad_weight = (grad * normalised).sum(ctx.dims)
+        sums = torch.cat([grad_bias, grad_weight]).double()
+        ctx.layer.strategy._all_reduce(sums, "sum", f"{ctx.layer.sync_name}.backward")()
+        means = (sums / total.clamp(min=1)).to(kind)
+        scale = inverse_std.to(kind) if weight is None else inverse_std.to(kind) * weight.to(kind)
+        grad_input = grad - means[:channels].view(ctx.shape) - normalised * means[channels:].view(ctx.shape)
+        grad_input = (grad_input * scale.view(ctx.shape)).to(ctx.dtype)
+        needs = ctx.needs_input_grad
+        return (
+            grad_input if needs[0] else None,
+            grad_weight.to(weight.dtype) if weight is not None and needs[1] else None,
+            grad_bias.to(weight.dtype) if weight is not None and needs[2] else None,
+            None,
+        )
+
+
+class SyncBatchNorm(_BatchNorm):
+    """A BatchNorm layer whose training statistics are those of all ranks' rows.
+
+    Made by ``synchronise`` from an existing layer, whose parameters, buffers, hooks and keys it keeps.
+    """
+
+    plain: ClassVar[type[_BatchNorm]]
+    strategy: Strategy
+    sync_name: str
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's own name for it)
+        """Normalise ``input`` (rows, channels, ...) by the statistics of all ranks, or the running ones in eval."""
+        self._check_input_dim(input)  # type: ignore[no-untyped-call]
+        if not self.training or self.strategy.world_size == 1:
+            return self.plain.forward(self, input)
+        output, mean, variance, total = _SyncedNormalise.apply(input, self.weight, self.bias, self)
+        if self.track_running_stats:
+            self._update_running(mean, variance, total)
+        return cast(Tensor, output)
+
+    @torch.no_grad()
+    def _update_running(self, mean: Tensor, variance: Tensor, total: Tensor) -> None:
+        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
+            return
+        self.num_batches_tracked.add_(1)
+        momentum: Tensor | float = self.momentum if self.momentum is not None else 1.0 / self.num_batches_tracked
+        unbiased = variance * (total / (total - 1).clamp(min=1))
+        self.running_mean.add_(momentum * (mean.to(self.running_mean.dtype) - self.running_mean))
+        self.running_var.add_(momentum * (unbiased.to(self.running_var.dtype) - self.running_var))
+
+
+class SyncBatchNorm1d(SyncBatchNorm, nn.BatchNorm1d):
+    """``BatchNorm1d`` over all ranks."""
+
+    plain = nn.BatchNorm1d
+
+
+class SyncBatchNorm2d(SyncBatchNorm, nn.BatchNorm2d):
+    """``BatchNorm2d`` over all ranks."""
+
+    plain = nn.BatchNorm2d
+
+
+class SyncBatchNorm3d(SyncBatchNorm, nn.BatchNorm3d):
+    """``BatchNorm3d`` over all ranks."""
+
+    plain = nn.BatchNorm3d
+
+
+_SYNCED: dict[type, type[SyncBatchNorm]] = {c.plain: c for c in (SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d)}
+
+
+def synchronise(module: nn.Module, strategy: Strategy) -> None:
+    """Make every BatchNorm layer in ``module`` compute its training statistics over all ranks, in place.
+
+    Only a layer's class changes: its parameters stay the same objects, and its buffers, hooks and keys stay.
+
+    Raises:
+        ConfigError: a layer is of a class derived from BatchNorm, whose forward can't be known.
+    """
+    for name, layer in module.named_modules():
+        if not isinstance(layer, _BatchNorm) or isinstance(layer, (SyncBatchNorm, nn.SyncBatchNorm)):
+            continue
+        synced = _SYNCED.get(type(layer))
+        if synced is None:
+            raise ConfigError(
+                f"sync_batchnorm can't be applied to layer {name!r}, a {type(layer).__name__}: only BatchNorm1d, "
+                "2d and 3d themselves can be synchronised. Replace the layer, or set sync_batchnorm to false."
+            )
+        layer.__class__ = synced
+        layer.__dict__.update(strategy=strategy, sync_name=f"batch_norm.{name}")
+
+
+def revert(module: nn.Module) -> None:
+    """Make layers that ``synchronise`` converted plain again, in place, with their statistics as they are."""
+    for layer in module.modules():
+        if isinstance(layer, SyncBatchNorm):
+            del layer.strategy, layer.sync_name
+            layer.__class__ = layer.plain  # type: ignore[assignment]
+
+
+@torch.no_grad()
+def average_statistics(modules: Iterable[nn.Module], strategy: Strategy) -> None:
+    """Give all ranks the mean of their running means and variances, for layers that are not synchronised."""
+    buffers = [
+        buffer
+        for module in modules
+        for layer in module.modules()
+        if isinstance(layer, _BatchNorm) and not isinstance(layer, (SyncBatchNorm, nn.SyncBatchNorm))
+        for buffer in (layer.running_mean, layer.running_var)
+        if buffer is not None
+    ]
+    if strategy.world_size == 1 or not buffers:
+        return
+    flat = torch.cat([b.double().reshape(-1) for b in buffers])
+    strategy._all_reduce(flat, "sum", "batch_norm.statistics")()
+    flat /= strategy.world_size
+    for buffer, mean in zip(buffers, torch.split(flat, [b.numel() for b in buffers]), strict=True):
+        buffer.copy_(mean.view_as(buffer))

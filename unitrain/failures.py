@@ -1,0 +1,86 @@
+"""How an uncaught error ends: said once, in the user's terms, and on every rank.
+
+An error on one rank must end the job. Every launcher ends it when a process fails, provided the process really exits:
+an engine's own exit handlers may wait for ranks that are still computing. So a failed process of a job ends at once.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from unitrain.errors import ConfigError, LaunchError, UnitrainError
+from unitrain.launch import Launch, detect
+
+if TYPE_CHECKING:
+    from unitrain.strategy import Strategy
+
+_LIBRARY = Path(__file__).parent
+# An error of every rank (a bad setting) is rank 0's to tell; the others tell it if they are still there after this.
+_PATIENCE_S = 5.0
+
+
+class _FailureHook:
+    """An excepthook that knows which rank it is on."""
+
+    def __init__(self) -> None:
+        self.strategy: Strategy | None = None
+        self._previous = sys.excepthook
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        launch = self._launch()
+        if self.strategy is not None:
+            self.strategy.failed = True
+        if isinstance(error, (ConfigError, LaunchError)) and launch.rank > 0:
+            if (
+                launch.launcher == "srun"
+            ):  # srun hands all tasks the same arguments, and does not end those that are left
+                _leave(error.exit_code)
+            time.sleep(_PATIENCE_S)
+        if isinstance(error, UnitrainError):
+            print(f"unitrain: error: {error}{_place(trace)}", file=sys.stderr)
+        else:
+            self._previous(kind, error, trace)
+        code = error.exit_code if isinstance(error, UnitrainError) else 130 if kind is KeyboardInterrupt else 1
+        if launch.world_size > 1 and self.strategy is not None:
+            print(
+                f"unitrain: rank {launch.rank} of {launch.world_size} on {socket.gethostname()} (pid {os.getpid()}) "
+                f"failed: {kind.__name__}: {error}",
+                file=sys.stderr,
+            )
+        if launch.world_size > 1 or isinstance(error, UnitrainError):
+            _leave(code)
+
+    def _launch(self) -> Launch:
+        if self.strategy is not None:
+            return self.strategy.launch
+        try:
+            return detect(os.environ)
+        except LaunchError:
+            return Launch("python")
+
+
+def _place(trace: TracebackType | None) -> str:
+    """Name the last line of the user's own that led to the error."""
+    frames = [f for f in traceback.extract_tb(trace) if _LIBRARY not in Path(f.filename).parents]
+    return f"\n  at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
+
+
+def _leave(code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def install_hook(strategy: Strategy | None = None) -> None:
+    """Let uncaught errors end the way this module says, from now on; with ``strategy``, once it has started."""
+    if not isinstance(sys.excepthook, _FailureHook):
+        sys.excepthook = _FailureHook()
+    if strategy is not None:
+        sys.excepthook.strategy = strategy

@@ -1,0 +1,184 @@
+"""Gradients summed over the ranks while backward still runs: flat buckets on a strategy's ``_all_reduce``.
+
+The default for every backend that has no engine of its own for it. A parameter's gradient becomes a view of its
+bucket, so that reducing a bucket is one call and costs no copy back (Li et al., "PyTorch Distributed: Experiences on
+Accelerating Data Parallel Training", VLDB 2020, describes buckets filled from hooks).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from unitrain.errors import UsageError
+
+Wait = Callable[[], None]
+
+
+class AllReduce(Protocol):
+    """Sum ``tensor`` in place over the ranks, asynchronously; the result waits for it."""
+
+    def __call__(self, tensor: Tensor, op: str, name: str) -> Wait:
+        """Begin, and return what waits."""
+
+
+class _Bucket:
+    """Parameters of one dtype and device, their gradients side by side in one flat tensor.
+
+    Behind the gradients stands one element for each parameter: how many ranks gave it a gradient. Where none did,
+    ``grad`` stays None, as it would on one device, and weight decay and momentum leave the parameter alone.
+    """
+
+    def __init__(self, parameters: Sequence[Parameter], name: str) -> None:
+        self.parameters = parameters
+        self.name = name
+        size = sum(p.numel() for p in parameters)
+        self.flat = torch.zeros(size + len(parameters), dtype=parameters[0].dtype, device=parameters[0].device)
+        self.used = self.flat[size:]
+        self.views = []
+        offset = 0
+        for p in parameters:
+            # The gradient takes its parameter's strides (channels_last, say), which optimizers' fast paths want.
+            dense = p.is_contiguous() or _is_dense(p)
+            part = self.flat[offset : offset + p.numel()]
+            self.views.append(part.as_strided(p.size(), p.stride()) if dense else part.view(p.size()))
+            offset += p.numel()
+        self.missing = len(parameters)
+        self.launched = False
+        self.locally_unused: list[int] = []
+        self.wire: Tensor | None = None
+        self.wait: Wait | None = None
+
+    def launch(self, all_reduce: AllReduce, wire_dtype: torch.dtype | None) -> None:
+        self.launched = True
+        self.locally_unused = [i for i, p in enumerate(self.parameters) if p.grad is None]
+        self.used.fill_(1)
+        views, gradients = self.views, [p.grad for p in self.parameters if p.grad is not None]
+        if self.locally_unused:
+            for i in self.locally_unused:
+                self.views[i].zero_()
+                self.used[i] = 0
+            views = [v for v, p in zip(self.views, self.parameters, strict=True) if p.grad is not None]
+        torch._foreach_copy_(views, gradients)
+        for p, view in zip(self.parameters, self.views, strict=True):
+            p.grad = view
+        self.wire = self.flat if wire_dtype is None else self.flat.to(wire_dtype)
+        self.wait = all_reduce(self.wire, "sum", self.name)
+
+    def finish(self) -> None:
+        if self.wait is not None:
+            self.wait()
+        if self.wire is not None and self.wire is not self.flat:
+            self.flat.copy_(self.wire)
+        if self.locally_unused:
+            counts = self.used.tolist()
+            for i in self.locally_unused:
+                if counts[i] == 0:
+                    self.parameters[i].grad = None
+        self.missing, self.launched, self.wait, self.wire = len(self.parameters), False, None, None
+
+
+class GradientReducer:
+    """Sums the gradients of a fixed list of parameters over the ranks, overlapping backward.
+
+    Args:
+        parameters: in the order of registration; backward yields their gradients in about the reverse of it.
+        all_reduce: the strategy's asynchronous, in-place sum.
+        armed: tells whether the backward that is running shall communicate.
+        name: prefix of the buckets' names, the same on all ranks.
+        bucket_mb: a bucket is closed once it holds this many MiB.
+        wire_dtype: reduce in this type (lossy) instead of the gradients' own.
+
+    Raises:
+        UsageError: a parameter has got two gradients in one backward.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Parameter],
+        *,
+        all_reduce: AllReduce,
+        armed: Callable[[], bool],
+        name: str,
+        bucket_mb: float = 25.0,
+        wire_dtype: torch.dtype | None = None,
+    ) -> None:
+        self._all_reduce = all_reduce
+        self._armed = armed
+        self._wire_dtype = wire_dtype
+        self._buckets = [
+            _Bucket(group, f"{name}.{i}") for i, group in enumerate(_group(parameters, int(bucket_mb * 2**20)))
+        ]
+        self._next = 0
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(self._hook(bucket))  # type: ignore[no-untyped-call]
+            for bucket in self._buckets
+            for p in bucket.parameters
+        ]
+
+    def _hook(self, bucket: _Bucket) -> Callable[[Tensor], None]:
+        def gradient_is_ready(_: Tensor) -> None:
+            if not self._armed():
+                return
+            if bucket.launched:
+                raise UsageError(
+                    "a gradient arrived after its bucket had been sent: a second backward ran before update() (pass "
+                    "each backward the optimizer that it is for), or a reentrant checkpoint runs one parameter twice "
+                    "(use torch.utils.checkpoint with use_reentrant=False)."
+                )
+            bucket.missing -= 1
+            # In the buckets' own order on every rank: engines without names match collectives by their order.
+            while self._next < len(self._buckets) and self._buckets[self._next].missing == 0:
+                self._launch_next()
+
+        return gradient_is_ready
+
+    def _launch_next(self) -> None:
+        with torch.no_grad():
+            self._buckets[self._next].launch(self._all_reduce, self._wire_dtype)
+        self._next += 1
+
+    def finish(self) -> None:
+        """Send what has not been sent, wait for all, and leave each ``grad`` the sum over the ranks (or None)."""
+        while self._next < len(self._buckets):
+            self._launch_next()
+        with torch.no_grad():
+            for bucket in self._buckets:
+                bucket.finish()
+        self._next = 0
+
+    def close(self) -> None:
+        """Remove the hooks; gradients stay where they are."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _group(parameters: Sequence[Parameter], cap_bytes: int) -> list[list[Parameter]]:
+    """Cut the parameters, last first, into buckets of one dtype and device of about ``cap_bytes`` each."""
+    groups: list[list[Parameter]] = []
+    open_groups: dict[tuple[torch.dtype, torch.device], tuple[list[Parameter], int]] = {}
+    for p in reversed(parameters):
+        kind = (p.dtype, p.device)
+        group, size = open_groups.get(kind, ([], 0))
+        if not group:
+            groups.append(group)
+        group.append(p)
+        size += p.numel() * p.element_size()
+        open_groups[kind] = (group, size) if size < cap_bytes else ([], 0)
+    return groups
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """True where the tensor's elements fill one block of memory in some order of its dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True

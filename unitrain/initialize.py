@@ -1,0 +1,137 @@
+"""``unitrain.init``: from settings and environment to one complete strategy."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import random
+import warnings
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import torch
+
+from unitrain import failures
+from unitrain.config import StrategyConfig
+from unitrain.errors import ConfigError, LaunchError, UsageError
+from unitrain.launch import Launch, detect
+from unitrain.registry import load_backend
+from unitrain.settings import resolve_strategy
+from unitrain.strategy import Strategy
+
+_SECTIONS = ("data_parallel", "ddp", "horovod")
+_current: Strategy | None = None
+
+
+def init(config: StrategyConfig | None = None, **settings: Any) -> Strategy:
+    """Find out who started this process, choose a backend, and start it.
+
+    Args:
+        config: the settings; those that were set on it explicitly outrank the environment's (``UNITRAIN_...``).
+        **settings: fields of ``StrategyConfig``; they outrank both.
+
+    Returns:
+        The strategy, which is closed at exit where the script does not close it.
+
+    Raises:
+        ConfigError: a setting is unknown, malformed, or can't be honoured here.
+        LaunchError: the launcher's environment is broken, or the backend would not see the launcher's world.
+        BackendError: the backend's engine is missing.
+        UsageError: another strategy is still open.
+    """
+    global _current
+    failures.install_hook()
+    if _current is not None and not _current._closed:
+        raise UsageError("unitrain.init() was called while a strategy is open: close() it first; a process has one.")
+    launch = detect(os.environ)
+    resolved = resolve_strategy(config, settings, os.environ)
+    if resolved.backend == "auto":
+        resolved = resolved.model_copy(update={"backend": choose_backend(launch, resolved)})
+    backend = load_backend(resolved.backend)
+    _check_world(backend, launch)
+    backend.check(resolved, launch)
+    _check_honoured(backend, resolved, launch)
+    _set_process_state(resolved, launch)
+    strategy = backend(resolved, launch)
+    _current = strategy
+    failures.install_hook(strategy)
+    atexit.register(strategy.close)
+    return strategy
+
+
+def choose_backend(launch: Launch, config: StrategyConfig) -> str:
+    """Return what ``backend="auto"`` stands for under this launcher.
+
+    horovodrun asks for Horovod. mpirun gets Horovod where it is installed, else DDP. Every other launcher gets DDP.
+    Alone, a process takes all visible GPUs.
+    """
+    if launch.launcher == "horovodrun":
+        return "horovod"
+    if launch.launcher == "mpirun":
+        return "horovod" if _horovod_has_mpi(launch) else "ddp"
+    if launch.launcher != "python":
+        return "ddp"
+    gpus = 0 if config.device != "auto" and config.device != "cuda" else torch.cuda.device_count()
+    return "data_parallel" if gpus > 1 else "single"
+
+
+def _horovod_has_mpi(launch: Launch) -> bool:
+    if find_spec("horovod") is None:
+        return False
+    try:
+        load_backend("horovod").check(StrategyConfig(backend="horovod"), launch)
+    except (ConfigError, ImportError):
+        return False
+    return True
+
+
+def _check_world(backend: type[Strategy], launch: Launch) -> None:
+    """Refuse N silent copies of a job, before any work."""
+    seen = backend.expected_world(launch)
+    if seen == launch.world_size:
+        return
+    raise LaunchError(
+        f"{launch.launcher} started {launch.world_size} processes, but under backend {backend.name!r} each would see a "
+        f"world of {seen}: {launch.world_size} copies of one job. Use backend auto (here: "
+        f"{choose_backend(launch, StrategyConfig())}), or start with what serves {backend.name!r}: "
+        f"{backend.served_by}. Evidence: {', '.join(launch.evidence)}."
+    )
+
+
+def _check_honoured(backend: type[Strategy], config: StrategyConfig, launch: Launch) -> None:
+    """Refuse what this backend can't do, and warn of what has no effect in this run."""
+    idle = []
+    if config.compression not in backend.compressions:
+        if launch.world_size > 1:
+            raise ConfigError(
+                f"compression {config.compression!r} can't be honoured by backend {backend.name!r}, which knows "
+                f"{', '.join(backend.compressions)}."
+            )
+        idle.append(f"compression={config.compression}")
+    defaults = StrategyConfig()
+    idle += [s for s in _SECTIONS if s != backend.name and getattr(config, s) != getattr(defaults, s)]
+    if idle:
+        warnings.warn(f"without effect under backend {backend.name!r}: {', '.join(idle)}.", UserWarning, stacklevel=3)
+
+
+def _set_process_state(config: StrategyConfig, launch: Launch) -> None:
+    """Set what is torch's for the whole process: threads, seeds, determinism, cuDNN, TF32."""
+    threads = config.threads_per_process
+    if threads is None and "OMP_NUM_THREADS" not in os.environ:
+        threads = default_threads(launch.local_world_size)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    random.seed(config.seed)
+    np.random.seed(config.seed)
+    torch.manual_seed(config.seed)
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(config.deterministic)
+    torch.backends.cudnn.benchmark = config.cudnn_benchmark and not config.deterministic
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = config.tf32
+
+
+def default_threads(local_world_size: int) -> int:
+    """Return the compute threads of each process: its share of the cores, or the cores that it is bound to."""
+    return max(1, min(len(os.sched_getaffinity(0)), (os.cpu_count() or 1) // local_world_size))

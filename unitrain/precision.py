@@ -1,0 +1,93 @@
+"""Precision in one place: what the model computes in, and the loss scale of fp16."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unitrain.config import Precision as PrecisionName
+
+AUTOCAST_DTYPE: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class _AutocastForward:
+    """A pair of forward hooks that hold autocast open while a module's forward runs.
+
+    Autocast's dtype is thread-local and DataParallel's threads inherit only whether it is on, so it has to be entered
+    inside the forward; the stack is thread-local for the same reason. Hooks, and not a replaced ``forward``, because a
+    deep copy of the module (an average of its weights, say) then keeps calling its own forward.
+    """
+
+    def __init__(self, device_type: str, dtype: torch.dtype) -> None:
+        self._arguments = (device_type, dtype)
+        self._local = threading.local()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _AutocastForward:
+        return _AutocastForward(*self._arguments)
+
+    def __reduce__(self) -> tuple[type[_AutocastForward], tuple[str, torch.dtype]]:
+        return _AutocastForward, self._arguments
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        context = torch.autocast(*self._arguments)
+        context.__enter__()  # type: ignore[no-untyped-call]
+        self._local.__dict__.setdefault("stack", []).append(context)
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._local.stack.pop().__exit__(None, None, None)
+
+
+def _to_double(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.double() if value.is_floating_point() else value
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(_to_double, value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_to_double, value))
+    if isinstance(value, dict):
+        return {k: _to_double(v) for k, v in value.items()}
+    return value
+
+
+def _inputs_to_double(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    return _to_double(args), _to_double(kwargs)
+
+
+class Precision:
+    """What a run computes in: fp32, fp64, or autocast to bf16 or fp16 over float32 weights.
+
+    Attributes:
+        scaler: the loss scale of fp16, else None.
+    """
+
+    def __init__(self, name: PrecisionName, device: torch.device) -> None:
+        self._device_type = device.type
+        self._name = name
+        self._dtype = AUTOCAST_DTYPE.get(name)
+        self.scaler = torch.amp.GradScaler(device.type) if name == "fp16" else None
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return the context in which a loss is computed; it does nothing in fp32 and fp64."""
+        return nullcontext() if self._dtype is None else torch.autocast(self._device_type, self._dtype)
+
+    def apply(self, module: nn.Module) -> None:
+        """Make the module's forward compute in this precision, whoever calls it and from whatever thread."""
+        if self._dtype is not None:
+            autocast = _AutocastForward(self._device_type, self._dtype)
+            module.register_forward_pre_hook(autocast.enter, prepend=True)
+            module.register_forward_hook(autocast.leave, always_call=True)
+        elif self._name == "fp64":
+            module.double()
+            module.register_forward_pre_hook(_inputs_to_double, prepend=True, with_kwargs=True)
+
+
+def remove_hooks(module: nn.Module) -> None:
+    """Remove from a module what ``Precision.apply`` added to it."""
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key, hook in list(hooks.items()):
+            if hook is _inputs_to_double or isinstance(getattr(hook, "__self__", None), _AutocastForward):
+                del hooks[key]

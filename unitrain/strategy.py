@@ -1,0 +1,453 @@
+"""The strategy: what a training script talks to, and the narrow interface that a backend fills.
+
+A backend implements ``_start``, ``_all_reduce``, ``_all_gather`` and ``_broadcast``, and ``_close`` where there is
+something to close. All else is derived from these, once, for every backend. A backend overrides ``_wrap_model``,
+``_arm`` and ``_watch_gradients`` only where its engine averages gradients in a way of its own.
+"""
+
+from __future__ import annotations
+
+import builtins
+import pickle
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, ClassVar, Literal, TypeVar, overload
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from unitrain import batch_norm, saving
+from unitrain.config import StrategyConfig
+from unitrain.data import Loader
+from unitrain.device import pick_device
+from unitrain.errors import LaunchError, UsageError
+from unitrain.gradients import GradientReducer
+from unitrain.launch import Launch
+from unitrain.meter import Meter
+from unitrain.precision import AUTOCAST_DTYPE, Precision
+from unitrain.preparation import Preparation
+from unitrain.training_step import StepResult, TrainingStep, Weight
+
+T = TypeVar("T")
+Wait = Callable[[], None]
+ReduceOp = Literal["sum", "mean", "max", "min"]
+
+
+class Strategy(ABC):
+    """How a script's processes, devices and gradients work together. Made by ``unitrain.init``.
+
+    Attributes:
+        config: the resolved configuration.
+        launch: who started this process.
+        rank: number of this process, from 0.
+        world_size: number of processes (1 under DataParallel, whose devices are ``devices``).
+        local_rank: number of this process on its host.
+        local_world_size: number of processes on this host.
+        node_rank: number of this host.
+        device: where this process computes.
+        devices: all devices that this process computes on.
+        is_main: whether this is rank 0.
+    """
+
+    name: ClassVar[str]
+    """The backend's name, as in its entry point."""
+    served_by: ClassVar[str] = "see its documentation"
+    """The launchers that start what this backend can use, for messages."""
+    gradient_reduction: ClassVar[Literal["sum", "mean"]] = "sum"
+    """Whether the engine's gradients are the ranks' sum, or their mean."""
+    compressions: ClassVar[tuple[str, ...]] = ("none", "fp16", "bf16")
+    """What ``compression`` may be under this backend."""
+
+    def __init__(self, config: StrategyConfig, launch: Launch) -> None:
+        self.config = config
+        self.launch = launch
+        self.local_rank = launch.local_rank
+        self.local_world_size = launch.local_world_size
+        self.node_rank = launch.node_rank
+        self.device = pick_device(config.device, launch)
+        self.devices: tuple[torch.device, ...] = (self.device,)
+        self.precision = Precision(config.precision, self.device)
+        self.evaluating = False
+        self.failed = False
+        """Whether this process is ending because of an error: it then waits for nobody."""
+        self._closed = False
+        self._armed = True
+        self._reducers: list[GradientReducer] = []
+        self.rank, self.world_size = self._start()
+        self.is_main = self.rank == 0
+        self._check_world()
+        self._training_step = TrainingStep(self)
+        self._preparation = Preparation(self)
+
+    # ----------------------------------------------------------------------------------- what a backend fills in
+
+    @classmethod
+    def expected_world(cls, launch: Launch) -> int:
+        """Return the world size that this backend would see under ``launch``, without starting anything."""
+        return launch.world_size
+
+    @classmethod  # noqa: B027  (optional)
+    def check(cls, config: StrategyConfig, launch: Launch) -> None:
+        """Raise where this backend can't run, or can't honour the configuration. Called before any work.
+
+        Raises:
+            BackendError: its engine is missing.
+            ConfigError: a setting can't be honoured.
+        """
+
+    @abstractmethod
+    def _start(self) -> tuple[int, int]:
+        """Start communication and return this process's rank and the world size, as the engine sees them."""
+
+    def _close(self) -> None:  # noqa: B027  (optional)
+        """End communication."""
+
+    @abstractmethod
+    def _all_reduce(self, tensor: Tensor, op: str, name: str) -> Wait:
+        """Begin to reduce a contiguous tensor on ``device`` in place; return what waits for the end.
+
+        Args:
+            tensor: of any real dtype but bool.
+            op: ``sum``, ``max`` or ``min``.
+            name: the same on all ranks; of two reductions under way at once, no two share one.
+        """
+
+    @abstractmethod
+    def _all_gather(self, tensor: Tensor, name: str) -> Callable[[], Tensor]:
+        """Begin to gather contiguous tensors of one shape; the result waits and returns them as (world, ...)."""
+
+    @abstractmethod
+    def _broadcast(self, tensor: Tensor, src: int, name: str) -> Wait:
+        """Begin to overwrite a contiguous tensor with rank ``src``'s; return what waits for the end."""
+
+    def _wrap_model(self, module: nn.Module) -> nn.Module:
+        """Return what the user calls instead of ``module``."""
+        return module
+
+    def _arm(self, sync: bool) -> None:
+        """Say whether the coming forward and backward shall communicate. Called before the forward."""
+        self._armed = sync
+
+    def _watch_gradients(self, parameters: Sequence[Parameter]) -> Callable[[bool], None]:
+        """Reduce the gradients of ``parameters`` in every armed backward from now on.
+
+        Returns:
+            What ends a step's reduction: afterwards each ``grad`` holds the reduced gradient, or None where no rank
+            had one. Its argument says that some gradients came from a backward which the engine, to be armed before
+            the forward, may have missed.
+        """
+        reducer = GradientReducer(
+            parameters,
+            all_reduce=self._all_reduce,
+            armed=lambda: self._armed,
+            name=f"gradients.{len(self._reducers)}",
+            wire_dtype=AUTOCAST_DTYPE.get(self.config.compression),
+        )
+        self._reducers.append(reducer)
+        return lambda late: reducer.finish()
+
+    def _check_world(self) -> None:
+        said = (self.launch.rank, self.expected_world(self.launch))
+        if (self.rank, self.world_size) != said:
+            self._close()
+            raise LaunchError(
+                f"{self.launch.launcher} says that this is rank {said[0]} of {said[1]}, but backend {self.name} sees "
+                f"rank {self.rank} of {self.world_size}. Evidence: {', '.join(self.launch.evidence) or 'none'}."
+            )
+
+    # ------------------------------------------------------------------------------------------------ collectives
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
+        """Return a new tensor: the element-wise sum, mean, maximum or minimum over all ranks. Collective.
+
+        Args:
+            tensor: dense and real, of the same shape and dtype on all ranks, on any device. Booleans are counted
+                by ``sum``.
+            op: ``sum``, ``mean`` (of floating-point tensors), ``max`` or ``min``.
+
+        Raises:
+            UsageError: another op, or a tensor that can't be reduced.
+        """
+        if op not in ("sum", "mean", "max", "min"):
+            raise UsageError(f"all_reduce knows sum, mean, max and min, not {op!r}.")
+        work = self._communicable(tensor, "all_reduce")
+        if op == "mean" and not work.is_floating_point():
+            raise UsageError(
+                f"the mean of a {tensor.dtype} tensor is not one: convert it to a floating-point dtype first."
+            )
+        if work.dtype == torch.bool:
+            work = work.to(torch.int64 if op == "sum" else torch.uint8)
+        if self.world_size > 1 and work.numel():
+            self._all_reduce(work, "sum" if op == "mean" else op, f"all_reduce.{op}")()
+            if op == "mean":
+                work /= self.world_size
+        if tensor.dtype == torch.bool and op != "sum":
+            work = work.bool()
+        return work.to(tensor.device)
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Return all ranks' tensors (of one shape and dtype), stacked along a new first dimension. Collective."""
+        work = self._communicable(tensor, "all_gather")
+        as_sent = work.to(torch.uint8) if work.dtype == torch.bool else work
+        if self.world_size == 1 or not work.numel():
+            return work.unsqueeze(0).repeat(self.world_size, *[1] * work.dim()).to(tensor.device)
+        return self._all_gather(as_sent, "all_gather")().to(tensor.device, tensor.dtype)
+
+    def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
+        """Return a new tensor: rank ``src``'s. It has the same shape and dtype on all ranks. Collective."""
+        self._check_rank(src)
+        work = self._communicable(tensor, "broadcast")
+        if self.world_size == 1 or not work.numel():
+            return work.to(tensor.device)
+        as_sent = work.to(torch.uint8) if work.dtype == torch.bool else work
+        self._broadcast(as_sent, src, "broadcast")()
+        return as_sent.to(tensor.device, tensor.dtype)
+
+    def barrier(self) -> None:
+        """Wait until every rank has come here. Collective."""
+        if self.world_size > 1:
+            self._all_reduce(torch.zeros(1, device=self.device), "sum", "barrier")()
+
+    def broadcast_object(self, value: T, src: int = 0) -> T:
+        """Return rank ``src``'s picklable object. The other ranks' values are not read. Collective."""
+        self._check_rank(src)
+        if self.world_size == 1:
+            return value
+        data = _to_bytes(value) if self.rank == src else torch.empty(0, dtype=torch.uint8)
+        size = int(self.broadcast(torch.tensor(data.numel()), src))
+        data = self.broadcast(data if self.rank == src else torch.empty(size, dtype=torch.uint8), src)
+        return value if self.rank == src else _from_bytes(data)
+
+    def all_gather_object(self, value: T) -> list[T]:
+        """Return all ranks' picklable objects, in rank order. Collective."""
+        if self.world_size == 1:
+            return [value]
+        data = _to_bytes(value)
+        sizes = self.all_gather(torch.tensor(data.numel())).tolist()
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: data.numel()] = data
+        return [_from_bytes(row[:size]) for row, size in zip(self.all_gather(padded), sizes, strict=True)]
+
+    def _communicable(self, tensor: Tensor, verb: str) -> Tensor:
+        """Return a contiguous copy on ``device`` that may be overwritten."""
+        if not isinstance(tensor, Tensor):
+            raise UsageError(f"{verb} takes a tensor, not {type(tensor).__name__}: wrap it in torch.tensor(...).")
+        if tensor.layout != torch.strided or tensor.is_complex():
+            kind = "complex" if tensor.is_complex() else "sparse"
+            raise UsageError(f"{verb} can't communicate {kind} tensors: convert it first (view_as_real, to_dense).")
+        return tensor.detach().to(self.device, copy=True, memory_format=torch.contiguous_format)
+
+    def _check_rank(self, src: int) -> None:
+        if not 0 <= src < self.world_size:
+            raise UsageError(f"there is no rank {src}: this run has ranks 0 to {self.world_size - 1}.")
+
+    # --------------------------------------------------------------------------------------------------- training
+
+    @overload
+    def prepare(self, one: T, /) -> T: ...
+
+    @overload
+    def prepare(self, first: Any, second: Any, /, *more: Any) -> tuple[Any, ...]: ...
+
+    def prepare(self, *objects: Any) -> Any:
+        """Make modules, optimizers and schedulers ready for this run, and return them in the order given.
+
+        A module is moved to the device, its BatchNorm is converted (with ``sync_batchnorm``), rank 0's weights and
+        buffers are copied to all ranks, its forward enters autocast, and it is wrapped where the backend wraps.
+        Parameters stay the same objects, and an optimizer is returned as it was given, with rank 0's state: loaded
+        state and schedulers made before stay valid. A module may be prepared before its optimizer exists.
+
+        Raises:
+            UsageError: something else was given, or it was prepared before.
+            CommunicationError: the ranks' models differ in names, shapes or dtypes.
+        """
+        prepared = self._preparation.prepare(objects)
+        return prepared[0] if len(objects) == 1 else prepared
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return the context to compute a loss in. A prepared model's forward enters it by itself."""
+        return self.precision.autocast()
+
+    def step(
+        self,
+        loss: Tensor,
+        optimizer: Optimizer | Sequence[Optimizer],
+        scheduler: Any = None,
+        *,
+        weight: Weight | None = None,
+    ) -> StepResult:
+        """Do all that follows a loss: backward, average, unscale, clip, check, step, zero the gradients.
+
+        Within an accumulation window only backward runs; the optimizer (and the scheduler) moves at its end. The
+        gradient is that of the mean over all samples of the window on all ranks.
+
+        Args:
+            loss: scalar, the mean over this rank's samples of the batch.
+            optimizer: what to step; several share the one loss.
+            scheduler: stepped when the optimizer is.
+            weight: what this rank's mean counts for: the number of its tokens, say. Default: the number of samples
+                of the batch that the strategy's loader handed out last; without such a loader all ranks are equal.
+
+        Raises:
+            UsageError: the loss is no scalar with a gradient, or a micro-batch was left out.
+            NonFiniteError: a loss or gradient is not finite, under ``on_nonfinite="raise"``.
+            Stopped: the same under ``on_nonfinite="stop"``.
+        """
+        if isinstance(optimizer, Optimizer):
+            self._training_step.backward(loss, optimizer, weight=weight)
+            return self._training_step.update(optimizer, scheduler)
+        if not optimizer:
+            raise UsageError("step() needs an optimizer, or a list of at least one.")
+        self._training_step.backward(loss, None, weight=weight)
+        results = [self._training_step.update(one) for one in optimizer]
+        if scheduler is not None and results[0].stepped:
+            scheduler.step()
+        return results[0]
+
+    def backward(
+        self,
+        loss: Tensor,
+        optimizer: Optimizer | None = None,
+        *,
+        sync: bool | None = None,
+        weight: Weight | None = None,
+    ) -> None:
+        """The first half of ``step``: for several losses on one optimizer, or several optimizers.
+
+        Args:
+            loss: as in ``step``.
+            optimizer: whose parameters get gradients; needed where there are several optimizers (a GAN's), else
+                those of all prepared optimizers do.
+            sync: whether this backward ends the window, and communicates; default: as the loader or the count of
+                ``update`` calls says.
+            weight: as in ``step``; losses of one micro-batch share the first one's.
+        """
+        self._training_step.backward(loss, optimizer, sync=sync, weight=weight)
+
+    def update(self, optimizer: Optimizer, scheduler: Any = None) -> StepResult:
+        """The second half of ``step``, once for each micro-batch and optimizer."""
+        return self._training_step.update(optimizer, scheduler)
+
+    def dataloader(self, dataset: Any, **settings: Any) -> Loader:
+        """Return a loader of this rank's share of ``dataset``; see ``unitrain.data.Loader`` for its settings."""
+        return Loader(self, dataset, **settings)
+
+    def meter(self) -> Meter:
+        """Return a sum and mean over all ranks that is reduced only when it is read."""
+        return Meter(self)
+
+    @contextmanager
+    def evaluation(self, *modules: nn.Module) -> Iterator[None]:
+        """Evaluate: eval mode, no gradients, and BatchNorm statistics that all ranks agree on. Collective.
+
+        Running statistics of layers that are not synchronised are averaged over the ranks first. Afterwards every
+        layer is in the mode it was in.
+        """
+        if not modules:
+            raise UsageError("evaluation() needs the model, or models, to be evaluated.")
+        modes = [(layer, layer.training) for module in modules for layer in module.modules()]
+        batch_norm.average_statistics(modules, self)
+        outer, self.evaluating = self.evaluating, True
+        try:
+            for module in modules:
+                module.eval()
+            with torch.no_grad():
+                yield
+        finally:
+            self.evaluating = outer
+            for layer, training in modes:
+                layer.training = training
+
+    # ------------------------------------------------------------------------------------------------ rank-0 I/O
+
+    def print(self, *values: Any, **keywords: Any) -> None:
+        """``print`` on rank 0 only, flushed at once."""
+        if self.is_main:
+            builtins.print(*values, **{"flush": True, **keywords})
+
+    @contextmanager
+    def main_first(self) -> Iterator[None]:
+        """Run the block on rank 0 first, then on the others: to download or build something once. Collective."""
+        if not self.is_main:
+            self.barrier()
+        try:
+            yield
+        finally:
+            if self.is_main:
+                self.barrier()
+
+    def save(self, value: Any, path: str | Path) -> None:
+        """Write ``value`` once, from rank 0, so that a reader sees the old file or the whole new one. Collective.
+
+        Modules, optimizers and schedulers inside dicts and lists are saved as their state, without wrappers' prefixes.
+
+        Raises:
+            CheckpointError: rank 0 could not write; raised on every rank.
+        """
+        saving.save(self, value, Path(path))
+
+    def load(self, path: str | Path) -> Any:
+        """Read what ``save`` wrote, on rank 0, and return it on every rank, on the CPU. Collective.
+
+        Raises:
+            CheckpointError: there is no such file, or it holds more than tensors and plain data; on every rank.
+        """
+        return saving.load(self, Path(path))
+
+    def unwrap(self, module: nn.Module) -> nn.Module:
+        """Return the user's own module behind what ``prepare`` or ``torch.compile`` returned."""
+        return self._preparation.unwrap(module)
+
+    def export(self, module: nn.Module) -> nn.Module:
+        """Return a plain copy on the CPU, in eval mode: no wrapper, no hook of ours, BatchNorm as it was."""
+        return self._preparation.export(module)
+
+    def check_prepared(self, parameters: Sequence[Parameter]) -> None:
+        """Raise UsageError where an optimizer holds parameters of a module that was never prepared."""
+        self._preparation.check(parameters)
+
+    def parameter_name(self, parameter: Parameter) -> str:
+        """Return a prepared parameter's name."""
+        return self._preparation.name(parameter)
+
+    # -------------------------------------------------------------------------------------------------- life time
+
+    def close(self) -> None:
+        """End communication. Waits for the other ranks, unless this process is failing. A second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if not self.failed:
+                self.barrier()
+        finally:
+            for reducer in self._reducers:
+                reducer.close()
+            self._preparation.release()
+            self._close()
+
+    def __enter__(self) -> Strategy:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        self.failed = self.failed or kind is not None
+        self.close()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Strategy:
+        """A copied model (an average of its weights, say) shares its strategy."""
+        return self
+
+    def __reduce__(self) -> Any:
+        raise UsageError("a strategy can't be pickled: save a model's state with strategy.save, or strategy.export it.")
+
+
+def _to_bytes(value: Any) -> Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+
+
+def _from_bytes(data: Tensor) -> Any:
+    return pickle.loads(data.cpu().numpy().tobytes())
