@@ -1,0 +1,137 @@
+"""The models: what they accept, refuse and promise."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from unitrain.config import Section, StrategyConfig
+from unitrain.schema import groups_of
+
+
+def test_is_frozen_in_every_section() -> None:
+    config = StrategyConfig()
+    for section, name in ((config, "precision"), (config.ddp, "communication"), (config.horovod, "controller")):
+        with pytest.raises(ValidationError, match="frozen"):
+            setattr(section, name, "auto")
+
+
+def test_every_setting_and_section_has_a_description() -> None:
+    groups = groups_of(StrategyConfig, description="top")
+    assert all(group.description for group in groups)
+    assert all(setting.description for group in groups for setting in group.settings)
+
+
+def test_every_default_is_valid() -> None:
+    assert StrategyConfig.model_validate(StrategyConfig().model_dump()) == StrategyConfig()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("precision", "bf17"),
+        ("precision", None),
+        ("backend", ""),
+        ("backend", False),
+        ("device", "gpu"),
+        ("device", "cuda:"),
+        ("device", "cuda:0\n"),
+        ("seed", -1),
+        ("seed", 2**32),
+        ("seed", 0.5),
+        ("seed", True),
+        ("accumulate", 0),
+        ("accumulate", True),
+        ("clip_norm", 0),
+        ("clip_norm", -1.0),
+        ("clip_norm", True),
+        ("clip_norm", float("nan")),
+        ("clip_norm", "inf"),
+        ("clip_value", float("inf")),
+        ("on_nonfinite", "ignore"),
+        ("compression", "int8"),
+        ("compression", None),
+        ("timeout_s", 0),
+        ("timeout_s", 1e9),
+        ("threads_per_process", 0),
+        ("sync_batchnorm", "maybe"),
+        ("pin_memory", 2),
+        ("ddp", None),
+        ("ddp", {"bucket_cap_mb": 0}),
+        ("ddp", {"bucket_cap_mb": float("-inf")}),
+        ("ddp", {"communication": "mpi"}),
+        ("ddp", {"fusion_threshold_mb": 1}),
+        ("horovod", {"cycle_time_ms": 0}),
+        ("horovod", {"fusion_threshold_mb": -1}),
+        ("data_parallel", {"device_ids": []}),
+        ("data_parallel", {"device_ids": [0, -1]}),
+        ("data_parallel", {"device_ids": [1, 1]}),
+        ("data_parallel", {"output_device": -1}),
+        ("heartbeat", 1),
+    ],
+)
+def test_refuses(name: str, value: Any) -> None:
+    with pytest.raises(ValidationError) as caught:
+        StrategyConfig.model_validate({name: value})
+    assert caught.value.errors()[0]["loc"][0] == name
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu", "cuda", "cuda:0", "cuda:11"])
+def test_accepts_device(device: str) -> None:
+    assert StrategyConfig(device=device).device == device
+
+
+def test_reads_what_flags_and_variables_write_as_text() -> None:
+    config = StrategyConfig.model_validate(
+        {"accumulate": "4", "clip_norm": "null", "tf32": "false", "data_parallel": {"device_ids": "0, 2"}}
+    )
+    assert (config.accumulate, config.clip_norm, config.tf32) == (4, None, False)
+    assert config.data_parallel.device_ids == (0, 2)
+
+
+def test_a_text_setting_may_hold_a_comma_and_the_word_null() -> None:
+    class Texts(Section):
+        one: str = ""
+        either: str | list[str] = ""
+
+    assert Texts(one="null", either="a,b") == Texts.model_construct(one="null", either="a,b")
+
+
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        ({"ddp": {"static_graph": True}, "accumulate": 2}, ("ddp.static_graph", "accumulate")),
+        (
+            {"ddp": {"static_graph": True, "find_unused_parameters": True}},
+            ("ddp.static_graph", "ddp.find_unused_parameters"),
+        ),
+        ({"precision": "fp64", "compression": "fp16"}, ("precision", "compression")),
+    ],
+)
+def test_refuses_settings_that_exclude_each_other(settings: dict[str, Any], names: tuple[str, str]) -> None:
+    with pytest.raises(ValidationError) as caught:
+        StrategyConfig.model_validate(settings)
+    assert all(name in str(caught.value) for name in names)
+
+
+def test_accepts_what_only_looks_like_a_conflict() -> None:
+    StrategyConfig.model_validate({"clip_norm": 1, "clip_value": 1})
+    StrategyConfig.model_validate({"ddp": {"static_graph": True}, "accumulate": 1})
+    StrategyConfig.model_validate({"precision": "bf16", "compression": "bf16"})
+
+
+def test_needs_neither_torch_nor_pydantic_settings() -> None:
+    code = (
+        "import sys, importlib.util as u;"
+        "spec = u.spec_from_file_location('config', sys.argv[1]);"
+        "module = u.module_from_spec(spec); sys.modules['config'] = module; spec.loader.exec_module(module);"
+        "print([name for name in ('torch', 'yaml', 'pydantic_settings') if name in sys.modules])"
+    )
+    file = sys.modules["unitrain.config"].__file__
+    assert file is not None
+    done = subprocess.run([sys.executable, "-c", code, file], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,623 @@
+"""The sources of settings: which wins, what is refused and in which words, help, and the way through YAML."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import warnings
+from itertools import combinations
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from pydantic import Field, ValidationError, field_validator, model_validator
+
+from unitrain.config import DDPConfig, HorovodConfig, Section, StrategyConfig
+from unitrain.errors import ConfigError
+from unitrain.schema import Setting, dotted, flag, groups_of, variable
+from unitrain.settings import OTHER_VARIABLES, dump_yaml, parse_command_line, resolve_strategy
+
+DOCS = Path(__file__).parent.parent / "docs" / "configuration.md"
+
+
+class Optimizer(Section):
+    """The optimizer."""
+
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Share of the last step that is kept, below 100%."""
+
+
+class Recipe(Section):
+    """A recipe's settings, of every kind that the command line knows."""
+
+    model: str = "small"
+    """Which network."""
+    batch_size: Annotated[int, Field(ge=1)] = 64
+    """Samples in one step."""
+    lr: Annotated[float, Field(gt=0)] = 0.1
+    """Learning rate."""
+    schedule: Literal["cosine", "step"] = "cosine"
+    """How the learning rate falls."""
+    milestones: list[int] = []
+    """Epochs at which it falls."""
+    output_dir: Path | None = None
+    """Folder for results; null makes a fresh one."""
+    freeze: bool = False
+    """Train only the last layer."""
+    optimizer: Optimizer = Optimizer()
+    """What updates the weights, 100% of them."""
+    strategy: StrategyConfig = StrategyConfig()
+    """How the script runs."""
+
+    @field_validator("model")
+    @classmethod
+    def _no_spaces(cls, model: str) -> str:
+        if " " in model:
+            raise ValueError("a model's name has no space in it")
+        return model
+
+    @model_validator(mode="after")
+    def _large_batches_are_frozen(self) -> Recipe:
+        if self.batch_size > 1000 and not self.freeze:
+            raise ValueError("batch_size above 1000 needs freeze")
+        return self
+
+
+SETTINGS = [setting for group in groups_of(Recipe) for setting in group.settings]
+
+
+@pytest.fixture(autouse=True)
+def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("UNITRAIN_")]:
+        monkeypatch.delenv(name)
+
+
+def parse(*argv: str) -> Recipe:
+    return parse_command_line(Recipe, argv, prog="recipe.py", description="Train 100% of it.")
+
+
+def refusal(*argv: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse(*argv)
+    assert caught.value.__suppress_context__ or caught.value.__context__ is None  # no traceback of a library
+    return str(caught.value)
+
+
+def init(
+    config: StrategyConfig | None = None, environ: dict[str, str] | None = None, **settings: Any
+) -> StrategyConfig:
+    return resolve_strategy(config, settings, environ or {})
+
+
+def init_refusal(config: Any = None, environ: dict[str, str] | None = None, **settings: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        init(config, environ, **settings)
+    return str(caught.value)
+
+
+# ---- which source wins ----
+
+
+@pytest.mark.parametrize("sources", [*combinations(["default", "yaml", "environment", "flag"], 2)])
+@pytest.mark.parametrize(
+    ("path", "values"),
+    [
+        (("precision",), {"default": "fp32", "yaml": "fp64", "environment": "bf16", "flag": "fp16"}),
+        (("ddp", "bucket_cap_mb"), {"default": 25.0, "yaml": 1.0, "environment": 2.0, "flag": 3.0}),
+    ],
+)
+def test_the_stronger_of_two_sources_wins(
+    sources: tuple[str, str], path: tuple[str, ...], values: dict[str, Any], tmp_path: Path, monkeypatch: Any
+) -> None:
+    argv: list[str] = []
+    if "yaml" in sources:
+        nested = values["yaml"]
+        for part in reversed(("strategy", *path)):
+            nested = {part: nested}
+        (tmp_path / "run.yaml").write_text(str(nested).replace("'", ""))
+        argv += ["--config", str(tmp_path / "run.yaml")]
+    if "environment" in sources:
+        monkeypatch.setenv(variable(path), str(values["environment"]))
+    if "flag" in sources:
+        argv += [flag(("strategy", *path)), str(values["flag"])]
+    strategy: Any = parse(*argv).strategy
+    for part in path:
+        strategy = getattr(strategy, part)
+    assert strategy == values[sources[1]]
+
+
+def test_a_recipes_own_settings_come_from_yaml_then_flags_never_from_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run.yaml").write_text("lr: 1e-3\nbatch_size: 8\noptimizer: {momentum: 0.5}\n")
+    for name in ("LR", "lr", "BATCH_SIZE", "OPTIMIZER__MOMENTUM"):
+        monkeypatch.setenv(name, "0.25")
+    recipe = parse("--batch-size", "16", "--config", str(tmp_path / "run.yaml"))
+    assert (recipe.lr, recipe.batch_size, recipe.optimizer.momentum) == (0.001, 16, 0.5)
+
+
+def test_sections_merge_setting_by_setting() -> None:
+    config = StrategyConfig(ddp=DDPConfig(bucket_cap_mb=1, broadcast_buffers=True))
+    environ = {"UNITRAIN_DDP__STATIC_GRAPH": "true", "UNITRAIN_DDP__BROADCAST_BUFFERS": "false"}
+    for section in ({"bucket_cap_mb": 2}, DDPConfig(bucket_cap_mb=2)):
+        ddp = init(config, environ, ddp=section).ddp
+        assert ddp == DDPConfig(bucket_cap_mb=2, broadcast_buffers=True, static_graph=True)
+
+
+def test_only_what_was_set_on_a_config_outranks_the_environment() -> None:
+    config = StrategyConfig(precision="fp32", ddp=DDPConfig(communication="auto"))
+    environ = {
+        "UNITRAIN_PRECISION": "bf16",
+        "UNITRAIN_SEED": "7",
+        "UNITRAIN_DDP__COMMUNICATION": "gloo",
+        "UNITRAIN_DDP__BUCKET_CAP_MB": "3",
+    }
+    resolved = init(config, environ)
+    assert (resolved.precision, resolved.seed) == ("fp32", 7)
+    assert (resolved.ddp.communication, resolved.ddp.bucket_cap_mb) == ("auto", 3)
+    assert init(config, environ, precision="fp16", ddp={"communication": "nccl"}).precision == "fp16"
+
+
+def test_fields_that_no_source_gave_are_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert init().model_fields_set == set()
+    assert parse().model_fields_set == set()
+    monkeypatch.setenv("UNITRAIN_HOROVOD__CONTROLLER", "auto")
+    recipe = parse("--strategy.seed", "0")
+    assert recipe.model_dump(exclude_unset=True) == {"strategy": {"seed": 0, "horovod": {"controller": "auto"}}}
+    again = init(recipe.strategy, ddp=DDPConfig(static_graph=False))
+    assert again.model_dump(exclude_unset=True) == {
+        "seed": 0,
+        "horovod": {"controller": "auto"},
+        "ddp": {"static_graph": False},
+    }
+
+
+def test_a_resolved_config_resolves_to_itself_whatever_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNITRAIN_PRECISION", "bf16")
+    strategy = parse("--strategy.precision", "fp32", "--strategy.clip-norm", "null").strategy
+    assert init(strategy, {"UNITRAIN_PRECISION": "bf16", "UNITRAIN_CLIP_NORM": "1"}) == strategy
+
+
+def test_the_result_is_frozen() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        setattr(parse(), "lr", 1)  # noqa: B010 - mypy knows that it is frozen
+    with pytest.raises(ValidationError, match="frozen"):
+        setattr(init(), "seed", 1)  # noqa: B010
+
+
+# ---- the environment ----
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("UNITRAIN_PRESICION", "Did you mean 'UNITRAIN_PRECISION'?"),
+        ("UNITRAIN_BUCKET_CAP_MB", "Did you mean 'UNITRAIN_DDP__BUCKET_CAP_MB'?"),
+        ("UNITRAIN_DDP", "It is a section: name a setting in it, for example 'UNITRAIN_DDP__BROADCAST_BUFFERS'."),
+        ("UNITRAIN_precision", "is ignored."),
+        ("UNITRAIN_LR", "is ignored."),
+    ],
+)
+def test_an_unknown_variable_warns_and_is_ignored(name: str, said: str) -> None:
+    with pytest.warns(UserWarning, match=f"^{name} is not a variable of UniTrain") as caught:
+        assert init(None, {name: "bf16"}) == StrategyConfig()
+    assert said in str(caught[0].message)
+
+
+def test_known_variables_that_are_no_settings_are_silent() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert init(None, {**dict.fromkeys(OTHER_VARIABLES, "x"), "PATH": "/"}) == StrategyConfig()
+
+
+def test_the_warning_is_shown_once_for_a_recipe_that_also_calls_init() -> None:
+    code = (
+        "import os; from unitrain.settings import resolve_strategy as r;"
+        "config = r(None, {}, os.environ); r(config, {}, os.environ)"
+    )
+    environ = {**os.environ, "UNITRAIN_PRESICION": "bf16"}
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
+    assert done.stderr.count("UNITRAIN_PRESICION is not") == 1
+
+
+# ---- the command line ----
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["--freeze"], True),
+        (["--freeze", "true"], True),
+        (["--freeze=true"], True),
+        (["--freeze", "false"], False),
+        (["--no-freeze"], False),
+        (["--freeze", "--no-freeze"], False),
+        (["--no-freeze", "--freeze", "--lr", "1"], True),
+    ],
+)
+def test_switches(argv: list[str], expected: bool) -> None:
+    assert parse(*argv).freeze is expected
+
+
+def test_nested_switches_and_lists_and_null() -> None:
+    recipe = parse(
+        *["--strategy.sync-batchnorm", "true", "--no-strategy.tf32", "--strategy.ddp.static-graph"],
+        *["--strategy.data-parallel.device-ids", "0,1", "--milestones", "30,60", "--output-dir", "null"],
+        *["--strategy.pin-memory", "--optimizer.momentum=0"],
+    )
+    assert recipe.strategy.sync_batchnorm
+    assert recipe.strategy.ddp.static_graph
+    assert recipe.strategy.pin_memory is True
+    assert not recipe.strategy.tf32
+    assert recipe.strategy.data_parallel.device_ids == (0, 1)
+    assert (recipe.milestones, recipe.output_dir, recipe.optimizer.momentum) == ([30, 60], None, 0)
+
+
+@pytest.mark.parametrize("argv", [["--local-rank=3"], ["--local_rank", "3"], ["--local_rank=0", "--lr", "0.1"]])
+def test_the_local_rank_of_torch_distributed_launch_is_dropped(argv: list[str]) -> None:
+    assert parse(*argv) == Recipe()
+
+
+def test_seed_is_the_strategys_unless_a_recipe_has_its_own() -> None:
+    assert parse("--seed", "3").strategy.seed == 3
+
+    class Own(Section):
+        seed: int = 1
+        strategy: StrategyConfig = StrategyConfig()
+
+    own = parse_command_line(Own, ["--seed", "2", "--strategy.seed", "3"], prog="own", description="")
+    assert (own.seed, own.strategy.seed) == (2, 3)
+
+
+def test_a_required_setting() -> None:
+    class Needy(Section):
+        data: str
+        """Where the data is."""
+        strategy: StrategyConfig = StrategyConfig()
+
+    assert parse_command_line(Needy, ["--data", "x"], prog="needy", description="").data == "x"
+    with pytest.raises(ConfigError, match=r"^--data is required: text\.$"):
+        parse_command_line(Needy, [], prog="needy", description="")
+
+
+# ---- help ----
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_help_lists_every_setting_with_meaning_allowed_values_and_default(
+    columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("UNITRAIN_PRECISION", "bf17")  # help comes first
+    with pytest.raises(SystemExit) as caught:
+        parse("--help", "--lr", "none")
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= columns
+    words = " ".join(text.split())
+    for setting in SETTINGS:
+        entry = re.split(f" {flag(setting.path)} ", words)[1]
+        entry = entry[: entry.index("]", entry.index("default: "))]
+        assert setting.description in entry
+        assert f"default: {setting.default}" in entry.replace("default: ''", "default: ")
+        assert (",".join(setting.choices) if setting.choices else setting.allowed) in entry
+    assert "What updates the weights, 100% of them." in words
+    for heading in ("strategy:", "strategy.ddp:", "strategy.horovod:", "optimizer:"):
+        assert f"\n{heading}\n" in text
+
+
+def test_help_needs_neither_torch_nor_a_backend() -> None:
+    # The package's __init__ imports torch for training; an empty one shows what the settings themselves need.
+    code = (
+        "import sys, types; package = types.ModuleType('unitrain'); package.__path__ = [sys.argv[1]]\n"
+        "sys.modules['unitrain'] = package\n"
+        "from unitrain.config import *; from unitrain.settings import *\n"
+        "class R(Section):\n  strategy: StrategyConfig = StrategyConfig()\n"
+        "try: parse_command_line(R, ['--help'], prog='r', description='')\n"
+        "except SystemExit: print(*set(sys.argv[2:]) & set(sys.modules), file=sys.stderr)"
+    )
+    package = str(Path(str(sys.modules["unitrain.settings"].__file__)).parent)
+    done = subprocess.run(
+        [sys.executable, "-c", code, package, "torch", "horovod", "mpi4py", "numpy"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stderr.strip() == ""
+    assert "--strategy.horovod.controller" in done.stdout
+
+
+# ---- wrong flags, variables and keywords ----
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--strategy.precision", "bf17"], "--strategy.precision is 'bf17', but must be fp32, fp64, bf16 or fp16."),
+        (["--lr", "-1"], "--lr is '-1', but must be a number > 0."),
+        (["--lr", "nan"], "--lr is 'nan', but must be a number > 0."),
+        (["--lr=-inf"], "--lr is '-inf', but must be a number > 0."),
+        (["--lr="], "--lr is '', but must be a number > 0."),
+        (["--batch-size", "1.5"], "--batch-size is '1.5', but must be a whole number >= 1."),
+        (["--seed", "-3"], "--strategy.seed is '-3', but must be a whole number >= 0, < 4294967296."),
+        (["--freeze", "maybe"], "--freeze is 'maybe', but must be true or false."),
+        (["--strategy.device", "gpu"], "--strategy.device is 'gpu', but must be auto, cpu, cuda or cuda:N."),
+        (["--milestones", "3,x"], "--milestones is '3,x', but must be a list (0,1 or [0, 1]), each a whole number."),
+        (
+            ["--strategy.data-parallel.device-ids", "0,0"],
+            "--strategy.data-parallel.device-ids is '0,0': names a GPU twice; each holds one replica.",
+        ),
+        (["--model", "a b"], "--model is 'a b': a model's name has no space in it."),
+        (["--batch-size", "2000"], "batch_size above 1000 needs freeze."),
+        (["--lr"], "--lr: expected one argument. It must be a number > 0."),
+        (["--lr", "--freeze"], "--lr: expected one argument. It must be a number > 0."),
+        (["--config"], "--config: expected one argument."),
+        (["--presicion", "bf16"], "--presicion is not a flag. Did you mean '--strategy.precision'?"),
+        (["--batchsize=3"], "--batchsize is not a flag. Did you mean '--batch-size'?"),
+        (["--batch_size", "3"], "--batch_size is not a flag. Did you mean '--batch-size'?"),
+        (["--strategy.prec", "fp32"], "--strategy.prec is not a flag. Did you mean '--strategy.precision'?"),
+        (["--bucket-cap-mb", "3"], "--bucket-cap-mb is not a flag. Did you mean '--strategy.ddp.bucket-cap-mb'?"),
+        (
+            ["--strategy.ddp", "{}"],
+            "--strategy.ddp is not a flag. It is a section: name a setting in it, "
+            "for example '--strategy.ddp.communication'.",
+        ),
+        (["--zzz"], "--zzz is not a flag."),
+        (["train"], "'train' stands where a flag (--name) is expected."),
+    ],
+)
+def test_a_wrong_command_line_is_one_message(argv: list[str], message: str) -> None:
+    assert refusal(*argv) == message
+
+
+def test_several_errors_are_one_message_with_a_line_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run.yaml").write_text("schedule: steps\nstrategy:\n  ddp:\n    bucket_cap_mb: big\n")
+    monkeypatch.setenv("UNITRAIN_CLIP_NORM", "0")
+    file = tmp_path / "run.yaml"
+    assert sorted(refusal("--lr", "x", "--config", str(file)).splitlines()) == [
+        "--lr is 'x', but must be a number > 0.",
+        "UNITRAIN_CLIP_NORM is '0', but must be null or a number > 0.",
+        f"schedule ({file}, line 1) is 'steps', but must be cosine or step.",
+        f"strategy.ddp.bucket_cap_mb ({file}, line 4) is 'big', but must be a number > 0, <= 1048576.",
+    ]
+
+
+def test_settings_that_exclude_each_other_are_named_where_each_was_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNITRAIN_DDP__STATIC_GRAPH", "true")
+    assert refusal("--strategy.accumulate", "3").startswith(
+        "UNITRAIN_DDP__STATIC_GRAPH is 'true', and --strategy.accumulate is '3'; they exclude each other: "
+    )
+    assert init_refusal(StrategyConfig(precision="fp64"), compression="bf16").startswith(
+        "config.precision is 'fp64', and compression is 'bf16'; they exclude each other: "
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"precision": "bf17"}, "precision is 'bf17', but must be fp32, fp64, bf16 or fp16."),
+        ({"accumulate": True}, "accumulate is true, but must be a whole number >= 1."),
+        ({"timeout_s": float("inf")}, "timeout_s is inf, but must be a number > 0, <= 1000000."),
+        ({"presicion": "bf16"}, "presicion is not a setting. Did you mean 'precision'?"),
+        ({"static_graph": True}, "static_graph is not a setting. Did you mean 'ddp.static_graph'?"),
+        ({"ddp": {"bucket_cap": 1}}, "ddp.bucket_cap is not a setting. Did you mean 'ddp.bucket_cap_mb'?"),
+        (
+            {"horovod": {"q": 1}},
+            "horovod.q is not a setting. The settings here: controller, fusion_threshold_mb, cycle_time_ms.",
+        ),
+        ({"ddp": {None: 1}}, "ddp has the key null, but a setting's name is a text."),
+        (
+            {"horovod": 3},
+            "horovod is 3, but must be a section with controller, fusion_threshold_mb, cycle_time_ms.",
+        ),
+    ],
+)
+def test_a_wrong_keyword_is_one_message(settings: dict[str, Any], message: str) -> None:
+    assert init_refusal(**settings) == message
+
+
+def test_a_section_of_another_backend_is_refused() -> None:
+    assert init_refusal(ddp=HorovodConfig()).startswith("ddp is HorovodConfig(")
+
+
+def test_a_config_of_another_type_is_refused() -> None:
+    assert init_refusal("ddp") == "config must be a StrategyConfig, but is 'ddp'."
+
+
+@pytest.mark.parametrize("value", ["bf17", "", "FP32"])
+def test_a_wrong_variable_is_one_message(value: str) -> None:
+    message = f"UNITRAIN_PRECISION is {value!r}, but must be fp32, fp64, bf16 or fp16."
+    assert init_refusal(None, {"UNITRAIN_PRECISION": value}) == message
+
+
+def test_a_long_value_is_shortened() -> None:
+    assert len(init_refusal(device="x" * 10_000)) < 250
+
+
+# ---- wrong YAML ----
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (b"strategy:\n  seed: 1\n  seed: 2\n", ", line 3: not valid settings in YAML: 'seed' is given twice"),
+        (
+            b"lr: 1\nstrategy: {}\nlr: 1\n",
+            ", line 3: not valid settings in YAML: 'lr' is given twice, first in line 1.",
+        ),
+        (b"strategy:\n  presicion: bf16\n", "line 2) is not a setting. Did you mean 'strategy.precision'?"),
+        (b"startegy: {}\n", "line 1) is not a setting. Did you mean 'strategy'?"),
+        (b"seed: 1\n", "line 1) is not a setting. Did you mean 'strategy.seed'?"),
+        (b"strategy: {accumulate: yes}\n", "line 1) is true, but must be a whole number >= 1."),
+        (b"strategy: {precision: null}\n", "line 1) is null, but must be fp32, fp64, bf16 or fp16."),
+        (b"strategy: {ddp: 3}\n", "line 1) is 3, but must be a section with communication, "),
+        (b"lr: .nan\n", "line 1) is nan, but must be a number > 0."),
+        (b"model: 3\n", "line 1) is 3, but must be text."),
+        (b"on: 3\n", "line 1: not valid settings in YAML: the key 'on' is not a name"),
+        (b"? [a]\n: 3\n", "line 1: not valid settings in YAML: while constructing a mapping: found unhashable key."),
+        (b"", " must hold 'name: value' settings, but is empty."),
+        (b"# nothing\n", " must hold 'name: value' settings, but is empty."),
+        (b"- lr\n", " must hold 'name: value' settings, but is ['lr']."),
+        (b"hello\n", " must hold 'name: value' settings, but is 'hello'."),
+        (b"\x80\x81\xff", " is not text (UTF-8), so no YAML file."),
+        (b"\0\0\0", ": not valid settings in YAML: unacceptable character #x0000"),
+        (b"lr: [1\nmodel: }", ", line 2: not valid settings in YAML: "),
+        (b"lr: 1\n---\nlr: 2\n", "but found another document."),
+        (b"lr: 2024-99-99\n", ": not valid settings in YAML: month must be in 1..12."),
+        (b"lr: " + b"[" * 5000, ": not valid settings in YAML: "),
+        (b"a: &a [*a]\n", "line 1) is not a setting."),
+    ],
+)
+def test_a_wrong_file_is_one_message(text: bytes, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_bytes(text)
+    message = refusal("--config", str(file))
+    assert str(file) in message
+    assert said in message
+    assert len(message.splitlines()) == 1
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    missing = tmp_path / "no.yaml"
+    assert refusal("--config", str(missing)) == f"--config {missing} can't be read: No such file or directory."
+    assert refusal("--config", str(tmp_path)) == f"--config {tmp_path} can't be read: Is a directory."
+
+
+@pytest.mark.parametrize("tag", ["python/object/apply:os.system", "python/object/new:os.system"])
+def test_a_python_tag_runs_nothing(tag: str, tmp_path: Path) -> None:
+    witness = tmp_path / "ran"
+    file = tmp_path / "evil.yaml"
+    file.write_text(f"model: !!{tag} ['touch {witness}']\n")
+    message = refusal("--config", str(file))
+    assert f"could not determine a constructor for the tag 'tag:yaml.org,2002:{tag}'" in message
+    assert not witness.exists()
+
+
+def test_a_stack_of_aliases_stays_small(tmp_path: Path) -> None:
+    file = tmp_path / "laughs.yaml"
+    file.write_text("a0: &a0 [x, x]\n" + "".join(f"a{n + 1}: &a{n + 1} [*a{n}, *a{n}]\n" for n in range(100)))
+    assert len(refusal("--config", str(file))) < 50_000
+
+
+def test_anchors_and_merge_keys_work(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("optimizer: &o {momentum: 0.5}\nstrategy:\n  ddp: {<<: {bucket_cap_mb: 1}, bucket_cap_mb: 2}\n")
+    recipe = parse("--config", str(file))
+    assert (recipe.optimizer.momentum, recipe.strategy.ddp.bucket_cap_mb) == (0.5, 2)
+
+
+# ---- there and back ----
+
+
+def positive(most: float = 1e300) -> st.SearchStrategy[float]:
+    return st.floats(0, most, exclude_min=True)
+
+
+def or_none(strategy: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.none() | strategy
+
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]))
+DEVICES = or_none(st.lists(st.integers(0, 64), min_size=1, unique=True).map(tuple))
+
+SECTIONS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
+    "data_parallel": {"device_ids": DEVICES, "output_device": or_none(st.integers(0, 64))},
+    "ddp": {
+        "communication": st.sampled_from(["auto", "nccl", "gloo"]),
+        "find_unused_parameters": st.booleans(),
+        "static_graph": st.just(False),
+        "gradient_as_bucket_view": st.booleans(),
+        "bucket_cap_mb": positive(2**20),
+        "broadcast_buffers": st.booleans(),
+    },
+    "horovod": {
+        "controller": st.sampled_from(["auto", "mpi", "gloo"]),
+        "fusion_threshold_mb": or_none(st.floats(0, 2**20)),
+        "cycle_time_ms": or_none(positive(60_000)),
+    },
+    "": {
+        "backend": TEXT.filter(len),
+        "device": st.sampled_from(["auto", "cpu", "cuda", "cuda:3"]),
+        "precision": st.sampled_from(["fp32", "bf16", "fp16"]),
+        "sync_batchnorm": st.booleans(),
+        "seed": st.integers(0, 2**32 - 1),
+        "deterministic": st.booleans(),
+        "accumulate": st.integers(1),
+        "clip_norm": or_none(positive()),
+        "clip_value": or_none(positive()),
+        "on_nonfinite": st.sampled_from(["stop", "skip", "raise"]),
+        "compression": st.sampled_from(["none", "fp16", "bf16"]),
+        "timeout_s": positive(1_000_000),
+        "threads_per_process": or_none(st.integers(1, 4096)),
+        "cudnn_benchmark": st.booleans(),
+        "tf32": st.booleans(),
+        "pin_memory": or_none(st.booleans()),
+    },
+}
+
+
+def some_of(section: str) -> st.SearchStrategy[dict[str, Any]]:
+    return st.fixed_dictionaries({}, optional=SECTIONS[section])
+
+
+STRATEGIES = st.builds(
+    lambda top, **sections: StrategyConfig.model_validate({**top, **sections}),
+    some_of(""),
+    **{name: some_of(name) for name in SECTIONS if name},
+)
+
+
+def test_the_round_trip_covers_every_setting() -> None:
+    covered = {dotted(filter(None, (section, name))) for section in SECTIONS for name in SECTIONS[section]}
+    assert covered == {dotted(setting.path) for group in groups_of(StrategyConfig) for setting in group.settings}
+
+
+@hypothesis_settings(deadline=None)  # files on a busy machine
+@given(
+    strategy=STRATEGIES,
+    model=TEXT.filter(lambda text: " " not in text),
+    lr=positive(),
+    milestones=st.lists(st.integers()),
+)
+def test_a_dumped_configuration_loads_equal(
+    strategy: StrategyConfig,
+    model: str,
+    lr: float,
+    milestones: list[int],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    recipe = Recipe(model=model, lr=lr, milestones=milestones, strategy=strategy, output_dir=Path("runs/é a"))
+    file = tmp_path_factory.getbasetemp() / "round_trip.yaml"
+    file.write_text(dump_yaml(recipe), encoding="utf-8")
+    assert parse("--config", str(file)) == recipe
+
+
+def test_a_dump_holds_every_setting() -> None:
+    text = dump_yaml(Recipe())
+    assert text.startswith("model: small\nbatch_size: 64\nlr: 0.1\n")
+    assert all(f"{setting.path[-1]}:" in text for setting in SETTINGS)
+
+
+# ---- documentation ----
+
+
+def row(setting: Setting) -> str:
+    allowed = ", ".join(setting.choices) or setting.allowed
+    return f"| `{dotted(setting.path)}` | {allowed} | {setting.default} | {setting.description} |"
+
+
+def test_the_documentation_has_every_setting_as_it_is() -> None:
+    table = [row(setting) for group in groups_of(StrategyConfig) for setting in group.settings]
+    text = DOCS.read_text(encoding="utf-8")
+    documented = [line for line in text.partition("## Every setting")[2].splitlines() if line.startswith("| `")]
+    assert documented == table, "docs/configuration.md should end with:\n" + "\n".join(table)
+
+
+def test_the_documentation_has_every_other_variable() -> None:
+    text = DOCS.read_text(encoding="utf-8")
+    assert all(f"| `{name}` | {meaning} |" in text for name, meaning in OTHER_VARIABLES.items())

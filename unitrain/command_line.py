@@ -1,0 +1,113 @@
+"""A command line whose flags are the settings of a model: its parser, its help and its error messages."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from collections.abc import Sequence
+from typing import Any
+
+from unitrain.errors import ConfigError
+from unitrain.schema import Group, Setting, did_you_mean, dotted, flag
+
+_SOURCES = """\
+A setting is taken from the first of these that has it: this command line, a variable (UNITRAIN_PRECISION for
+--strategy.precision, UNITRAIN_DDP__BUCKET_CAP_MB for --strategy.ddp.bucket-cap-mb; strategy only), the file given
+by --config, the default. {true,false} may also be written --FLAG and --no-FLAG; null stands for no value."""
+
+
+def read_command_line(
+    groups: Sequence[Group], argv: Sequence[str], *, prog: str, description: str
+) -> tuple[str | None, dict[str, Any]]:
+    """Return the file given by ``--config`` and the settings given by flags, nested and still as text.
+
+    ``--help`` prints and exits with 0. The ``--local-rank`` that ``torch.distributed.launch`` appends is dropped.
+
+    Raises:
+        ConfigError: An unknown flag, or one without its value.
+    """
+    parser = _parser(groups, prog, description)
+    settings = {setting.path: setting for group in groups for setting in group.settings}
+    try:
+        given, left_over = parser.parse_known_args(list(argv))
+    except argparse.ArgumentError as error:
+        name = str(error.argument_name).partition("/")[0]
+        allowed = [f" It must be {setting.allowed}." for path, setting in settings.items() if flag(path) == name]
+        raise ConfigError(f"{name}: {error.message}.{''.join(allowed)}") from None
+    _refuse_unknown([word for word in left_over if word != "--"], ["--config", *map(flag, settings)])
+    texts = vars(given)
+    config_file = texts.pop("_config", None)
+    texts.pop("_local_rank", None)
+    values: dict[str, Any] = {}
+    for path in settings:
+        if (name := dotted(path)) in texts:
+            section = values
+            for part in path[:-1]:
+                section = section.setdefault(part, {})
+            section[path[-1]] = texts[name]
+    return config_file, values
+
+
+def _parser(groups: Sequence[Group], prog: str, description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        usage="%(prog)s [--config FILE] [--FLAG VALUE ...]",
+        description=description,
+        epilog=_SOURCES,
+        allow_abbrev=False,
+        exit_on_error=False,
+        add_help=False,
+        argument_default=argparse.SUPPRESS,
+        # Each flag on a line of its own and its help below it: names are too long for two columns.
+        formatter_class=lambda prog: argparse.HelpFormatter(
+            prog, max_help_position=8, width=min(shutil.get_terminal_size().columns - 2, 118)
+        ),
+    )
+    general = parser.add_argument_group("general")
+    general.add_argument("-h", "--help", action="help", help="Show this text and exit.")
+    general.add_argument("--config", dest="_config", metavar="FILE", help="Read settings from this YAML file.")
+    parser.add_argument("--local-rank", "--local_rank", dest="_local_rank", help=argparse.SUPPRESS)
+    names = {flag(setting.path) for group in groups for setting in group.settings}
+    for group in groups:
+        title = dotted(group.path) or "settings"
+        section = parser.add_argument_group(title, group.description or None)
+        for setting in group.settings:
+            # --seed is strategy.seed, unless the model has a seed of its own.
+            short = ["--seed"] if setting.path == ("strategy", "seed") and "--seed" not in names else []
+            _add_flag(section, setting, short)
+    return parser
+
+
+def _add_flag(section: argparse._ArgumentGroup, setting: Setting, short: list[str]) -> None:
+    name = flag(setting.path)
+    section.add_argument(
+        name,
+        *short,
+        dest=dotted(setting.path),
+        nargs="?" if setting.is_switch else None,
+        const="true" if setting.is_switch else None,
+        metavar=f"{{{','.join(setting.choices)}}}" if setting.choices else "VALUE",
+        help=_help(setting).replace("%", "%%"),
+    )
+    if setting.is_switch:
+        section.add_argument(
+            name.replace("--", "--no-", 1),
+            dest=dotted(setting.path),
+            action="store_const",
+            const="false",
+            help=argparse.SUPPRESS,
+        )
+
+
+def _help(setting: Setting) -> str:
+    default = "required" if setting.default is None else f"default: {setting.default or repr('')}"
+    return f"{setting.description} [{default if setting.choices else f'{setting.allowed}; {default}'}]"
+
+
+def _refuse_unknown(words: list[str], known: Sequence[str]) -> None:
+    """Raise for what no flag took; words that follow an unknown flag are its values and not named."""
+    names = [word.partition("=")[0] for word in words if word.startswith("-")]
+    if names:
+        raise ConfigError("\n".join(f"{name} is not a flag.{did_you_mean(name, known)}" for name in names))
+    if words:
+        raise ConfigError(f"{words[0]!r} stands where a flag (--name) is expected.")

@@ -1,0 +1,147 @@
+"""What can be set: the settings of a configuration model, each with its names, its meaning and what is allowed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, get_origin
+
+from pydantic import BaseModel
+
+Path = tuple[str, ...]
+"""Where a setting stands: the names of its sections, then its own, as ``("ddp", "bucket_cap_mb")``."""
+
+_NOUNS = {"integer": "whole number", "number": "number", "string": "text", "null": "null"}
+_BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting of a model, as help, documentation and error messages speak of it."""
+
+    path: Path
+    description: str
+    choices: tuple[str, ...]
+    """Every allowed value as text, or nothing where they can't be listed."""
+    allowed: str
+    """What is allowed, as a phrase that follows "must be"."""
+    default: str | None
+    """The default as it would be written; None where the setting is required."""
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether the setting is true or false."""
+        return self.choices[:2] == ("true", "false")
+
+
+@dataclass(frozen=True)
+class Group:
+    """A section of a model: the settings directly in it."""
+
+    path: Path
+    description: str
+    settings: tuple[Setting, ...]
+    members: str
+    """The names of the settings and sections directly in it, in one line."""
+
+
+def dotted(path: Iterable[object]) -> str:
+    """Return the name of a setting in a keyword or a YAML file."""
+    return ".".join(map(str, path))
+
+
+def flag(path: Iterable[object]) -> str:
+    """Return the name of a setting on the command line."""
+    return "--" + dotted(path).replace("_", "-")
+
+
+def variable(path: Iterable[object]) -> str:
+    """Return the name of a strategy's setting in the environment."""
+    return "UNITRAIN_" + "__".join(map(str, path)).upper()
+
+
+def is_section(annotation: object) -> bool:
+    """Return whether a field of this type is a section, and so no setting itself."""
+    # Python 3.10 takes list[int] for a type, but not for one that issubclass accepts.
+    return get_origin(annotation) is None and isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def groups_of(model: type[BaseModel], path: Path = (), description: str = "") -> tuple[Group, ...]:
+    """Return the sections of a model, its own settings first, in the order in which they are written."""
+    properties = model.model_json_schema()["properties"]
+    settings: list[Setting] = []
+    sections: list[Group] = []
+    for name, field in model.model_fields.items():
+        below = (*path, name)
+        if is_section(field.annotation):
+            section: Any = field.annotation
+            sections += groups_of(section, below, field.description or section.__doc__ or "")
+        else:
+            settings.append(_setting(below, field.description or "", properties[name], field.is_required()))
+    return (Group(path, description, tuple(settings), ", ".join(model.model_fields)), *sections)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return a sentence with the known name that an unknown one was meant to be, or an empty string.
+
+    What is written is compared with the last part of each name as well, so that seed finds --strategy.seed.
+    """
+    known = [full for full in known if not name.startswith(f"{full}.")]
+    if inside := [full for full in known if full.startswith((f"{name}.", f"{name}__"))]:
+        return f" It is a section: name a setting in it, for example {inside[0]!r}."
+    bare = {full.rsplit(".", 1)[-1].lstrip("-"): full for full in known} | {full.lstrip("-"): full for full in known}
+    match = get_close_matches(name.lstrip("-"), bare, n=1)
+    return f" Did you mean {bare[match[0]]!r}?" if match else ""
+
+
+def _setting(path: Path, description: str, schema: Mapping[str, Any], required: bool) -> Setting:
+    choices = _choices(schema)
+    return Setting(
+        path=path,
+        description=" ".join(description.split()),
+        choices=choices,
+        allowed=_alternatives(choices) if choices else _phrase(schema),
+        default=None if required else as_text(schema.get("default")),
+    )
+
+
+def as_text(value: object) -> str:
+    """Return a plain value as a flag or a variable would write it."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return ",".join(map(as_text, value)) if isinstance(value, (list, tuple)) else str(value)
+
+
+def _choices(schema: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the values that a JSON schema lists, or nothing if any alternative is open."""
+    if "anyOf" in schema:
+        alternatives = [_choices(one) for one in schema["anyOf"]]
+        return tuple(value for one in alternatives for value in one) if all(alternatives) else ()
+    if "const" in schema:
+        return (as_text(schema["const"]),)
+    closed = {"boolean": ("true", "false"), "null": ("null",)}
+    return tuple(map(as_text, schema.get("enum", closed.get(schema.get("type", ""), ()))))
+
+
+def _phrase(schema: Mapping[str, Any]) -> str:
+    """Return a JSON schema in words."""
+    if "allowed" in schema:  # put there by the model, where the schema would show a pattern
+        return str(schema["allowed"])
+    if "anyOf" in schema:
+        # null first: after "each a whole number" it would seem to be one of the items.
+        return _alternatives(sorted(map(_phrase, schema["anyOf"]), key=lambda phrase: phrase != "null"))
+    kind = schema.get("type", "")
+    if kind == "array":
+        return f"a list (0,1 or [0, 1]), each {_phrase(schema.get('items', {}))}"
+    if kind == "string" and "path" in schema.get("format", ""):
+        return "a path"
+    noun = _NOUNS.get(kind, "value")
+    bounds = ", ".join(f"{sign} {schema[bound]:.15g}" for bound, sign in _BOUNDS.items() if bound in schema)
+    article = "" if noun in ("text", "null") else "a "
+    return f"{article}{noun} {bounds}".rstrip()
+
+
+def _alternatives(phrases: Iterable[str]) -> str:
+    *rest, last = phrases
+    return f"{', '.join(rest)} or {last}" if rest else last

@@ -1,0 +1,122 @@
+"""Sources of settings merged into one valid model, or into one message that says what is wrong where."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from unitrain.errors import ConfigError
+from unitrain.schema import as_text, did_you_mean, dotted, flag, groups_of
+
+Model = TypeVar("Model", bound=BaseModel)
+
+_NOTHING = object()
+
+
+@dataclass(frozen=True)
+class Source:
+    """Values of one origin, and how its user names a setting there."""
+
+    values: dict[str, Any]
+    name_of: Callable[[Iterable[object]], str]
+
+    def has(self, path: Iterable[object]) -> bool:
+        """Return whether a value stands at a path."""
+        return self.get(path) is not _NOTHING
+
+    def get(self, path: Iterable[object]) -> object:
+        """Return the value at a path."""
+        here: object = self.values
+        for part in path:
+            here = here.get(part, _NOTHING) if isinstance(here, dict) else _NOTHING
+        return here
+
+
+def validate(model: type[Model], sources: Sequence[Source]) -> Model:
+    """Return the model that the sources, weakest first, make together.
+
+    Raises:
+        ConfigError: A line for each wrong setting: its name as its user wrote it, the value, and what is allowed.
+    """
+    values: dict[str, Any] = {}
+    for source in sources:
+        values = _merge(values, source.values)
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(format_validation_error(error, model, sources)) from None
+
+
+def _merge(weak: Mapping[str, Any], strong: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(weak)
+    for name, value in strong.items():
+        below = merged.get(name)
+        merged[name] = _merge(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def format_validation_error(error: ValidationError, model: type[BaseModel], sources: Sequence[Source]) -> str:
+    """Return what is wrong, a line for each setting: its name where its value came from, the value, what is allowed."""
+    messages = _Messages(model, sources)
+    # The alternatives of a union fail one by one, with one line for all of them.
+    return "\n".join(dict.fromkeys(messages.describe(details) for details in error.errors(include_url=False)))
+
+
+class _Messages:
+    """Words one error of pydantic's after another."""
+
+    def __init__(self, model: type[BaseModel], sources: Sequence[Source]) -> None:
+        self._groups = {group.path: group for group in groups_of(model)}
+        self._settings = {setting.path: setting for group in self._groups.values() for setting in group.settings}
+        self._strongest_first = sources[::-1]
+
+    def describe(self, details: ErrorDetails) -> str:
+        kind, path = details["type"], details["loc"]
+        if kind == "conflict":
+            one, other = (self._assignment((*path, *details["ctx"][key].split("."))) for key in ("one", "other"))
+            return f"{one}, and {other}; they exclude each other: {details['ctx']['reason']}."
+        if kind == "extra_forbidden":
+            return self._unknown(path)
+        if kind == "invalid_key":
+            return f"{dotted(path[:-1])} has the key {_shown(details['input'])}, but a setting's name is a text."
+        # A list's item or a union's alternative adds to the path of the setting.
+        while path not in self._settings and path not in self._groups:
+            path = path[:-1]
+        if kind == "missing":
+            return f"{flag(path)} is required: {self._allowed(path)}."
+        if kind in ("value_error", "assertion_error"):  # a validator's own words, after pydantic's prefix
+            reason = details["msg"].partition(", ")[2]
+            return f"{self._assignment(path)}: {reason}." if path in self._settings else f"{reason}."
+        return f"{self._assignment(path)}, but must be {self._allowed(path)}."
+
+    def _unknown(self, path: tuple[int | str, ...]) -> str:
+        suggestion = did_you_mean(dotted(path), map(dotted, [*self._settings, *self._groups]))
+        section = self._groups[tuple(map(str, path[:-1]))]
+        name = self._source_of(path).name_of(path)
+        return f"{name} is not a setting.{suggestion or f' The settings here: {section.members}.'}"
+
+    def _assignment(self, path: tuple[int | str, ...]) -> str:
+        """Return ``name is value``, as the user wrote them."""
+        source = self._source_of(path)
+        return f"{source.name_of(path)} is {_shown(source.get(path))}"
+
+    def _source_of(self, path: tuple[int | str, ...]) -> Source:
+        return next(source for source in self._strongest_first if source.has(path))
+
+    def _allowed(self, path: tuple[int | str, ...]) -> str:
+        key = tuple(map(str, path))
+        return self._settings[key].allowed if key in self._settings else f"a section with {self._groups[key].members}"
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 120
+
+
+def _shown(value: object) -> str:
+    """Return a wrong value, shortened."""
+    return as_text(value) if value is None or isinstance(value, bool) else _SHORT.repr(value)
