@@ -1,0 +1,222 @@
+"""How the processes of a job find one another: the store that ``torch.distributed.init_process_group`` is given."""
+
+from __future__ import annotations
+
+import fcntl
+import http.client
+import itertools
+import json
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import DistError, HashStore, PrefixStore, Store, TCPStore
+
+from unitrain.errors import BackendError, CommunicationError, LaunchError
+from unitrain.launch import Launch
+
+# A store lives as long as its process. MPI can be started once only, and a port that rank 0 gave up and took again
+# could be met by a rank that is still on its way out of the first store.
+_stores: dict[Launch, Store] = {}
+_calls = itertools.count()
+
+_KEY_VALUE_PATH = "/unitrain/store"
+_PROBE_S = 3.0
+_SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of a network interface
+
+
+def rendezvous(launch: Launch, timeout_s: float) -> Store:
+    """Return a store that the ranks of the job share. Collective: all ranks call it, each as often as the others.
+
+    The n-th call returns the n-th empty part of the job's one store, for a process group made after another ended.
+
+    Args:
+        launch: who this process is and how the ranks can meet.
+        timeout_s: how long to wait for the other ranks, and how long each later wait at the store may take.
+
+    Raises:
+        LaunchError: the address is no host's, or its port is taken.
+        BackendError: mpi4py is missing, or talks to another MPI than the one that launched this process.
+        CommunicationError: the others did not come in time.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    if launch not in _stores:
+        _stores[launch] = _MEETINGS[launch.meeting](launch, timeout)
+    store = PrefixStore(f"unitrain/{launch.restarts}/{next(_calls)}", _stores[launch])
+    store.set_timeout(timeout)
+    return store
+
+
+def _alone(launch: Launch, timeout: timedelta) -> Store:
+    return HashStore()
+
+
+def _at_address(launch: Launch, timeout: timedelta) -> Store:
+    """Meet where the launch says; rank 0 opens the store unless the launcher keeps one open there."""
+    address = str(launch.address)
+    host, _, port = address.rpartition(":")
+    try:
+        socket.getaddrinfo(host, port)
+    except OSError as error:
+        raise LaunchError(
+            f"{launch.launcher} says that the ranks meet at {address}, but this machine knows no host {host!r} "
+            f"({error.strerror}). Set MASTER_ADDR and MASTER_PORT to an address of rank 0's host that all can reach."
+        ) from error
+    opens = launch.rank == 0 and launch.meeting == "tcp"
+    try:
+        return TCPStore(host, int(port), launch.world_size, is_master=opens, timeout=timeout)
+    except DistError as error:
+        if opens and "EADDRINUSE" in str(error):
+            raise LaunchError(
+                f"port {port} is taken on this host, and {launch.launcher} says that the ranks meet at {address}. "
+                "End the program that has it (ss -ltnp shows which), or set MASTER_ADDR and MASTER_PORT to another."
+            ) from error
+        raise CommunicationError(
+            f"rank {launch.rank} of {launch.world_size} waited {timeout.total_seconds():g} s at {address} and did not "
+            f"meet all others. Are all {launch.world_size} processes running, and can their hosts reach that address "
+            f"(firewall, MASTER_ADDR)? What torch said: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def _through_mpi(launch: Launch, timeout: timedelta) -> Store:
+    with _mpi(launch) as world:
+        return _at_port_of_rank_0(launch, timeout, lambda offer: str(world.bcast(offer)))
+
+
+@contextmanager
+def _mpi(launch: Launch) -> Iterator[Any]:
+    """Give MPI's communicator of all ranks, and leave MPI as it was found.
+
+    Where nobody else has started MPI it is ended again at once. MPI_Finalize waits for all ranks: at exit, it would
+    keep a rank that failed from ending the job. Who wants MPI in the script imports mpi4py.MPI before
+    ``unitrain.init``.
+    """
+    try:
+        import mpi4py
+
+        automatic, mpi4py.rc.initialize = mpi4py.rc.initialize, False
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise BackendError(
+            f"mpirun says that this is one of {launch.world_size} processes, and without Horovod they meet through "
+            f"mpi4py, which can't be used ({error}). Install it with pip install 'unitrain[mpi]', or let torchrun "
+            "start the job, or set MASTER_ADDR and MASTER_PORT (mpirun -x) to an address of rank 0's host."
+        ) from error
+    mpi4py.rc.initialize = automatic
+    library = MPI.Get_library_version()
+    if _family(library) != launch.mpi or MPI.Is_finalized():
+        state = "was ended" if MPI.Is_finalized() else f"is {library.split(',')[0].splitlines()[0]!r}"
+        raise BackendError(
+            f"the MPI of mpi4py {state}, but the processes were started by the mpirun of {launch.mpi} and have to meet "
+            "through it. Start them with the mpirun that belongs to mpi4py, or let torchrun start the job, or set "
+            "MASTER_ADDR and MASTER_PORT to an address of rank 0's host."
+        )
+    starts = not MPI.Is_initialized()
+    if starts:
+        MPI.Init()
+    world = MPI.COMM_WORLD
+    if (world.rank, world.size) != (launch.rank, launch.world_size):
+        raise LaunchError(
+            f"mpirun says that this is rank {launch.rank} of {launch.world_size}, but MPI sees rank {world.rank} of "
+            f"{world.size}: mpi4py was built for another MPI. Reinstall it with pip install --no-binary mpi4py mpi4py."
+        )
+    yield world
+    if starts:
+        MPI.Finalize()
+
+
+def _family(library: str) -> str:
+    """Return the name by which ``Launch.mpi`` knows an MPI library, from what MPI_Get_library_version says."""
+    if library.startswith("Open MPI v"):
+        return "Open MPI 5" if int(library.removeprefix("Open MPI v").split(".")[0]) >= 5 else "Open MPI 4"
+    return "MPICH"
+
+
+def _through_horovodrun(launch: Launch, timeout: timedelta) -> Store:
+    """Meet through the key-value server over HTTP that horovodrun keeps for its gloo controller."""
+    server = str(launch.address)
+
+    def share(offer: str | None) -> str:
+        if offer is not None:
+            _request(server, "PUT", offer)
+            return offer
+        deadline = time.monotonic() + timeout.total_seconds()
+        while (answer := _request(server, "GET")) is None:
+            if time.monotonic() > deadline:
+                raise CommunicationError(
+                    f"rank 0 did not leave its address with horovodrun ({server}) within "
+                    f"{timeout.total_seconds():g} s. Is it running?"
+                )
+            time.sleep(0.05)
+        return answer
+
+    return _at_port_of_rank_0(launch, timeout, share)
+
+
+def _request(server: str, method: str, body: str | None = None) -> str | None:
+    """Put or get the one value that UniTrain keeps with horovodrun; None where there is none yet."""
+    connection = http.client.HTTPConnection(server, timeout=10)
+    try:
+        connection.request(method, _KEY_VALUE_PATH, body)
+        response = connection.getresponse()
+        text = response.read().decode()
+    except OSError as error:
+        raise CommunicationError(f"horovodrun's server at {server} does not answer: {error}") from error
+    finally:
+        connection.close()
+    return text if response.status == http.client.OK else None
+
+
+def _at_port_of_rank_0(launch: Launch, timeout: timedelta, share: Callable[[str | None], str]) -> Store:
+    """Meet at a port that was free when rank 0 opened its store there.
+
+    ``share`` is given rank 0's offer, and None elsewhere, and returns the offer on every rank.
+    """
+    if launch.rank == 0:
+        store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timeout, wait_for_workers=False)
+        hosts = ["127.0.0.1"] if launch.local_world_size == launch.world_size else _own_addresses()
+        share(json.dumps([hosts, store.port]))
+        return store
+    hosts, port = json.loads(share(None))
+    return TCPStore(_first_reachable(hosts, port), port, is_master=False, timeout=timeout)
+
+
+def _own_addresses() -> list[str]:
+    """Return what this host can be reached by: its IPv4 addresses that are not loopback, then its name."""
+    addresses = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, interface in socket.if_nameindex():
+            request = struct.pack("256s", interface.encode()[:15])
+            try:
+                address = socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24])
+            except OSError:
+                continue  # it has no IPv4 address
+            if not address.startswith("127."):
+                addresses.append(address)
+    return [*addresses, socket.gethostname()]
+
+
+def _first_reachable(hosts: list[str], port: int) -> str:
+    for host in hosts:
+        try:
+            socket.create_connection((host, port), _PROBE_S).close()
+        except OSError:
+            continue
+        return host
+    raise CommunicationError(
+        f"rank 0 can't be reached from this host: tried {', '.join(hosts)}, port {port}. Does a firewall forbid it? "
+        "Set MASTER_ADDR and MASTER_PORT (mpirun -x, horovodrun's environment) to an address that all can reach."
+    )
+
+
+_MEETINGS: dict[str, Callable[[Launch, timedelta], Store]] = {
+    "alone": _alone,
+    "tcp": _at_address,
+    "served": _at_address,
+    "mpi": _through_mpi,
+    "horovod": _through_horovodrun,
+}
