@@ -134,7 +134,7 @@ class DDPStrategy(Strategy):
 
     def _all_gather(self, tensor: Tensor, name: str) -> Callable[[], Tensor]:
         gathered = torch.empty(self.world_size, *tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        wait = _wait(dist.all_gather_into_tensor(gathered, tensor, group=self._group, async_op=True))
+        wait = _wait(dist.all_gather_into_tensor(gathered, tensor.unsqueeze(0), group=self._group, async_op=True))
 
         def finish() -> Tensor:
             wait()

@@ -16,6 +16,13 @@ from unitrain.launch import Launch
 from unitrain.strategy import Strategy
 
 _LAUNCHERS = ("horovodrun", "mpirun")
+# What Horovod can't reduce, and what stands in for it.
+_WIDER = {
+    torch.bfloat16: torch.float32,
+    torch.int8: torch.int32,
+    torch.int16: torch.int32,
+    torch.uint8: torch.int32,
+}
 
 
 class HorovodStrategy(Strategy):
@@ -75,11 +82,14 @@ class HorovodStrategy(Strategy):
         return self._hvd.rank(), self._hvd.size()
 
     def _close(self) -> None:
-        self._hvd.shutdown()
+        # MPI can't be started twice in a process: there, Horovod's own exit handler ends it.
+        if _controller(self.config, self.launch) != "mpi":
+            self._hvd.shutdown()
 
     def _all_reduce(self, tensor: Tensor, op: str, name: str) -> Callable[[], None]:
-        if tensor.dtype == torch.bfloat16:  # Horovod has no bfloat16
-            return self._all_reduce_as(tensor, torch.float32, op, name)
+        wider = _WIDER.get(tensor.dtype)
+        if wider is not None:
+            return self._all_reduce_as(tensor, wider, op, name)
         handle = self._hvd.allreduce_async_(tensor, name=name, op=self._ops[op])
         return lambda: self._wait(handle)
 
@@ -107,7 +117,7 @@ class HorovodStrategy(Strategy):
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """Return a tensor that Horovod can move unchanged: it has no bfloat16, but as many bits in int16... as float16."""
+    """Return a view that Horovod can move: it has no bfloat16, but float16 of as many bits."""
     return tensor.view(torch.float16) if tensor.dtype == torch.bfloat16 else tensor
 
 

@@ -1,0 +1,128 @@
+"""What is trained to compare: a small model, its data, and one case for each mode of the training step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+CLASSES = 5
+STEPS = 20
+EXACT = 1e-9
+
+
+@dataclass(frozen=True)
+class Case:
+    """One mode of training. Every case takes ``STEPS`` optimizer steps over unshuffled data."""
+
+    name: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Of the strategy; ``precision`` is fp64 unless named."""
+    samples: int = 53
+    """The last global batch of an epoch is uneven, whatever the number of ranks."""
+    global_batch: int = 10
+    optimizer: Literal["sgd", "adamw"] = "sgd"
+    batch_norm: bool = False
+    tied: bool = False
+    """Two layers share their weight, and the first layer is frozen."""
+    weighted: bool = False
+    """The loss is a mean over tokens, of which samples have different numbers."""
+    overflow_at: int | None = None
+    """The step in which one sample's loss is too large for its gradient: one rank overflows."""
+    tolerance: float = EXACT
+    """Largest deviation from the plain loop that counts as rounding."""
+
+    @property
+    def precision(self) -> str:
+        """The precision that both loops compute in."""
+        return str(self.settings.get("precision", "fp64"))
+
+
+# Under autocast, each rank rounds the gradient of its own rows to 8 (bf16) or 11 (fp16) bits before they are summed,
+# where one device rounds once: gradients differ by up to 2**-8 or 2**-11 of their size, which SGD carries into the
+# weights, lr / (1 - momentum) = 0.5 times for each of 20 steps of gradients that are below 1: 2**-8 * 0.5 * 20 = 4e-2.
+_BF16_TOLERANCE = 4e-2
+_FP16_TOLERANCE = 5e-3
+
+CASES = (
+    Case("plain"),
+    Case("sync_batchnorm", {"sync_batchnorm": True}, batch_norm=True),
+    Case("accumulate", {"accumulate": 3}),
+    Case("clip_norm", {"clip_norm": 0.05}),
+    Case("clip_value", {"clip_value": 0.01}),
+    Case("token_weights", {"accumulate": 2}, weighted=True),
+    Case("empty_batch", {"sync_batchnorm": True}, samples=41, batch_norm=True),
+    Case("adamw", optimizer="adamw"),
+    Case("tied_and_frozen", tied=True),
+    Case("bf16", {"precision": "bf16"}, tolerance=_BF16_TOLERANCE),
+    Case("fp16_overflow", {"precision": "fp16"}, overflow_at=5, tolerance=_FP16_TOLERANCE),
+)
+
+
+class Digits(Dataset[tuple[int, Tensor, Tensor, Tensor]]):
+    """Random images with a label and a number of tokens; a sample is (its index, image, label, tokens)."""
+
+    def __init__(self, samples: int) -> None:
+        generator = torch.Generator().manual_seed(samples)
+        self.images = torch.randn(samples, 1, 8, 8, generator=generator)
+        self.labels = torch.randint(CLASSES, (samples,), generator=generator)
+        self.tokens = torch.randint(1, 9, (samples,), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[int, Tensor, Tensor, Tensor]:
+        return index, self.images[index], self.labels[index], self.tokens[index]
+
+
+class Network(nn.Module):
+    """A convolution and three linear layers; with or without BatchNorm, with or without a shared weight."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(1, 6, 3, padding=1, bias=False)
+        self.normalise = nn.BatchNorm2d(6) if case.batch_norm else nn.Identity()
+        self.first = nn.Linear(6 * 4, 24)
+        self.second = nn.Linear(24, 24)
+        self.third = nn.Linear(24, 24)
+        self.last = nn.Linear(24, CLASSES)
+        if case.tied:
+            self.third.weight = self.second.weight
+            self.convolution.requires_grad_(False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return the logits (rows, classes) of images (rows, 1, 8, 8)."""
+        x = torch.relu(self.normalise(self.convolution(images)))
+        x = nn.functional.adaptive_avg_pool2d(x, 2).flatten(1)
+        x = torch.tanh(self.first(x))
+        x = torch.tanh(self.third(torch.tanh(self.second(x))))
+        out: Tensor = self.last(x)
+        return out
+
+
+def build(case: Case) -> tuple[Network, torch.optim.Optimizer]:
+    """Return the model of a case, the same at each call, and its optimizer."""
+    torch.manual_seed(7)
+    model = Network(case)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if case.optimizer == "adamw":
+        return model, torch.optim.AdamW(trained, lr=0.01, weight_decay=0.1)
+    return model, torch.optim.SGD(trained, lr=0.05, momentum=0.9, weight_decay=0.01)
+
+
+def mean_loss(case: Case, logits: Tensor, labels: Tensor, tokens: Tensor) -> Tensor:
+    """Return the mean loss over the rows, or over their tokens."""
+    losses = nn.functional.cross_entropy(logits, labels, reduction="none")
+    if case.weighted:
+        return (losses * tokens).sum() / tokens.sum()
+    return losses.mean()
+
+
+def overflow(case: Case, step: int, indices: Tensor, loss: Tensor) -> Tensor:
+    """Return the loss, made too large for a scaled gradient in the step and on the rows where the case says so."""
+    steps_per_epoch = -(-case.samples // case.global_batch)
+    chosen = step % steps_per_epoch * case.global_batch + 1  # rank 1's first row, where there is a rank 1
+    return loss * 1e38 if step == case.overflow_at and bool((indices == chosen).any()) else loss
