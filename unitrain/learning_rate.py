@@ -1,0 +1,92 @@
+"""The learning rate of every optimizer step, by an explicit rule: scaling with the batch, warm-up, schedule, floor."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from unitrain.errors import ConfigError
+
+Scaling = Literal["none", "linear", "sqrt"]
+Schedule = Literal["cosine", "step", "constant"]
+
+_POWER = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}
+
+
+@dataclass(frozen=True)
+class LearningRate:
+    """A learning rate as a function of the optimizer step; ``str()`` says the rule in words.
+
+    Raises:
+        ConfigError: a value is out of range, or two contradict each other.
+    """
+
+    base: float
+    """The learning rate at ``reference_batch``, or at any batch size where ``scaling`` is none."""
+    total_steps: int
+    """Optimizer steps of the whole training."""
+    warmup_steps: int = 0
+    """Steps in which the rate rises linearly to its peak, before the schedule begins."""
+    schedule: Schedule = "cosine"
+    """From the peak: half a cosine down to the floor, a tenth after each third of all steps, or constant."""
+    floor: float = 0.0
+    """The schedule never falls below this. Warm-up begins below it."""
+    scaling: Scaling = "none"
+    """How the peak grows with the batch: not at all, in proportion to batch_size / reference_batch, or to its root."""
+    batch_size: int = 256
+    """Samples of one optimizer step, over all processes."""
+    reference_batch: int = 256
+    """The batch size that ``base`` is meant for."""
+
+    def __post_init__(self) -> None:
+        if self.base <= 0 or self.total_steps < 1 or self.batch_size < 1 or self.reference_batch < 1:
+            raise ConfigError(
+                "a learning rate, its total_steps and both batch sizes must be more than 0, but are "
+                f"{self.base:g}, {self.total_steps}, {self.batch_size} and {self.reference_batch}."
+            )
+        if not 0 <= self.warmup_steps <= self.total_steps:
+            raise ConfigError(f"warm-up takes {self.warmup_steps} steps, but must end within all {self.total_steps}.")
+        if not 0 <= self.floor <= self.peak:
+            raise ConfigError(f"the learning rate's floor is {self.floor:g}, but must be 0 to its peak, {self.peak:g}.")
+
+    @property
+    def peak(self) -> float:
+        """The highest rate, scaled with the batch: what to make the optimizer with."""
+        return self.base * math.pow(self.batch_size / self.reference_batch, _POWER[self.scaling])
+
+    def at(self, step: int) -> float:
+        """Return the rate of an optimizer step, counted from 0."""
+        if step < self.warmup_steps:
+            return self.peak * (step + 1) / self.warmup_steps
+        if self.schedule == "constant":
+            return self.peak
+        if self.schedule == "step":
+            thirds = min(3 * step // self.total_steps, 2)
+            return max(self.floor, self.peak * 0.1**thirds)
+        progress = min(1.0, (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps))
+        return self.floor + (self.peak - self.floor) * 0.5 * (1 + math.cos(math.pi * progress))
+
+    def scheduler(self, optimizer: Optimizer) -> LambdaLR:
+        """Return torch's scheduler of this rule for an optimizer made with ``lr=peak``, to be stepped when it is.
+
+        Parameter groups made with other rates keep their ratio to the first.
+        """
+        return LambdaLR(optimizer, lambda step: self.at(step) / self.peak)
+
+    def __str__(self) -> str:
+        peak, scaling = f"{self.base:g}", "not scaled with the batch"
+        if self.scaling != "none":
+            ratio = f"{self.batch_size}/{self.reference_batch}"
+            ratio = ratio if self.scaling == "linear" else f"sqrt({ratio})"
+            peak, scaling = f"{self.base:g} * {ratio} = {self.peak:g}", f"{self.scaling} scaling"
+        warmup = f"warm-up over {self.warmup_steps} of {self.total_steps} steps" if self.warmup_steps else "no warm-up"
+        then = {
+            "cosine": f"cosine to {self.floor:g}",
+            "step": f"a tenth after each third, at least {self.floor:g}",
+            "constant": "constant",
+        }[self.schedule]
+        return f"{peak} ({scaling}), {warmup}, then {then}"
