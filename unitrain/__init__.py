@@ -16,6 +16,7 @@ from unitrain.errors import (
 from unitrain.initialize import init
 from unitrain.launch import Launch
 from unitrain.meter import Meter
+from unitrain.spawning import spawn
 from unitrain.stopping import Stopped
 from unitrain.strategy import Strategy
 from unitrain.training_step import StepResult
@@ -38,4 +39,5 @@ __all__ = [
     "UnitrainError",
     "UsageError",
     "init",
+    "spawn",
 ]
