@@ -24,7 +24,7 @@ from rich.text import Text
 from unitrain.horovod_check import find_horovod
 from unitrain.launch import detect
 from unitrain.registry import backend_names
-from unitrain.toolchain import find_mpi, find_program
+from unitrain.toolchain import ask, find_mpi, find_program, small_mpi_environment
 
 Status = Literal["ok", "absent", "warning", "error"]
 
@@ -135,12 +135,25 @@ def _mpi() -> Finding:
 
 
 def _mpi4py() -> Finding:
-    # Its version only: importing mpi4py.MPI starts MPI, which ends a process that no launcher started.
     try:
         found = metadata.version("mpi4py")
     except metadata.PackageNotFoundError:
-        return Finding("absent", "needed by DDP under mpirun", "pip install 'unitrain[mpi]'")
-    return Finding("ok", found, details={"version": found})
+        return Finding("absent", "not installed; DDP needs it under mpirun", "pip install 'unitrain[mpi]'")
+    mpi = find_mpi()
+    if mpi is None:
+        return Finding("warning", f"{found}, but there is no mpirun to use it with", details={"version": found})
+    if detect(os.environ).mpi is not None:
+        return Finding(
+            "ok", f"{found}; not tried, since this process is under mpirun itself", details={"version": found}
+        )
+    # MPI starts when mpi4py.MPI is imported, and ends a process that no launcher started: only mpirun may do it.
+    program = "from mpi4py import MPI; print(MPI.Get_library_version())"
+    said = ask(mpi.mpirun, "-np", "1", sys.executable, "-c", program, environment=small_mpi_environment())
+    if said is None:
+        fix = "pip install --force-reinstall --no-cache-dir --no-binary mpi4py mpi4py"
+        return Finding("error", f"{found}, but it does not start under {mpi.mpirun} ({mpi})", fix, {"version": found})
+    library = said.strip().splitlines()[0].partition(",")[0].strip("\0")
+    return Finding("ok", f"{found}, on {library}", details={"version": found, "library": library})
 
 
 def _horovod() -> Finding:
@@ -164,7 +177,7 @@ def _launchers() -> Finding:
 
 
 def _launched_by() -> Finding:
-    launch = detect(dict(os.environ))
+    launch = detect(os.environ)
     summary = f"{launch.launcher}, rank {launch.rank} of {launch.world_size}"
     return Finding("ok", summary, details=asdict(launch))
 

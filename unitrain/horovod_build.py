@@ -16,7 +16,7 @@ import torch
 from packaging.version import Version
 
 from unitrain.errors import BackendError
-from unitrain.toolchain import Mpi, ask, find_cmake, find_compiler, find_nvcc, find_program, running, search_path
+from unitrain.toolchain import Mpi, ask, find_cmake, find_compiler, find_cuda, find_program, running, search_path
 
 KNOWN_SDISTS = {"0.28.1": "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"}
 """SHA-256 of the source distributions that this was tried with."""
@@ -132,13 +132,13 @@ def _gpu_problems() -> Iterator[str]:
     if torch.version.cuda is None:
         yield f"torch {torch.__version__} is built without CUDA: install a CUDA build of torch, or leave out --gpu"
         return
-    nvcc = find_nvcc()
-    if nvcc is None:
-        yield f"nvcc was not found: install the CUDA {torch.version.cuda} toolkit and set CUDA_HOME to it"
-    elif nvcc.version.split(".")[0] != torch.version.cuda.split(".")[0]:
+    cuda = find_cuda()
+    if cuda is None:
+        yield f"no CUDA toolkit (nvcc and headers) was found: install CUDA {torch.version.cuda}'s, set CUDA_HOME to it"
+    elif cuda.version.split(".")[0] != torch.version.cuda.split(".")[0]:
         yield (
-            f"nvcc {nvcc.version} ({nvcc.path}) is not of the CUDA that torch was built with, {torch.version.cuda}: "
-            f"set CUDA_HOME to a CUDA {torch.version.cuda} toolkit"
+            f"the toolkit in {cuda.path} is of CUDA {cuda.version}, but torch was built with {torch.version.cuda}: "
+            f"set CUDA_HOME to the folder of a CUDA {torch.version.cuda.split('.')[0]} toolkit"
         )
     if not os.environ.get("HOROVOD_NCCL_HOME") and _torch_nccl() is None:
         yield "NCCL's header was not found beside torch: set HOROVOD_NCCL_HOME to a folder with include/nccl.h and lib"
@@ -162,7 +162,9 @@ def fetch(version: str, folder: Path, log: Path) -> Path:
         pip("download", *options, "--requirement", str(requirements)), log, f"Horovod {version} could not be downloaded"
     )
     with tarfile.open(folder / f"horovod-{version}.tar.gz") as archive:
-        archive.extractall(folder, filter="data")
+        # Python's first releases of 3.10 and 3.11 have no filters yet.
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)
+        archive.extractall(folder)
     return folder / f"horovod-{version}"
 
 
@@ -206,11 +208,17 @@ def _build_environment(label: str, mpi: bool, gpu: str | None, folder: Path) -> 
         "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
     }
     environment.setdefault("MAKEFLAGS", f"-j{_compilers_at_once()}")
-    if gpu:
-        environment |= {name: os.environ[name] for name in GPU_VARIABLES if os.environ.get(name)}
-        environment |= {"HOROVOD_GPU_OPERATIONS": gpu.upper(), "HOROVOD_NCCL_LINK": "SHARED"}
-        if "HOROVOD_NCCL_HOME" not in environment and (nccl := _torch_nccl()):
-            environment["HOROVOD_NCCL_HOME"] = str(_linkable(nccl, folder))
+    return environment | _gpu_environment(gpu, folder) if gpu else environment
+
+
+def _gpu_environment(gpu: str, folder: Path) -> dict[str, str]:
+    environment = {name: os.environ[name] for name in GPU_VARIABLES if os.environ.get(name)}
+    environment |= {"HOROVOD_GPU_OPERATIONS": gpu.upper(), "HOROVOD_NCCL_LINK": "SHARED"}
+    if cuda := find_cuda():
+        environment["HOROVOD_CUDA_HOME"] = str(cuda.path)
+        environment["PATH"] = os.pathsep.join([str(cuda.path / "bin"), search_path()])
+    if "HOROVOD_NCCL_HOME" not in environment and (nccl := _torch_nccl()):
+        environment["HOROVOD_NCCL_HOME"] = str(_linkable(nccl, folder))
     return environment
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
 
 from unitrain.errors import BackendError
-from unitrain.toolchain import find_program, running, search_path
+from unitrain.toolchain import find_program, running, small_mpi_environment
 
 _PROOF_SECONDS = 180.0
 
@@ -100,24 +99,10 @@ def prove(controller: str) -> None:
 def _run_to_end(command: list[str]) -> str | None:
     """Run ``command`` and return None, or the end of what it said if it failed or had to be stopped."""
     try:
-        with running(command, _proof_environment()) as process:
+        with running(command, small_mpi_environment()) as process:
             output, _ = process.communicate(timeout=_PROOF_SECONDS)
     except subprocess.TimeoutExpired:
         return f"nothing in {_PROOF_SECONDS:.0f} s, so it was stopped"
     if process.returncode == 0:
         return None
     return "\n".join([*output.strip().splitlines()[-20:], f"exit status {process.returncode}"])
-
-
-def _proof_environment() -> dict[str, str]:
-    """Let Open MPI (4 and 5) start two processes on one core, and for root: this run is small and local."""
-    return {
-        **os.environ,
-        "PATH": search_path(),
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "OMPI_MCA_rmaps_base_oversubscribe": "1",
-        "PRTE_ALLOW_RUN_AS_ROOT": "1",
-        "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-    }

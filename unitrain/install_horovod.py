@@ -9,15 +9,19 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import platform
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from packaging.version import InvalidVersion, Version
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
@@ -36,7 +40,7 @@ from unitrain.horovod_build import (
     run_logged,
 )
 from unitrain.horovod_check import find_horovod, prove
-from unitrain.toolchain import Mpi, find_mpi, find_nvcc
+from unitrain.toolchain import Mpi, find_cuda, find_mpi
 
 RUNTIME_REQUIREMENTS = ("cffi", "cloudpickle", "packaging", "psutil", "pyyaml")
 BUILD_REQUIREMENTS = (*RUNTIME_REQUIREMENTS, "setuptools", "wheel")
@@ -49,6 +53,7 @@ class Combination:
     horovod: str
     torch: str
     python: str
+    platform: str
     mpi: str | None
     gpu: tuple[str, ...]
     edits: tuple[Edit, ...]
@@ -87,15 +92,17 @@ def install_horovod(version: str, *, gpu: str | None = None, without_mpi: bool =
         BackendError: Something is missing, or a step failed; the message says what to do.
     """
     console = Console(soft_wrap=True, highlight=False)
+    if find_spec("pip") is None:
+        raise BackendError("This environment has no pip to install with: python -m ensurepip (or: uv pip install pip)")
     mpi = None if without_mpi else find_mpi()
     combination = combine(version, mpi, gpu)
     folder = _writable(cache_folder() / "horovod" / combination.version)
     proof = folder / f"proved-{_digest(sys.prefix)}"
-    # One at a time in one environment: pip is not made for two.
-    with FileLock(folder.parent / f"{_digest(sys.prefix)}.lock"):
+    with _alone(folder.parent, console):
         if not force and proof.is_file() and _installed_version("horovod") == combination.version:
             console.print(f"Horovod {version} is installed and was proved here ({combination}). Nothing to do.")
             return
+        proof.unlink(missing_ok=True)
         if mpi is None:
             _explain_missing_mpi(console, without_mpi)
         log = folder / f"install-{os.getpid()}.log"
@@ -126,7 +133,8 @@ def combine(version: str, mpi: Mpi | None, gpu: str | None) -> Combination:
     return Combination(
         horovod=version,
         torch=f"{torch.__version__} CUDA {torch.version.cuda}",
-        python=f"{sys.implementation.cache_tag} {sysconfig.get_platform()}",
+        python=str(sys.implementation.cache_tag),
+        platform=f"{sysconfig.get_platform()} {' '.join(platform.libc_ver())}",
         mpi=f"{mpi} in {_place(mpi.mpirun)}" if mpi else None,
         gpu=(gpu, *_gpu_parts()) if gpu else (),
         edits=edits_for(gpu),
@@ -151,6 +159,21 @@ def _writable(folder: Path) -> Path:
         ) from error
 
 
+@contextmanager
+def _alone(folder: Path, console: Console) -> Iterator[None]:
+    """Hold off other runs of this command in this environment: pip is not made for two at once."""
+    lock = FileLock(folder / f"{_digest(sys.prefix)}.lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        console.print("Another install-horovod is at work in this environment; waiting for it to end.")
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -161,9 +184,9 @@ def _place(program: Path) -> str:
 
 
 def _gpu_parts() -> tuple[str, ...]:
-    nvcc = find_nvcc()
+    cuda = find_cuda()
     settings = [f"{name}={os.environ[name]}" for name in GPU_VARIABLES if os.environ.get(name)]
-    return (f"nvcc {nvcc.version}" if nvcc else "no nvcc", *settings)
+    return (f"CUDA {cuda.version}" if cuda else "no CUDA", *settings)
 
 
 def _installed_version(package: str) -> str | None:

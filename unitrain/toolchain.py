@@ -1,4 +1,4 @@
-"""The programs that a build or a launch needs, as this environment would find them: compiler, CMake, MPI, nvcc."""
+"""The programs that a build or a launch needs, as this environment would find them: compiler, CMake, CUDA, MPI."""
 
 from __future__ import annotations
 
@@ -59,8 +59,25 @@ def find_program(name: str) -> Path | None:
     return Path(found) if found else None
 
 
-def ask(*command: str | Path) -> str | None:
-    """Return what ``command`` prints, on either stream; None if it can't be run, fails, or hangs."""
+def small_mpi_environment() -> dict[str, str]:
+    """Return an environment for a small run: Open MPI (4 and 5) may start more processes than cores, and as root."""
+    return {
+        **os.environ,
+        "PATH": search_path(),
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "OMPI_MCA_rmaps_base_oversubscribe": "1",
+        "PRTE_ALLOW_RUN_AS_ROOT": "1",
+        "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    }
+
+
+def ask(*command: str | Path, environment: Mapping[str, str] | None = None) -> str | None:
+    """Return what ``command`` prints, on either stream; None if it can't be run, fails, or hangs.
+
+    The default environment is this process's own, with ``search_path`` as PATH.
+    """
     try:
         done = subprocess.run(
             [str(part) for part in command],
@@ -71,7 +88,7 @@ def ask(*command: str | Path) -> str | None:
             errors="replace",
             timeout=_ASK_SECONDS,
             check=True,
-            env={**os.environ, "PATH": search_path()},
+            env=environment or {**os.environ, "PATH": search_path()},
         )
     except (OSError, subprocess.SubprocessError):
         return None
@@ -120,11 +137,16 @@ def find_cmake() -> Program | None:
     return _first(["cmake"], r"version (\S+)")
 
 
-def find_nvcc() -> Program | None:
-    """Return CUDA's compiler: that of CUDA_HOME, else of PATH, else of the usual folder."""
+def find_cuda() -> Program | None:
+    """Return the folder of CUDA's toolkit: of HOROVOD_CUDA_HOME or CUDA_HOME, of nvcc on PATH, or the usual one."""
     homes = [Path(os.environ[name]) for name in ("HOROVOD_CUDA_HOME", "CUDA_HOME") if os.environ.get(name)]
-    names = [str(home / "bin" / "nvcc") for home in homes]
-    return _first([*names, "nvcc", "/usr/local/cuda/bin/nvcc"], r"release (\d+\.\d+)")
+    if nvcc := find_program("nvcc"):
+        homes.append(nvcc.resolve().parent.parent)
+    for home in [*homes, Path("/usr/local/cuda")]:
+        found = _first([str(home / "bin" / "nvcc")], r"release (\d+\.\d+)")
+        if found and (home / "include" / "cuda_runtime.h").is_file():
+            return Program(home, found.version)
+    return None
 
 
 def find_mpi() -> Mpi | None:

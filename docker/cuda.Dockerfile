@@ -1,0 +1,45 @@
+# UniTrain on NVIDIA GPUs, with MPI, and Horovod on NCCL. From the top of the repository:
+#   docker build --file docker/cuda.Dockerfile --tag unitrain:cuda .
+
+# The major version of CUDA must be that of the torch below.
+FROM nvidia/cuda:13.0.1-devel-ubuntu24.04 AS build
+
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends g++ make python3-dev python3-venv \
+    && rm -rf /var/lib/apt/lists/*
+RUN python3 -m venv /opt/venv
+ENV PATH=/opt/venv/bin:$PATH
+
+# The largest part, so in a layer that a change of the source leaves alone.
+ARG TORCH_VERSION=2.15.0
+ARG TORCHVISION_VERSION=0.29.2
+RUN pip install --no-cache-dir torch==$TORCH_VERSION torchvision==$TORCHVISION_VERSION
+
+WORKDIR /src
+COPY . .
+# hadolint ignore=DL3013
+RUN pip install --no-cache-dir '.[recipes,mpi,horovod-build]'
+# Compute capabilities of the GPUs to build for, as in 80,90; by default all that this CUDA knows.
+ARG HOROVOD_BUILD_CUDA_CC_LIST=
+# The cache outlives the build, so that Horovod is compiled again only when torch, CUDA or MPI has changed.
+RUN --mount=type=cache,target=/var/cache/unitrain \
+    UNITRAIN_CACHE=/var/cache/unitrain unitrain install-horovod --gpu nccl
+
+
+# torch brings the CUDA libraries that it and Horovod run on; this base adds what the container runtime looks for.
+FROM nvidia/cuda:13.0.1-base-ubuntu24.04
+
+# ssh is how mpirun and horovodrun reach other hosts.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends openssh-client python3 \
+    && rm -rf /var/lib/apt/lists/* \
+    && useradd --create-home --uid 10001 unitrain
+COPY --from=build /opt/venv /opt/venv
+ENV PATH=/opt/venv/bin:$PATH
+
+USER 10001
+WORKDIR /home/unitrain
+COPY recipes recipes
+CMD ["unitrain", "doctor"]

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import sysconfig
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from unitrain.cli import main
+
+
+def test_the_installed_command_knows_its_version() -> None:
+    command = Path(sysconfig.get_path("scripts"), "unitrain")
+    done = subprocess.run([command, "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"unitrain {version('unitrain')}\n"
+
+
+def test_help_names_every_subcommand(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--help"])
+    assert caught.value.code == 0
+    said = capsys.readouterr().out
+    assert "doctor" in said
+    assert "install-horovod" in said
+
+
+def test_the_help_of_a_subcommand_has_its_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["install-horovod", "--help"])
+    assert "release of Horovod (default: 0.28.1)" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ([], "COMMAND"),
+        (["instal-horovod"], "'instal-horovod'"),
+        (["install-horovod", "--gpu", "rccl"], "'rccl'"),
+        (["doctor", "--yaml"], "--yaml"),
+    ],
+)
+def test_a_wrong_command_line_ends_with_2_and_names_what_is_wrong(
+    argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+    assert caught.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_an_error_is_one_message_and_its_own_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["install-horovod", "--version", "newest"]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("unitrain install-horovod: --version 'newest' is no version of Horovod")
+    assert said.err.count("\n") == 1
+
+
+def test_the_command_line_imports_no_subcommand() -> None:
+    program = "import sys, unitrain.cli; print([name for name in sys.modules if name.startswith('unitrain.')])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "unitrain.cli" in done.stdout
+    assert "unitrain.doctor" not in done.stdout
+    assert "unitrain.install_horovod" not in done.stdout

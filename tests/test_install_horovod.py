@@ -1,0 +1,293 @@
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+import sysconfig
+import tarfile
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from bare_environment import BareEnvironment
+from packaging.version import Version
+
+from unitrain import horovod_check
+from unitrain.errors import BackendError, ConfigError
+from unitrain.horovod_build import Edit, apply_edits, check_tools, edits_for, fetch, run_logged
+from unitrain.horovod_check import find_horovod, prove
+from unitrain.install_horovod import cache_folder, combine, install_horovod
+from unitrain.toolchain import Mpi, find_mpi
+
+needs_horovod = pytest.mark.skipif(
+    find_spec("horovod") is None, reason="Horovod is not installed: unitrain install-horovod"
+)
+
+OPEN_MPI = Mpi("Open MPI", "4.1.8", Path("/opt/mpi/bin/mpirun"), Path("/opt/mpi/bin/mpicxx"))
+
+
+@pytest.fixture
+def bare(tmp_path: Path) -> BareEnvironment:
+    return BareEnvironment.make(tmp_path)
+
+
+# What is missing is said, all at once and before anything is fetched or built.
+
+
+def test_without_tools_all_of_them_are_named_with_the_command_that_adds_them(bare: BareEnvironment) -> None:
+    done = bare.run("install-horovod")
+    assert done.returncode == 1
+    assert "no C++ compiler was found: apt-get install g++" in done.stderr
+    assert "make was not found: apt-get install make" in done.stderr
+    assert "CMake was not found: pip install cmake" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list(bare.folder.glob("cache/horovod/*/*.log"))
+
+
+def test_without_mpi_it_says_that_horovod_will_have_gloo_only(bare: BareEnvironment) -> None:
+    done = bare.run("install-horovod")
+    assert "gloo controller only, since there is no mpirun here" in done.stdout
+    assert "pip install 'unitrain[mpi]'" in done.stdout
+
+
+def test_an_old_cmake_and_an_old_compiler_are_named_with_their_versions(bare: BareEnvironment) -> None:
+    bare.allow("make")
+    bare.add("cmake", "echo cmake version 3.5.1")
+    compiler = bare.add("c++", 'if [ "$1" = --version ]; then echo "c++ 7.5.0"; else exit 1; fi')
+    done = bare.run("install-horovod")
+    assert "CMake 3.5.1" in done.stderr
+    assert "older than 3.13: pip install cmake" in done.stderr
+    assert f"{compiler} (c++ 7.5.0) can't compile C++20" in done.stderr
+    assert "make was not found" not in done.stderr
+
+
+def test_a_launcher_without_its_compiler_wrapper_is_refused(bare: BareEnvironment) -> None:
+    mpirun = bare.add("mpirun", "echo 'mpirun (Open MPI) 4.1.8'")
+    done = bare.run("install-horovod")
+    assert f"Open MPI 4.1.8 is at {mpirun}, but the mpicxx that belongs to it is not beside it" in done.stderr
+    assert "apt-get install libopenmpi-dev" in done.stderr
+    assert "CMake was not found" in done.stderr
+    assert "mpicxx" not in bare.run("install-horovod", "--without-mpi").stderr
+
+
+def test_an_environment_without_pip_is_told_how_to_get_it(tmp_path: Path) -> None:
+    program = (
+        "import sys, importlib.util as u; find = u.find_spec\n"
+        "import unitrain.install_horovod as i; i.find_spec = lambda name: None if name == 'pip' else find(name)\n"
+        "from unitrain.cli import main; sys.exit(main(['install-horovod']))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "This environment has no pip" in done.stderr
+    assert "ensurepip" in done.stderr
+
+
+def test_this_machine_can_build() -> None:
+    check_tools(find_mpi(), None)
+
+
+def test_gpu_operations_need_a_cuda_toolkit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(BackendError, match=r"is built without CUDA: install a CUDA build of torch"):
+        check_tools(OPEN_MPI, "nccl")
+
+
+def test_a_cuda_toolkit_of_another_major_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "include").mkdir()
+    (tmp_path / "include" / "cuda_runtime.h").touch()
+    (tmp_path / "bin").mkdir()
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 9.2, V9.2.148'\n")
+    nvcc.chmod(0o755)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.delenv("HOROVOD_CUDA_HOME", raising=False)
+    monkeypatch.setattr(torch.version, "cuda", "13.2")
+    with pytest.raises(BackendError) as caught:
+        check_tools(OPEN_MPI, "nccl")
+    assert f"the toolkit in {tmp_path} is of CUDA 9.2, but torch was built with 13.2" in str(caught.value)
+
+
+# The change to Horovod's source fits, or it is not built.
+
+
+def test_edits_are_made_in_order(tmp_path: Path) -> None:
+    (tmp_path / "CMakeLists.txt").write_text("standard 14\nproject\n")
+    apply_edits(tmp_path, [Edit("CMakeLists.txt", "14", "20"), Edit("CMakeLists.txt", "project\n", "project\nrpath\n")])
+    assert (tmp_path / "CMakeLists.txt").read_text() == "standard 20\nproject\nrpath\n"
+
+
+@pytest.mark.parametrize("text", ["set(CMAKE_CXX_STANDARD 17)", "set(CMAKE_CXX_STANDARD 14)\n" * 2, None])
+def test_a_source_that_is_not_as_expected_is_refused_by_name(tmp_path: Path, text: str | None) -> None:
+    if text is not None:
+        (tmp_path / "CMakeLists.txt").write_text(text)
+    with pytest.raises(BackendError) as caught:
+        apply_edits(tmp_path, edits_for(None))
+    assert "'set(CMAKE_CXX_STANDARD 14)' stands" in str(caught.value)
+    assert "in CMakeLists.txt, not once" in str(caught.value)
+    assert "0.28.1" in str(caught.value)
+
+
+def test_only_a_cpu_build_is_kept_from_looking_for_cuda() -> None:
+    changed = {gpu: {edit.file for edit in edits_for(gpu)} for gpu in (None, "nccl")}
+    assert "cmake/Modules/FindPytorch.cmake" in changed[None]
+    assert "cmake/Modules/FindPytorch.cmake" not in changed["nccl"]
+
+
+def test_a_source_distribution_with_other_bytes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "index").mkdir()
+    (tmp_path / "setup.py").write_text("raise SystemExit('this must never run')\n")
+    with tarfile.open(tmp_path / "index" / "horovod-0.28.1.tar.gz", "w:gz") as archive:
+        archive.add(tmp_path / "setup.py", "horovod-0.28.1/setup.py")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
+    (tmp_path / "build").mkdir()
+    with pytest.raises(BackendError, match=r"could not be downloaded(.|\n)*DO NOT MATCH THE HASHES") as caught:
+        fetch("0.28.1", tmp_path / "build", tmp_path / "log")
+    assert "this must never run" not in str(caught.value)
+
+
+def test_an_unknown_release_is_an_error_with_pips_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    with pytest.raises(BackendError, match=r"Horovod 99\.9 could not be downloaded:(.|\n)*horovod==99\.9"):
+        fetch("99.9", tmp_path, tmp_path / "log")
+
+
+def test_a_version_that_is_none_is_a_wrong_setting() -> None:
+    with pytest.raises(ConfigError, match=r"--version 'latest' is no version of Horovod; known to work: 0\.28\.1"):
+        combine("latest", None, None)
+
+
+def test_a_failed_command_shows_its_first_error_and_the_log(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    script = "seq 1 50; echo 'a.cc:1:2: error: no such thing'; seq 1001 1100; exit 3"
+    with pytest.raises(BackendError) as caught:
+        run_logged(["sh", "-c", script], log, "It did not compile")
+    message = str(caught.value)
+    assert message.startswith("It did not compile:\n    a.cc:1:2: error: no such thing\n    1001\n")
+    assert "1100" not in message
+    assert message.endswith(f"All of the output is in {log}")
+    assert len(log.read_text().splitlines()) == 151
+
+
+# A wheel is shared by those, and only those, that it fits.
+
+
+def test_the_same_combination_has_the_same_version() -> None:
+    assert combine("0.28.1", OPEN_MPI, None).version == combine("0.28.1", OPEN_MPI, None).version
+
+
+def test_everything_a_wheel_depends_on_changes_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = combine("0.28.1", OPEN_MPI, None)
+    others = [
+        combine("0.28.0", OPEN_MPI, None),
+        combine("0.28.1", None, None),
+        combine("0.28.1", dataclasses.replace(OPEN_MPI, version="5.0.11"), None),
+        combine("0.28.1", dataclasses.replace(OPEN_MPI, mpirun=Path("/usr/bin/mpirun")), None),
+        combine("0.28.1", OPEN_MPI, "nccl"),
+        dataclasses.replace(base, torch="2.13.0+cpu CUDA None"),
+        dataclasses.replace(base, python="cpython-312"),
+        dataclasses.replace(base, platform="linux-x86_64 glibc 2.28"),
+        dataclasses.replace(base, edits=()),
+    ]
+    monkeypatch.setenv("HOROVOD_BUILD_CUDA_CC_LIST", "80")
+    others.append(combine("0.28.1", OPEN_MPI, "nccl"))
+    assert len({base.version, *(other.version for other in others)}) == len(others) + 1
+
+
+def test_the_version_of_a_wheel_is_horovods_with_a_label_that_packaging_leaves_alone() -> None:
+    version = combine("0.28.1", OPEN_MPI, None).version
+    assert str(Version(version)) == version
+    assert Version(version).public == "0.28.1"
+
+
+def test_an_mpi_of_the_environment_is_the_same_in_every_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = set()
+    for prefix in ("/home/a/venv", "/home/b/venv"):
+        monkeypatch.setattr(sys, "prefix", prefix)
+        mpi = dataclasses.replace(OPEN_MPI, mpirun=Path(prefix, "bin", "mpirun"))
+        versions.add(combine("0.28.1", mpi, None).version)
+    assert len(versions) == 1
+
+
+def test_the_cache_is_where_the_user_wants_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("UNITRAIN_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert cache_folder() == Path.home() / ".cache" / "unitrain"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_folder() == tmp_path / "xdg" / "unitrain"
+    monkeypatch.setenv("UNITRAIN_CACHE", str(tmp_path / "chosen"))
+    assert cache_folder() == tmp_path / "chosen"
+
+
+def test_a_cache_that_cant_be_written_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("UNITRAIN_CACHE", str(tmp_path / "file"))
+    with pytest.raises(BackendError, match=rf"{tmp_path}/file.* can't be written .*set UNITRAIN_CACHE"):
+        install_horovod("0.28.1")
+
+
+# The Horovod that `unitrain install-horovod` put into this environment.
+
+
+def _unitrain(*arguments: str) -> subprocess.Popen[str]:
+    command = [str(Path(sysconfig.get_path("scripts"), "unitrain")), *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+@pytest.mark.launcher
+@needs_horovod
+def test_a_second_install_has_nothing_to_do_even_when_two_run_at_once() -> None:
+    with _unitrain("install-horovod") as first, _unitrain("install-horovod") as second:
+        said = [process.communicate()[0] for process in (first, second)]
+    assert [first.returncode, second.returncode] == [0, 0], said
+    assert all("Nothing to do." in text for text in said), said
+
+
+@needs_horovod
+def test_what_is_installed_says_which_combination_it_is() -> None:
+    assert metadata.version("horovod") == combine("0.28.1", find_mpi(), None).version
+
+
+@needs_horovod
+def test_the_installed_horovod_tells_what_it_was_built_with() -> None:
+    found = find_horovod()
+    assert found is not None
+    assert (found.version, found.controllers, found.nccl) == ("0.28.1", ("mpi", "gloo"), False)
+
+
+@pytest.mark.launcher
+@needs_horovod
+@pytest.mark.parametrize("controller", ["mpi", "gloo"])
+def test_two_processes_add_up(controller: str) -> None:
+    prove(controller)
+
+
+@pytest.mark.launcher
+@needs_horovod
+def test_a_proof_that_fails_says_what_the_processes_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(horovod_check, "_PROOF", "import sys; sys.exit('a bad build')")
+    with pytest.raises(
+        BackendError, match=r"its mpi controller failed: .*mpirun(.|\n)*a bad build(.|\n)*exit status 1"
+    ):
+        prove("mpi")
+
+
+@pytest.mark.launcher
+@needs_horovod
+@pytest.mark.parametrize("controller", ["mpi", "gloo"])
+def test_a_proof_that_hangs_is_stopped_with_all_its_processes(
+    controller: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    started = tmp_path / "started"
+    hang = f"import time, os; open(f'{started}-{{os.getpid()}}', 'w').close(); time.sleep(600)"
+    monkeypatch.setattr(horovod_check, "_PROOF", hang)
+    monkeypatch.setattr(horovod_check, "_PROOF_SECONDS", 10.0)
+    with pytest.raises(BackendError, match=r"nothing in 10 s, so it was stopped"):
+        prove(controller)
+    pids = [int(path.name.partition("-")[2]) for path in tmp_path.glob("started-*")]
+    assert len(pids) == 2
+    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=20)
+    assert not alive
