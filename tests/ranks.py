@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,8 +22,9 @@ from typing import Any, Literal
 from unitrain.spawning import run_processes, spawn_environments
 
 _FORKSERVER = multiprocessing.get_context("forkserver")
-# pytest, because every child imports the parent's main module, and this is what that module imports.
-_FORKSERVER.set_forkserver_preload(["pytest", "torch", "torch.distributed", "unitrain"])
+# pytest, because every child imports the parent's main module, and this is what that module imports; torch's compiler,
+# because the first step of any optimizer imports it (2 s).
+_FORKSERVER.set_forkserver_preload(["pytest", "torch._dynamo", "torch._inductor", "unitrain"])
 
 
 def run_ranks(
@@ -77,15 +79,18 @@ def _horovodrun_environments(nprocs: int) -> Iterator[list[dict[str, str]]]:
     """Do what ``horovodrun --gloo -np N`` does around its processes, but start none."""
     from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts  # noqa: TID251
     from horovod.runner.gloo_run import create_run_env_vars, create_slot_env_vars  # noqa: TID251
-    from horovod.runner.http.http_server import RendezvousServer  # noqa: TID251
+    from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer  # noqa: TID251
 
     slots = get_host_assignments(parse_hosts(f"localhost:{nprocs}"), nprocs)
-    server = RendezvousServer()
-    port = server.start()
+    server = RendezvousHTTPServer(("127.0.0.1", 0), RendezvousHandler, 0)
     server.init(slots)
-    job = {name: str(value) for name, value in create_run_env_vars("127.0.0.1", ["lo"], port).items()}
+    # Horovod's own way of serving takes 0.5 s to stop.
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    job = create_run_env_vars("127.0.0.1", ["lo"], str(server.server_port))
     try:
         yield [{**os.environ, **job, **create_slot_env_vars(slot)} for slot in slots]
     finally:
-        server.stop()
-        server._httpd.server_close()
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -127,7 +127,8 @@ def _set_process_state(config: StrategyConfig, launch: Launch) -> None:
     torch.manual_seed(config.seed)
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(config.deterministic)
+    if torch.are_deterministic_algorithms_enabled() != config.deterministic:  # setting it imports torch's compiler
+        torch.use_deterministic_algorithms(config.deterministic)
     torch.backends.cudnn.benchmark = config.cudnn_benchmark and not config.deterministic
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = config.tf32
 
