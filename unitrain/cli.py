@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
+from pathlib import Path
 
 from unitrain.errors import UnitrainError
 
@@ -31,6 +32,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     _add_doctor(commands)
     _add_install_horovod(commands)
+    _add_verify(commands)
     return parser
 
 
@@ -51,6 +53,16 @@ def _add_install_horovod(commands: argparse._SubParsersAction[argparse.ArgumentP
     parser.set_defaults(run=_run_install_horovod)
 
 
+def _add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    summary = "train under every launcher and backend found here, and compare each with a plain loop on one device"
+    parser = commands.add_parser("verify", help=summary, description=f"{summary.capitalize()}.")
+    parser.add_argument("--backend", metavar="NAME", help="the only backend to put on trial (default: all)")
+    parser.add_argument("--recipe", type=Path, metavar="PATH", help="a recipe to train instead of the built-in model")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="where to write the deviations as JSON")
+    parser.add_argument("flags", nargs="*", metavar="FLAG", help="after --, flags for the recipe")
+    parser.set_defaults(run=_run_verify)
+
+
 # A subcommand's module is imported when it is run, so that --help and the other subcommands don't pay for it.
 
 
@@ -66,6 +78,12 @@ def _run_install_horovod(arguments: argparse.Namespace) -> int:
 
     install_horovod(arguments.version, gpu=arguments.gpu, without_mpi=arguments.without_mpi, force=arguments.force)
     return 0
+
+
+def _run_verify(arguments: argparse.Namespace) -> int:
+    from unitrain.verify.command import verify
+
+    return verify(backend=arguments.backend, script=arguments.recipe, flags=arguments.flags, output=arguments.output)
 
 
 if __name__ == "__main__":

@@ -4,69 +4,36 @@ from __future__ import annotations
 
 import json
 import os
-import sys
-import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from unitrain.config import StrategyConfig
-from unitrain.errors import UnitrainError, UsageError
-from unitrain.launch import Launch, detect
-from unitrain.launching import launch_command, launch_environment, local_launchers
+from unitrain.errors import UsageError
+from unitrain.launch import detect
+from unitrain.launching import launch_command, launch_environment
 from unitrain.registry import backend_names, load_backend
 from unitrain.toolchain import running
-from unitrain.verify import plain
+from unitrain.verify import plain, recipe
 from unitrain.verify.cases import CASES, EXACT, STEPS
 from unitrain.verify.comparison import Verdict, compare
 from unitrain.verify.trace import Trace
-
-_SIZES = {"python": (1,), "torchrun": (2, 3), "mpirun": (2, 3), "horovodrun": (2,), "srun": (2,)}
-
-
-@dataclass(frozen=True)
-class World:
-    """Processes that one launcher starts on this host, and the backends that would see them as one job."""
-
-    launcher: str
-    size: int
-    backends: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return f"{self.launcher} x{self.size}"
+from unitrain.verify.worlds import World, find_worlds
 
 
-def find_worlds(backends: Sequence[str]) -> list[World]:
-    """Return the worlds that can be started here and serve any of ``backends``."""
-    worlds = []
-    for launcher in local_launchers():
-        for size in _SIZES[launcher]:
-            launch = Launch(launcher, world_size=size, local_world_size=size)
-            serving = tuple(name for name in backends if _serves(name, launch))
-            if serving:
-                worlds.append(World(launcher, size, serving))
-    return worlds
-
-
-def _serves(backend: str, launch: Launch) -> bool:
-    try:
-        found = load_backend(backend)
-        found.check(StrategyConfig(backend=backend, device="cpu"), launch)
-    except UnitrainError:
-        return False
-    return found.expected_world(launch) == launch.world_size
-
-
-def verify(*, backend: str | None = None, output: Path | None = None) -> int:
-    """Train every case everywhere, print the largest deviations, write JSON, and return the exit status.
+def verify(
+    *, backend: str | None = None, script: Path | None = None, flags: Sequence[str] = (), output: Path | None = None
+) -> int:
+    """Train everywhere, print the largest deviations, write JSON, and return the exit status.
 
     Args:
         backend: the only one to put on trial; default: all that are installed.
+        script: the recipe to put on trial; default: the built-in model, in every mode.
+        flags: what the recipe is given besides.
         output: where the verdicts go as JSON.
 
     Raises:
@@ -80,49 +47,68 @@ def verify(*, backend: str | None = None, output: Path | None = None) -> int:
     if not worlds:
         raise UsageError(f"no launcher found here serves backend {backend!r}: `unitrain doctor` says what is missing.")
     console = Console()
-    verdicts = list(_trials(worlds, console))
+    with Progress(console=console, transient=True) as progress, TemporaryDirectory() as temporary:
+        folders = Path(temporary)
+        verdicts = list(
+            _recipe_trials(script, flags, worlds, folders, progress) if script else _trials(worlds, folders, progress)
+        )
     _print(verdicts, console)
     if output is not None:
         output.write_text(json.dumps([v.as_dict() for v in verdicts], indent=1) + "\n")
         console.print(f"written: {output}")
     failed = sum(not v.passed for v in verdicts)
-    console.print(
-        f"{len(verdicts) - failed} of {len(verdicts)} trained as the plain loop did", style="red" if failed else "green"
+    summary = (
+        f"{len(verdicts) - failed} of {len(verdicts)} trained as {'one process' if script else 'the plain loop'} did"
     )
+    console.print(summary, style="red" if failed else "green")
     return 1 if failed else 0
 
 
-def _trials(worlds: Sequence[World], console: Console) -> Iterator[Verdict]:
-    with Progress(console=console, transient=True) as progress, tempfile.TemporaryDirectory() as temporary:
-        task = progress.add_task("plain loop", total=1 + len(worlds))
-        expected = {case.name: plain.train(case) for case in CASES}
-        for world in worlds:
-            progress.update(task, advance=1, description=f"{world}: {', '.join(world.backends)}")
-            folder = Path(temporary, str(world))
-            folder.mkdir()
-            said = _run(world, folder)
-            for backend in world.backends:
-                for case in CASES:
-                    traces = _read(folder, backend, case.name, world.size, said)
-                    yield compare(str(world), backend, case, expected[case.name], traces)
+def _announced(worlds: Sequence[World], progress: Progress) -> Iterator[World]:
+    task = progress.add_task("one process", total=1 + len(worlds))
+    for world in worlds:
+        progress.update(task, advance=1, description=f"{world}: {world.backend}")
+        yield world
+
+
+def _recipe_trials(
+    script: Path, flags: Sequence[str], worlds: Sequence[World], folders: Path, progress: Progress
+) -> Iterator[Verdict]:
+    plain_metrics = recipe.train(script, World("python", 1, "single"), folders / "one process", flags)
+    for world in _announced(worlds, progress):
+        try:
+            found = recipe.train(script, world, folders / f"{world} {world.backend}", flags)
+        except UsageError as error:
+            yield Verdict(str(world), world.backend, "recipe", EXACT, problems=(str(error),))
+        else:
+            yield recipe.compare(world, plain_metrics, found)
+
+
+def _trials(worlds: Sequence[World], folders: Path, progress: Progress) -> Iterator[Verdict]:
+    expected = {case.name: plain.train(case) for case in CASES}
+    for world in _announced(worlds, progress):
+        folder = folders / f"{world} {world.backend}"
+        folder.mkdir()
+        said = _run(world, folder)
+        for case in CASES:
+            ranks = _read(folder, case.name, world, said)
+            yield compare(str(world), world.backend, case, expected[case.name], ranks)
 
 
 def _run(world: World, folder: Path) -> str:
     """Start the world; return the end of what it printed, or an empty string where all went well."""
-    arguments = ["-m", "unitrain.verify.trial", str(folder), *world.backends]
+    arguments = ["-m", "unitrain.verify.trial", str(folder), world.backend]
     with running(launch_command(world.launcher, world.size, arguments), launch_environment()) as process:
         text, _ = process.communicate()
     return "" if process.returncode == 0 else f"{world} ended with status {process.returncode}: {text.strip()[-2000:]}"
 
 
-def _read(folder: Path, backend: str, case: str, size: int, said: str) -> list[Trace]:
-    failed = [Trace.load(path) for path in sorted(folder.glob(f"{backend}.{case}.failed*.pt"))]
-    paths = [folder / f"{backend}.{case}.{rank}.pt" for rank in range(size)]
-    if failed:
-        return failed
-    if not all(path.exists() for path in paths):
-        return [Trace(error=said or "the case was not finished")]
-    return [Trace.load(path) for path in paths]
+def _read(folder: Path, case: str, world: World, said: str) -> list[Trace]:
+    failed = sorted(folder.glob(f"{case}.failed*.pt"))
+    paths = [folder / f"{case}.{rank}.pt" for rank in range(world.size)]
+    if not failed and not all(path.exists() for path in paths):
+        return [Trace(error=said or "it was not finished")]
+    return [Trace.load(path) for path in failed or paths]
 
 
 def _print(verdicts: Sequence[Verdict], console: Console) -> None:
@@ -136,18 +122,15 @@ def _print(verdicts: Sequence[Verdict], console: Console) -> None:
         cases = list(group)
         exact = [v for v in cases if v.tolerance == EXACT]
         cells = [max(getattr(v, kind) for v in exact) for kind in ("loss", "gradient", "weight")]
-        cells += [max(v.weight for v in cases if v.case.startswith(kind)) for kind in ("bf16", "fp16")]
+        cells += [max((v.weight for v in cases if v.case.startswith(kind)), default=0.0) for kind in ("bf16", "fp16")]
         same = sum(v.passed for v in cases)
         colour = "green" if same == len(cases) else "red"
         table.add_row(world, backend, *(f"{c:.0e}" for c in cells), f"[{colour}]{same} of {len(cases)}")
     console.print(table)
+    told: set[tuple[str, ...]] = set()
     for v in verdicts:
-        if not v.passed:
+        if not v.passed and (not v.problems or v.problems not in told):
+            told.add(v.problems)
             numbers = f"loss {v.loss:.1e}, gradient {v.gradient:.1e}, weight {v.weight:.1e}, allowed {v.tolerance:.0e}"
-            console.print(
-                f"{v.world}, {v.backend}, {v.case}: {'; '.join([numbers, *v.problems])}", style="red", markup=False
-            )
-
-
-if __name__ == "__main__":
-    sys.exit(verify())
+            problems = "; ".join([numbers, *v.problems])
+            console.print(f"{v.world}, {v.backend}, {v.case}: {problems}", style="red", markup=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -46,7 +47,7 @@ class Verdict:
 def compare(world: str, backend: str, case: Case, plain: Trace, ranks: Sequence[Trace]) -> Verdict:
     """Compare what all ranks of a world wrote down with the plain loop."""
     verdict = Verdict(world, backend, case.name, case.tolerance)
-    problems = [f"rank {rank}: {t.error.strip().splitlines()[-1]}" for rank, t in enumerate(ranks) if t.error]
+    problems = sorted({cause(t.error) for t in ranks if t.error})
     if problems:
         return Verdict(**{**asdict(verdict), "problems": tuple(problems)})
     problems += _samples(plain, ranks)
@@ -65,6 +66,12 @@ def compare(world: str, backend: str, case: Case, plain: Trace, ranks: Sequence[
         weight=_largest(list(plain.weights.values()), list(ranks[0].weights.values())),
         problems=tuple(problems),
     )
+
+
+def cause(text: str) -> str:
+    """Return the line of a traceback, or of what a launcher printed, that names an error; else the last one."""
+    lines = [line.strip() for line in text.splitlines() if any(c.isalnum() for c in line)]
+    return next((line for line in lines if re.search(r"\w(Error|Exception)\b.*: |^unitrain: ", line)), lines[-1])
 
 
 def _samples(plain: Trace, ranks: Sequence[Trace]) -> list[str]:

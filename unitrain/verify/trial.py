@@ -1,10 +1,11 @@
-"""The loop on trial, run by every rank of a launched world: all cases under each backend that the world serves.
+"""The loop on trial, run by every rank of a launched world: all cases under one backend.
 
-``python -m unitrain.verify.trial FOLDER BACKEND [BACKEND ...]``, after whatever launcher.
+``python -m unitrain.verify.trial FOLDER BACKEND``, after whatever launcher.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from pathlib import Path
@@ -40,18 +41,16 @@ def train(case: Case, backend: str) -> tuple[int, Trace]:
     raise AssertionError("a case has at least one step an epoch")
 
 
-def main(folder: Path, backends: list[str]) -> None:
-    """Train every case under every backend; a case that fails ends the world, after saying why."""
-    rank = 0
-    for backend in backends:
-        for case in CASES:
-            try:
-                rank, trace = train(case, backend)
-            except Exception:
-                Trace(error=traceback.format_exc()).save(folder / f"{backend}.{case.name}.failed{rank}.pt")
-                raise
-            trace.save(folder / f"{backend}.{case.name}.{rank}.pt")
+def main(folder: Path, backend: str) -> None:
+    """Train every case; one that fails ends the world, after saying why."""
+    for case in CASES:
+        try:
+            rank, trace = train(case, backend)
+        except Exception:
+            Trace(error=traceback.format_exc()).save(folder / f"{case.name}.failed{os.getpid()}.pt")
+            raise
+        trace.save(folder / f"{case.name}.{rank}.pt")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,133 @@
+"""``unitrain verify``: it passes here on everything that is installed, and it can fail."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from unitrain.launching import launch_environment
+from unitrain.registry import backend_names
+from unitrain.verify.cases import CASES
+from unitrain.verify.worlds import find_worlds
+
+BROKEN = '''
+from dataclasses import replace
+
+from unitrain.registry import load_backend
+from unitrain.strategy import Strategy
+
+
+class OnBuckets(load_backend("ddp")):
+    """torch.distributed with the gradient averaging of core, which goes through _all_reduce. Itself right."""
+
+    gradient_reduction = "sum"
+    _arm = Strategy._arm
+    _wrap_model = Strategy._wrap_model
+    _watch_gradients = Strategy._watch_gradients
+
+    @classmethod
+    def expected_world(cls, launch):
+        return 2 if launch.launcher == "torchrun" else 0
+
+
+class DropsARank(OnBuckets):
+    name = "drops_a_rank"
+
+    def _all_reduce(self, tensor, op, name):
+        if self.rank == 1 and name.startswith("gradients"):
+            tensor.zero_()
+        return super()._all_reduce(tensor, op, name)
+
+
+class SumsForMeans(OnBuckets):
+    name = "sums_for_means"
+    gradient_reduction = "mean"
+
+
+class WholeBatchEverywhere(load_backend("ddp")):
+    name = "whole_batch_everywhere"
+    expected_world = OnBuckets.expected_world
+
+    def dataloader(self, dataset, **settings):
+        loader = super().dataloader(dataset, **settings)
+        loader._plan = replace(loader._plan, rank=0, world_size=1)
+        return loader
+'''
+
+CLASSES = {
+    "on_buckets": "OnBuckets",
+    "drops_a_rank": "DropsARank",
+    "sums_for_means": "SumsForMeans",
+    "whole_batch_everywhere": "WholeBatchEverywhere",
+}
+
+
+@pytest.fixture(scope="module")
+def broken_backends(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder to be put on the path: a distribution whose backends are wrong, each in its own way."""
+    folder = tmp_path_factory.mktemp("distribution")
+    (folder / "broken_backends.py").write_text(BROKEN)
+    information = folder / "broken_backends-1.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: broken-backends\nVersion: 1.0\n")
+    lines = [f"{name} = broken_backends:{cls}" for name, cls in CLASSES.items()]
+    (information / "entry_points.txt").write_text("\n".join(["[unitrain.backends]", *lines, ""]))
+    return folder
+
+
+def run_verify(*arguments: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
+    environment = launch_environment()
+    if path is not None:
+        environment["PYTHONPATH"] = str(path)
+    return subprocess.run(
+        [sys.executable, "-m", "unitrain.cli", "verify", *arguments],
+        env={**environment, "COLUMNS": "140"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+
+
+@pytest.mark.launcher
+def test_everything_installed_trains_as_the_plain_loop_does(tmp_path: Path) -> None:
+    output = tmp_path / "verdicts.json"
+    done = run_verify("--output", str(output))
+    assert done.returncode == 0, done.stdout + done.stderr
+    verdicts = json.loads(output.read_text())
+    assert len(verdicts) == len(CASES) * len(find_worlds(backend_names()))
+    assert {"torchrun x2", "torchrun x3", "mpirun x3", "horovodrun x2"} <= {v["world"] for v in verdicts}
+    exact = [v for v in verdicts if v["tolerance"] == 1e-9]
+    assert max(max(v["loss"], v["gradient"], v["weight"]) for v in exact) < 1e-9
+
+
+@pytest.mark.launcher
+def test_a_backend_on_cores_own_buckets_passes(broken_backends: Path) -> None:
+    done = run_verify("--backend", "on_buckets", path=broken_backends)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.launcher
+@pytest.mark.parametrize(
+    ("backend", "said"),
+    [
+        ("drops_a_rank", "plain: loss"),
+        ("sums_for_means", "plain: loss"),
+        ("whole_batch_everywhere", "samples trained once too often [0, 1, 2"),
+    ],
+)
+def test_a_backend_that_trains_another_model_is_found_out(broken_backends: Path, backend: str, said: str) -> None:
+    done = run_verify("--backend", backend, path=broken_backends)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert said in " ".join(done.stdout.split())
+
+
+def test_an_unknown_backend_is_one_message() -> None:
+    done = run_verify("--backend", "horovid")
+    assert done.returncode == 2
+    assert "Did you mean 'horovod'?" in done.stderr
+    assert "Traceback" not in done.stderr
