@@ -1,0 +1,151 @@
+"""A real SLURM on this machine alone, for as long as the tests that use its ``srun``: munged, slurmctld, slurmd.
+
+It needs no rights, no fixed port and nothing outside its folder. Its two nodes are this host twice.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import secrets
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+DAEMONS = ("munged", "slurmctld", "slurmd")
+START_S = 60.0
+
+# Nodes are named by addresses because nothing else has their names looked up, and ranks on two nodes meet at the
+# first one's name.
+CONFIG = """
+ClusterName=tests
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={controller_port}
+SlurmUser={user}
+SlurmdUser={user}
+AuthInfo=socket={folder}/munge.socket
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+MailProg=/bin/true
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SlurmdParameters=config_overrides
+NodeName={nodes} NodeHostname={host} NodeAddr=127.0.0.1 Port={node_ports} CPUs=8
+PartitionName=all Nodes=ALL Default=YES
+"""
+NODES = ("127.0.0.1", "127.0.0.2")
+
+
+@dataclass(frozen=True)
+class Slurm:
+    """A running SLURM: ``subprocess.run([*slurm.srun, "-n", "2", ...], env=slurm.env)``."""
+
+    srun: tuple[str, ...]
+    env: dict[str, str]
+
+
+def slurm_missing() -> str | None:
+    """Return what keeps SLURM from being started here, or None."""
+    missing = [program for program in (*DAEMONS, "srun", "sinfo", "scancel") if _which(program) is None]
+    if missing:
+        return f"SLURM needs {', '.join(missing)}: apt-get install slurm-wlm munge"
+    return None
+
+
+@pytest.fixture(scope="session")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    """SLURM, started when the first test asks for it and ended with the session."""
+    reason = slurm_missing()
+    if reason is not None:
+        pytest.skip(reason)
+    with local_slurm(tmp_path_factory.mktemp("slurm")) as running:
+        yield running
+
+
+@contextmanager
+def local_slurm(folder: Path) -> Iterator[Slurm]:
+    """Run SLURM with everything that it writes in ``folder``; end all that was started."""
+    user = pwd.getpwuid(os.geteuid()).pw_name
+    controller_port, *node_ports = _free_ports(1 + len(NODES))
+    config = folder / "slurm.conf"
+    config.write_text(
+        CONFIG.format(
+            folder=folder,
+            host=socket.gethostname(),
+            user=user,
+            controller_port=controller_port,
+            nodes=",".join(NODES),
+            node_ports=",".join(map(str, node_ports)),
+        )
+    )
+    key = folder / "munge.key"
+    key.write_bytes(secrets.token_bytes(128))
+    key.chmod(0o600)
+    (folder / "state").mkdir()
+    env = {**os.environ, "SLURM_CONF": str(config)}
+    with ExitStack() as running:
+        munge = [f"--{name}-file={folder}/munge.{name}" for name in ("key", "log", "pid", "seed")]
+        # force: folders under /tmp are writable by others, which munged would refuse.
+        _start(running, folder, env, "munged", "--foreground", "--force", f"--socket={folder}/munge.socket", *munge)
+        _wait_for((folder / "munge.socket").exists, folder)
+        _start(running, folder, env, "slurmctld", "-D")
+        for node in NODES:
+            (folder / f"spool-{node}").mkdir()
+            _start(running, folder, env, "slurmd", "-D", "-N", node)
+        _wait_for(lambda: _idle_nodes(env) == len(NODES), folder)
+        running.callback(subprocess.run, ["scancel", f"--user={user}"], env=env, check=False, timeout=30)
+        yield Slurm(srun=("srun",), env=env)
+
+
+def _which(program: str) -> str | None:
+    return shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin:/usr/local/sbin")
+
+
+def _free_ports(count: int) -> list[int]:
+    """Return ports that were free a moment ago; SLURM can't be handed open ones."""
+    with ExitStack() as opened:
+        sockets = [opened.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def _start(running: ExitStack, folder: Path, env: dict[str, str], program: str, *args: str) -> None:
+    with open(folder / f"{program}.out", "ab") as output:
+        process = subprocess.Popen([str(_which(program)), *args], env=env, stdout=output, stderr=output)
+    running.callback(_stop, process)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(10)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _idle_nodes(env: dict[str, str]) -> int:
+    run = subprocess.run(
+        ["sinfo", "--noheader", "--states=idle", "--format=%D"], env=env, capture_output=True, text=True, check=False
+    )
+    return sum(int(line) for line in run.stdout.split() if line.isdigit())
+
+
+def _wait_for(condition: Callable[[], bool], folder: Path) -> None:
+    deadline = time.monotonic() + START_S
+    while not condition():
+        if time.monotonic() > deadline:
+            logs = "\n".join(f"{path.name}:\n{path.read_text()[-2000:]}" for path in sorted(folder.glob("*.out")))
+            raise TimeoutError(f"SLURM did not start within {START_S:g} s.\n{logs}")
+        time.sleep(0.1)

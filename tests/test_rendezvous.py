@@ -1,0 +1,246 @@
+"""How ranks find one another, under the launchers that leave it to them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from slurm import Slurm, slurm
+
+from unitrain.errors import CommunicationError, LaunchError
+from unitrain.launch import Launch
+from unitrain.rendezvous import _first_reachable, _own_addresses, rendezvous
+
+__all__ = ["slurm"]  # the fixture
+
+BIN = Path(sys.executable).parent
+AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+MPIRUN = [str(BIN / "mpirun"), "--oversubscribe", "-np", "2"]
+
+SCRIPT = """
+import os, sys, time
+from unitrain.launch import detect
+from unitrain.rendezvous import rendezvous
+
+def meet(launch):
+    store = rendezvous(launch, 30)
+    assert not store.check(["rank 0"]) or launch.rank != 0
+    store.set(f"rank {launch.rank}", "here")
+    store.wait([f"rank {rank}" for rank in range(launch.world_size)])
+    # Whoever opened the store is the last to leave it.
+    store.add("leaving", 1)
+    while launch.rank == 0 and store.add("leaving", 0) < launch.world_size:
+        time.sleep(0.01)
+
+if sys.argv[1:] == ["no mpi4py"]:
+    sys.modules["mpi4py"] = None
+launch = detect(os.environ)
+meet(launch)
+meet(launch)
+if sys.argv[1:] == ["fail"]:
+    if launch.rank == 1:
+        sys.exit(7)
+    time.sleep(600)
+sys.stdout.write(f"rank {launch.rank} met {launch.world_size} by {launch.meeting}\\n")
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> list[str]:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    return [sys.executable, str(tmp_path / "script.py")]
+
+
+def run(command: list[str], env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    environ = {**os.environ, **AS_ROOT, **(env or {})}
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+
+
+def assert_met(done: subprocess.CompletedProcess[str], by: str, world_size: int = 2) -> None:
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"rank {rank} met {world_size} by {by}" for rank in range(world_size)]
+
+
+@pytest.mark.launcher
+def test_mpirun(script: list[str]) -> None:
+    assert_met(run([*MPIRUN, *script]), "mpi")
+
+
+@pytest.mark.launcher
+def test_mpirun_with_a_master_needs_no_mpi4py(script: list[str], free_port: int) -> None:
+    master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port)}
+    assert_met(run([*MPIRUN, *script, "no mpi4py"], master), "tcp")
+
+
+@pytest.mark.launcher
+def test_mpirun_without_mpi4py(script: list[str]) -> None:
+    done = run([*MPIRUN, *script, "no mpi4py"])
+    assert done.returncode != 0
+    assert "unitrain.errors.BackendError: mpirun says that this is one of 2 processes" in done.stderr
+    assert "pip install 'unitrain[mpi]'" in done.stderr
+
+
+@pytest.mark.launcher
+def test_a_failing_rank_ends_the_job_of_mpirun(script: list[str]) -> None:
+    began = time.monotonic()
+    assert run([*MPIRUN, *script, "fail"]).returncode == 7
+    assert time.monotonic() - began < 30
+
+
+@pytest.mark.launcher
+@pytest.mark.skipif(shutil.which("mpiexec.mpich") is None, reason="MPICH is not installed: apt-get install mpich")
+def test_another_mpi_than_the_launchers(script: list[str]) -> None:
+    done = run(["mpiexec.mpich", "-n", "2", *script])
+    assert done.returncode != 0
+    assert "BackendError: the MPI of mpi4py is 'Open MPI v" in done.stderr
+    assert "started by the mpirun of MPICH" in done.stderr
+
+
+@pytest.mark.launcher
+def test_srun(script: list[str], slurm: Slurm) -> None:
+    assert_met(run([*slurm.srun, "-n", "2", *script], slurm.env), "tcp")
+
+
+@pytest.mark.launcher
+def test_srun_on_two_nodes(script: list[str], slurm: Slurm) -> None:
+    assert_met(run([*slurm.srun, "-N", "2", "-n", "3", *script], slurm.env), "tcp", 3)
+
+
+@pytest.mark.launcher
+def test_set_by_hand(script: list[str], free_port: int) -> None:
+    ranks = []
+    for rank in ("0", "1"):
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        env = {**os.environ, **place, "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port)}
+        ranks.append(subprocess.Popen(script, env=env, stdout=subprocess.PIPE, text=True))
+    said = [rank.communicate(timeout=60)[0] for rank in ranks]
+    assert said == ["rank 0 met 2 by tcp\n", "rank 1 met 2 by tcp\n"]
+
+
+@pytest.fixture
+def two_hosts() -> Iterator[tuple[str, str]]:
+    """Two network namespaces with a wire between them, at 10.99.0.1 and 10.99.0.2, as names for ``ip netns exec``."""
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("network namespaces need root and iproute2 (apt-get install iproute2)")
+    first, second = hosts = (f"unitrain-{os.getpid()}-0", f"unitrain-{os.getpid()}-1")
+    try:
+        for host in hosts:
+            subprocess.run(["ip", "netns", "add", host], check=True)
+            subprocess.run(["ip", "-n", host, "link", "set", "lo", "up"], check=True)
+        wire = ["ip", "link", "add", "eth0", "netns", first, "type", "veth", "peer", "name", "eth0", "netns", second]
+        subprocess.run(wire, check=True)
+        for number, host in enumerate(hosts, 1):
+            subprocess.run(["ip", "-n", host, "addr", "add", f"10.99.0.{number}/24", "dev", "eth0"], check=True)
+            subprocess.run(["ip", "-n", host, "link", "set", "eth0", "up"], check=True)
+        yield hosts
+    finally:
+        for host in hosts:
+            subprocess.run(["ip", "netns", "delete", host], check=False)
+
+
+KEY_VALUE_SERVER = """
+from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
+server = RendezvousHTTPServer(("10.99.0.1", 10000), RendezvousHandler, 0)
+print("ready", flush=True)
+server.serve_forever()
+"""
+
+
+@pytest.mark.launcher
+@pytest.mark.skipif(find_spec("horovod") is None, reason="Horovod is not installed: unitrain install-horovod adds it")
+def test_horovodrun_on_two_hosts(script: list[str], two_hosts: tuple[str, str]) -> None:
+    """horovodrun needs ssh to start the second host's process, but what it tells the two is known."""
+    on = [["ip", "netns", "exec", host] for host in two_hosts]
+    server = subprocess.Popen([*on[0], sys.executable, "-c", KEY_VALUE_SERVER], stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout is not None
+        assert server.stdout.readline() == "ready\n"
+        ranks = []
+        for rank in range(2):
+            env = {
+                "HOROVOD_RANK": str(rank),
+                "HOROVOD_SIZE": "2",
+                "HOROVOD_LOCAL_RANK": "0",
+                "HOROVOD_LOCAL_SIZE": "1",
+                "HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.99.0.1",
+                "HOROVOD_GLOO_RENDEZVOUS_PORT": "10000",
+            }
+            ranks.append(
+                subprocess.Popen([*on[rank], *script], env={**os.environ, **env}, stdout=subprocess.PIPE, text=True)
+            )
+        said = [rank.communicate(timeout=60)[0] for rank in ranks]
+        assert said == ["rank 0 met 2 by horovod\n", "rank 1 met 2 by horovod\n"]
+    finally:
+        server.kill()
+        server.communicate()
+
+
+# --------------------------------------------------------------------------------------------------- one process
+
+
+@pytest.fixture
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_alone_each_call_gives_an_empty_store() -> None:
+    first, second = rendezvous(Launch("python"), 5), rendezvous(Launch("python"), 5)
+    first.set("key", "value")
+    assert first.check(["key"])
+    assert not second.check(["key"])
+
+
+def rank_0_of_2(address: str) -> Launch:
+    return Launch("env", rank=0, world_size=2, local_world_size=2, meeting="tcp", address=address)
+
+
+def test_port_is_taken() -> None:
+    with socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(LaunchError, match=rf"port {port} is taken .*env says .* MASTER_PORT"):
+            rendezvous(rank_0_of_2(f"127.0.0.1:{port}"), 5)
+
+
+def test_host_is_unknown() -> None:
+    with pytest.raises(LaunchError, match=r"at nowhere\.invalid:29500.*no host 'nowhere\.invalid'.*MASTER_ADDR"):
+        rendezvous(rank_0_of_2("nowhere.invalid:29500"), 5)
+
+
+def test_others_do_not_come(free_port: int) -> None:
+    with pytest.raises(CommunicationError, match=rf"rank 0 of 2 waited 1 s at 127\.0\.0\.1:{free_port}"):
+        rendezvous(rank_0_of_2(f"127.0.0.1:{free_port}"), 1)
+
+
+def test_rank_0_does_not_come(free_port: int) -> None:
+    launch = Launch("env", rank=1, world_size=2, meeting="tcp", address=f"127.0.0.1:{free_port}")
+    with pytest.raises(CommunicationError, match=rf"rank 1 of 2 waited 1 s at 127\.0\.0\.1:{free_port}"):
+        rendezvous(launch, 1)
+
+
+def test_horovodrun_is_gone(free_port: int) -> None:
+    launch = Launch("horovodrun", rank=1, world_size=2, meeting="horovod", address=f"127.0.0.1:{free_port}")
+    with pytest.raises(CommunicationError, match=rf"horovodrun's server at 127\.0\.0\.1:{free_port} does not answer"):
+        rendezvous(launch, 1)
+
+
+def test_own_addresses_are_for_others() -> None:
+    *addresses, name = _own_addresses()
+    assert name == socket.gethostname()
+    assert not any(address.startswith("127.") for address in addresses)
+
+
+def test_first_address_that_can_be_reached(free_port: int) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        assert _first_reachable(["nowhere.invalid", "127.0.0.1"], server.getsockname()[1]) == "127.0.0.1"
+    with pytest.raises(CommunicationError, match=rf"tried nowhere\.invalid, 127\.0\.0\.1, port {free_port}"):
+        _first_reachable(["nowhere.invalid", "127.0.0.1"], free_port)
