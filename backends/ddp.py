@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -11,11 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
-from unitrain.rendezvous import rendezvous
 
 from unitrain.config import StrategyConfig
 from unitrain.errors import CommunicationError, ConfigError, UsageError
 from unitrain.launch import Launch
+from unitrain.rendezvous import rendezvous
 from unitrain.strategy import Strategy
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -30,7 +31,7 @@ class DDPStrategy(Strategy):
 
     name = "ddp"
     served_by = "torchrun, mpirun, srun or unitrain.spawn"
-    gradient_reduction = "mean"
+    gradient_reduction: Literal["sum", "mean"] = "mean"
 
     @classmethod
     def check(cls, config: StrategyConfig, launch: Launch) -> None:
@@ -46,6 +47,8 @@ class DDPStrategy(Strategy):
     def _start(self) -> tuple[int, int]:
         timeout = timedelta(seconds=self.config.timeout_s)
         self._wrapped: list[DistributedDataParallel] = []
+        if self.config.deterministic:
+            self.gradient_reduction = "sum"  # core's buckets: DDP lays its own out anew after the first step
         self._adopted = dist.is_initialized()
         if not self._adopted:
             library = self.config.ddp.communication
@@ -72,7 +75,7 @@ class DDPStrategy(Strategy):
             dist.destroy_process_group()
 
     def _wrap_model(self, module: nn.Module) -> nn.Module:
-        if self.world_size == 1 or not any(p.requires_grad for p in module.parameters()):
+        if self.world_size == 1 or self.config.deterministic or not any(p.requires_grad for p in module.parameters()):
             return module
         options = self.config.ddp
         wrapped = DistributedDataParallel(
@@ -98,6 +101,9 @@ class DDPStrategy(Strategy):
             wrapped.require_backward_grad_sync = sync
 
     def _watch_gradients(self, parameters: Sequence[Parameter]) -> Callable[[bool], None]:
+        if self.config.deterministic:
+            return super()._watch_gradients(parameters)
+
         def finish(late: bool) -> None:
             """DDP has averaged them within backward, unless it was not armed for it."""
             if late:

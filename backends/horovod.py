@@ -68,7 +68,9 @@ class HorovodStrategy(Strategy):
         os.environ["HOROVOD_CONTROLLER"] = controller
         os.environ.setdefault("HOROVOD_CPU_OPERATIONS", controller)
         settings = self.config.horovod
-        if settings.fusion_threshold_mb is not None:
+        if self.config.deterministic:
+            os.environ["HOROVOD_FUSION_THRESHOLD"] = "0"  # what is fused, and so the order of sums, follows from timing
+        elif settings.fusion_threshold_mb is not None:
             os.environ["HOROVOD_FUSION_THRESHOLD"] = str(int(settings.fusion_threshold_mb * 2**20))
         if settings.cycle_time_ms is not None:
             os.environ["HOROVOD_CYCLE_TIME"] = str(settings.cycle_time_ms)

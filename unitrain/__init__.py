@@ -15,7 +15,7 @@ from unitrain.errors import (
 )
 from unitrain.initialize import init
 from unitrain.launch import Launch
-from unitrain.meter import Meter
+from unitrain.metrics import Meter
 from unitrain.spawning import spawn
 from unitrain.stopping import Stopped
 from unitrain.strategy import Strategy

@@ -134,6 +134,11 @@ class SyncBatchNorm3d(SyncBatchNorm, nn.BatchNorm3d):
 _SYNCED: dict[type, type[SyncBatchNorm]] = {c.plain: c for c in (SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d)}
 
 
+def is_unsynchronised(layer: nn.Module) -> bool:
+    """Whether a layer is a BatchNorm whose running statistics are its own rank's."""
+    return isinstance(layer, _BatchNorm) and not isinstance(layer, (SyncBatchNorm, nn.SyncBatchNorm))
+
+
 def synchronise(module: nn.Module, strategy: Strategy) -> None:
     """Make every BatchNorm layer in ``module`` compute its training statistics over all ranks, in place.
 
@@ -143,7 +148,7 @@ def synchronise(module: nn.Module, strategy: Strategy) -> None:
         ConfigError: a layer is of a class derived from BatchNorm, whose forward can't be known.
     """
     for name, layer in module.named_modules():
-        if not isinstance(layer, _BatchNorm) or isinstance(layer, (SyncBatchNorm, nn.SyncBatchNorm)):
+        if not is_unsynchronised(layer):
             continue
         synced = _SYNCED.get(type(layer))
         if synced is None:
@@ -170,9 +175,9 @@ def average_statistics(modules: Iterable[nn.Module], strategy: Strategy) -> None
         buffer
         for module in modules
         for layer in module.modules()
-        if isinstance(layer, _BatchNorm) and not isinstance(layer, (SyncBatchNorm, nn.SyncBatchNorm))
+        if is_unsynchronised(layer)
         for buffer in (layer.running_mean, layer.running_var)
-        if buffer is not None
+        if isinstance(buffer, Tensor)
     ]
     if strategy.world_size == 1 or not buffers:
         return

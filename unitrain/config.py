@@ -120,6 +120,8 @@ class StrategyConfig(Section):
     """What all ranks do when a loss or gradient is NaN or infinite: stop the run, skip the step, or raise."""
     compression: Literal["none", "fp16", "bf16"] = "none"
     """Send gradients in this type: half the bytes, and rounding that breaks exact parity."""
+    check_in_sync_every: Annotated[int, Field(ge=0, le=10**9)] = 0
+    """Optimizer steps between checks that all ranks hold the same weights, for debugging; 0: never."""
     timeout_s: Annotated[float, Field(gt=0, le=1_000_000)] = 600.0
     """Seconds that a collective may wait for the other ranks before the job ends with an error."""
     threads_per_process: Annotated[int, Field(ge=1, le=4096)] | None = None

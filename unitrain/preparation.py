@@ -121,6 +121,10 @@ class Preparation:
         precision.remove_hooks(plain)
         return plain
 
+    def modules(self) -> list[nn.Module]:
+        """Return what ``prepare`` returned for each module."""
+        return list(self._originals)
+
     def release(self) -> None:
         """Let go of the wrappers, whose reducers must be gone before their process group is."""
         self._originals.clear()

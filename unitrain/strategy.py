@@ -20,14 +20,15 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from unitrain import batch_norm, saving
+from unitrain import batch_norm, metrics, saving
 from unitrain.config import StrategyConfig
 from unitrain.data import Loader
 from unitrain.device import pick_device
 from unitrain.errors import LaunchError, UsageError
 from unitrain.gradients import GradientReducer
+from unitrain.in_sync import check_in_sync
 from unitrain.launch import Launch
-from unitrain.meter import Meter
+from unitrain.metrics import Meter
 from unitrain.precision import AUTOCAST_DTYPE, Precision
 from unitrain.preparation import Preparation
 from unitrain.training_step import StepResult, TrainingStep, Weight
@@ -57,7 +58,7 @@ class Strategy(ABC):
     """The backend's name, as in its entry point."""
     served_by: ClassVar[str] = "see its documentation"
     """The launchers that start what this backend can use, for messages."""
-    gradient_reduction: ClassVar[Literal["sum", "mean"]] = "sum"
+    gradient_reduction: Literal["sum", "mean"] = "sum"
     """Whether the engine's gradients are the ranks' sum, or their mean."""
     compressions: ClassVar[tuple[str, ...]] = ("none", "fp16", "bf16")
     """What ``compression`` may be under this backend."""
@@ -340,6 +341,35 @@ class Strategy(ABC):
         """Return a sum and mean over all ranks that is reduced only when it is read."""
         return Meter(self)
 
+    def metric(self, metric: T) -> T:
+        """Let a torchmetrics ``Metric`` synchronise through this strategy, on any backend; it is returned as it is."""
+        return metrics.synchronise(metric, self)
+
+    def sum(self, value: Tensor) -> Tensor:
+        """Return the sum of a tensor over all ranks, on its device. Collective."""
+        return self.all_reduce(value)
+
+    def mean(self, total: Tensor, count: Tensor | int) -> Tensor:
+        """Return the mean over all samples of all ranks: of sums of ``count`` samples each. Collective, once.
+
+        Args:
+            total: the sum over this rank's samples, of a floating-point dtype.
+            count: how many they are.
+        """
+        flat = torch.cat([total.detach().reshape(-1), torch.as_tensor(count).to(total.device, total.dtype).reshape(1)])
+        reduced = self.all_reduce(flat)
+        return (reduced[:-1] / reduced[-1]).view(total.shape)
+
+    def check_in_sync(self, module: nn.Module) -> None:
+        """Compare a model's parameters and buffers over the ranks, by checksums of their bits. Collective.
+
+        The running statistics of BatchNorm layers that are not synchronised are each rank's own, and left out.
+
+        Raises:
+            CommunicationError: on every rank, naming the first tensor that differs and the ranks where it does.
+        """
+        check_in_sync(self, self.unwrap(module))
+
     @contextmanager
     def evaluation(self, *modules: nn.Module) -> Iterator[None]:
         """Evaluate: eval mode, no gradients, and BatchNorm statistics that all ranks agree on. Collective.
@@ -405,6 +435,11 @@ class Strategy(ABC):
     def export(self, module: nn.Module) -> nn.Module:
         """Return a plain copy on the CPU, in eval mode: no wrapper, no hook of ours, BatchNorm as it was."""
         return self._preparation.export(module)
+
+    def check_all_in_sync(self) -> None:
+        """``check_in_sync`` of every prepared module."""
+        for module in self._preparation.modules():
+            check_in_sync(self, self.unwrap(module))
 
     def check_prepared(self, parameters: Sequence[Parameter]) -> None:
         """Raise UsageError where an optimizer holds parameters of a module that was never prepared."""

@@ -87,6 +87,7 @@ class TrainingStep:
         self._accumulate = config.accumulate
         self._clip_norm, self._clip_value = config.clip_norm, config.clip_value
         self._policy = config.on_nonfinite
+        self._check_every = config.check_in_sync_every
         self._scaler = strategy.precision.scaler
         # An engine that averages divides by the world size; the seeds make up for it.
         self._unit = self._world if strategy.gradient_reduction == "mean" else 1
@@ -272,6 +273,8 @@ class TrainingStep:
         self.steps += 1
         self._loss_is_finite = True
         self._arm_counted(window)
+        if self._check_every and self.steps % self._check_every == 0:
+            self._strategy.check_all_in_sync()
         if stepped and scheduler is not None:
             scheduler.step()
         if stepped and norm is None:

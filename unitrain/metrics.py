@@ -1,14 +1,18 @@
-"""Sums and means over all ranks that cost nothing until they are read."""
+"""Sums and means over all ranks that cost nothing until they are read, and torchmetrics' objects."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from unitrain.errors import UsageError
+
 if TYPE_CHECKING:
     from unitrain.strategy import Strategy
+
+M = TypeVar("M")
 
 
 class Meter:
@@ -58,3 +62,29 @@ class Meter:
         """Begin anew."""
         self._total.zero_()
         self._count = 0
+
+
+def synchronise(metric: M, strategy: Strategy) -> M:
+    """See ``Strategy.metric``."""
+    # torchmetrics is no dependency: its objects are known by the three attributes that they synchronise through.
+    if not all(hasattr(metric, name) for name in ("dist_sync_fn", "distributed_available_fn", "_to_sync")):
+        raise UsageError(f"metric() takes a torchmetrics Metric, not {type(metric).__name__}; for a mean, see meter().")
+    made: Any = metric
+
+    def gather(state: Tensor, group: object = None) -> list[Tensor]:
+        return gather_rows(state, strategy)
+
+    made.dist_sync_fn = gather
+    made.distributed_available_fn = lambda: strategy.world_size > 1
+    made.to(strategy.device)
+    return metric
+
+
+def gather_rows(tensor: Tensor, strategy: Strategy) -> list[Tensor]:
+    """Return every rank's tensor, in rank order; they may differ in the length of their first dimension. Collective."""
+    if tensor.dim() == 0:
+        return list(strategy.all_gather(tensor))
+    lengths = strategy.all_gather(torch.tensor(len(tensor))).tolist()
+    padded = tensor.new_zeros(max(lengths), *tensor.shape[1:])
+    padded[: len(tensor)] = tensor
+    return [rows[:length] for rows, length in zip(strategy.all_gather(padded), lengths, strict=True)]

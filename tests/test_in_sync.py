@@ -1,0 +1,96 @@
+"""Checks that the ranks hold the same model, and metrics that are the same on all."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torchmetrics
+from ranks import run_ranks
+from torch import nn
+
+import unitrain
+
+WORLDS = [("ddp", 2, "spawn"), ("ddp", 3, "spawn"), ("horovod", 2, "horovodrun")]
+
+
+def drift(backend: str, dtype: torch.dtype) -> list[str]:
+    with unitrain.init(backend=backend) as strategy:
+        model = strategy.prepare(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).to(dtype))
+        said = []
+        strategy.check_in_sync(model)
+        state = strategy.unwrap(model).state_dict()
+        state["1.running_mean"] += strategy.rank  # each rank's own, by design
+        strategy.check_in_sync(model)
+        with torch.no_grad():
+            if strategy.rank == strategy.world_size - 1:
+                state["0.weight"][[0, 1]] = state["0.weight"][[1, 0]]  # the same numbers, elsewhere
+        try:
+            strategy.check_in_sync(model)
+        except unitrain.CommunicationError as error:
+            said.append(str(error))
+        return said
+
+
+@pytest.mark.parametrize(("backend", "world", "launcher"), WORLDS)
+def test_a_rank_that_drifted_is_named_on_every_rank(backend: str, world: int, launcher: str) -> None:
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        said = run_ranks(drift, backend, dtype, nprocs=world, launcher=launcher)  # type: ignore[arg-type]
+        assert all(len(messages) == 1 for messages in said)
+        assert len({messages[0] for messages in said}) == 1
+        assert f"0.weight (4, 3) of rank {world - 1} is not rank 0's" in said[0][0]
+
+
+def checked_training(backend: str) -> str:
+    with unitrain.init(backend=backend, check_in_sync_every=2) as strategy:
+        model = nn.Linear(2, 1)
+        model, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        try:
+            for step in range(1, 5):
+                strategy.step(model(torch.ones(2, 2)).mean(), optimizer)
+                if step == 2 and strategy.rank == 1:
+                    strategy.unwrap(model).state_dict()["bias"] += 1
+        except unitrain.CommunicationError as error:
+            return f"step {step}: {error}"
+        return "nothing"
+
+
+def test_training_can_check_itself_every_few_steps() -> None:
+    for said in run_ranks(checked_training, "ddp"):
+        assert said.startswith("step 4: the ranks have drifted apart: bias (1,) of rank 1")
+
+
+def metrics(backend: str) -> tuple[float, float, list[float], float, float]:
+    with unitrain.init(backend=backend) as strategy:
+        accuracy = strategy.metric(torchmetrics.classification.MulticlassAccuracy(3, average="micro"))
+        collected = strategy.metric(torchmetrics.CatMetric())
+        generator = torch.Generator().manual_seed(0)
+        predictions, labels = torch.randint(3, (2, 41), generator=generator)
+        mine = slice(strategy.rank, None, strategy.world_size)
+        accuracy.update(predictions[mine], labels[mine])
+        collected.update(predictions[mine].float())
+        right = (predictions == labels)[mine]
+        mean = strategy.mean(right.double().sum(), len(right))
+        meter = strategy.meter()
+        meter.add(right.sum(), len(right))
+        return (
+            float(accuracy.compute()),
+            float(mean),
+            sorted(collected.compute().tolist()),
+            meter.value(),
+            float(strategy.sum(right.sum())),
+        )
+
+
+@pytest.mark.parametrize(("backend", "world", "launcher"), WORLDS)
+def test_torchmetrics_and_means_see_every_sample_once(backend: str, world: int, launcher: str) -> None:
+    expected = run_ranks(metrics, "single", nprocs=1)[0]
+    assert len(expected[2]) == 41
+    for found in run_ranks(metrics, backend, nprocs=world, launcher=launcher):  # type: ignore[arg-type]
+        assert found[0] == pytest.approx(expected[0], abs=1e-7)
+        assert found[1] == found[3] == expected[3]
+        assert (found[2], found[4]) == (expected[2], expected[4])
+
+
+def test_metric_refuses_what_is_none() -> None:
+    with unitrain.init(backend="single") as strategy, pytest.raises(unitrain.UsageError, match="not int; for a mean"):
+        strategy.metric(3)

@@ -1,0 +1,50 @@
+"""Do all ranks hold the same model? Checksums of every parameter and buffer, compared in one gather."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from unitrain.batch_norm import is_unsynchronised
+from unitrain.errors import CommunicationError
+
+if TYPE_CHECKING:
+    from unitrain.strategy import Strategy
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_CHUNK = 2**20
+
+
+@torch.no_grad()
+def check_in_sync(strategy: Strategy, module: nn.Module) -> None:
+    """See ``Strategy.check_in_sync``."""
+    local = [f"{name}.{key}" if name else key for name, layer in module.named_modules() if is_unsynchronised(layer)
+             for key, _ in layer.named_buffers()]  # fmt: skip
+    named = [(n, t) for n, t in (*module.named_parameters(), *module.named_buffers()) if n not in set(local)]
+    if strategy.world_size == 1 or not named:
+        return
+    ours = torch.stack([_checksum(tensor) for _, tensor in named])
+    everyone = strategy.all_gather(ours).cpu()
+    for i, (name, tensor) in enumerate(named):
+        ranks = [rank for rank in range(1, strategy.world_size) if everyone[rank, i] != everyone[0, i]]
+        if ranks:
+            raise CommunicationError(
+                f"the ranks have drifted apart: {name} {tuple(tensor.shape)} of rank {', '.join(map(str, ranks))} "
+                "is not rank 0's. Something changed it on some ranks only: a step outside strategy.step, a "
+                "random number that the ranks draw differently, or weights loaded on one rank."
+            )
+
+
+def _checksum(tensor: Tensor) -> Tensor:
+    """Return a 64-bit sum of a tensor's bits in which each position counts differently, on its device."""
+    plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    bits = plain.detach().contiguous().reshape(-1).view(_BITS[plain.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for start in range(0, bits.numel(), _CHUNK):
+        part = bits[start : start + _CHUNK].to(torch.int64)
+        # Odd multipliers, spread by the golden ratio: a swap, or two changes that cancel in a plain sum, still shows.
+        place = torch.arange(start, start + part.numel(), device=tensor.device)
+        total += (part * (place * -7046029254386353131 | 1)).sum()
+    return total
