@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import multiprocessing
 import os
 import pickle
@@ -27,10 +28,12 @@ from unitrain.launch import OVERRIDE
 _PR_SET_PDEATHSIG = 1
 # A rank that ends by sys.exit (unitrain.Stopped is such an end) seldom does so alone: the others get this long.
 _LEAVE_S = 10.0
+# A rank's death can become known a little after the errors that it causes in other ranks.
+_SETTLE_S = 0.5
 # Between SIGTERM and SIGKILL. A rank that waits inside a collective does not run its signal handlers.
 _TERMINATE_S = 2.0
 # How often to look for dead processes: a dead rank's own children can keep its pipe open.
-_LOOK_S = 0.5
+_LOOK_S = 0.25
 
 
 def spawn(fn: Callable[..., object], *args: Any, nprocs: int | None = None) -> None:
@@ -130,17 +133,21 @@ def run_processes(
 def _collect(processes: list[BaseProcess], receivers: list[Connection], deadline: float | None) -> list[Any]:
     """Return every process's result, or raise the first failure."""
     reports: dict[int, _Report] = {}
-    while len(reports) < len(processes):
+    settled_at = math.inf
+    while len(reports) < len(processes) and time.monotonic() < settled_at:
         waiting = [rank for rank in range(len(processes)) if rank not in reports]
         ready = wait([receivers[rank] for rank in waiting], _LOOK_S)
         for rank in waiting:
             if receivers[rank] in ready or processes[rank].exitcode is not None:
                 reports[rank] = _receive(rank, processes[rank], receivers[rank])
-        failed = [rank for rank, report in reports.items() if report.error is not None]
-        if failed:
-            first = min(failed, key=lambda rank: reports[rank].at)
-            _fail(first, reports[first], processes)
-        _check_deadline(deadline, [rank for rank in waiting if rank not in reports])
+        if all(report.error is None for report in reports.values()):
+            _check_deadline(deadline, [rank for rank in waiting if rank not in reports])
+        elif settled_at == math.inf:
+            settled_at = time.monotonic() + _SETTLE_S
+    failed = [rank for rank, report in reports.items() if report.error is not None]
+    if failed:
+        first = min(failed, key=lambda rank: reports[rank].at)
+        _fail(first, reports[first], processes)
     for rank, process in enumerate(processes):  # what is left to do after the report is to close down
         process.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
         if process.exitcode is None:
@@ -162,8 +169,9 @@ def _receive(rank: int, process: BaseProcess, receiver: Connection) -> _Report:
         report = pickle.loads(receiver.recv_bytes())
     except EOFError:
         process.join(_TERMINATE_S)
-        # A death comes before the errors that it causes in other ranks, whenever it is noticed.
-        return _Report(error=_death(rank, process), at=0.0)
+        # A death comes before the errors that it causes in other ranks, unless it is an engine's way to end with them.
+        aborted = process.exitcode == -signal.SIGABRT
+        return _Report(error=_death(rank, process), at=math.inf if aborted else -math.inf)
     assert isinstance(report, _Report)
     return report
 
