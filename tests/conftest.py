@@ -1,0 +1,133 @@
+"""What holds for every test: it leaves nothing behind, and what was skipped is said where nobody can miss it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import re
+import sys
+import threading
+from collections.abc import Iterator
+from multiprocessing import forkserver, resource_tracker
+
+import numpy as np
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from unitrain import initialize
+
+pytest_plugins = ["pytester"]
+
+_LEAVE_S = 5.0
+# What continuous integration has; a skip for want of one of these hides a failure to install it.
+_REQUIRED = re.compile(r"\b(horovod\w*|mpi|mpirun|mpi4py|gloo)\b", re.IGNORECASE)
+
+
+# ------------------------------------------------------------------------------------------------ nothing is left
+
+
+def _processes() -> set[psutil.Process]:
+    """Return this process's descendants that run, but for the two that multiprocessing keeps."""
+    kept = {forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid}  # type: ignore[attr-defined]
+    return {
+        process
+        for process in psutil.Process().children(recursive=True)
+        if process.pid not in kept and process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    }
+
+
+def _left_processes(before: set[psutil.Process]) -> list[str]:
+    _, left = psutil.wait_procs(_processes() - before, _LEAVE_S)
+    said = []
+    for process in left:
+        try:
+            said.append(f"process {process.pid} ({' '.join(process.cmdline())[:200]})")
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+    return said
+
+
+def _left_threads(before: set[threading.Thread]) -> list[str]:
+    left = set(threading.enumerate()) - before
+    for thread in left:
+        thread.join(_LEAVE_S)
+    return [f"thread {thread.name}" for thread in left if thread.is_alive()]
+
+
+def _left_group() -> list[str]:
+    if not dist.is_initialized():
+        return []
+    dist.destroy_process_group()
+    return ["a process group of torch.distributed"]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    """Close the strategy that a test opened; fail the test where it left a process, a thread or a process group."""
+    processes, threads = _processes(), set(threading.enumerate())
+    yield
+    if initialize._current is not None:
+        initialize._current.close()
+    left = [*_left_group(), *_left_processes(processes), *_left_threads(threads)]
+    multiprocessing.active_children()  # reaps those that have ended
+    assert not left, f"the test left behind: {', '.join(left)}"
+
+
+@pytest.fixture(autouse=True)
+def process_state_is_restored() -> Iterator[None]:
+    """Put back what unitrain.init sets for the whole process, and the environment."""
+    environ = dict(os.environ)
+    excepthook = sys.excepthook
+    random_states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    threads = torch.get_num_threads()
+    benchmark = torch.backends.cudnn.benchmark
+    yield
+    os.environ.clear()
+    os.environ.update(environ)
+    sys.excepthook = excepthook
+    random.setstate(random_states[0])
+    np.random.set_state(random_states[1])
+    torch.set_rng_state(random_states[2])
+    torch.set_num_threads(threads)
+    torch.backends.cudnn.benchmark = benchmark
+    if torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(False)
+
+
+# ---------------------------------------------------------------------------------------------- what was skipped
+
+
+def _skips(reports: list[pytest.TestReport]) -> dict[str, list[str]]:
+    """Return the skipped tests by the reason for it."""
+    by_reason: dict[str, list[str]] = {}
+    for report in reports:
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        by_reason.setdefault(reason.removeprefix("Skipped: "), []).append(report.nodeid)
+    return by_reason
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail continuous integration where what it is meant to have was not there."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is None or not os.environ.get("CI") or session.exitstatus != pytest.ExitCode.OK:
+        return
+    if any(_REQUIRED.search(reason) for reason in _skips(reporter.stats.get("skipped", []))):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say what was not tested, and why, before the closing line."""
+    skips = _skips(terminalreporter.stats.get("skipped", []))
+    if not skips:
+        return
+    terminalreporter.section("NOT TESTED HERE", sep="!", yellow=True, bold=True)
+    for reason, tests in sorted(skips.items()):
+        lacking = " (an error where CI is set)" if os.environ.get("CI") and _REQUIRED.search(reason) else ""
+        terminalreporter.line(f"{len(tests)} skipped: {reason}{lacking}", yellow=True)
+        for test in tests:
+            terminalreporter.line(f"    {test}")
