@@ -1,1 +1,1 @@
-"""Recipes."""
+"""Training scripts to run, read and copy; installed as ``unitrain.recipes``."""

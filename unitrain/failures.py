@@ -44,7 +44,9 @@ class _FailureHook:
                 _leave(error.exit_code)
             time.sleep(_PATIENCE_S)
         if isinstance(error, UnitrainError):
-            print(f"unitrain: error: {error}{_place(trace)}", file=sys.stderr)
+            # A setting is named in the message itself; where the script met it helps nobody.
+            place = "" if isinstance(error, (ConfigError, LaunchError)) else _place(trace)
+            print(f"unitrain: error: {error}{place}", file=sys.stderr)
         else:
             self._previous(kind, error, trace)
         code = error.exit_code if isinstance(error, UnitrainError) else 130 if kind is KeyboardInterrupt else 1

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 
+from unitrain import failures
 from unitrain.command_line import read_command_line
 from unitrain.config import Section, StrategyConfig
 from unitrain.errors import ConfigError
@@ -65,6 +66,8 @@ def resolve_strategy(
 def parse_command_line(model: type[RecipeModel], argv: Sequence[str], *, prog: str, description: str) -> RecipeModel:
     """Return the configuration of a recipe: the command line over the environment over ``--config FILE``.
 
+    From here on, an error that nobody catches ends as one message and an exit code, as after ``unitrain.init``.
+
     Args:
         model: The recipe's settings, of which only the strategy's are read from the environment.
         argv: The arguments, without the program's name.
@@ -72,9 +75,10 @@ def parse_command_line(model: type[RecipeModel], argv: Sequence[str], *, prog: s
         description: What the program does, for ``--help``.
 
     Raises:
-        ConfigError: A flag, a variable or the file is wrong; the caller prints it and exits with 2.
+        ConfigError: A flag, a variable or the file is wrong; uncaught, the process ends with 2.
         SystemExit: After ``--help``, with 0.
     """
+    failures.install_hook()
     config_file, flags = read_command_line(groups_of(model), argv, prog=prog, description=description)
     sources = [Source(flags, flag)]
     if environment := _read_environment(os.environ):

@@ -1,0 +1,152 @@
+"""The recipes' datasets: each image a normalised float tensor (3, height, width), each label a whole number.
+
+torchvision and scikit-learn are imported where they are needed: either takes as long to import as torch.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import torch
+from pydantic import Field
+from torch.utils.data import TensorDataset
+
+from unitrain.errors import ConfigError, DataError
+from unitrain.recipes.downloads import downloading
+
+DataName = Annotated[
+    str,
+    Field(
+        pattern=r"^(digits|cifar10|flowers102|imagefolder:.+|fake(:[1-9][0-9]{0,8})?)$",
+        json_schema_extra={"allowed": "digits, cifar10, flowers102, imagefolder:PATH or fake[:N]"},
+    ),
+]
+"""What ``load`` can be asked for."""
+
+_IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+_CIFAR_MEAN, _CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+
+
+class Images(NamedTuple):
+    """A training set and a validation set, both map-style, of (image, label)."""
+
+    train: Any
+    validation: Any
+    classes: int
+
+
+def load(name: str, folder: Path, size: int) -> Images:
+    """Return a dataset, downloaded into ``folder`` where it isn't there and can be.
+
+    Args:
+        name: a ``DataName``.
+        folder: where cifar10 and flowers102 are, or are put.
+        size: height and width of the images of flowers102, imagefolder and fake; the others keep their own.
+
+    Raises:
+        ConfigError: the data isn't there and can't be downloaded, or is not laid out as it should be.
+    """
+    kind, _, argument = name.partition(":")
+    if kind == "cifar10":
+        return _cifar10(folder)
+    if kind == "flowers102":
+        return _flowers102(folder, size)
+    if kind == "imagefolder":
+        return _image_folder(Path(argument), size)
+    if kind == "fake":
+        return _fake(int(argument or 10_000), size)
+    return _digits()
+
+
+def _digits() -> Images:
+    """Return scikit-learn's 8x8 digits, a fifth of each class held out: always the same one, whatever the seed."""
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
+    pixels, labels = load_digits(return_X_y=True)
+    parts = train_test_split(pixels, labels, test_size=0.2, stratify=labels, random_state=0)
+    train_x, val_x, train_y, val_y = map(torch.from_numpy, parts)
+
+    def dataset(x: torch.Tensor, y: torch.Tensor) -> TensorDataset:
+        # Pixels are 0 to 16. Three equal channels, so that every model takes them.
+        images = (x.float() / 16 - 0.305) / 0.376
+        return TensorDataset(images.view(-1, 1, 8, 8).repeat(1, 3, 1, 1), y.long())
+
+    return Images(dataset(train_x, train_y), dataset(val_x, val_y), 10)
+
+
+def _cifar10(folder: Path) -> Images:
+    from torchvision.datasets import CIFAR10
+    from torchvision.transforms import v2
+
+    plain = _to_tensor(_CIFAR_MEAN, _CIFAR_STD)
+    augmented = v2.Compose([v2.RandomCrop(32, padding=4), v2.RandomHorizontalFlip(), plain])
+    remedy = f"Unpack {CIFAR10.url} in {folder}, or name the folder that has it (--data-dir)."
+    with downloading(f"data cifar10 is not in {folder} and", remedy):
+        train = CIFAR10(folder, train=True, transform=augmented, download=True)
+        return Images(train, CIFAR10(folder, train=False, transform=plain), 10)
+
+
+def _flowers102(folder: Path, size: int) -> Images:
+    from torchvision.datasets import Flowers102
+
+    augmented, plain = _photo_transforms(size)
+    remedy = (
+        "Put 102flowers.tgz (unpacked), imagelabels.mat and setid.mat of https://www.robots.ox.ac.uk/~vgg/data/flowers"
+        f"/102 in {folder / 'flowers-102'}, or name the folder that has flowers-102 (--data-dir)."
+    )
+    with downloading(f"data flowers102 is not in {folder} and", remedy):
+        train = Flowers102(folder, "train", transform=augmented, download=True)
+        return Images(train, Flowers102(folder, "val", transform=plain), 102)
+
+
+def _image_folder(folder: Path, size: int) -> Images:
+    from torchvision.datasets import ImageFolder
+
+    augmented, plain = _photo_transforms(size)
+    try:
+        train = ImageFolder(folder / "train", augmented, loader=_open_image)
+        validation = ImageFolder(folder / "val", plain, loader=_open_image)
+    except OSError as error:
+        raise ConfigError(
+            f"data imagefolder:{folder} can't be used: {error}. It must hold train/ and val/, each with one folder of "
+            "images for every class."
+        ) from None
+    if train.classes != validation.classes:
+        different = ", ".join(sorted(set(train.classes) ^ set(validation.classes)))
+        raise ConfigError(f"data imagefolder:{folder} has classes in only one of train/ and val/: {different}.")
+    return Images(train, validation, len(train.classes))
+
+
+def _fake(count: int, size: int) -> Images:
+    """Return ``count`` images of noise to train on, and a tenth as many to validate on."""
+    from torchvision.datasets import FakeData
+
+    shape, plain = (3, size, size), _to_tensor(_IMAGENET_MEAN, _IMAGENET_STD)
+    train = FakeData(count, shape, 10, plain)
+    return Images(train, FakeData(max(1, count // 10), shape, 10, plain, random_offset=count), 10)
+
+
+def _photo_transforms(size: int) -> tuple[Any, Any]:
+    """Return the usual transforms of photographs, for training and for validation."""
+    from torchvision.transforms import v2
+
+    plain = _to_tensor(_IMAGENET_MEAN, _IMAGENET_STD)
+    augmented = v2.Compose([v2.RandomResizedCrop(size), v2.RandomHorizontalFlip(), plain])
+    return augmented, v2.Compose([v2.Resize(size * 8 // 7), v2.CenterCrop(size), plain])
+
+
+def _to_tensor(mean: tuple[float, ...], std: tuple[float, ...]) -> Any:
+    from torchvision.transforms import v2
+
+    return v2.Compose([v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean, std)])
+
+
+def _open_image(path: str) -> Any:
+    from torchvision.datasets.folder import default_loader
+
+    try:
+        return default_loader(path)
+    except OSError as error:
+        raise DataError(f"{path} can't be read as an image: {error}") from None

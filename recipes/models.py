@@ -1,0 +1,125 @@
+"""The recipes' models: torchvision's ResNets, and a small one that trains on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal, cast
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from unitrain import Strategy
+from unitrain.errors import CheckpointError, ConfigError
+from unitrain.recipes.downloads import downloading
+
+ModelName = Literal[
+    "resnet8", "resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "resnext50_32x4d", "resnext101_32x8d",
+    "resnext101_64x4d", "wide_resnet50_2", "wide_resnet101_2",
+]  # fmt: skip
+SMALL: ModelName = "resnet8"
+
+
+class SmallResNet(nn.Module):
+    """The ResNet of He et al. for CIFAR (2015, section 4.2) with one block in each of its three stages."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 16, 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(16)
+        self.layer1 = _Block(16, 16, stride=1)
+        self.layer2 = _Block(16, 32, stride=2)
+        self.layer3 = _Block(32, 64, stride=2)
+        self.fc = nn.Linear(64, classes)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the logits of images (rows, 3, height, width)."""
+        x = F.relu(self.bn1(self.conv1(x)))
+        x = self.layer3(self.layer2(self.layer1(x)))
+        return cast(Tensor, self.fc(x.mean((2, 3))))
+
+
+class _Block(nn.Module):
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(outputs)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride > 1:
+            projection = nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+            self.shortcut = nn.Sequential(projection, nn.BatchNorm2d(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.bn1(self.conv1(x)))
+        return F.relu(self.bn2(self.conv2(y)) + self.shortcut(x))
+
+
+def image_size(name: ModelName) -> int:
+    """Return the height and width of the images that a model is meant for; it takes others too."""
+    return 32 if name == SMALL else 224
+
+
+def build(name: ModelName, classes: int) -> nn.Module:
+    """Return a model with fresh weights, whose last layer is ``fc``."""
+    if name == SMALL:
+        return SmallResNet(classes)
+    from torchvision.models import get_model
+
+    return cast(nn.Module, get_model(name, weights=None, num_classes=classes))
+
+
+def load_pretrained(model: nn.Module, name: ModelName, source: str, strategy: Strategy) -> list[str]:
+    """Load weights into a model, and return the names of the layers that keep their fresh ones. Collective.
+
+    Those are the layers that the weights lack, or have in another shape.
+
+    Args:
+        model: what ``build`` returned.
+        name: its name.
+        source: a file of a state dict, or ``torchvision`` for the weights that it offers.
+        strategy: whose rank 0 reads the file.
+
+    Raises:
+        ConfigError: there are no such weights, they can't be read, or no layer of theirs fits.
+    """
+    try:
+        state = _torchvision_weights(name, strategy) if source == "torchvision" else strategy.load(Path(source))
+    except CheckpointError as error:
+        raise ConfigError(f"pretrained {source} can't be used: {error}") from None
+    if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
+        raise ConfigError(f"pretrained {source} holds no state dict (names and tensors); save model.state_dict().")
+    own = model.state_dict()
+    misfits = {_layer(key) for key in own if key in state and state[key].shape != own[key].shape}
+    fitting = {key: state[key] for key in own if key in state and _layer(key) not in misfits}
+    if not fitting:
+        raise ConfigError(f"pretrained {source} has no layer that fits {name}.")
+    model.load_state_dict(fitting, strict=False)
+    # Files older than BatchNorm's count of batches lack that alone.
+    return sorted({_layer(key) for key in own if key not in fitting and not key.endswith("num_batches_tracked")})
+
+
+def _layer(key: str) -> str:
+    return key.rpartition(".")[0]
+
+
+def _torchvision_weights(name: ModelName, strategy: Strategy) -> Mapping[str, Tensor]:
+    if name == SMALL:
+        raise ConfigError(f"torchvision has no weights for {name}: give --pretrained a file, or take another --model.")
+    from torchvision.models import get_model_weights
+
+    weights = get_model_weights(name).DEFAULT
+    remedy = f"Download {weights.url} where there is a network, and give the file to --pretrained."
+    # One process downloads; then the others of its host find the file.
+    with strategy.main_first(), downloading(f"torchvision's weights for {name}", remedy):
+        return cast(Mapping[str, Tensor], weights.get_state_dict(progress=False, check_hash=True))
+
+
+def freeze_backbone(model: nn.Module) -> None:
+    """Let only the last layer learn. The others' BatchNorm keeps its statistics too, in eval mode."""
+    model.requires_grad_(False).eval()
+    cast(nn.Module, model.fc).requires_grad_(True)

@@ -1,0 +1,179 @@
+r"""Train a ResNet to classify images. The same command trains the same network, whoever starts it.
+
+    python recipes/resnet.py
+    torchrun --nproc-per-node 2 recipes/resnet.py
+    mpirun -np 2 python recipes/resnet.py
+    horovodrun -np 2 python recipes/resnet.py
+    srun -n 2 python recipes/resnet.py
+
+    torchrun --nproc-per-node 8 recipes/resnet.py --model resnet50 --data imagefolder:imagenet --epochs 90 \
+        --batch-size 1024 --lr-scaling linear --workers 8 --strategy.precision bf16
+
+It learns handwritten digits by default, which needs no download, no GPU and less than a minute. --help lists all flags.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from tqdm import tqdm
+
+import unitrain
+from unitrain.config import Section
+from unitrain.learning_rate import LearningRate, Scaling, Schedule
+from unitrain.recipes import images, models
+from unitrain.recipes.run_folder import RunFolder
+from unitrain.settings import parse_command_line
+
+
+class Settings(Section):
+    """The recipe's settings; each is a flag, and a name in the file given to --config."""
+
+    model: models.ModelName = "resnet8"
+    """One of torchvision's ResNets, or resnet8, which is small enough for a CPU."""
+    data: images.DataName = "digits"
+    """Images to learn. PATH holds train/ and val/, each with a folder for every class; fake is N images of noise."""
+    data_dir: Path = Path("data")
+    """Folder of cifar10 and flowers102, which are downloaded into it once."""
+    epochs: Annotated[int, Field(ge=1)] = 20
+    """Times that the training set is seen."""
+    max_steps: Annotated[int, Field(ge=1)] | None = None
+    """End after this many optimizer steps; the learning rate is still planned for all epochs."""
+    batch_size: Annotated[int, Field(ge=1)] = 64
+    """Images of one optimizer step, over all processes."""
+    lr: Annotated[float, Field(gt=0)] = 0.1
+    """Learning rate at its peak, before scaling."""
+    lr_scaling: Scaling = "none"
+    """Scale lr by batch-size / lr-reference-batch, by its root, or not."""
+    lr_reference_batch: Annotated[int, Field(ge=1)] = 256
+    """Batch size that lr is meant for, where lr is scaled."""
+    lr_schedule: Schedule = "cosine"
+    """From its peak, lr falls along half a cosine, to a tenth after each third of training, or not."""
+    lr_floor: Annotated[float, Field(ge=0)] = 0.0
+    """The schedule does not fall below this."""
+    warmup_epochs: Annotated[float, Field(ge=0)] = 1.0
+    """Epochs, or a part of one, in which lr rises to its peak."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Momentum of SGD."""
+    weight_decay: Annotated[float, Field(ge=0)] = 5e-4
+    """Weight decay of SGD."""
+    workers: Annotated[int, Field(ge=0)] = 0
+    """Processes that load images, for each training process; 0 loads them in the training process itself."""
+    pretrained: str | None = None
+    """Weights to begin with: a file of a state dict (model.pt of a run), or torchvision's for the model."""
+    freeze_backbone: bool = False
+    """Train the last layer only."""
+    output_dir: Path | None = None
+    """Folder of the results, where files of an earlier run are replaced; null makes a new one in runs/."""
+    strategy: unitrain.StrategyConfig = unitrain.StrategyConfig()
+
+
+def main() -> None:
+    """Train, and evaluate after each epoch."""
+    settings = parse_command_line(Settings, sys.argv[1:], prog="resnet.py", description="Train a ResNet on images.")
+    strategy = unitrain.init(settings.strategy)
+
+    with strategy.main_first():  # one process downloads; then the others find the files
+        data = images.load(settings.data, settings.data_dir, models.image_size(settings.model))
+    # The global batch is fixed, so that a run does not depend on how many processes share it.
+    loading = {"num_workers": settings.workers, "persistent_workers": settings.workers > 0}
+    train = strategy.dataloader(data.train, global_batch_size=settings.batch_size, shuffle=True, **loading)
+    val = strategy.dataloader(data.validation, global_batch_size=settings.batch_size, **loading)
+
+    model = models.build(settings.model, data.classes)
+    if settings.pretrained:
+        fresh = models.load_pretrained(model, settings.model, settings.pretrained, strategy)
+        strategy.print(f"pretrained {settings.pretrained}, but for layers not in it or of another shape: {fresh}")
+    if settings.freeze_backbone:
+        models.freeze_backbone(model)
+    rate = LearningRate(
+        base=settings.lr,
+        total_steps=settings.epochs * train.steps,
+        warmup_steps=round(settings.warmup_epochs * train.steps),
+        schedule=settings.lr_schedule,
+        floor=settings.lr_floor,
+        scaling=settings.lr_scaling,
+        batch_size=settings.batch_size,
+        reference_batch=settings.lr_reference_batch,
+    )
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(trained, rate.peak, settings.momentum, weight_decay=settings.weight_decay)
+    model, optimizer, scheduler = strategy.prepare(model, optimizer, rate.scheduler(optimizer))
+
+    folder = RunFolder(strategy, settings, settings.output_dir, "resnet")
+    summarise(strategy, settings, data, rate)
+    step = 0
+    for epoch in train.epochs(settings.epochs):
+        started = time.perf_counter()
+        # Meters add up on the device; their values, over all ranks, are read once an epoch.
+        train_loss, val_loss, val_accuracy = strategy.meter(), strategy.meter(), strategy.meter()
+        with tqdm(train, f"epoch {epoch}", leave=False, mininterval=1, disable=not strategy.is_main) as bar:
+            for pictures, labels in bar:
+                with strategy.autocast():
+                    loss = F.cross_entropy(model(pictures), labels)
+                train_loss.add(loss * len(labels), len(labels))
+                learning_rate = scheduler.get_last_lr()[0]
+                step += strategy.step(loss, optimizer, scheduler).stepped
+                if strategy.is_main and step % 20 == 0:  # not always: to read a loss waits for the device
+                    bar.set_postfix(loss=f"{loss.item():.4f}", refresh=False)
+                if step == settings.max_steps:
+                    break
+        seen = train_loss.count()  # over all ranks; also waits for the device to be done
+        seconds = time.perf_counter() - started
+
+        with strategy.evaluation(model), strategy.autocast():
+            for pictures, labels in val:
+                logits = model(pictures)
+                val_loss.add(F.cross_entropy(logits, labels, reduction="sum"), len(labels))
+                val_accuracy.add((logits.argmax(1) == labels).sum(), len(labels))
+        metrics = {
+            "epoch": epoch,
+            "step": step,
+            "train_loss": train_loss.value(),
+            "val_loss": val_loss.value(),
+            "val_accuracy": val_accuracy.value(),
+            "val_count": val_accuracy.count(),
+            "learning_rate": learning_rate,
+            "samples_per_second": seen / seconds,
+            "backend": strategy.name,
+            "launcher": strategy.launch.launcher,
+            "world_size": strategy.world_size,
+        }
+        folder.add(metrics)
+        strategy.print(
+            "epoch {epoch}: loss {train_loss:.4f}, validation loss {val_loss:.4f}, accuracy {val_accuracy:.2%}, "
+            "{samples_per_second:.0f} images/s".format(**metrics)
+        )
+        if step == settings.max_steps:
+            break
+    strategy.save(model, folder.path / "model.pt")
+    folder.close()
+    strategy.print(f"Results are in {folder.path}")
+    strategy.close()
+
+
+def summarise(strategy: unitrain.Strategy, settings: Settings, data: images.Images, rate: LearningRate) -> None:
+    """Print once what runs where, and how."""
+    devices = Counter(str(device) for devices in strategy.all_gather_object(strategy.devices) for device in devices)
+    batch, world = settings.batch_size, strategy.world_size
+    shares = sorted({batch // world, -(-batch // world)})
+    strategy.print(
+        f"{settings.model} on {settings.data}: {len(data.train)} images of {data.classes} classes to train on, "
+        f"{len(data.validation)} to validate\n"
+        f"launcher {strategy.launch.launcher}, backend {strategy.name}, processes {world}, "
+        f"devices {', '.join(f'{count} x {device}' for device, count in devices.items())}, "
+        f"precision {strategy.config.precision}\n"
+        f"batch {batch} in all, {' or '.join(map(str, shares))} for each process\n"
+        f"learning rate {rate}"
+    )
+
+
+if __name__ == "__main__":
+    main()
