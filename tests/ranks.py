@@ -11,6 +11,8 @@ import atexit
 import faulthandler
 import multiprocessing
 import os
+import pickle
+import subprocess
 import sys
 import tempfile
 import threading
@@ -20,6 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from unitrain.spawning import run_processes, spawn_environments
+from unitrain.toolchain import find_program, running, small_mpi_environment
 
 _FORKSERVER = multiprocessing.get_context("forkserver")
 # pytest, because every child imports the parent's main module, and this is what that module imports; torch's compiler,
@@ -32,7 +35,7 @@ def run_ranks(
     *args: Any,
     nprocs: int = 2,
     timeout: float = 60,
-    launcher: Literal["spawn", "horovodrun"] = "spawn",
+    launcher: Literal["spawn", "horovodrun", "mpirun"] = "spawn",
 ) -> list[Any]:
     """Run ``fn(*args)`` as each of ``nprocs`` ranks and return what each returned.
 
@@ -41,14 +44,17 @@ def run_ranks(
         *args: its arguments, the same for all ranks.
         nprocs: the number of ranks.
         timeout: seconds until all must have ended. A little before, those that have not print their stacks.
-        launcher: whose environment the ranks find: ``unitrain.spawn``'s or that of horovodrun's gloo controller.
+        launcher: whose environment the ranks find: ``unitrain.spawn``'s or that of horovodrun's gloo controller. With
+            mpirun it is the launcher itself that starts them, which takes seconds.
 
     Raises:
         TimeoutError: some rank had not ended in time.
         CommunicationError: a rank died without an exception.
         BaseException: what the first rank to fail raised, caused by its traceback, which names the rank. What the
-            ranks printed is printed in any case.
+            ranks printed is printed in any case. Under mpirun it is a RuntimeError with mpirun's exit code.
     """
+    if launcher == "mpirun":
+        return _run_under_mpirun(fn, args, nprocs, timeout)
     make = spawn_environments if launcher == "spawn" else _horovodrun_environments
     with make(nprocs) as environments, tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder, f"rank {rank}") for rank in range(nprocs)]
@@ -94,3 +100,30 @@ def _horovodrun_environments(nprocs: int) -> Iterator[list[dict[str, str]]]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def _run_under_mpirun(fn: Callable[..., Any], args: tuple[Any, ...], nprocs: int, timeout: float) -> list[Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "work").write_bytes(pickle.dumps(sys.path) + pickle.dumps((fn, args)))
+        command = [str(find_program("mpirun")), "-np", str(nprocs), sys.executable, __file__, folder]
+        with running(command, small_mpi_environment()) as mpirun:
+            try:
+                printed, _ = mpirun.communicate(timeout=timeout)
+            except subprocess.TimeoutExpired as expired:
+                raise TimeoutError(f"mpirun's ranks did not end within {timeout:g} s") from expired
+        print(printed, end="")
+        if mpirun.returncode != 0:
+            raise RuntimeError(f"mpirun left with exit code {mpirun.returncode}")
+        return [pickle.loads(Path(folder, f"result {rank}").read_bytes()) for rank in range(nprocs)]
+
+
+def _be_a_rank_of_mpirun(folder: Path) -> None:
+    with open(folder / "work", "rb") as work:
+        sys.path[:] = pickle.load(work)  # before what follows is looked for
+        fn, args = pickle.load(work)
+    result = fn(*args)
+    (folder / f"result {os.environ['OMPI_COMM_WORLD_RANK']}").write_bytes(pickle.dumps(result))
+
+
+if __name__ == "__main__":
+    _be_a_rank_of_mpirun(Path(sys.argv[1]))

