@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Literal
+from inspect import signature
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,12 @@ from unitrain.rendezvous import rendezvous
 from unitrain.strategy import Strategy
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+# Newer releases of torch call it by another name, and warn of the old one.
+_SYNC_BUFFERS = next(
+    name
+    for name in ("forward_sync_buffers", "broadcast_buffers")
+    if name in signature(DistributedDataParallel.__init__).parameters
+)
 _HOOKS = {"fp16": fp16_compress_hook, "bf16": bf16_compress_hook}
 
 
@@ -78,10 +85,11 @@ class DDPStrategy(Strategy):
         if self.world_size == 1 or self.config.deterministic or not any(p.requires_grad for p in module.parameters()):
             return module
         options = self.config.ddp
+        sync_buffers: dict[str, Any] = {_SYNC_BUFFERS: options.broadcast_buffers}
         wrapped = DistributedDataParallel(
             module,
             device_ids=[self.device.index] if self.device.type == "cuda" else None,
-            broadcast_buffers=options.broadcast_buffers,
+            **sync_buffers,
             init_sync=False,  # prepare() has copied rank 0's weights already
             bucket_cap_mb=options.bucket_cap_mb,
             find_unused_parameters=options.find_unused_parameters,
