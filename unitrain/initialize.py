@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import random
+import sys
 import warnings
 from importlib.util import find_spec
 from typing import Any
@@ -53,6 +54,9 @@ def init(config: StrategyConfig | None = None, **settings: Any) -> Strategy:
     backend.check(resolved, launch)
     _check_honoured(backend, resolved, launch)
     _set_process_state(resolved, launch)
+    if launch.rank == 0:
+        for line in advice(launch, resolved, torch.cuda.device_count()):
+            print(f"unitrain: {line}", file=sys.stderr)
     strategy = backend(resolved, launch)
     _current = strategy
     failures.install_hook(strategy)
@@ -74,6 +78,29 @@ def choose_backend(launch: Launch, config: StrategyConfig) -> str:
         return "ddp"
     gpus = 0 if config.device != "auto" and config.device != "cuda" else torch.cuda.device_count()
     return "data_parallel" if gpus > 1 else "single"
+
+
+def advice(launch: Launch, config: StrategyConfig, gpus: int) -> list[str]:
+    """Return what the user should know of how the job was started, a line each.
+
+    Args:
+        launch: who started it.
+        config: the resolved settings.
+        gpus: how many are visible to this process.
+    """
+    lines = []
+    if launch.also:
+        lines.append(
+            f"started by {launch.launcher}; the variables of {', '.join(launch.also)} are there too, and ignored."
+        )
+    script = " ".join(sys.argv) or "SCRIPT"
+    idle = gpus > 1 and config.device in ("auto", "cuda") and launch.world_size == 1
+    if idle and launch.launcher == "torchrun":
+        lines.append(f"one process on {gpus} visible GPUs: `torchrun --nproc-per-node {gpus} {script}` would use all.")
+    elif idle and launch.launcher == "python":
+        faster = f"`torchrun --nproc-per-node {gpus} {script}`, one process for each GPU, is faster."
+        lines.append(f"{gpus} GPUs are visible to one process: {faster}")
+    return lines
 
 
 def _horovod_has_mpi(launch: Launch) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import builtins
 import pickle
+import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -68,7 +69,6 @@ class Strategy(ABC):
         self.launch = launch
         self.local_rank = launch.local_rank
         self.local_world_size = launch.local_world_size
-        self.node_rank = launch.node_rank
         self.device = pick_device(config.device, launch)
         self.devices: tuple[torch.device, ...] = (self.device,)
         self.precision = Precision(config.precision, self.device)
@@ -81,6 +81,7 @@ class Strategy(ABC):
         self.rank, self.world_size = self._start()
         self.is_main = self.rank == 0
         self._check_world()
+        self.node_rank = self._find_node() if launch.node_rank is None else launch.node_rank
         self._training_step = TrainingStep(self)
         self._preparation = Preparation(self)
 
@@ -159,6 +160,11 @@ class Strategy(ABC):
                 f"{self.launch.launcher} says that this is rank {said[0]} of {said[1]}, but backend {self.name} sees "
                 f"rank {self.rank} of {self.world_size}. Evidence: {', '.join(self.launch.evidence) or 'none'}."
             )
+
+    def _find_node(self) -> int:
+        """Return the number of this host, in the order of the ranks, where the launcher does not tell."""
+        hosts = self.all_gather_object(socket.gethostname())
+        return list(dict.fromkeys(hosts)).index(hosts[self.rank])
 
     # ------------------------------------------------------------------------------------------------ collectives
 
