@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from unitrain.config import StrategyConfig
 from unitrain.errors import ConfigError
 from unitrain.launch import Launch
-from unitrain.strategy import Strategy
+from unitrain.strategy import SoleStrategy
 
 
-class DataParallelStrategy(Strategy):
+class DataParallelStrategy(SoleStrategy):
     """Splits each batch over the GPUs of one process and gathers the outputs on one of them.
 
     Without GPUs, or with one, the model is not wrapped: there is nothing to split.
     """
 
     name = "data_parallel"
-    served_by = "plain python"
-    compressions = ("none",)
-
-    @classmethod
-    def expected_world(cls, launch: Launch) -> int:
-        """Always one process, whoever launched it."""
-        return 1
 
     @classmethod
     def check(cls, config: StrategyConfig, launch: Launch) -> None:
@@ -42,22 +33,13 @@ class DataParallelStrategy(Strategy):
     def _start(self) -> tuple[int, int]:
         self.devices = _devices(self.config) or (self.device,)
         self.device = self.devices[0]
-        return 0, 1
+        return super()._start()
 
     def _wrap_model(self, module: nn.Module) -> nn.Module:
         if len(self.devices) == 1:
             return module
         output = self.config.data_parallel.output_device
         return nn.DataParallel(module, list(self.devices), self.device if output is None else output)
-
-    def _all_reduce(self, tensor: Tensor, op: str, name: str) -> Callable[[], None]:
-        return lambda: None
-
-    def _all_gather(self, tensor: Tensor, name: str) -> Callable[[], Tensor]:
-        return lambda: tensor.unsqueeze(0)
-
-    def _broadcast(self, tensor: Tensor, src: int, name: str) -> Callable[[], None]:
-        return lambda: None
 
 
 def _devices(config: StrategyConfig) -> tuple[torch.device, ...]:

@@ -1,35 +1,11 @@
-"""One process, one device: nothing to communicate."""
+"""One process, one device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from torch import Tensor
-
-from unitrain.launch import Launch
-from unitrain.strategy import Strategy
+from unitrain.strategy import SoleStrategy
 
 
-class SingleStrategy(Strategy):
+class SingleStrategy(SoleStrategy):
     """Trains on one device, without a wrapper and without communication."""
 
     name = "single"
-    served_by = "plain python"
-    compressions = ("none",)
-
-    @classmethod
-    def expected_world(cls, launch: Launch) -> int:
-        """Always one process, whoever launched it."""
-        return 1
-
-    def _start(self) -> tuple[int, int]:
-        return 0, 1
-
-    def _all_reduce(self, tensor: Tensor, op: str, name: str) -> Callable[[], None]:
-        return lambda: None
-
-    def _all_gather(self, tensor: Tensor, name: str) -> Callable[[], Tensor]:
-        return lambda: tensor.unsqueeze(0)
-
-    def _broadcast(self, tensor: Tensor, src: int, name: str) -> Callable[[], None]:
-        return lambda: None

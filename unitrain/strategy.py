@@ -8,9 +8,8 @@ something to close. All else is derived from these, once, for every backend. A b
 from __future__ import annotations
 
 import builtins
-import pickle
 import socket
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -22,6 +21,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from unitrain import batch_norm, metrics, saving
+from unitrain.collectives import Collectives, Wait
 from unitrain.config import StrategyConfig
 from unitrain.data import Loader
 from unitrain.device import pick_device
@@ -35,11 +35,9 @@ from unitrain.preparation import Preparation
 from unitrain.training_step import StepResult, TrainingStep, Weight
 
 T = TypeVar("T")
-Wait = Callable[[], None]
-ReduceOp = Literal["sum", "mean", "max", "min"]
 
 
-class Strategy(ABC):
+class Strategy(Collectives):
     """How a script's processes, devices and gradients work together. Made by ``unitrain.init``.
 
     Attributes:
@@ -92,7 +90,7 @@ class Strategy(ABC):
         """Return the world size that this backend would see under ``launch``, without starting anything."""
         return launch.world_size
 
-    @classmethod  # noqa: B027  (optional)
+    @classmethod
     def check(cls, config: StrategyConfig, launch: Launch) -> None:
         """Raise where this backend can't run, or can't honour the configuration. Called before any work.
 
@@ -105,26 +103,8 @@ class Strategy(ABC):
     def _start(self) -> tuple[int, int]:
         """Start communication and return this process's rank and the world size, as the engine sees them."""
 
-    def _close(self) -> None:  # noqa: B027  (optional)
+    def _close(self) -> None:
         """End communication."""
-
-    @abstractmethod
-    def _all_reduce(self, tensor: Tensor, op: str, name: str) -> Wait:
-        """Begin to reduce a contiguous tensor on ``device`` in place; return what waits for the end.
-
-        Args:
-            tensor: of any real dtype but bool.
-            op: ``sum``, ``max`` or ``min``.
-            name: the same on all ranks; of two reductions under way at once, no two share one.
-        """
-
-    @abstractmethod
-    def _all_gather(self, tensor: Tensor, name: str) -> Callable[[], Tensor]:
-        """Begin to gather contiguous tensors of one shape; the result waits and returns them as (world, ...)."""
-
-    @abstractmethod
-    def _broadcast(self, tensor: Tensor, src: int, name: str) -> Wait:
-        """Begin to overwrite a contiguous tensor with rank ``src``'s; return what waits for the end."""
 
     def _wrap_model(self, module: nn.Module) -> nn.Module:
         """Return what the user calls instead of ``module``."""
@@ -165,92 +145,6 @@ class Strategy(ABC):
         """Return the number of this host, in the order of the ranks, where the launcher does not tell."""
         hosts = self.all_gather_object(socket.gethostname())
         return list(dict.fromkeys(hosts)).index(hosts[self.rank])
-
-    # ------------------------------------------------------------------------------------------------ collectives
-
-    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
-        """Return a new tensor: the element-wise sum, mean, maximum or minimum over all ranks. Collective.
-
-        Args:
-            tensor: dense and real, of the same shape and dtype on all ranks, on any device. Booleans are counted
-                by ``sum``.
-            op: ``sum``, ``mean`` (of floating-point tensors), ``max`` or ``min``.
-
-        Raises:
-            UsageError: another op, or a tensor that can't be reduced.
-        """
-        if op not in ("sum", "mean", "max", "min"):
-            raise UsageError(f"all_reduce knows sum, mean, max and min, not {op!r}.")
-        work = self._communicable(tensor, "all_reduce")
-        if op == "mean" and not work.is_floating_point():
-            raise UsageError(
-                f"the mean of a {tensor.dtype} tensor is not one: convert it to a floating-point dtype first."
-            )
-        if work.dtype == torch.bool:
-            work = work.to(torch.int64 if op == "sum" else torch.uint8)
-        if self.world_size > 1 and work.numel():
-            self._all_reduce(work, "sum" if op == "mean" else op, f"all_reduce.{op}")()
-            if op == "mean":
-                work /= self.world_size
-        if tensor.dtype == torch.bool and op != "sum":
-            work = work.bool()
-        return work.to(tensor.device)
-
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        """Return all ranks' tensors (of one shape and dtype), stacked along a new first dimension. Collective."""
-        work = self._communicable(tensor, "all_gather")
-        as_sent = work.to(torch.uint8) if work.dtype == torch.bool else work
-        if self.world_size == 1 or not work.numel():
-            return work.unsqueeze(0).repeat(self.world_size, *[1] * work.dim()).to(tensor.device)
-        return self._all_gather(as_sent, "all_gather")().to(tensor.device, tensor.dtype)
-
-    def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
-        """Return a new tensor: rank ``src``'s. It has the same shape and dtype on all ranks. Collective."""
-        self._check_rank(src)
-        work = self._communicable(tensor, "broadcast")
-        if self.world_size == 1 or not work.numel():
-            return work.to(tensor.device)
-        as_sent = work.to(torch.uint8) if work.dtype == torch.bool else work
-        self._broadcast(as_sent, src, "broadcast")()
-        return as_sent.to(tensor.device, tensor.dtype)
-
-    def barrier(self) -> None:
-        """Wait until every rank has come here. Collective."""
-        if self.world_size > 1:
-            self._all_reduce(torch.zeros(1, device=self.device), "sum", "barrier")()
-
-    def broadcast_object(self, value: T, src: int = 0) -> T:
-        """Return rank ``src``'s picklable object. The other ranks' values are not read. Collective."""
-        self._check_rank(src)
-        if self.world_size == 1:
-            return value
-        data = _to_bytes(value) if self.rank == src else torch.empty(0, dtype=torch.uint8)
-        size = int(self.broadcast(torch.tensor(data.numel()), src))
-        data = self.broadcast(data if self.rank == src else torch.empty(size, dtype=torch.uint8), src)
-        return value if self.rank == src else _from_bytes(data)
-
-    def all_gather_object(self, value: T) -> list[T]:
-        """Return all ranks' picklable objects, in rank order. Collective."""
-        if self.world_size == 1:
-            return [value]
-        data = _to_bytes(value)
-        sizes = self.all_gather(torch.tensor(data.numel())).tolist()
-        padded = torch.zeros(max(sizes), dtype=torch.uint8)
-        padded[: data.numel()] = data
-        return [_from_bytes(row[:size]) for row, size in zip(self.all_gather(padded), sizes, strict=True)]
-
-    def _communicable(self, tensor: Tensor, verb: str) -> Tensor:
-        """Return a contiguous copy on ``device`` that may be overwritten."""
-        if not isinstance(tensor, Tensor):
-            raise UsageError(f"{verb} takes a tensor, not {type(tensor).__name__}: wrap it in torch.tensor(...).")
-        if tensor.layout != torch.strided or tensor.is_complex():
-            kind = "complex" if tensor.is_complex() else "sparse"
-            raise UsageError(f"{verb} can't communicate {kind} tensors: convert it first (view_as_real, to_dense).")
-        return tensor.detach().to(self.device, copy=True, memory_format=torch.contiguous_format)
-
-    def _check_rank(self, src: int) -> None:
-        if not 0 <= src < self.world_size:
-            raise UsageError(f"there is no rank {src}: this run has ranks 0 to {self.world_size - 1}.")
 
     # --------------------------------------------------------------------------------------------------- training
 
@@ -305,11 +199,11 @@ class Strategy(ABC):
             Stopped: the same under ``on_nonfinite="stop"``.
         """
         if isinstance(optimizer, Optimizer):
-            self._training_step.backward(loss, optimizer, weight=weight)
+            self._training_step.backward(loss, [optimizer], weight=weight)
             return self._training_step.update(optimizer, scheduler)
         if not optimizer:
             raise UsageError("step() needs an optimizer, or a list of at least one.")
-        self._training_step.backward(loss, None, weight=weight)
+        self._training_step.backward(loss, optimizer, weight=weight)
         results = [self._training_step.update(one) for one in optimizer]
         if scheduler is not None and results[0].stepped:
             scheduler.step()
@@ -333,7 +227,7 @@ class Strategy(ABC):
                 ``update`` calls says.
             weight: as in ``step``; losses of one micro-batch share the first one's.
         """
-        self._training_step.backward(loss, optimizer, sync=sync, weight=weight)
+        self._training_step.backward(loss, None if optimizer is None else [optimizer], sync=sync, weight=weight)
 
     def update(self, optimizer: Optimizer, scheduler: Any = None) -> StepResult:
         """The second half of ``step``, once for each micro-batch and optimizer."""
@@ -350,21 +244,6 @@ class Strategy(ABC):
     def metric(self, metric: T) -> T:
         """Let a torchmetrics ``Metric`` synchronise through this strategy, on any backend; it is returned as it is."""
         return metrics.synchronise(metric, self)
-
-    def sum(self, value: Tensor) -> Tensor:
-        """Return the sum of a tensor over all ranks, on its device. Collective."""
-        return self.all_reduce(value)
-
-    def mean(self, total: Tensor, count: Tensor | int) -> Tensor:
-        """Return the mean over all samples of all ranks: of sums of ``count`` samples each. Collective, once.
-
-        Args:
-            total: the sum over this rank's samples, of a floating-point dtype.
-            count: how many they are.
-        """
-        flat = torch.cat([total.detach().reshape(-1), torch.as_tensor(count).to(total.device, total.dtype).reshape(1)])
-        reduced = self.all_reduce(flat)
-        return (reduced[:-1] / reduced[-1]).view(total.shape)
 
     def check_in_sync(self, module: nn.Module) -> None:
         """Compare a model's parameters and buffers over the ranks, by checksums of their bits. Collective.
@@ -486,9 +365,25 @@ class Strategy(ABC):
         raise UsageError("a strategy can't be pickled: save a model's state with strategy.save, or strategy.export it.")
 
 
-def _to_bytes(value: Any) -> Tensor:
-    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+class SoleStrategy(Strategy):
+    """Base of the strategies of one process, which has nobody to communicate with."""
 
+    served_by = "plain python"
+    compressions = ("none",)
 
-def _from_bytes(data: Tensor) -> Any:
-    return pickle.loads(data.cpu().numpy().tobytes())
+    @classmethod
+    def expected_world(cls, launch: Launch) -> int:
+        """Always one process, whoever launched it."""
+        return 1
+
+    def _start(self) -> tuple[int, int]:
+        return 0, 1
+
+    def _all_reduce(self, tensor: Tensor, op: str, name: str) -> Wait:
+        return lambda: None
+
+    def _all_gather(self, tensor: Tensor, name: str) -> Callable[[], Tensor]:
+        return lambda: tensor.unsqueeze(0)
+
+    def _broadcast(self, tensor: Tensor, src: int, name: str) -> Wait:
+        return lambda: None

@@ -1,0 +1,156 @@
+"""What processes say to one another: three asynchronous verbs that a backend fills, and all that follows from them."""
+
+from __future__ import annotations
+
+import pickle
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from unitrain.errors import UsageError
+
+T = TypeVar("T")
+Wait = Callable[[], None]
+ReduceOp = Literal["sum", "mean", "max", "min"]
+
+
+class Collectives(ABC):
+    """Communication of one process with the others.
+
+    Attributes:
+        rank: number of this process, from 0.
+        world_size: number of processes.
+        device: where tensors are communicated.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    @abstractmethod
+    def _all_reduce(self, tensor: Tensor, op: str, name: str) -> Wait:
+        """Begin to reduce a contiguous tensor on ``device`` in place; return what waits for the end.
+
+        Args:
+            tensor: of any real dtype but bool.
+            op: ``sum``, ``max`` or ``min``.
+            name: the same on all ranks; of two reductions under way at once, no two share one.
+        """
+
+    @abstractmethod
+    def _all_gather(self, tensor: Tensor, name: str) -> Callable[[], Tensor]:
+        """Begin to gather contiguous tensors of one shape; the result waits and returns them as (world, ...)."""
+
+    @abstractmethod
+    def _broadcast(self, tensor: Tensor, src: int, name: str) -> Wait:
+        """Begin to overwrite a contiguous tensor with rank ``src``'s; return what waits for the end."""
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
+        """Return a new tensor: the element-wise sum, mean, maximum or minimum over all ranks. Collective.
+
+        Args:
+            tensor: dense and real, of the same shape and dtype on all ranks, on any device. Booleans are counted
+                by ``sum``.
+            op: ``sum``, ``mean`` (of floating-point tensors), ``max`` or ``min``.
+
+        Raises:
+            UsageError: another op, or a tensor that can't be reduced.
+        """
+        if op not in ("sum", "mean", "max", "min"):
+            raise UsageError(f"all_reduce knows sum, mean, max and min, not {op!r}.")
+        work = self._communicable(tensor, "all_reduce")
+        if op == "mean" and not work.is_floating_point():
+            raise UsageError(
+                f"the mean of a {tensor.dtype} tensor is not one: convert it to a floating-point dtype first."
+            )
+        if work.dtype == torch.bool:
+            work = work.to(torch.int64 if op == "sum" else torch.uint8)
+        if self.world_size > 1 and work.numel():
+            self._all_reduce(work, "sum" if op == "mean" else op, f"all_reduce.{op}")()
+            if op == "mean":
+                work /= self.world_size
+        if tensor.dtype == torch.bool and op != "sum":
+            work = work.bool()
+        return work.to(tensor.device)
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Return all ranks' tensors (of one shape and dtype), stacked along a new first dimension. Collective."""
+        work = self._communicable(tensor, "all_gather")
+        as_sent = work.to(torch.uint8) if work.dtype == torch.bool else work
+        if self.world_size == 1 or not work.numel():
+            return work.unsqueeze(0).repeat(self.world_size, *[1] * work.dim()).to(tensor.device)
+        return self._all_gather(as_sent, "all_gather")().to(tensor.device, tensor.dtype)
+
+    def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
+        """Return a new tensor: rank ``src``'s. It has the same shape and dtype on all ranks. Collective."""
+        self._check_rank(src)
+        work = self._communicable(tensor, "broadcast")
+        if self.world_size == 1 or not work.numel():
+            return work.to(tensor.device)
+        as_sent = work.to(torch.uint8) if work.dtype == torch.bool else work
+        self._broadcast(as_sent, src, "broadcast")()
+        return as_sent.to(tensor.device, tensor.dtype)
+
+    def barrier(self) -> None:
+        """Wait until every rank has come here. Collective."""
+        if self.world_size > 1:
+            self._all_reduce(torch.zeros(1, device=self.device), "sum", "barrier")()
+
+    def broadcast_object(self, value: T, src: int = 0) -> T:
+        """Return rank ``src``'s picklable object. The other ranks' values are not read. Collective."""
+        self._check_rank(src)
+        if self.world_size == 1:
+            return value
+        data = _to_bytes(value) if self.rank == src else torch.empty(0, dtype=torch.uint8)
+        size = int(self.broadcast(torch.tensor(data.numel()), src))
+        data = self.broadcast(data if self.rank == src else torch.empty(size, dtype=torch.uint8), src)
+        return value if self.rank == src else _from_bytes(data)
+
+    def all_gather_object(self, value: T) -> list[T]:
+        """Return all ranks' picklable objects, in rank order. Collective."""
+        if self.world_size == 1:
+            return [value]
+        data = _to_bytes(value)
+        sizes = self.all_gather(torch.tensor(data.numel())).tolist()
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: data.numel()] = data
+        return [_from_bytes(row[:size]) for row, size in zip(self.all_gather(padded), sizes, strict=True)]
+
+    def _communicable(self, tensor: Tensor, verb: str) -> Tensor:
+        """Return a contiguous copy on ``device`` that may be overwritten."""
+        if not isinstance(tensor, Tensor):
+            raise UsageError(f"{verb} takes a tensor, not {type(tensor).__name__}: wrap it in torch.tensor(...).")
+        if tensor.layout != torch.strided or tensor.is_complex():
+            kind = "complex" if tensor.is_complex() else "sparse"
+            raise UsageError(f"{verb} can't communicate {kind} tensors: convert it first (view_as_real, to_dense).")
+        return tensor.detach().to(self.device, copy=True, memory_format=torch.contiguous_format)
+
+    def _check_rank(self, src: int) -> None:
+        if not 0 <= src < self.world_size:
+            raise UsageError(f"there is no rank {src}: this run has ranks 0 to {self.world_size - 1}.")
+
+    def sum(self, value: Tensor) -> Tensor:
+        """Return the sum of a tensor over all ranks, on its device. Collective."""
+        return self.all_reduce(value)
+
+    def mean(self, total: Tensor, count: Tensor | int) -> Tensor:
+        """Return the mean over all samples of all ranks: of sums of ``count`` samples each. Collective, once.
+
+        Args:
+            total: the sum over this rank's samples, of a floating-point dtype.
+            count: how many they are.
+        """
+        flat = torch.cat([total.detach().reshape(-1), torch.as_tensor(count).to(total.device, total.dtype).reshape(1)])
+        reduced = self.all_reduce(flat)
+        return (reduced[:-1] / reduced[-1]).view(total.shape)
+
+
+def _to_bytes(value: Any) -> Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+
+
+def _from_bytes(data: Tensor) -> Any:
+    return pickle.loads(data.cpu().numpy().tobytes())
