@@ -13,7 +13,7 @@ import time
 import traceback
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from unitrain.errors import ConfigError, LaunchError, UnitrainError
 from unitrain.launch import Launch, detect
@@ -29,28 +29,39 @@ _PATIENCE_S = 5.0
 class _FailureHook:
     """An excepthook that knows which rank it is on."""
 
+    _at_work: ClassVar[bool] = False
+
     def __init__(self) -> None:
         self.strategy: Strategy | None = None
         self._previous = sys.excepthook
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if _FailureHook._at_work:
+            # torch.distributed laid a hook of its own over the one it found, and calls that from within this one.
+            self._previous(kind, error, trace)
+            return
+        _FailureHook._at_work = True
+        try:
+            self._end(kind, error, trace)
+        finally:
+            _FailureHook._at_work = False
+
+    def _end(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         launch = self._launch()
         if self.strategy is not None:
             self.strategy.failed = True
-        if isinstance(error, (ConfigError, LaunchError)) and launch.rank > 0:
-            if (
-                launch.launcher == "srun"
-            ):  # srun hands all tasks the same arguments, and does not end those that are left
-                _leave(error.exit_code)
+        code = error.exit_code if isinstance(error, UnitrainError) else 130 if kind is KeyboardInterrupt else 1
+        # A wrong setting is wrong on every rank, and named in the message, wherever the script met it.
+        of_all_ranks = isinstance(error, (ConfigError, LaunchError))
+        if of_all_ranks and launch.rank > 0:
+            if launch.launcher == "srun":  # it hands all tasks the same arguments, and does not end those that are left
+                _leave(code)
             time.sleep(_PATIENCE_S)
         if isinstance(error, UnitrainError):
-            # A setting is named in the message itself; where the script met it helps nobody.
-            place = "" if isinstance(error, (ConfigError, LaunchError)) else _place(trace)
-            print(f"unitrain: error: {error}{place}", file=sys.stderr)
+            print(f"unitrain: error: {error}{'' if of_all_ranks else _place(trace)}", file=sys.stderr)
         else:
             self._previous(kind, error, trace)
-        code = error.exit_code if isinstance(error, UnitrainError) else 130 if kind is KeyboardInterrupt else 1
-        if launch.world_size > 1 and self.strategy is not None:
+        if launch.world_size > 1 and self.strategy is not None and not of_all_ranks:
             print(
                 f"unitrain: rank {launch.rank} of {launch.world_size} on {socket.gethostname()} (pid {os.getpid()}) "
                 f"failed: {kind.__name__}: {error}",
