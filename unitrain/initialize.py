@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import atexit
 import os
-import random
 import sys
 import warnings
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
-import numpy as np
 import torch
+import torch.distributed as dist
 
 from unitrain import failures
 from unitrain.config import StrategyConfig
 from unitrain.errors import ConfigError, LaunchError, UsageError
 from unitrain.launch import Launch, detect
 from unitrain.registry import load_backend
+from unitrain.seeding import seed_all
 from unitrain.settings import resolve_strategy
 from unitrain.strategy import Strategy
 
@@ -45,7 +46,7 @@ def init(config: StrategyConfig | None = None, **settings: Any) -> Strategy:
     failures.install_hook()
     if _current is not None and not _current._closed:
         raise UsageError("unitrain.init() was called while a strategy is open: close() it first; a process has one.")
-    launch = detect(os.environ)
+    launch = _adopted(detect(os.environ))
     resolved = resolve_strategy(config, settings, os.environ)
     if resolved.backend == "auto":
         resolved = resolved.model_copy(update={"backend": choose_backend(launch, resolved)})
@@ -62,6 +63,18 @@ def init(config: StrategyConfig | None = None, **settings: Any) -> Strategy:
     failures.install_hook(strategy)
     atexit.register(strategy.close)
     return strategy
+
+
+def _adopted(launch: Launch) -> Launch:
+    """Believe a process group that the script has made itself, where no launcher says who this process is."""
+    if launch.launcher != "python" or not (dist.is_available() and dist.is_initialized()):
+        return launch
+    rank, world = dist.get_rank(), dist.get_world_size()
+    # All on this host, as far as anybody knows: the strategy's devices are config's to say otherwise.
+    return replace(
+        launch, launcher="env", rank=rank, world_size=world, local_rank=rank, local_world_size=world,
+        evidence=("torch.distributed.is_initialized()",),
+    )  # fmt: skip
 
 
 def choose_backend(launch: Launch, config: StrategyConfig) -> str:
@@ -149,9 +162,7 @@ def _set_process_state(config: StrategyConfig, launch: Launch) -> None:
         threads = default_threads(launch.local_world_size)
     if threads is not None:
         torch.set_num_threads(threads)
-    random.seed(config.seed)
-    np.random.seed(config.seed)
-    torch.manual_seed(config.seed)
+    seed_all(config.seed)
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if torch.are_deterministic_algorithms_enabled() != config.deterministic:  # setting it imports torch's compiler

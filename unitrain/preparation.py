@@ -13,6 +13,7 @@ from torch.optim import LBFGS, Optimizer
 
 from unitrain import batch_norm, precision
 from unitrain.errors import CommunicationError, UsageError
+from unitrain.seeding import seed_rank
 
 if TYPE_CHECKING:
     from unitrain.strategy import Strategy
@@ -25,6 +26,7 @@ class Preparation:
         self._strategy = strategy
         self._originals: dict[nn.Module, nn.Module] = {}
         self._names: dict[Parameter, str] = {}
+        self._ranks_differ = False
 
     def prepare(self, objects: Sequence[Any]) -> tuple[Any, ...]:
         """See ``Strategy.prepare``. Modules come first, so that optimizers find their parameters in place."""
@@ -35,6 +37,9 @@ class Preparation:
         for one in objects:
             if isinstance(one, Optimizer):
                 self._optimizer(one)
+        if not self._ranks_differ:
+            self._ranks_differ = True
+            seed_rank(self._strategy.config.seed, self._strategy.rank)
         return tuple(done.get(i, one) for i, one in enumerate(objects))
 
     def _module(self, module: nn.Module) -> nn.Module:
