@@ -1,0 +1,26 @@
+"""The benchmarks run, in a short form, so that they can't rot. What they measure here is not looked at."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from unitrain.launching import launch_command, launch_environment
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.parametrize(("launcher", "world"), [("python", 1), ("torchrun", 2), ("horovodrun", 2)])
+def test_step_overhead(launcher: str, world: int, tmp_path: Path) -> None:
+    output = tmp_path / "figures.json"
+    script = str(ROOT / "benchmarks" / "step_overhead.py")
+    command = launch_command(launcher, world, [script, "--rounds", "2", "--steps", "5", "--output", str(output)])
+    done = subprocess.run(command, env=launch_environment(), capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    figures = json.loads(output.read_text())
+    assert (figures["launcher"], figures["world_size"]) == (launcher, world)
+    assert figures["weights_bit_equal"], "the loop by hand and ours must train the same model"
+    assert figures["unitrain_us"] > 0
