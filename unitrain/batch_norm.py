@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from unitrain.errors import ConfigError
 
 if TYPE_CHECKING:
-    from unitrain.strategy import Strategy
+    from unitrain.collectives import Collectives
 
 
 class _SyncedNormalise(torch.autograd.Function):
@@ -89,7 +89,7 @@ class SyncBatchNorm(_BatchNorm):
     """
 
     plain: ClassVar[type[_BatchNorm]]
-    strategy: Strategy
+    strategy: Collectives
     sync_name: str
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's own name for it)
@@ -139,7 +139,7 @@ def is_unsynchronised(layer: nn.Module) -> bool:
     return isinstance(layer, _BatchNorm) and not isinstance(layer, (SyncBatchNorm, nn.SyncBatchNorm))
 
 
-def synchronise(module: nn.Module, strategy: Strategy) -> None:
+def synchronise(module: nn.Module, strategy: Collectives) -> None:
     """Make every BatchNorm layer in ``module`` compute its training statistics over all ranks, in place.
 
     Only a layer's class changes: its parameters stay the same objects, and its buffers, hooks and keys stay.
@@ -169,7 +169,7 @@ def revert(module: nn.Module) -> None:
 
 
 @torch.no_grad()
-def average_statistics(modules: Iterable[nn.Module], strategy: Strategy) -> None:
+def average_statistics(modules: Iterable[nn.Module], strategy: Collectives) -> None:
     """Give all ranks the mean of their running means and variances, for layers that are not synchronised."""
     buffers = [
         buffer

@@ -11,14 +11,14 @@ from unitrain.batch_norm import is_unsynchronised
 from unitrain.errors import CommunicationError
 
 if TYPE_CHECKING:
-    from unitrain.strategy import Strategy
+    from unitrain.collectives import Collectives
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = 2**20
 
 
 @torch.no_grad()
-def check_in_sync(strategy: Strategy, module: nn.Module) -> None:
+def check_in_sync(strategy: Collectives, module: nn.Module) -> None:
     """See ``Strategy.check_in_sync``."""
     local = [f"{name}.{key}" if name else key for name, layer in module.named_modules() if is_unsynchronised(layer)
              for key, _ in layer.named_buffers()]  # fmt: skip

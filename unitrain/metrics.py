@@ -10,7 +10,7 @@ from torch import Tensor
 from unitrain.errors import UsageError
 
 if TYPE_CHECKING:
-    from unitrain.strategy import Strategy
+    from unitrain.collectives import Collectives
 
 M = TypeVar("M")
 
@@ -22,7 +22,7 @@ class Meter:
     of means.
     """
 
-    def __init__(self, strategy: Strategy) -> None:
+    def __init__(self, strategy: Collectives) -> None:
         self._strategy = strategy
         self._total = torch.zeros((), dtype=torch.float64)
         self._count = 0
@@ -64,7 +64,7 @@ class Meter:
         self._count = 0
 
 
-def synchronise(metric: M, strategy: Strategy) -> M:
+def synchronise(metric: M, strategy: Collectives) -> M:
     """See ``Strategy.metric``."""
     # torchmetrics is no dependency: its objects are known by the three attributes that they synchronise through.
     if not all(hasattr(metric, name) for name in ("dist_sync_fn", "distributed_available_fn", "_to_sync")):
@@ -80,7 +80,7 @@ def synchronise(metric: M, strategy: Strategy) -> M:
     return metric
 
 
-def gather_rows(tensor: Tensor, strategy: Strategy) -> list[Tensor]:
+def gather_rows(tensor: Tensor, strategy: Collectives) -> list[Tensor]:
     """Return every rank's tensor, in rank order; they may differ in the length of their first dimension. Collective."""
     if tensor.dim() == 0:
         return list(strategy.all_gather(tensor))
