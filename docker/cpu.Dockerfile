@@ -3,9 +3,10 @@
 
 FROM debian:12.11-slim AS build
 
+# Open MPI starts nothing without ssh, not even on its own host.
 # hadolint ignore=DL3008
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends g++ make python3-dev python3-venv \
+    && apt-get install --yes --no-install-recommends g++ make openssh-client python3-dev python3-venv \
     && rm -rf /var/lib/apt/lists/*
 RUN python3 -m venv /opt/venv
 ENV PATH=/opt/venv/bin:$PATH

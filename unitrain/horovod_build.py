@@ -16,7 +16,17 @@ import torch
 from packaging.version import Version
 
 from unitrain.errors import BackendError
-from unitrain.toolchain import Mpi, ask, find_cmake, find_compiler, find_cuda, find_program, running, search_path
+from unitrain.toolchain import (
+    Mpi,
+    ask,
+    find_cmake,
+    find_compiler,
+    find_cuda,
+    find_program,
+    run_one,
+    running,
+    search_path,
+)
 
 KNOWN_SDISTS = {"0.28.1": "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"}
 """SHA-256 of the source distributions that this was tried with."""
@@ -39,6 +49,7 @@ class Edit:
 
 
 _STANDARD = ("set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 20)")
+_DEVICE = "auto dev = CreateDevice(device_attr);"
 _EDITS = (
     # The headers of torch are C++20 by now.
     Edit("CMakeLists.txt", *_STANDARD),
@@ -49,6 +60,13 @@ _EDITS = (
         "project(horovod CXX)\n",
         'project(horovod CXX)\n\nset(CMAKE_BUILD_RPATH "$ORIGIN/../../../..;$ORIGIN/../../torch/lib")\n',
     ),
+    # gloo takes the interface that horovodrun chose for its first connections only; for the others it takes that of
+    # the host's name, which may be one that no other host reaches, and crashes where the name does not resolve.
+    Edit(
+        "horovod/common/gloo/gloo_context.cc",
+        f"{_DEVICE}\n\n  global_ctx = ",
+        f"device_attr.iface = global_context.gloo_iface_;\n  {_DEVICE}\n\n  global_ctx = ",
+    ),
 )
 _CPU_EDITS = (
     # Where there is an nvcc, Horovod insists on GPU operations for a torch that was built with CUDA.
@@ -58,15 +76,11 @@ _CPU_EDITS = (
         "print(False)",
     ),
 )
-_GPU_EDITS = (
-    # CMake's own standard for CUDA is checked against torch's headers too.
-    Edit("horovod/common/ops/cuda/CMakeLists.txt", "set(CMAKE_CUDA_STANDARD 11)", "set(CMAKE_CUDA_STANDARD 17)"),
-)
 
 
 def edits_for(gpu: str | None) -> tuple[Edit, ...]:
     """Return the changes that a build with these GPU operations (None: none) needs."""
-    return _EDITS + (_GPU_EDITS if gpu else _CPU_EDITS)
+    return _EDITS if gpu else _EDITS + _CPU_EDITS
 
 
 def apply_edits(source: Path, edits: Sequence[Edit]) -> None:
@@ -121,7 +135,12 @@ def _cmake_problems() -> Iterator[str]:
 
 
 def _mpi_problems(mpi: Mpi | None) -> Iterator[str]:
-    if mpi is not None and mpi.compiler is None:
+    if mpi is None:
+        return
+    worked, reason = run_one(mpi, "true")
+    if not worked:
+        yield f"{mpi} ({mpi.mpirun}) can't start a process: {reason}"
+    if mpi.compiler is None:
         yield (
             f"{mpi} is at {mpi.mpirun}, but the mpicxx that belongs to it is not beside it: install its development "
             "package (apt-get install libopenmpi-dev, or libmpich-dev), or build with --without-mpi"
@@ -187,7 +206,8 @@ def build(source: Path, label: str, *, mpi: bool, gpu: str | None, log: Path, pr
         if percentage := re.match(r"\s*\[\s*(\d+)%\]", line):
             progress(int(percentage[1]))
 
-    command = pip("wheel", "-v", "--no-deps", "--no-build-isolation", "--wheel-dir", str(source.parent), str(source))
+    options = ["--no-deps", "--no-build-isolation", "--no-cache-dir"]
+    command = pip("wheel", "-v", *options, "--wheel-dir", str(source.parent), str(source))
     environment = _build_environment(label, mpi, gpu, source.parent)
     run_logged(command, log, "Horovod did not compile", environment, report)
     (wheel,) = source.parent.glob("*.whl")

@@ -87,7 +87,7 @@ def prove(controller: str) -> None:
     program = find_program(launcher[0])
     if program is None:
         raise BackendError(f"{launcher[0]} is not installed, so Horovod's {controller} controller can't be proved.")
-    command = [str(program), *launcher[1:], "-np", "2", sys.executable, "-c", _PROOF, controller]
+    command = [str(program), *launcher[1:], "-np", "2", sys.executable, "-X", "faulthandler", "-c", _PROOF, controller]
     output = _run_to_end(command)
     if output is not None:
         raise BackendError(
@@ -105,4 +105,7 @@ def _run_to_end(command: list[str]) -> str | None:
         return f"nothing in {_PROOF_SECONDS:.0f} s, so it was stopped"
     if process.returncode == 0:
         return None
-    return "\n".join([*output.strip().splitlines()[-20:], f"exit status {process.returncode}"])
+    lines = output.strip().splitlines()
+    # horovodrun puts [rank] before what the processes say, and a traceback of its own after it.
+    of_the_processes = [line for line in lines if line.startswith("[")]
+    return "\n".join([*(of_the_processes or lines)[-20:], f"exit status {process.returncode}"])

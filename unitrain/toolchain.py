@@ -16,6 +16,7 @@ import psutil
 
 _ASK_SECONDS = 60.0
 _GRACE_SECONDS = 5.0
+_SHOWN_CHARACTERS = 300
 
 _MPI_VERSIONS = (
     ("Open MPI", re.compile(r"\((?:Open MPI|OpenRTE)\) (\S+)")),
@@ -73,26 +74,36 @@ def small_mpi_environment() -> dict[str, str]:
     }
 
 
-def ask(*command: str | Path, environment: Mapping[str, str] | None = None) -> str | None:
-    """Return what ``command`` prints, on either stream; None if it can't be run, fails, or hangs.
+def ask(*command: str | Path) -> str | None:
+    """Return what ``command`` prints, on either stream; None if it can't be run, fails, or hangs."""
+    worked, said = attempt(*command)
+    return said if worked else None
+
+
+def attempt(*command: str | Path, environment: Mapping[str, str] | None = None) -> tuple[bool, str]:
+    """Run a quick ``command`` and return whether it succeeded, and what it printed on either stream.
 
     The default environment is this process's own, with ``search_path`` as PATH.
     """
     try:
-        done = subprocess.run(
-            [str(part) for part in command],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            timeout=_ASK_SECONDS,
-            check=True,
-            env=environment or {**os.environ, "PATH": search_path()},
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout
+        with running([str(part) for part in command], environment or {**os.environ, "PATH": search_path()}) as process:
+            said, _ = process.communicate(timeout=_ASK_SECONDS)
+    except OSError as error:
+        return False, str(error)
+    except subprocess.TimeoutExpired:
+        return False, f"no end after {_ASK_SECONDS:.0f} s"
+    return process.returncode == 0, said
+
+
+def run_one(mpi: Mpi, *program: str) -> tuple[bool, str]:
+    """Have ``mpi`` run one process of ``program`` here; return whether it succeeded, and its output or the reason."""
+    worked, said = attempt(mpi.mpirun, "-np", "1", *program, environment=small_mpi_environment())
+    if worked:
+        return True, said
+    words = " ".join(line.strip() for line in said.splitlines() if line.strip("- "))
+    # Open MPI wants one even for processes on this host.
+    hint = "; apt-get install openssh-client may be all it needs" if find_program("ssh") is None else ""
+    return False, f"{words[:_SHOWN_CHARACTERS] or 'it says nothing'}{hint}"
 
 
 @contextmanager
