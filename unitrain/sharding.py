@@ -29,6 +29,8 @@ class MicroBatch:
     """Samples of its whole accumulation window, over all ranks."""
     step: int
     """Number of its window in the epoch."""
+    first: bool
+    """Whether it begins its window."""
     last: bool
     """Whether it ends its window."""
 
@@ -72,7 +74,7 @@ class EpochPlan:
                     break
                 begin, end = first + start, first + min(stop, window)
                 count = len(range(begin + self.rank, end, self.world_size))
-                yield MicroBatch(begin, end, count, window, step, last=end - first == window)
+                yield MicroBatch(begin, end, count, window, step, first=start == 0, last=end - first == window)
 
 
 def shuffled(samples: int, seed: int, epoch: int) -> NDArray[np.int64]:

@@ -8,7 +8,9 @@ are unknown beforehand (``weight=``) is one scalar summed, overlapping the last 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from operator import is_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -32,7 +34,7 @@ class StepResult(NamedTuple):
     stepped: bool
     """Whether the optimizer moved; false within an accumulation window."""
     grad_norm: Tensor | None = None
-    """2-norm of the whole gradient before clipping, where ``clip_norm`` is set; the same on all ranks."""
+    """2-norm of the gradient before it was clipped to ``clip_norm``, where that is set; the same on all ranks."""
     skipped: bool = False
     """Whether the window was given up because a loss or a gradient was not finite."""
 
@@ -45,23 +47,27 @@ class _Window:
     """The accumulation window of one optimizer: what has been gathered since its last step."""
 
     __slots__ = (
-        "complete", "finish", "fresh", "group_sizes", "late", "micro_batch", "micro_batches", "optimizer", "parameters",
-        "reduced", "step", "total_wait", "trained", "weight",
+        "complete", "finishers", "fresh", "late", "loss_is_finite", "losses", "micro_batch", "micro_batches", "name",
+        "optimizer", "parameters", "reduced", "total_wait", "trained", "weight",
     )  # fmt: skip
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, name: str) -> None:
         self.optimizer = optimizer
+        self.name = name
         self.parameters: list[Parameter] = []
-        self.group_sizes: list[int] = []
         self.trained: list[Parameter] = []
-        self.finish: Callable[[bool], None] | None = None
+        self.finishers: list[Callable[[bool], None]] = []
         self.clear()
 
     def clear(self) -> None:
-        self.micro_batch: MicroBatch | None = None
+        """Give up what was gathered, gradients included, and begin anew."""
+        for p in self.parameters:
+            p.grad = None
+        self.micro_batch: MicroBatch | None = None  # of the last backward
         self.micro_batches = 0  # those that update() has closed
         self.fresh = True  # no backward yet for the micro-batch that is open
-        self.step = -1
+        self.loss_is_finite = True
+        self.losses: list[Tensor] = []  # where to look would be to wait for a GPU
         self.complete = False  # the last backward ended the window
         self.reduced = False  # its gradients are being reduced, or have been
         self.late = False  # some of them can't have been reduced by an engine that must be armed before the forward
@@ -92,10 +98,11 @@ class TrainingStep:
         # An engine that averages divides by the world size; the seeds make up for it.
         self._unit = self._world if strategy.gradient_reduction == "mean" else 1
         self._windows: dict[Optimizer, _Window] = {}
+        self._finishers: dict[Parameter, Callable[[bool], None]] = {}
         self._seeds: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
         self._found = torch.zeros((), device=strategy.device)
         self._one = torch.ones((), device=strategy.device)
-        self._loss_is_finite = True
+        self._unscaled = False
         self._armed = True
         self._on_host = strategy.device.type == "cpu"
         self.micro_batch: MicroBatch | None = None
@@ -104,7 +111,7 @@ class TrainingStep:
     def register(self, optimizer: Optimizer) -> None:
         """Take note of an optimizer, so that a backward without one knows whose gradients it fills."""
         if optimizer not in self._windows:
-            self._windows[optimizer] = _Window(optimizer)
+            self._windows[optimizer] = _Window(optimizer, f"step.weight.{len(self._windows)}")
             self._arm_counted(self._windows[optimizer])
 
     def hand_out(self, micro_batch: MicroBatch | None) -> None:
@@ -124,81 +131,127 @@ class TrainingStep:
     # ------------------------------------------------------------------------------------------------- backward
 
     def backward(
-        self, loss: Tensor, optimizer: Optimizer | None, *, sync: bool | None = None, weight: Weight | None = None
+        self,
+        loss: Tensor,
+        optimizers: Sequence[Optimizer] | None,
+        *,
+        sync: bool | None = None,
+        weight: Weight | None = None,
     ) -> None:
-        """See ``Strategy.backward``."""
-        windows = self._of(optimizer)
+        """See ``Strategy.backward``; None stands for all prepared optimizers."""
+        loss = _checked(loss)
+        windows = self._of(optimizers)
         micro_batch = self.micro_batch
-        first = windows[0]
         if micro_batch is None:
-            last = self._counted_last(first)
+            last = self._counted_last(windows[0])
             share = self._unit / (self._world * self._accumulate)
         else:
             last = micro_batch.last
             share = micro_batch.count * self._unit / micro_batch.window
         if sync is not None:
+            if sync and not last and micro_batch is not None:
+                raise UsageError(
+                    "sync=True can't end a window that a loader cut: it ends with its own last micro-batch."
+                )
             last = sync
         for window in windows:
             self._enter(window, micro_batch, weight, last)
+        self._arm(last)  # buckets of our own can be armed as late as this
         seed: Weight = share if weight is None else weight
+        weighs = _weighs(seed)
+        finite = not weighs or self._looks_finite(loss, windows)
+        seed_tensor = None
         if self._distributed or self._accumulate > 1 or weight is not None or self._scaler is not None:
             seed_tensor = self._seed(loss, seed)
-        elif self._on_host and not math.isfinite(loss.item()):
-            self._loss_is_finite, seed_tensor = False, None
+        inputs = None
+        if optimizers is not None and len(self._windows) > 1:
+            inputs = [p for window in windows for p in window.trained]
+        if weighs and finite:
+            loss.backward(seed_tensor, inputs=inputs)  # type: ignore[no-untyped-call]
         else:
-            seed_tensor = None
-        inputs = first.trained if optimizer is not None and len(self._windows) > 1 else None
-        loss.backward(seed_tensor, inputs=inputs)  # type: ignore[no-untyped-call]
+            self._backward_filled(loss, seed_tensor, inputs, windows, math.nan if weighs else 0.0)
         for window in windows:
             window.fresh = False
             window.complete = window.reduced = last
 
-    def _of(self, optimizer: Optimizer | None) -> list[_Window]:
-        if optimizer is None:
+    def _looks_finite(self, loss: Tensor, windows: list[_Window]) -> bool:
+        """Note whether a loss is finite. On a GPU that would have to be waited for: the seed there sees to it."""
+        if self._on_host:
+            finite = math.isfinite(loss.item())
+            for window in windows:
+                window.loss_is_finite &= finite
+            return finite
+        for window in windows:
+            window.losses.append(loss.detach())
+        return True
+
+    def _backward_filled(
+        self, loss: Tensor, seed: Tensor | None, inputs: list[Parameter] | None, windows: list[_Window], fill: float
+    ) -> None:
+        """Run backward, for its collectives, and make every gradient that it yields ``fill``.
+
+        NaN, where the loss is not finite: the *reduced* gradient then tells all ranks, without a vote. A loss alone may
+        not (that of labels which are all ignored is NaN, its gradient 0). 0, where the batch does not count: no
+        product with its NaN loss may spoil what the others have to say.
+        """
+        make = partial(torch.full_like, fill_value=fill)
+        hooks = [p.register_hook(make) for window in windows for p in window.trained]  # type: ignore[no-untyped-call]
+        try:
+            loss.backward(seed, inputs=inputs)  # type: ignore[no-untyped-call]
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _of(self, optimizers: Sequence[Optimizer] | None) -> list[_Window]:
+        if optimizers is None:
             if not self._windows:
                 raise UsageError(
                     "backward() without an optimizer needs one that prepare() was given: pass it to either."
                 )
             return [self._watched(window) for window in self._windows.values()]
-        window = self._windows.get(optimizer)
-        if window is None:
+        for optimizer in optimizers:
             self.register(optimizer)
-            window = self._windows[optimizer]
-        return [self._watched(window)]
+        return [self._watched(self._windows[optimizer]) for optimizer in optimizers]
 
     def _watched(self, window: _Window) -> _Window:
-        """Bring the window's parameters up to date with its optimizer's groups."""
-        groups = window.optimizer.param_groups
-        sizes = [len(group["params"]) for group in groups]
-        if sizes != window.group_sizes:
-            window.group_sizes = sizes
-            window.parameters = [p for group in groups for p in group["params"]]
-            self._strategy.check_prepared(window.parameters)
-            window.trained = [p for p in window.parameters if p.requires_grad]
-            if self._distributed:
-                window.finish = self._strategy._watch_gradients(window.trained)
+        """Bring the window's parameters up to date with its optimizer's groups, and with what is frozen."""
+        trained = [p for group in window.optimizer.param_groups for p in group["params"] if p.requires_grad]
+        if len(trained) != len(window.trained) or not all(map(is_, trained, window.trained)):
+            self._watch(window, trained)
         return window
+
+    def _watch(self, window: _Window, trained: list[Parameter]) -> None:
+        window.parameters = [p for group in window.optimizer.param_groups for p in group["params"]]
+        self._strategy.check_prepared(window.parameters)
+        known = set(map(id, window.trained))
+        for p in trained:
+            if id(p) not in known:
+                p.grad = None  # what a backward for another optimizer has left there
+        window.trained = trained
+        if self._distributed:
+            new = [p for p in trained if p not in self._finishers]
+            if new:
+                self._finishers.update(dict.fromkeys(new, self._strategy._watch_gradients(new)))
+            window.finishers = list(dict.fromkeys(self._finishers[p] for p in trained))
 
     def _counted_last(self, window: _Window) -> bool:
         return window.micro_batches + 1 >= self._accumulate
 
     def _enter(self, window: _Window, micro_batch: MicroBatch | None, weight: Weight | None, last: bool) -> None:
         """Check that a micro-batch belongs to the window that is open, and note its weight."""
-        if window.fresh and window.micro_batches == 0:
-            window.step = -1 if micro_batch is None else micro_batch.step
-        else:
+        if micro_batch is not None and window.fresh:
+            self._check_order(window, micro_batch)
+        if not window.fresh or window.micro_batches > 0:
             if (weight is None) != (window.weight is None):
                 raise UsageError("pass weight= with every backward of an accumulation window, or with none.")
-            if micro_batch is not None and micro_batch.step != window.step:
-                raise UsageError(
-                    f"the last micro-batch of step {window.step} of this epoch was never given to step(): every batch "
-                    "that the loader hands out needs one (a loss times 0 leaves a batch out)."
-                )
             if self._distributed and window.reduced and self._strategy.gradient_reduction == "sum":
                 # What has been summed over the ranks is about to be summed again.
                 self._finish(window)
                 torch._foreach_mul_(_gradients(window.parameters), 1 / self._world)
-        if last and (not window.fresh or not self._armed):
+        window.micro_batch = micro_batch
+        # Counted windows of several optimizers end at different times: a forward may have seen another's arming.
+        crossing = micro_batch is None and self._accumulate > 1 and len(self._windows) > 1
+        if last and (crossing or not window.fresh or not self._armed):
             window.late = True
         if weight is not None and window.fresh:
             total = torch.as_tensor(weight, dtype=torch.float64, device=self._strategy.device).detach()
@@ -206,31 +259,39 @@ class TrainingStep:
             if last:
                 self._sum_weights(window)
 
+    def _check_order(self, window: _Window, micro_batch: MicroBatch) -> None:
+        """Raise where a micro-batch does not follow the one before."""
+        before = window.micro_batch
+        if before is micro_batch:
+            raise UsageError("step() was called twice for one micro-batch of an accumulation window.")
+        if window.micro_batches > 0 and micro_batch.start == 0:
+            window.clear()  # the epoch before was broken off within a window
+            before = None
+        follows = micro_batch.first if before is None else micro_batch.start == before.stop
+        if not follows or (before is None and window.micro_batches > 0):
+            raise UsageError(
+                f"a micro-batch before this one, of step {micro_batch.step} of the epoch, was never given to step(): "
+                "every batch that the loader hands out needs one (a loss times 0 leaves a batch out)."
+            )
+
     def _sum_weights(self, window: _Window) -> None:
         if self._distributed and window.weight is not None and window.total_wait is None:
-            window.total_wait = self._strategy._all_reduce(window.weight, "sum", "step.weight")
+            window.total_wait = self._strategy._all_reduce(window.weight, "sum", window.name)
 
     def _seed(self, loss: Tensor, share: Weight) -> Tensor:
-        """Return what backward starts from: this rank's share of the window, NaN where its loss is not finite.
-
-        A NaN seed makes the reduced gradient NaN on every rank, so that all see it without a vote.
-        """
+        """Return what backward starts from: this rank's share of the window; on a GPU, NaN for a NaN loss."""
         if isinstance(share, Tensor):
-            seed = share.detach().to(loss.device, loss.dtype).reshape(loss.shape)
-            seed = torch.where((seed == 0) | torch.isfinite(loss), seed, torch.nan)
+            seed = share.detach().to(loss.device, loss.dtype).reshape(())
         else:
-            bad = False
-            if share != 0 and self._on_host and not math.isfinite(loss.item()):
-                self._loss_is_finite, bad = False, True
-            key = (math.nan if bad else share, loss.dtype, loss.device)
+            key = (share, loss.dtype, loss.device)
             cached = self._seeds.get(key)
-            if cached is None or bad:
+            if cached is None:
                 if len(self._seeds) > 64:
                     self._seeds.clear()
-                cached = self._seeds[key] = torch.full_like(loss, key[0], requires_grad=False)
+                cached = self._seeds[key] = torch.full_like(loss, share, requires_grad=False)
             seed = cached
-            if not self._on_host and share != 0:
-                seed = torch.where(torch.isfinite(loss), seed, torch.nan)
+        if not self._on_host:
+            seed = torch.where((seed == 0) | torch.isfinite(loss), seed, torch.nan)
         return seed if self._scaler is None else self._scaler.scale(seed)
 
     # --------------------------------------------------------------------------------------------------- update
@@ -242,36 +303,25 @@ class TrainingStep:
             raise UsageError("update() needs a backward() before it.")
         window.micro_batches += 1
         if not window.complete:
-            if window.micro_batch is not None and window.micro_batch is self.micro_batch:
-                raise UsageError("step() was called twice for one micro-batch of an accumulation window.")
-            window.micro_batch = self.micro_batch
             window.fresh = True
             self._arm_counted(window)
             return _WITHIN_WINDOW
         self._finish(window)
         gradients = _gradients(window.parameters)
         self._rescale(window, gradients)
-        if self._scaler is not None:
+        if self._scaler is not None and gradients:
             self._scaler.unscale_(optimizer)
-        if self._clip_value is not None and gradients:
-            torch._foreach_clamp_max_(gradients, self._clip_value)
-            torch._foreach_clamp_min_(gradients, -self._clip_value)
-        norm = None
-        if self._clip_norm is not None:
-            norm = torch.nn.utils.clip_grad_norm_(window.parameters, self._clip_norm)
-        if self._scaler is not None:
-            stepped = self._scaled_step(window)
-        else:
-            stepped = self._loss_is_finite and self._gradients_are_finite(gradients, norm)
-            if stepped:
-                optimizer.step()
-            else:
-                self._not_finite(window)
-        for p in window.parameters:
-            p.grad = None
+            self._unscaled = True
+        stepped, norm = self._finite(window, gradients), None
+        if stepped:
+            norm = self._clip(window, gradients)
+            optimizer.step()
+        elif self._scaler is None or self._scaler.get_scale() <= 1.0:
+            self._not_finite(window)
+        # else an overflow, which is the loss scale's business until the scale has nothing left to give
         window.clear()
         self.steps += 1
-        self._loss_is_finite = True
+        self._update_scale()
         self._arm_counted(window)
         if self._check_every and self.steps % self._check_every == 0:
             self._strategy.check_all_in_sync()
@@ -282,8 +332,9 @@ class TrainingStep:
         return StepResult(stepped, norm, not stepped)
 
     def _finish(self, window: _Window) -> None:
-        if window.finish is not None and window.reduced:
-            window.finish(window.late)
+        if window.reduced:
+            for finish in window.finishers:
+                finish(window.late)
             window.reduced = window.late = False
 
     def _rescale(self, window: _Window, gradients: list[Tensor]) -> None:
@@ -295,52 +346,77 @@ class TrainingStep:
             factor = torch.where(torch.isfinite(factor), factor, 0.0)  # weights of 0 everywhere: gradients are 0 too
             for gradient in gradients:
                 gradient.mul_(factor.to(gradient.dtype))
-        elif window.step < 0 and window.micro_batches != self._accumulate:
+        elif window.micro_batch is None and window.micro_batches != self._accumulate:
             # A window that sync=True ended early: each seed was one part of `accumulate`.
             torch._foreach_mul_(gradients, self._accumulate / window.micro_batches)
 
-    def _gradients_are_finite(self, gradients: list[Tensor], norm: Tensor | None) -> bool:
-        if norm is not None:
-            return math.isfinite(norm.item())
+    def _finite(self, window: _Window, gradients: list[Tensor]) -> bool:
+        """Whether losses and gradients were finite: on all ranks alike, for reduced gradients know of every loss."""
+        if not (self._distributed or window.loss_is_finite):
+            return False
         if not gradients:
             return True
-        torch._amp_foreach_non_finite_check_and_unscale_(gradients, self._found.zero_(), self._one)
+        dense = [g._values() if g.is_sparse else g for g in gradients]
+        torch._amp_foreach_non_finite_check_and_unscale_(dense, self._found.zero_(), self._one)
         return not self._found.item()
 
-    def _scaled_step(self, window: _Window) -> bool:
-        """Step in fp16. An overflow is the loss scale's business, until the scale has nothing left to give."""
-        assert self._scaler is not None
-        before = self._scaler.get_scale()
-        self._scaler.step(window.optimizer)
-        self._scaler.update()
-        stepped = self._scaler.get_scale() >= before
-        if not stepped and before <= 1.0:
-            self._not_finite(window)
-        return stepped
+    def _clip(self, window: _Window, gradients: list[Tensor]) -> Tensor | None:
+        """Clip finite gradients, for of an infinite one clipping would make a large one; return their norm."""
+        if self._clip_value is not None and gradients:
+            torch._foreach_clamp_max_(gradients, self._clip_value)
+            torch._foreach_clamp_min_(gradients, -self._clip_value)
+        if self._clip_norm is None:
+            return None
+        return torch.nn.utils.clip_grad_norm_(window.parameters, self._clip_norm)
+
+    def _update_scale(self) -> None:
+        """Adapt the loss scale, but not while gradients made with the present one wait for their update."""
+        if self._scaler is None or not self._unscaled:
+            return
+        if all(window.fresh and window.micro_batches == 0 for window in self._windows.values()):
+            self._scaler.update()
+            self._unscaled = False
 
     def _not_finite(self, window: _Window) -> None:
         """Say once who was not finite, and do what ``on_nonfinite`` says. Every rank gets here at the same step."""
-        ranks = [
-            rank for rank, finite in enumerate(self._strategy.all_gather_object(self._loss_is_finite)) if not finite
-        ]
+        finite = window.loss_is_finite and all(bool(loss.isfinite()) for loss in window.losses)
+        ranks = [rank for rank, its in enumerate(self._strategy.all_gather_object(finite)) if not its]
         bad = next((p for p in window.parameters if p.grad is not None and not p.grad.isfinite().all()), None)
         where = (
             f"the loss of rank {', '.join(map(str, ranks))}" if ranks else "a gradient (every rank's loss was finite)"
         )
         first = "" if bad is None else f"; first bad parameter: {self._strategy.parameter_name(bad)}"
         message = f"not finite at step {self.steps + 1}: {where}{first}."
-        for p in window.parameters:
-            p.grad = None
-        window.clear()
-        self._loss_is_finite = True
         if self._policy == "skip":
             self._strategy.print(f"unitrain: {message} The step was skipped on all ranks.")
             return
+        for one in self._windows.values():
+            if one.complete:  # others that shared the loss
+                one.clear()
+        self._update_scale()
         advice = "The weights are those of the step before. Set on_nonfinite to skip to leave such steps out."
         if self._policy == "raise":
             raise NonFiniteError(f"{message} {advice}")
         self._strategy.print(f"unitrain: stopped: {message} {advice}")
         raise Stopped(NonFiniteError.exit_code)
+
+
+def _checked(loss: Tensor) -> Tensor:
+    """Return a loss as a tensor without dimensions, or say what is wrong with it."""
+    if not isinstance(loss, Tensor):
+        raise UsageError(f"a loss is a tensor, not {type(loss).__name__}: give step() what the criterion returned.")
+    if loss.numel() != 1:
+        raise UsageError(f"a loss is one number, but this has shape {tuple(loss.shape)}: take its mean().")
+    if not loss.requires_grad:
+        raise UsageError(
+            "the loss has no gradient: it was detached, or computed under no_grad() or from frozen weights."
+        )
+    return loss.reshape(()) if loss.dim() else loss
+
+
+def _weighs(share: Weight) -> bool:
+    """Whether a loss counts at all; a tensor on a GPU is taken to, as asking would wait for it."""
+    return bool(share != 0) if not isinstance(share, Tensor) or share.device.type == "cpu" else True
 
 
 def _gradients(parameters: Iterable[Parameter]) -> list[Tensor]:
