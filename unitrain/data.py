@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 from torch.utils.data import default_collate as torch_default_collate
 
 from unitrain.errors import ConfigError, DataError, nearest
-from unitrain.sharding import EpochPlan, shuffled
+from unitrain.order import Shuffled
+from unitrain.sharding import EpochPlan
 
 if TYPE_CHECKING:
     from unitrain.strategy import Strategy
@@ -158,7 +159,7 @@ class Loader:
                 torch.manual_seed(self._epoch_seed(0))
                 return np.fromiter(self._sampler, dtype=np.int64)
         if self._shuffle:
-            return shuffled(self._plan.samples, self._strategy.config.seed, self.epoch)
+            return Shuffled(self._plan.samples, self._strategy.config.seed, self.epoch).take(np.arange(self._plan.samples))
         return np.arange(self._plan.samples)
 
     def _epoch_seed(self, rank: int) -> int:

@@ -1,4 +1,4 @@
-"""Which samples of an epoch a rank trains on, and when: pure arithmetic, the same on every rank.
+"""Which positions of an epoch's order a rank trains on, and when: pure arithmetic, the same on every rank.
 
 An epoch is one order of all samples. Step ``s`` takes positions ``s·G`` to ``(s+1)·G`` of it, whatever the number of
 processes; the step's positions are cut into ``accumulate`` micro-batches, and rank ``r`` of ``W`` takes every ``W``-th
@@ -7,12 +7,10 @@ position of a micro-batch from its ``r``-th on. No sample is padded, repeated or
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate as running_sums
 from itertools import pairwise
-
-import numpy as np
-from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +31,8 @@ class MicroBatch:
     """Whether it begins its window."""
     last: bool
     """Whether it ends its window."""
+    opening: bool
+    """Whether an iteration over a loader begins with it."""
 
 
 @dataclass(frozen=True)
@@ -45,17 +45,19 @@ class EpochPlan:
     rank: int
     world_size: int
     drop_last: bool
+    start: int = 0
+    """Positions that were consumed before: only the rest is planned."""
 
     @property
     def steps(self) -> int:
-        """Optimizer steps in an epoch."""
-        full, rest = divmod(self.samples, self.global_batch)
+        """Optimizer steps."""
+        full, rest = divmod(self.samples - self.start, self.global_batch)
         return full + (1 if rest and not self.drop_last else 0)
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches in an epoch: the same number on every rank."""
-        full, rest = divmod(self.samples, self.global_batch)
+        """Micro-batches: the same number on every rank."""
+        full, rest = divmod(self.samples - self.start, self.global_batch)
         if not rest or self.drop_last:
             return full * self.accumulate
         return full * self.accumulate + sum(start < rest for start in self._edges()[:-1])
@@ -66,17 +68,61 @@ class EpochPlan:
     def __iter__(self) -> Iterator[MicroBatch]:
         """Yield this rank's micro-batches in order."""
         edges = self._edges()
-        for step in range(self.steps):
-            first = step * self.global_batch
+        done = self.start // self.global_batch
+        for i in range(self.steps):
+            first = self.start + i * self.global_batch
             window = min(self.global_batch, self.samples - first)
-            for start, stop in pairwise(edges):
-                if start >= window:
-                    break
-                begin, end = first + start, first + min(stop, window)
-                count = len(range(begin + self.rank, end, self.world_size))
-                yield MicroBatch(begin, end, count, window, step, first=start == 0, last=end - first == window)
+            yield from _cut(first, window, edges, done + i, i == 0, self.rank, self.world_size)
 
 
-def shuffled(samples: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """Return the order of an epoch: a permutation of ``range(samples)`` that depends on nothing but its arguments."""
-    return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(samples)
+@dataclass(frozen=True)
+class BatchPlan:
+    """How an epoch of given global batches is cut: each is one optimizer step over all processes."""
+
+    sizes: Sequence[int]
+    """Samples of each."""
+    accumulate: int
+    rank: int
+    world_size: int
+    start: int = 0
+    """As in ``EpochPlan``; the end of a batch."""
+
+    @property
+    def samples(self) -> int:
+        """Samples of the whole epoch."""
+        return sum(self.sizes)
+
+    def _windows(self) -> Iterator[tuple[int, int, int]]:
+        edges = pairwise(running_sums(self.sizes, initial=0))
+        return ((i, start, stop - start) for i, (start, stop) in enumerate(edges) if start >= self.start)
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps."""
+        return sum(1 for _ in self._windows())
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches: the same number on every rank."""
+        return sum(min(size, self.accumulate) for _, _, size in self._windows())
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        """Yield this rank's micro-batches in order."""
+        for i, first, size in self._windows():
+            cuts = min(size, self.accumulate)
+            edges = [cut * size // cuts for cut in range(cuts + 1)]
+            yield from _cut(first, size, edges, i, first == self.start, self.rank, self.world_size)
+
+
+def _cut(
+    first: int, window: int, edges: Sequence[int], step: int, opening: bool, rank: int, world_size: int
+) -> Iterator[MicroBatch]:
+    """Cut the ``window`` positions from ``first`` on at ``edges``, as far as they reach."""
+    for start, stop in pairwise(edges):
+        if start >= window:
+            break
+        begin, end = first + start, first + min(stop, window)
+        count = len(range(begin + rank, end, world_size))
+        yield MicroBatch(
+            begin, end, count, window, step, start == 0, end - first == window, opening=opening and start == 0
+        )

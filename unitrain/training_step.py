@@ -264,8 +264,8 @@ class TrainingStep:
         before = window.micro_batch
         if before is micro_batch:
             raise UsageError("step() was called twice for one micro-batch of an accumulation window.")
-        if window.micro_batches > 0 and micro_batch.start == 0:
-            window.clear()  # the epoch before was broken off within a window
+        if window.micro_batches > 0 and micro_batch.opening:
+            window.clear()  # the iteration before was broken off within a window
             before = None
         follows = micro_batch.first if before is None else micro_batch.start == before.stop
         if not follows or (before is None and window.micro_batches > 0):
