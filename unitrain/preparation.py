@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer
 
 from unitrain import batch_norm, precision
@@ -39,7 +41,9 @@ class Preparation:
                 self._optimizer(one)
         if not self._ranks_differ:
             self._ranks_differ = True
-            seed_rank(self._strategy.config.seed, self._strategy.rank)
+            # From here on ranks draw apart (dropout, say); rank 0 goes on as one process would.
+            if self._strategy.rank > 0:
+                seed_rank(self._strategy.config.seed, self._strategy.rank)
         return tuple(done.get(i, one) for i, one in enumerate(objects))
 
     def _module(self, module: nn.Module) -> nn.Module:
@@ -50,6 +54,8 @@ class Preparation:
             raise UsageError(
                 "the model has parameters on the meta device: materialise them (to_empty, then initialise)."
             )
+        if any(is_lazy(p) for p in module.parameters()):
+            raise UsageError("the model has layers that don't know their shapes yet: run one batch through it first.")
         module.to(strategy.device)
         if strategy.config.sync_batchnorm:
             batch_norm.synchronise(self.unwrap(module), strategy)
@@ -138,10 +144,7 @@ class Preparation:
 def _compare(rank: int, ours: list[Any], our_rank: int, theirs: list[Any]) -> None:
     if ours == theirs:
         return
-    pairs = zip(ours, theirs, strict=False)
-    mine, other = next(
-        ((a, b) for a, b in pairs if a != b), (("the number of tensors", len(ours)), ("it", len(theirs)))
-    )
+    mine, other = next((a, b) for a, b in zip_longest(ours, theirs, fillvalue=("nothing",)) if a != b)
     raise CommunicationError(
         f"rank {our_rank} and rank {rank} have different models: {' '.join(map(str, mine))} against "
         f"{' '.join(map(str, other))}. Build the same model on every rank."

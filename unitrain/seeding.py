@@ -15,10 +15,6 @@ def seed_all(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def seed_rank(seed: int, rank: int) -> None:
-    """Let ranks draw apart from now on (dropout, say). Rank 0 goes on as one process would, and is left alone.
-
-    The first ``prepare`` does so, once rank 0's weights are everybody's.
-    """
-    if rank > 0:
-        seed_all(int(np.random.SeedSequence([seed, rank]).generate_state(1)[0]))
+def seed_rank(*words: int) -> None:
+    """Seed python, numpy and torch from several numbers, of which a rank is one, so that ranks draw apart."""
+    seed_all(int(np.random.SeedSequence(words).generate_state(1)[0]))

@@ -21,6 +21,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from unitrain import batch_norm, metrics, saving
+from unitrain.checkpoint import Checkpoint
 from unitrain.collectives import Collectives, Wait
 from unitrain.config import StrategyConfig
 from unitrain.data import Loader
@@ -74,6 +75,7 @@ class Strategy(Collectives):
         self.failed = False
         """Whether this process is ending because of an error: it then waits for nobody."""
         self._closed = False
+        self._checkpoint: Checkpoint | None = None
         self._armed = True
         self._reducers: list[GradientReducer] = []
         self.rank, self.world_size = self._start()
@@ -313,6 +315,27 @@ class Strategy(Collectives):
         """
         return saving.load(self, Path(path))
 
+    def checkpoint(self, folder: str | Path, *, keep: int = 3, background: bool = True, **objects: Any) -> Checkpoint:
+        """Return what saves and resumes a run's objects together; see ``unitrain.checkpoint.Checkpoint``.
+
+        Args:
+            folder: holds one folder for each saved step.
+            keep: how many to keep.
+            background: write while training goes on.
+            **objects: modules, optimizers, schedulers, loaders and dicts of plain values, by name.
+
+        Raises:
+            UsageError: an object has no state, or another checkpoint is open.
+        """
+        if self._checkpoint is not None:
+            raise UsageError("a strategy has one checkpoint: give it all objects, or close() the first.")
+        self._checkpoint = Checkpoint(self, Path(folder), objects, keep=keep, background=background)
+        return self._checkpoint
+
+    def release_checkpoint(self) -> None:
+        """Take note that the checkpoint was closed."""
+        self._checkpoint = None
+
     def unwrap(self, module: nn.Module) -> nn.Module:
         """Return the user's own module behind what ``prepare`` or ``torch.compile`` returned."""
         return self._preparation.unwrap(module)
@@ -342,6 +365,8 @@ class Strategy(Collectives):
             return
         self._closed = True
         try:
+            if self._checkpoint is not None and not self.failed:
+                self._checkpoint.close()
             if not self.failed:
                 self.barrier()
         finally:

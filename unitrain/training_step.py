@@ -107,12 +107,22 @@ class TrainingStep:
         self._on_host = strategy.device.type == "cpu"
         self.micro_batch: MicroBatch | None = None
         self.steps = 0
+        self._at_window_end: list[Callable[[], None]] = []
 
     def register(self, optimizer: Optimizer) -> None:
         """Take note of an optimizer, so that a backward without one knows whose gradients it fills."""
         if optimizer not in self._windows:
             self._windows[optimizer] = _Window(optimizer, f"step.weight.{len(self._windows)}")
             self._arm_counted(self._windows[optimizer])
+
+    @property
+    def within_window(self) -> bool:
+        """Whether some optimizer has gradients that wait for the rest of their window."""
+        return any(window.micro_batches > 0 or not window.fresh for window in self._windows.values())
+
+    def at_window_end(self, action: Callable[[], None]) -> None:
+        """Run ``action`` once, after the step that ends the windows that are open."""
+        self._at_window_end.append(action)
 
     def hand_out(self, micro_batch: MicroBatch | None) -> None:
         """Take note of the micro-batch that a loader hands out for training, before its forward; None at the end."""
@@ -327,6 +337,10 @@ class TrainingStep:
             self._strategy.check_all_in_sync()
         if stepped and scheduler is not None:
             scheduler.step()
+        if self._at_window_end and not self.within_window:
+            actions, self._at_window_end = self._at_window_end, []
+            for action in actions:
+                action()
         if stepped and norm is None:
             return _PLAIN_STEP
         return StepResult(stepped, norm, not stepped)
@@ -373,7 +387,7 @@ class TrainingStep:
         """Adapt the loss scale, but not while gradients made with the present one wait for their update."""
         if self._scaler is None or not self._unscaled:
             return
-        if all(window.fresh and window.micro_batches == 0 for window in self._windows.values()):
+        if not self.within_window:
             self._scaler.update()
             self._unscaled = False
 

@@ -1,0 +1,204 @@
+"""Checkpoints on disk: one folder for each step, which is either whole or not there.
+
+A folder is written under another name, every file and the folder are synced to the disk, and it is renamed last. The
+manifest in it names size and SHA-256 of every file, and has a digest of its own. Nothing else says which checkpoint is
+the newest, so nothing can be wrong about it.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import pickle
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from unitrain.errors import CheckpointError
+
+MANIFEST = "manifest.json"
+SCHEMA = 1
+_FOLDER = re.compile(r"step-(\d{10})")
+_TEMPORARY = re.compile(r"\.step-\d{10}\..*\.tmp")
+_BLOCK = 2**20
+
+
+class _Hashing:
+    """A file that takes note of the digest and the size of what is written to it."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.digest = hashlib.sha256()
+        self.size = 0
+        self.error: OSError | None = None
+        """What went wrong; torch's writer hides it behind an error of its own."""
+
+    def write(self, data: bytes) -> int:
+        self.digest.update(data)
+        self.size += len(data)
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+class DamagedError(Exception):
+    """A checkpoint is not what its manifest says; the message names the file and the reason."""
+
+
+def write(root: Path, step: int, parts: Mapping[str, Any], about: Mapping[str, Any]) -> Path:
+    """Write a checkpoint of ``parts`` (by name: tensors and plain data) and return its folder.
+
+    Args:
+        root: the folder that holds the checkpoints.
+        step: its number.
+        parts: what to write, each in a file of its own.
+        about: plain data for the manifest.
+
+    Raises:
+        CheckpointError: it could not be written; nothing is left of it.
+    """
+    final = root / f"step-{step:010d}"
+    temporary = root / f".{final.name}.{os.getpid()}.tmp"
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        temporary.mkdir()
+        files = {f"{name}.pt": _write_part(temporary / f"{name}.pt", value) for name, value in parts.items()}
+        manifest = {"schema": SCHEMA, "step": step, **about, "files": files}
+        manifest["digest"] = _digest(manifest)
+        with open(temporary / MANIFEST, "w") as file:
+            json.dump(manifest, file, indent=1)
+            _sync(file.fileno())
+        _sync_folder(temporary)
+        _discard(final)  # this step was saved before: the same weights, or a run that begins anew here
+        os.rename(temporary, final)
+        _sync_folder(root)
+    except (OSError, RuntimeError, pickle.PicklingError, TypeError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise CheckpointError(f"checkpoint {final} could not be written: {_explain(error, root)}") from error
+    return final
+
+
+def _write_part(path: Path, value: Any) -> dict[str, Any]:
+    with open(path, "wb") as file:
+        hashing = _Hashing(file)
+        try:
+            torch.save(value, hashing)  # type: ignore[arg-type]
+        except RuntimeError as error:
+            raise hashing.error or error from error
+        file.flush()
+        _sync(file.fileno())
+    return {"size": hashing.size, "sha256": hashing.digest.hexdigest()}
+
+
+def _explain(error: Exception, root: Path) -> str:
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        free = shutil.disk_usage(root).free
+        return f"No space left on the device of {root}: {free} bytes are free. What was saved before is intact."
+    return str(error)
+
+
+def _sync(descriptor: int) -> None:
+    os.fsync(descriptor)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _discard(folder: Path) -> None:
+    """Remove a checkpoint so that at no moment half of it is left under its name."""
+    if folder.exists():
+        grave = folder.with_name(f".{folder.name}.{os.getpid()}.old.tmp")
+        os.rename(folder, grave)
+        shutil.rmtree(grave)
+
+
+def sweep(root: Path) -> None:
+    """Remove what a killed process left half-written."""
+    if root.is_dir():
+        for path in root.iterdir():
+            if _TEMPORARY.fullmatch(path.name):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def prune(root: Path, keep: int) -> None:
+    """Remove the oldest checkpoints beyond ``keep``."""
+    for folder in list(found(root))[keep:]:
+        _discard(folder)
+
+
+def found(root: Path) -> Iterator[Path]:
+    """Yield the folders of checkpoints, the newest step first, whole or not."""
+    if root.is_dir():
+        yield from sorted((p for p in root.iterdir() if _FOLDER.fullmatch(p.name)), reverse=True)
+
+
+def verify(folder: Path) -> dict[str, Any]:
+    """Return a checkpoint's manifest, having read and compared every byte of its files.
+
+    Raises:
+        DamagedError: the manifest or a file is missing, or is not what it was.
+    """
+    try:
+        manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_bytes())
+        digest = manifest.pop("digest")
+        files = manifest["files"]
+        schema = manifest["schema"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedError(f"{folder / MANIFEST}: {type(error).__name__}: {error}") from error
+    if digest != _digest(manifest):
+        raise DamagedError(f"{folder / MANIFEST}: its digest does not match its content")
+    if schema != SCHEMA:
+        raise CheckpointError(f"{folder} has schema {schema}; this UniTrain reads schema {SCHEMA}.")
+    for name, expected in files.items():
+        _verify_file(folder / name, expected["size"], expected["sha256"])
+    return manifest
+
+
+def _verify_file(path: Path, size: int, sha256: str) -> None:
+    try:
+        actual = path.stat().st_size
+        if actual != size:
+            raise DamagedError(f"{path}: {actual} bytes instead of {size}")
+        with open(path, "rb") as file:
+            digest = hashlib.sha256()
+            while block := file.read(_BLOCK):
+                digest.update(block)
+    except OSError as error:
+        raise DamagedError(f"{path}: {error.strerror}") from error
+    if digest.hexdigest() != sha256:
+        raise DamagedError(f"{path}: its content is not what was written (SHA-256)")
+
+
+def read(folder: Path, names: Mapping[str, Any]) -> dict[str, Any]:
+    """Read the files of a verified checkpoint, on the CPU; code in them is refused, and never run.
+
+    Raises:
+        CheckpointError: a file holds more than tensors and plain data.
+    """
+    parts = {}
+    for name in names:
+        try:
+            parts[name.removesuffix(".pt")] = torch.load(folder / name, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise CheckpointError(f"{folder / name} holds code, which is never run: {error}") from error
+    return parts
+
+
+def _digest(manifest: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
