@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -9,6 +12,13 @@ from unitrain.config import StrategyConfig
 from unitrain.errors import ConfigError
 from unitrain.launch import Launch
 from unitrain.strategy import SoleStrategy
+
+
+class _Wrapped(nn.DataParallel[nn.Module]):
+    """torch's wrapper, whose deep copy (an average of the weights, say) is one of the user's module alone."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        return copy.deepcopy(self.module, memo)
 
 
 class DataParallelStrategy(SoleStrategy):
@@ -39,7 +49,7 @@ class DataParallelStrategy(SoleStrategy):
         if len(self.devices) == 1:
             return module
         output = self.config.data_parallel.output_device
-        return nn.DataParallel(module, list(self.devices), self.device if output is None else output)
+        return _Wrapped(module, list(self.devices), self.device if output is None else output)
 
 
 def _devices(config: StrategyConfig) -> tuple[torch.device, ...]:

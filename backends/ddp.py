@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from inspect import signature
@@ -27,7 +28,28 @@ _SYNC_BUFFERS = next(
     for name in ("forward_sync_buffers", "broadcast_buffers")
     if name in signature(DistributedDataParallel.__init__).parameters
 )
+# What gloo and NCCL can't reduce, and what stands in for it.
+_WIDER = {torch.int16: torch.int32}
 _HOOKS = {"fp16": fp16_compress_hook, "bf16": bf16_compress_hook}
+
+
+class _Wrapped(DistributedDataParallel):
+    """torch's wrapper, whose deep copy (an average of the weights, say) is one of the user's module alone."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        module: nn.Module = copy.deepcopy(self.module, memo)
+        return module
+
+    def forward(self, *inputs: Any, **keywords: Any) -> Any:
+        try:
+            return super().forward(*inputs, **keywords)  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            if "Expected to have finished reduction" not in str(error):
+                raise
+            raise UsageError(
+                "parameters took no part in the loss of the backward before, and DDP waits for all: add the losses and "
+                "call step() once, set ddp.find_unused_parameters to true, or freeze them before prepare()."
+            ) from error
 
 
 class DDPStrategy(Strategy):
@@ -53,7 +75,8 @@ class DDPStrategy(Strategy):
 
     def _start(self) -> tuple[int, int]:
         timeout = timedelta(seconds=self.config.timeout_s)
-        self._wrapped: list[DistributedDataParallel] = []
+        self._wrapped: list[_Wrapped] = []
+        self._averaged: set[Parameter] = set()  # by a wrapper; torch does not look at what was frozen when it was made
         if self.config.deterministic:
             self.gradient_reduction = "sum"  # core's buckets: DDP lays its own out anew after the first step
         self._adopted = dist.is_initialized()
@@ -86,7 +109,15 @@ class DDPStrategy(Strategy):
             return module
         options = self.config.ddp
         sync_buffers: dict[str, Any] = {_SYNC_BUFFERS: options.broadcast_buffers}
-        wrapped = DistributedDataParallel(
+        trained = {p for p in module.parameters() if p.requires_grad}
+        if trained & self._averaged:
+            names = ", ".join(sorted(self.parameter_name(p) for p in trained & self._averaged))
+            raise UsageError(
+                f"two prepared modules share parameters ({names}), which DDP would average twice: make both parts of "
+                "one module, and prepare that."
+            )
+        self._averaged |= trained
+        wrapped = _Wrapped(
             module,
             device_ids=[self.device.index] if self.device.type == "cuda" else None,
             **sync_buffers,
@@ -112,12 +143,17 @@ class DDPStrategy(Strategy):
         if self.config.deterministic:
             return super()._watch_gradients(parameters)
 
+        averaged = [p for p in parameters if p in self._averaged]
+        others = [p for p in parameters if p not in self._averaged]
+
         def finish(late: bool) -> None:
-            """DDP has averaged them within backward, unless it was not armed for it."""
+            """DDP has averaged them within backward, unless it was not armed for it, or does not know of them."""
+            if not late and not self.config.ddp.find_unused_parameters:
+                self._check_all_used(averaged)
             if late:
                 self._average(parameters)
-            elif not self.config.ddp.find_unused_parameters:
-                self._check_all_used(parameters)
+            elif others:
+                self._average(others)
 
         return finish
 
@@ -144,7 +180,15 @@ class DDPStrategy(Strategy):
             )
 
     def _all_reduce(self, tensor: Tensor, op: str, name: str) -> Callable[[], None]:
-        return _wait(dist.all_reduce(tensor, _OPS[op], group=self._group, async_op=True))
+        wide = tensor.to(_WIDER.get(tensor.dtype, tensor.dtype))
+        wait = _wait(dist.all_reduce(wide, _OPS[op], group=self._group, async_op=True))
+
+        def finish() -> None:
+            wait()
+            if wide is not tensor:
+                tensor.copy_(wide)
+
+        return finish
 
     def _all_gather(self, tensor: Tensor, name: str) -> Callable[[], Tensor]:
         gathered = torch.empty(self.world_size, *tensor.shape, dtype=tensor.dtype, device=tensor.device)

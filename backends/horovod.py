@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -106,21 +106,15 @@ class HorovodStrategy(Strategy):
         return finish
 
     def _all_gather(self, tensor: Tensor, name: str) -> Callable[[], Tensor]:
-        as_sent = _bits(tensor.unsqueeze(0))
-        handle = self._hvd.allgather_async(as_sent, name=name)
-        return lambda: self._wait(handle).view(tensor.dtype)
+        handle = self._hvd.allgather_async(tensor.unsqueeze(0), name=name)
+        return lambda: cast(Tensor, self._wait(handle))
 
     def _broadcast(self, tensor: Tensor, src: int, name: str) -> Callable[[], None]:
-        handle = self._hvd.broadcast_async_(_bits(tensor), root_rank=src, name=name)
+        handle = self._hvd.broadcast_async_(tensor, root_rank=src, name=name)
         return lambda: self._wait(handle)
 
     def _wait(self, handle: int) -> Any:
         return self._hvd.synchronize(handle)
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """Return a view that Horovod can move: it has no bfloat16, but float16 of as many bits."""
-    return tensor.view(torch.float16) if tensor.dtype == torch.bfloat16 else tensor
 
 
 def _controller(config: StrategyConfig, launch: Launch) -> str:

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from unitrain.errors import UsageError
+from unitrain.errors import CommunicationError, UsageError
 
 T = TypeVar("T")
 Wait = Callable[[], None]
@@ -42,11 +42,16 @@ class Collectives(ABC):
 
     @abstractmethod
     def _all_gather(self, tensor: Tensor, name: str) -> Callable[[], Tensor]:
-        """Begin to gather contiguous tensors of one shape; the result waits and returns them as (world, ...)."""
+        """Begin to gather contiguous tensors of one shape; the result waits and returns them as (world, ...).
+
+        Args:
+            tensor: of uint8 or float64.
+            name: as in ``_all_reduce``.
+        """
 
     @abstractmethod
     def _broadcast(self, tensor: Tensor, src: int, name: str) -> Wait:
-        """Begin to overwrite a contiguous tensor with rank ``src``'s; return what waits for the end."""
+        """Begin to overwrite a contiguous tensor of uint8 with rank ``src``'s; return what waits for the end."""
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
         """Return a new tensor: the element-wise sum, mean, maximum or minimum over all ranks. Collective.
@@ -58,10 +63,13 @@ class Collectives(ABC):
 
         Raises:
             UsageError: another op, or a tensor that can't be reduced.
+            CommunicationError: the other ranks did not take part within ``timeout_s``.
         """
         if op not in ("sum", "mean", "max", "min"):
             raise UsageError(f"all_reduce knows sum, mean, max and min, not {op!r}.")
         work = self._communicable(tensor, "all_reduce")
+        if work.is_complex():
+            raise UsageError("all_reduce can't reduce complex tensors: give it torch.view_as_real(tensor).")
         if op == "mean" and not work.is_floating_point():
             raise UsageError(
                 f"the mean of a {tensor.dtype} tensor is not one: convert it to a floating-point dtype first."
@@ -69,7 +77,8 @@ class Collectives(ABC):
         if work.dtype == torch.bool:
             work = work.to(torch.int64 if op == "sum" else torch.uint8)
         if self.world_size > 1 and work.numel():
-            self._all_reduce(work, "sum" if op == "mean" else op, f"all_reduce.{op}")()
+            engine_op = "sum" if op == "mean" else op
+            self._complete(lambda: self._all_reduce(work, engine_op, f"all_reduce.{op}")(), "all_reduce")
             if op == "mean":
                 work /= self.world_size
         if tensor.dtype == torch.bool and op != "sum":
@@ -79,10 +88,10 @@ class Collectives(ABC):
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Return all ranks' tensors (of one shape and dtype), stacked along a new first dimension. Collective."""
         work = self._communicable(tensor, "all_gather")
-        as_sent = work.to(torch.uint8) if work.dtype == torch.bool else work
         if self.world_size == 1 or not work.numel():
             return work.unsqueeze(0).repeat(self.world_size, *[1] * work.dim()).to(tensor.device)
-        return self._all_gather(as_sent, "all_gather")().to(tensor.device, tensor.dtype)
+        gathered = self._complete(lambda: self._all_gather(_as_bytes(work), "all_gather")(), "all_gather")
+        return gathered.view(work.dtype).view(self.world_size, *work.shape).to(tensor.device)
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
         """Return a new tensor: rank ``src``'s. It has the same shape and dtype on all ranks. Collective."""
@@ -90,14 +99,14 @@ class Collectives(ABC):
         work = self._communicable(tensor, "broadcast")
         if self.world_size == 1 or not work.numel():
             return work.to(tensor.device)
-        as_sent = work.to(torch.uint8) if work.dtype == torch.bool else work
-        self._broadcast(as_sent, src, "broadcast")()
-        return as_sent.to(tensor.device, tensor.dtype)
+        self._complete(lambda: self._broadcast(_as_bytes(work), src, "broadcast")(), "broadcast")
+        return work.to(tensor.device)
 
     def barrier(self) -> None:
         """Wait until every rank has come here. Collective."""
         if self.world_size > 1:
-            self._all_reduce(torch.zeros(1, device=self.device), "sum", "barrier")()
+            zero = torch.zeros(1, device=self.device)
+            self._complete(lambda: self._all_reduce(zero, "sum", "barrier")(), "barrier")
 
     def broadcast_object(self, value: T, src: int = 0) -> T:
         """Return rank ``src``'s picklable object. The other ranks' values are not read. Collective."""
@@ -123,10 +132,19 @@ class Collectives(ABC):
         """Return a contiguous copy on ``device`` that may be overwritten."""
         if not isinstance(tensor, Tensor):
             raise UsageError(f"{verb} takes a tensor, not {type(tensor).__name__}: wrap it in torch.tensor(...).")
-        if tensor.layout != torch.strided or tensor.is_complex():
-            kind = "complex" if tensor.is_complex() else "sparse"
-            raise UsageError(f"{verb} can't communicate {kind} tensors: convert it first (view_as_real, to_dense).")
+        if tensor.layout != torch.strided:
+            raise UsageError(f"{verb} can't communicate sparse tensors: convert it first (to_dense).")
         return tensor.detach().to(self.device, copy=True, memory_format=torch.contiguous_format)
+
+    def _complete(self, collective: Callable[[], T], verb: str) -> T:
+        """Run a collective to its end, and say in our words where it has none."""
+        try:
+            return collective()
+        except RuntimeError as error:  # whatever the engine: all of them raise a kind of it
+            raise CommunicationError(
+                f"rank {self.rank} of {self.world_size} could not complete {verb}: another rank has ended, or has not "
+                f"called it in time. What the engine said: {str(error).strip().splitlines()[0]}"
+            ) from error
 
     def _check_rank(self, src: int) -> None:
         if not 0 <= src < self.world_size:
@@ -146,6 +164,11 @@ class Collectives(ABC):
         flat = torch.cat([total.detach().reshape(-1), torch.as_tensor(count).to(total.device, total.dtype).reshape(1)])
         reduced = self.all_reduce(flat)
         return (reduced[:-1] / reduced[-1]).view(total.shape)
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """Return a flat view of a tensor's bytes: what is only moved need not be of a dtype that an engine knows."""
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _to_bytes(value: Any) -> Tensor:

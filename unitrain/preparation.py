@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,7 @@ class Preparation:
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
-        self._originals: dict[nn.Module, nn.Module] = {}
+        self._originals: MutableMapping[nn.Module, nn.Module] = {}
         self._names: dict[Parameter, str] = {}
         self._ranks_differ = False
 
@@ -138,7 +139,7 @@ class Preparation:
 
     def release(self) -> None:
         """Let go of the wrappers, whose reducers must be gone before their process group is."""
-        self._originals.clear()
+        self._originals = WeakKeyDictionary(self._originals)
 
 
 def _compare(rank: int, ours: list[Any], our_rank: int, theirs: list[Any]) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import pickle
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ def save(strategy: Strategy, value: Any, path: Path) -> None:
     if strategy.is_main:
         try:
             _write(_states(strategy, value), path)
-        except (OSError, RuntimeError, pickle.PicklingError) as error:
+        except Exception as error:  # what can't be pickled raises whatever it likes
             failure = f"{path} could not be written: {error}"
     failure = strategy.broadcast_object(failure)
     if failure:
@@ -40,7 +40,7 @@ def load(strategy: Strategy, path: Path) -> Any:
             result = (None, f"{path} does not exist.")
         except pickle.UnpicklingError as error:
             result = (None, f"{path} is no file of tensors and plain data, or holds code, which is never run: {error}")
-        except (OSError, RuntimeError, EOFError) as error:
+        except Exception as error:  # a broken file makes torch's reader raise errors of many kinds
             result = (None, f"{path} could not be read: {error}")
     value, failure = strategy.broadcast_object(result)
     if failure:
@@ -56,20 +56,20 @@ def _states(strategy: Strategy, value: Any) -> Any:
         return value.state_dict()
     if isinstance(value, dict):
         return {key: _states(strategy, item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
         return type(value)(_states(strategy, item) for item in value)
     return value
 
 
 def _write(value: Any, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    temporary = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with open(temporary, "wb") as file:
             torch.save(value, file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
-        os.unlink(temporary)
+        temporary.unlink(missing_ok=True)
         raise
