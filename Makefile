@@ -22,8 +22,9 @@ export PATH := $(BIN):$(PATH)
 help:
 	@sed -n '/^$$/q; s/^# \{0,1\}//p' Makefile
 
+# With its own address given, torchrun works where the host's name does not resolve.
 train: $(VENV)/.has-recipes
-	$(BIN)/torchrun --standalone --nproc-per-node 2 recipes/resnet.py $(ARGS)
+	$(BIN)/torchrun --standalone --local-addr 127.0.0.1 --nproc-per-node 2 recipes/resnet.py $(ARGS)
 
 test: $(VENV)/.has-test
 	@.ci/install-system-parts
