@@ -1,6 +1,7 @@
 # make train   train a small ResNet on two processes
 # make test    run the whole test suite
 # make lint    check style and types
+# make docs    build the documentation into site/
 # make clean   remove the virtual environment and what tools left (not runs/)
 #
 # Settings: PYTHON makes the virtual environment VENV; ARGS is added to the recipe's command, or to pytest's.
@@ -16,7 +17,7 @@ PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --ro
 export PATH := $(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint clean
+.PHONY: help train test lint docs clean
 .NOTPARALLEL:
 
 help:
@@ -36,8 +37,11 @@ lint: $(VENV)/.has-test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: $(VENV)/.has-docs
+	$(BIN)/mkdocs build
+
 clean:
-	rm -rf $(VENV) build unitrain.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build site unitrain.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
