@@ -1,0 +1,120 @@
+"""One contract for every backend, the built-in and a third party's, in every world that can be made here."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import contract
+import pytest
+from contract import World
+
+needs_horovod = pytest.mark.skipif(
+    find_spec("horovod") is None, reason="Horovod is not installed: unitrain install-horovod adds it"
+)
+WORLDS = [
+    pytest.param(World("single", 1), id="single"),
+    pytest.param(World("data_parallel", 1), id="data_parallel"),
+    pytest.param(World("ddp", 1), id="ddp-x1"),
+    pytest.param(World("ddp", 2), id="ddp-x2"),
+    pytest.param(World("ddp", 3), id="ddp-x3"),
+    pytest.param(World("horovod", 2, "horovodrun"), id="horovod-gloo-x2", marks=needs_horovod),
+    pytest.param(World("horovod", 3, "horovodrun"), id="horovod-gloo-x3", marks=needs_horovod),
+    pytest.param(World("store", 2), id="plugin-x2"),
+]
+
+
+@pytest.fixture(scope="session")
+def plugin(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Install the third party's distribution into a folder of its own, and return it."""
+    source = tmp_path_factory.mktemp("source") / "plugin"
+    shutil.copytree(Path(__file__).parent / "plugin", source)
+    target = tmp_path_factory.mktemp("installed")
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([*command, "--disable-pip-version-check", "--target", target, source], check=True)
+    return str(target)
+
+
+@pytest.fixture(params=WORLDS)
+def world(request: pytest.FixtureRequest) -> World:
+    chosen: World = request.param
+    if chosen.backend == "store":
+        return dataclasses.replace(chosen, path=request.getfixturevalue("plugin"))
+    return chosen
+
+
+@pytest.mark.parametrize(
+    "duty",
+    [
+        contract.reductions,
+        contract.gathers_and_broadcasts,
+        contract.refused_reductions,
+        contract.objects,
+        contract.meters,
+        contract.trains_as_one_device,
+        contract.precisions,
+        contract.unused_parameters,
+        contract.tied_and_frozen,
+        contract.optimizers_that_come_and_change,
+        contract.several_losses_and_optimizers,
+        contract.losses_of_one_trunk,
+        contract.nan_in_an_empty_batch_is_no_news,
+        contract.preparation,
+        contract.copies_and_exports,
+        contract.compiled,
+        contract.evaluation,
+    ],
+    ids=lambda duty: duty.__name__,
+)
+def test_contract(world: World, duty: Callable[[World], None]) -> None:
+    world.run(duty)
+
+
+def test_rank_0_io(world: World, tmp_path: Path) -> None:
+    world.run(contract.rank_0_io, tmp_path)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_adversaries(world: World, accumulate: int) -> None:
+    world.run(contract.adversaries, accumulate)
+
+
+@pytest.mark.parametrize("policy", ["stop", "skip", "raise"])
+def test_not_finite(world: World, policy: str) -> None:
+    world.run(contract.not_finite, policy)
+
+
+def test_different_models(world: World) -> None:
+    if world.processes > 1:
+        world.run(contract.different_models)
+
+
+def test_collective_of_one_rank(world: World) -> None:
+    if world.processes > 1:
+        world.run(contract.collective_of_one_rank)
+
+
+def test_backend_of_a_third_party_is_small(plugin: str) -> None:
+    assert len((Path(plugin) / "unitrain_store.py").read_text().splitlines()) < 80
+
+
+def _names_and_modules(path: str) -> Any:
+    sys.path.insert(0, path)
+    before = set(sys.modules)
+    from unitrain.registry import backend_names
+
+    return backend_names(), sorted(name for name in set(sys.modules) - before if "store" in name)
+
+
+def test_backend_of_a_third_party_is_listed_but_not_imported(plugin: str) -> None:
+    from ranks import run_ranks
+
+    [(names, imported)] = run_ranks(_names_and_modules, plugin, nprocs=1)
+    assert names == ["data_parallel", "ddp", "horovod", "single", "store"]
+    assert imported == []
