@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from unitrain.errors import ConfigError
@@ -61,6 +62,7 @@ class _SyncedNormalise(torch.autograd.Function):
         return output.to(x.dtype), mean, variance, total
 
     @staticmethod
+    @once_differentiable  # autograd can't see through the reduction, and would give a wrong second derivative
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         normalised, weight, inverse_std, total = ctx.saved_tensors
         kind, channels = normalised.dtype, normalised.size(1)
@@ -107,7 +109,7 @@ class SyncBatchNorm(_BatchNorm):
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
             return
         self.num_batches_tracked.add_(1)
-        momentum: Tensor | float = self.momentum if self.momentum is not None else 1.0 / self.num_batches_tracked
+        momentum = self.momentum if self.momentum is not None else 1.0 / self.num_batches_tracked.double()
         unbiased = variance * (total / (total - 1).clamp(min=1))
         self.running_mean.add_(momentum * (mean.to(self.running_mean.dtype) - self.running_mean))
         self.running_var.add_(momentum * (unbiased.to(self.running_var.dtype) - self.running_var))
