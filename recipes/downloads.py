@@ -28,6 +28,6 @@ def downloading(what: str, remedy: str) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError) as error:
-        raise ConfigError(f"{what} can't be downloaded: {error}. {remedy}") from None
+        raise ConfigError(f"{what} can't be downloaded: {str(error).rstrip('.')}. {remedy}") from None
     finally:
         socket.setdefaulttimeout(before)

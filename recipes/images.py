@@ -109,8 +109,9 @@ def _image_folder(folder: Path, size: int) -> Images:
         train = ImageFolder(folder / "train", augmented, loader=_open_image)
         validation = ImageFolder(folder / "val", plain, loader=_open_image)
     except OSError as error:
+        reason = str(error).rstrip(".")
         raise ConfigError(
-            f"data imagefolder:{folder} can't be used: {error}. It must hold train/ and val/, each with one folder of "
+            f"data imagefolder:{folder} can't be used: {reason}. It must hold train/ and val/, each with one folder of "
             "images for every class."
         ) from None
     if train.classes != validation.classes:

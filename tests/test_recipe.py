@@ -1,0 +1,278 @@
+"""The ResNet recipe in one process: what it writes, what its flags do, and what it says to a wrong one."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import socket
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+import yaml
+from jobs import RECIPE, run_job
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tqdm import tqdm
+
+import unitrain
+from unitrain.errors import ConfigError
+from unitrain.recipes import images, models, resnet
+from unitrain.registry import backend_names
+
+METRICS = {
+    "epoch", "step", "train_loss", "val_loss", "val_accuracy", "val_count", "learning_rate", "samples_per_second",
+    "backend", "launcher", "world_size",
+}  # fmt: skip
+FLAGS = (
+    "model", "data", "data-dir", "epochs", "max-steps", "batch-size", "lr", "lr-scaling", "lr-reference-batch",
+    "lr-schedule", "lr-floor", "warmup-epochs", "momentum", "weight-decay", "workers", "pretrained", "freeze-backbone",
+    "output-dir", "config", "seed", "strategy.backend", "strategy.precision", "strategy.sync-batchnorm",
+)  # fmt: skip
+# Three steps of an epoch; the validation set has 2 images.
+FAKE = ("--data", "fake:20", "--batch-size", "8")
+
+
+class Recipe:
+    """Runs the recipe's main in this process, in a folder of its own."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+        self._monkeypatch = monkeypatch
+        self.output = folder / "out"
+        monkeypatch.chdir(folder)
+        monkeypatch.setattr(tqdm, "monitor_interval", 0)  # its thread stays for good
+
+    def train(self, *flags: str) -> None:
+        self._monkeypatch.setattr(sys, "argv", ["resnet.py", *flags])
+        resnet.main()
+
+    def __call__(self, *flags: str) -> list[dict[str, Any]]:
+        """Train, and return the metrics."""
+        self.train("--output-dir", str(self.output), *flags)
+        return [json.loads(line) for line in (self.output / "metrics.jsonl").read_text().splitlines()]
+
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        """What the last run saved."""
+        state: dict[str, torch.Tensor] = torch.load(self.output / "model.pt", weights_only=True)
+        return state
+
+
+@pytest.fixture
+def recipe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Recipe:
+    return Recipe(monkeypatch, tmp_path)
+
+
+@pytest.fixture
+def no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Send every download to a port that refuses connections, and let none find what was downloaded before."""
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        for scheme in ("http", "https"):
+            monkeypatch.setenv(f"{scheme}_proxy", f"http://127.0.0.1:{closed.getsockname()[1]}")
+        monkeypatch.delenv("no_proxy", raising=False)
+        monkeypatch.setattr(urllib.request, "_opener", None)  # keeps the proxies that it found first
+        monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
+        yield
+
+
+# --------------------------------------------------------------------------------------------------- the script
+
+
+def test_it_is_short_and_names_no_backend() -> None:
+    source = RECIPE.read_text()
+    assert len([line for line in source.splitlines() if line.strip() and not line.strip().startswith("#")]) <= 170
+    assert not re.search(rf"\b({'|'.join(backend_names())})\b", source)
+
+
+def test_every_flag_is_in_the_help(tmp_path: Path) -> None:
+    job = run_job([sys.executable, "-m", "unitrain.recipes.resnet", "--help"], tmp_path)
+    assert job.code == 0, job.output
+    assert [flag for flag in FLAGS if f"--{flag} " not in job.stdout] == []
+
+
+def test_models_are_those_of_torchvision_and_one_small_one() -> None:
+    import torchvision
+
+    names = torchvision.models.list_models(module=torchvision.models, include=["resnet*", "resnext*", "wide_resnet*"])
+    assert {*get_args(models.ModelName)} == {*names, "resnet8"}
+    assert models.build("resnet18", 7)(torch.zeros(2, 3, 32, 32)).shape == (2, 7)
+    assert models.build("resnet8", 7)(torch.zeros(2, 3, 8, 8)).shape == (2, 7)
+
+
+# ------------------------------------------------------------------------------------------------- what it writes
+
+
+def test_an_epoch_is_a_line_of_metrics(recipe: Recipe, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = recipe(*FAKE, "--epochs", "2", "--lr", "0.05", "--warmup-epochs", "0")
+    assert [set(line) for line in lines] == [METRICS, METRICS]
+    assert [(line["epoch"], line["step"], line["val_count"]) for line in lines] == [(0, 3, 2), (1, 6, 2)]
+    assert (lines[0]["backend"], lines[0]["launcher"], lines[0]["world_size"]) == ("single", "python", 1)
+    # The rate of the epoch's last step.
+    rates = [0.025 * (1 + math.cos(math.pi * step / 6)) for step in (2, 5)]
+    assert [line["learning_rate"] for line in lines] == pytest.approx(rates)
+    printed = capsys.readouterr()
+    for said in ("resnet8 on fake:20", "launcher python, backend single", "batch 8", "learning rate 0.05", "fp32"):
+        assert printed.out.count(said) == 1, said
+    assert f"Results are in {recipe.output}" in printed.out
+    assert "epoch 1:" in printed.err
+
+
+def test_train_loss_is_the_mean_over_samples_before_each_update(recipe: Recipe) -> None:
+    (line,) = recipe("--data", "fake:20", "--batch-size", "16", "--epochs", "1", "--lr", "1e-12")
+    strategy = unitrain.init()
+    data = images.load("fake:20", Path(), 32)
+    model = models.build("resnet8", 10)
+    # At this rate the weights stay; BatchNorm's statistics are each batch's.
+    batches = strategy.dataloader(data.train, global_batch_size=16, shuffle=True)
+    losses = [torch.nn.functional.cross_entropy(model(x), y, reduction="sum").item() for x, y in batches]
+    assert line["train_loss"] == pytest.approx(sum(losses) / 20, rel=1e-5)
+
+
+def test_tensorboard_has_the_metrics(recipe: Recipe) -> None:
+    lines = recipe(*FAKE, "--epochs", "2")
+    events = EventAccumulator(str(recipe.output)).Reload()
+    for name in ("train_loss", "val_loss", "val_accuracy", "learning_rate"):
+        assert [scalar.step for scalar in events.Scalars(name)] == [3, 6]
+        assert [scalar.value for scalar in events.Scalars(name)] == pytest.approx([line[name] for line in lines])
+
+
+def test_the_written_settings_repeat_the_run(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNITRAIN_SEED", "7")
+    first = recipe(*FAKE, "--epochs", "1", "--lr", "0.02", "--strategy.clip-norm", "1.0")
+    written = recipe.output / "config.yaml"
+    settings = yaml.safe_load(written.read_text())
+    assert (settings["data"], settings["lr"], settings["strategy"]["seed"]) == ("fake:20", 0.02, 7)
+    assert settings["strategy"]["clip_norm"] == 1.0
+    monkeypatch.delenv("UNITRAIN_SEED")
+    again = recipe("--config", str(written))
+    assert [{**line, "samples_per_second": 0} for line in again] == [
+        {**line, "samples_per_second": 0} for line in first
+    ]
+    assert yaml.safe_load(written.read_text()) == settings
+
+
+def test_each_run_has_a_folder_of_its_own(recipe: Recipe, capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(2):
+        recipe.train(*FAKE, "--max-steps", "1")
+    folders = [folder for folder in Path("runs").iterdir() if re.fullmatch(r"resnet-\d{8}-\d{6}-\d+", folder.name)]
+    assert len(folders) == 2
+    printed = capsys.readouterr().out
+    assert [folder for folder in folders if f"Results are in {folder}\n" not in printed] == []
+
+
+# --------------------------------------------------------------------------------------------- what its flags do
+
+
+def test_max_steps_ends_within_an_epoch(recipe: Recipe) -> None:
+    lines = recipe(*FAKE, "--epochs", "5", "--max-steps", "4")
+    assert [(line["epoch"], line["step"]) for line in lines] == [(0, 3), (1, 4)]
+
+
+def test_steps_are_the_optimizers(recipe: Recipe) -> None:
+    lines = recipe(*FAKE, "--epochs", "2", "--max-steps", "5", "--strategy.accumulate", "2")
+    assert [line["step"] for line in lines] == [3, 5]
+
+
+def test_the_learning_rate_scales_when_asked(recipe: Recipe, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--lr-scaling", "sqrt", "--lr-reference-batch", "32", "--lr-schedule", "constant", "--warmup-epochs", "0")
+    (line,) = recipe(*FAKE, "--max-steps", "1", *flags)
+    assert line["learning_rate"] == pytest.approx(0.05)
+    assert "learning rate 0.1 * sqrt(8/32) = 0.05 (sqrt scaling)" in capsys.readouterr().out
+
+
+def test_loading_in_other_processes_changes_nothing(recipe: Recipe, tmp_path: Path) -> None:
+    (line,) = recipe(*FAKE, "--epochs", "1")
+    command = [sys.executable, str(RECIPE), *FAKE, "--epochs", "1", "--workers", "1", "--output-dir", "workers"]
+    job = run_job(command, tmp_path)
+    assert job.code == 0, job.output
+    found = json.loads((tmp_path / "workers" / "metrics.jsonl").read_text())
+    assert found["train_loss"] == pytest.approx(line["train_loss"], rel=1e-5)
+
+
+def test_pretrained_layers_of_another_shape_are_left_out_and_frozen_ones_stay(
+    recipe: Recipe, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = models.build("resnet8", 7).state_dict()
+    torch.save(weights, "seven.pt")
+    recipe(*FAKE, "--epochs", "1", "--pretrained", "seven.pt", "--freeze-backbone")
+    assert "pretrained seven.pt, but for layers not in it or of another shape: ['fc']" in capsys.readouterr().out
+    # BatchNorm's statistics too: they belong to the weights.
+    backbone = [name for name in weights if not name.startswith("fc.")]
+    assert [name for name in backbone if not torch.equal(recipe.weights[name], weights[name])] == []
+    first = recipe.weights
+    recipe(*FAKE, "--epochs", "2", "--pretrained", str(recipe.output / "model.pt"), "--freeze-backbone")
+    assert not torch.equal(recipe.weights["fc.weight"], first["fc.weight"])
+
+
+def test_weights_of_torchvision(recipe: Recipe, no_network: None, capsys: pytest.CaptureFixture[str]) -> None:
+    weights = models.build("resnet18", 1000).state_dict()
+    Path("torch", "hub", "checkpoints").mkdir(parents=True)
+    torch.save(weights, "torch/hub/checkpoints/resnet18-f37072fd.pth")  # as if it had been downloaded
+    flags = ("--model", "resnet18", "--pretrained", "torchvision", "--freeze-backbone")
+    recipe("--data", "digits", "--max-steps", "1", *flags)
+    assert "another shape: ['fc']" in capsys.readouterr().out
+    assert torch.equal(recipe.weights["layer4.1.conv2.weight"], weights["layer4.1.conv2.weight"])
+
+
+# ---------------------------------------------------------------------------------------------- what it refuses
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--batch-size", "0"), "--batch-size is '0', but must be a whole number >= 1."),
+        (("--modle", "x"), "--modle is not a flag. Did you mean '--model'?"),
+        (("--config", "twice.yaml"), "'lr' is given twice, first in line 1"),
+        (("--data", "imagefolder:nowhere"), "data imagefolder:nowhere can't be used: "),
+    ],
+)
+def test_a_wrong_setting_is_one_message(tmp_path: Path, flags: tuple[str, ...], said: str) -> None:
+    (tmp_path / "twice.yaml").write_text("lr: 0.1\nepochs: 3\nlr: 0.2\n")
+    job = run_job([sys.executable, str(RECIPE), *flags], tmp_path)
+    assert job.code == 2
+    assert job.stdout == ""
+    assert job.stderr.count("\n") == 1, job.output
+    assert job.stderr.startswith("unitrain: error: ")
+    assert said in job.stderr
+    assert {path.suffix for path in tmp_path.iterdir()} == {".yaml", ".stdout", ".stderr"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--model", "resnet19"), "--model is 'resnet19', but must be resnet8, resnet18"),
+        (("--data", "nope"), "--data is 'nope', but must be digits, cifar10, flowers102, imagefolder:PATH or fake"),
+        (("--data", "fake:0"), "--data is 'fake:0'"),
+        (("--data", "digits:3"), "--data is 'digits:3'"),
+        (("--lr", "nan"), "--lr is 'nan'"),
+        (("--momentum", "1"), "--momentum is '1', but must be a number >= 0, < 1"),
+        (("--lr-floor", "0.5"), "floor is 0.5, but must be 0 to its peak, 0.1"),
+        (("--warmup-epochs", "3", "--epochs", "2"), "warm-up over 9 steps must end within the 6"),
+        (("--output-dir", "file/out"), r"output folder can't be written: .*file/out"),
+        (("--output-dir", "file"), r"output folder can't be written: .*'file'"),
+        (("--pretrained", "nowhere.pt"), "pretrained nowhere.pt can't be used: .*does not exist"),
+        (("--pretrained", "file"), "pretrained file can't be used"),
+        (("--pretrained", "number.pt"), r"pretrained number.pt holds no state dict"),
+        (("--pretrained", "other.pt"), "pretrained other.pt has no layer that fits resnet8"),
+        (("--pretrained", "torchvision"), "torchvision has no weights for resnet8"),
+        (
+            ("--model", "resnet18", "--pretrained", "torchvision"),
+            "can't be downloaded: .*refused.*give the file to --pre",
+        ),
+        (("--data", "cifar10"), "data cifar10 is not in data and can't be downloaded: .*refused.*Unpack https://"),
+        (("--data", "flowers102"), "data flowers102 is not in data and can't be downloaded: .*refused.*102flowers.tgz"),
+        (("--data", "imagefolder:."), "data imagefolder:. can't be used: .*It must hold train/ and val/"),
+    ],
+)
+def test_what_can_not_be_is_refused(recipe: Recipe, no_network: None, flags: tuple[str, ...], said: str) -> None:
+    Path("file").write_text("text")
+    torch.save(3, "number.pt")
+    torch.save({"fc.weight": torch.zeros(1)}, "other.pt")
+    with pytest.raises(ConfigError, match=said):
+        recipe(*FAKE, *flags)
+    assert not recipe.output.exists()
