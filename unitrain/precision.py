@@ -38,7 +38,9 @@ class _AutocastForward:
         self._local.__dict__.setdefault("stack", []).append(context)
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._local.stack.pop().__exit__(None, None, None)
+        stack = self._local.__dict__.get("stack")
+        if stack:  # else an earlier hook of the user's raised before we entered
+            stack.pop().__exit__(None, None, None)
 
 
 def _to_double(value: Any) -> Any:
