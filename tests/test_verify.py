@@ -15,8 +15,6 @@ from unitrain.verify.cases import CASES
 from unitrain.verify.worlds import find_worlds
 
 BROKEN = '''
-from dataclasses import replace
-
 from unitrain.registry import load_backend
 from unitrain.strategy import Strategy
 
@@ -53,9 +51,12 @@ class WholeBatchEverywhere(load_backend("ddp")):
     expected_world = OnBuckets.expected_world
 
     def dataloader(self, dataset, **settings):
-        loader = super().dataloader(dataset, **settings)
-        loader._plan = replace(loader._plan, rank=0, world_size=1)
-        return loader
+        rank, world_size = self.rank, self.world_size
+        self.rank, self.world_size = 0, 1
+        try:
+            return super().dataloader(dataset, **settings)
+        finally:
+            self.rank, self.world_size = rank, world_size
 '''
 
 CLASSES = {

@@ -14,6 +14,7 @@ a newer UniTrain changes it.
 from __future__ import annotations
 
 import hashlib
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,15 +48,14 @@ class Shuffled:
         self._samples = samples
         digest = hashlib.blake2b(f"unitrain order {seed} {epoch}".encode(), digest_size=8 * _ROUNDS).digest()
         self._keys = np.frombuffer(digest, dtype="<u8").astype(np.uint64)
-        self._small = _sorted_by_keys(samples, self._keys[0]) if samples < _EXACT_BELOW else None
         bits = (samples - 1).bit_length()
         self._low_bits = bits // 2
         self._high_bits = bits - self._low_bits
 
     def take(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the samples at these positions, which may be any of ``range(samples)``."""
-        if self._small is not None:
-            return self._small[positions]
+        if self._samples < _EXACT_BELOW:
+            return self._sorted[positions]
         taken = np.empty(len(positions), dtype=np.int64)
         for start in range(0, len(positions), _CHUNK):
             part = slice(start, start + _CHUNK)
@@ -90,6 +90,14 @@ class Shuffled:
         permuted: NDArray[np.uint64] = (high << np.uint64(self._low_bits)) | low
         return permuted
 
+    @cached_property
+    def _sorted(self) -> NDArray[np.int64]:
+        """The samples, sorted by random keys."""
+        keys = np.arange(1, self._samples + 1, dtype=np.uint64) * _GOLDEN + self._keys[0]
+        keys = (keys ^ (keys >> np.uint64(30))) * _MULTIPLIERS[0]
+        keys = (keys ^ (keys >> np.uint64(27))) * _MULTIPLIERS[1]
+        return np.argsort(keys ^ (keys >> np.uint64(31)))
+
 
 class InOrder:
     """The samples as they are numbered."""
@@ -97,10 +105,3 @@ class InOrder:
     def take(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the samples at these positions."""
         return positions
-
-
-def _sorted_by_keys(samples: int, key: np.uint64) -> NDArray[np.int64]:
-    keys = (np.arange(1, samples + 1, dtype=np.uint64) * _GOLDEN) + key
-    keys = (keys ^ (keys >> np.uint64(30))) * _MULTIPLIERS[0]
-    keys = (keys ^ (keys >> np.uint64(27))) * _MULTIPLIERS[1]
-    return np.argsort(keys ^ (keys >> np.uint64(31)))

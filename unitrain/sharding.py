@@ -62,6 +62,10 @@ class EpochPlan:
             return full * self.accumulate
         return full * self.accumulate + sum(start < rest for start in self._edges()[:-1])
 
+    def can_start_at(self, start: int) -> bool:
+        """Whether the epoch can be cut anew from this position."""
+        return 0 <= start <= self.samples
+
     def _edges(self) -> list[int]:
         return [i * self.global_batch // self.accumulate for i in range(self.accumulate + 1)]
 
@@ -91,6 +95,10 @@ class BatchPlan:
     def samples(self) -> int:
         """Samples of the whole epoch."""
         return sum(self.sizes)
+
+    def can_start_at(self, start: int) -> bool:
+        """Whether the epoch can be cut anew from this position: not within a batch."""
+        return start in running_sums(self.sizes, initial=0)
 
     def _windows(self) -> Iterator[tuple[int, int, int]]:
         edges = pairwise(running_sums(self.sizes, initial=0))

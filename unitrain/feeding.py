@@ -1,0 +1,58 @@
+"""Batches on their way to the device: copied ahead of use, beside the computation, where the device is a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from unitrain.structure import rebuilt, tensors
+
+T = TypeVar("T")
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Return the batch with every tensor in it on ``device``; whatever else has a ``to`` method is moved by that."""
+
+    def move(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.to(device, non_blocking=True)
+        return value.to(device) if callable(getattr(value, "to", None)) else value
+
+    return rebuilt(batch, move)
+
+
+def feed(batches: Iterator[tuple[T, Any]], device: torch.device) -> Iterator[tuple[T, Any]]:
+    """Yield each batch, with what belongs to it, on the device.
+
+    On a GPU the next batch is copied on a stream of its own while this one is computed with. From page-locked memory
+    that takes neither the CPU's time nor the computation's.
+    """
+    if device.type != "cuda":
+        for label, batch in batches:
+            yield label, to_device(batch, device)
+        return
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    ahead: tuple[T, Any, torch.cuda.Event] | None = None
+    for label, batch in batches:
+        with torch.cuda.stream(stream):
+            copied = rebuilt(batch, lambda value: to_device(value, device) if isinstance(value, Tensor) else value)
+            arrival = stream.record_event()
+        if ahead is not None:
+            yield _arrived(*ahead, device)
+        ahead = (label, copied, arrival)
+    if ahead is not None:
+        yield _arrived(*ahead, device)
+
+
+def _arrived(label: T, batch: Any, arrival: torch.cuda.Event, device: torch.device) -> tuple[T, Any]:
+    """Let the computation wait for a copy, and its memory for the computation."""
+    computing = torch.cuda.current_stream(device)
+    computing.wait_event(arrival)
+    for tensor in tensors(batch):
+        if tensor.is_cuda:
+            tensor.record_stream(computing)
+    # What has a `to` of its own is moved only now: its memory could not be told to wait.
+    return label, to_device(batch, device)

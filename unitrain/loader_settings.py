@@ -1,0 +1,146 @@
+"""What a loader may be told, and what a torch DataLoader was told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+
+from unitrain.errors import ConfigError, DataError, nearest
+
+PASSED_ON = (
+    "collate_fn", "multiprocessing_context", "num_workers", "persistent_workers", "pin_memory", "prefetch_factor",
+    "timeout", "worker_init_fn",
+)  # fmt: skip
+_OURS = {
+    "generator": "the order follows from the strategy's seed and the epoch",
+    "pin_memory_device": "the strategy knows its device",
+    "in_order": "batches come in order, or no run could be repeated",
+}
+
+
+@dataclass
+class LoaderSettings:
+    """What ``strategy.dataloader`` was given."""
+
+    dataset: Any
+    global_batch_size: int | None
+    batch_size: int | None
+    shuffle: bool
+    sampler: Any
+    batch_sampler: Any
+    drop_last: bool
+    passed_on: dict[str, Any] = field(default_factory=dict)
+    """The DataLoader's."""
+
+    def __post_init__(self) -> None:
+        for name in self.passed_on:
+            if name in _OURS:
+                raise ConfigError(f"a strategy's loader does not take {name!r}: {_OURS[name]}.")
+            if name not in PASSED_ON:
+                raise ConfigError(
+                    f"a loader has no setting {name!r}.{nearest(name, PASSED_ON)} It takes {', '.join(PASSED_ON)}."
+                )
+        if isinstance(self.dataset, DataLoader):
+            self._take_apart(self.dataset)
+        self._check_dataset()
+        self._check_order()
+        self._check_size()
+
+    @property
+    def is_iterable(self) -> bool:
+        """Whether samples come one after another, and not by index."""
+        return isinstance(self.dataset, IterableDataset) or not hasattr(self.dataset, "__getitem__")
+
+    def _take_apart(self, loader: DataLoader[Any]) -> None:
+        """Take over what a torch DataLoader was given."""
+        given = {name: getattr(loader, name, None) for name in PASSED_ON}
+        if not loader.num_workers:
+            given.update(multiprocessing_context=None, timeout=None)
+        self.passed_on = {**{name: value for name, value in given.items() if value is not None}, **self.passed_on}
+        self.dataset, self.drop_last = loader.dataset, loader.drop_last
+        if loader.batch_size is None and loader.batch_sampler is None:
+            raise DataError(
+                "a DataLoader without batches (batch_size=None) can't be converted, since the samples in what it "
+                "yields can't be told: let the dataset yield single samples, and give a batch size."
+            )
+        if isinstance(self.dataset, IterableDataset):
+            pass
+        elif loader.batch_size is None:
+            self.batch_sampler = loader.batch_sampler
+            return
+        else:
+            self.shuffle, self.sampler = _order_of(loader.sampler)
+        if self.global_batch_size is None and self.batch_size is None:
+            self.batch_size = loader.batch_size
+
+    def _check_dataset(self) -> None:
+        name = type(self.dataset).__name__
+        if self.is_iterable:
+            if not hasattr(self.dataset, "__iter__"):
+                raise DataError(f"{name} is no dataset: it has neither __getitem__ nor __iter__.")
+            if iter(self.dataset) is self.dataset:
+                raise DataError(
+                    f"a {name} can be read only once, and by one process: give a dataset whose __iter__ begins anew."
+                )
+        elif not hasattr(self.dataset, "__len__"):
+            raise DataError(f"{name} has no __len__: without it no epoch can be planned.")
+
+    def _check_order(self) -> None:
+        orders = {"shuffle": self.shuffle, "sampler": self.sampler, "batch_sampler": self.batch_sampler}
+        given = [name for name, value in orders.items() if value is not None and value is not False]
+        if len(given) > 1:
+            raise ConfigError(f"a loader takes one order of its samples, not {' and '.join(given)}.")
+        if given and self.is_iterable:
+            raise ConfigError(f"a dataset that is read in its own order takes no {given[0]}.")
+        for sampler in (self.sampler, getattr(self.batch_sampler, "sampler", None)):
+            if isinstance(sampler, DistributedSampler):
+                raise ConfigError(
+                    "the strategy's loader deals the samples out to the ranks; a DistributedSampler would do so "
+                    f"twice: write shuffle={sampler.shuffle} instead."
+                )
+
+    def _check_size(self) -> None:
+        if self.batch_sampler is not None:
+            if self.global_batch_size is not None or self.batch_size is not None or self.drop_last:
+                raise ConfigError(
+                    "a batch_sampler says what each batch is, so a batch size or drop_last beside it says too much."
+                )
+            return
+        if (self.global_batch_size is None) == (self.batch_size is None):
+            raise ConfigError(
+                "a loader needs exactly one of global_batch_size (samples of one step over all processes) and "
+                f"batch_size (of one batch of one process); got {self.global_batch_size} and {self.batch_size}."
+            )
+        given = self.global_batch_size if self.batch_size is None else self.batch_size
+        if isinstance(given, bool) or not isinstance(given, int) or given < 1:
+            raise ConfigError(f"a batch size is a whole number of at least 1, not {given!r}.")
+
+    def samples_per_step(self, world_size: int, accumulate: int) -> int:
+        """Return the samples of one optimizer step over all processes."""
+        if self.batch_size is not None:
+            return self.batch_size * world_size * accumulate
+        assert self.global_batch_size is not None  # checked
+        if self.global_batch_size < accumulate:
+            raise ConfigError(
+                f"global_batch_size {self.global_batch_size} can't be cut into accumulate={accumulate} micro-batches."
+            )
+        return self.global_batch_size
+
+
+def _order_of(sampler: Any) -> tuple[bool, Any]:
+    """Return a DataLoader's sampler as ``shuffle`` and ``sampler``."""
+    if isinstance(sampler, DistributedSampler):
+        return sampler.shuffle, None
+    if type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None:
+        return True, None
+    if type(sampler) is SequentialSampler:
+        return False, None
+    return False, sampler

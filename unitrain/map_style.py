@@ -1,0 +1,103 @@
+"""Batches of a map-style dataset: this rank's samples of each micro-batch, read by torch's DataLoader."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from unitrain.fetching import BatchReader, Collate, Request, as_is
+from unitrain.sample_seeding import derived_seed, sample_seeds
+from unitrain.samplers import Epoch, Orders
+from unitrain.sharding import MicroBatch
+from unitrain.workers import with_deaths_explained
+
+# Positions whose samples are looked up at once; one by one, an index costs a hundred times as much.
+_LOOK_UP = 2**15
+
+
+class MapStyle:
+    """A map-style dataset, as one rank reads it.
+
+    Args:
+        dataset: with ``__getitem__``.
+        orders: what is read when.
+        collate: makes a batch of samples.
+        seeded: whether each sample has random numbers of its own.
+        settings: the DataLoader's.
+    """
+
+    def __init__(
+        self, dataset: Any, orders: Orders, collate: Collate, *, seeded: bool, settings: dict[str, Any]
+    ) -> None:
+        self._orders = orders
+        self._seeded = seeded
+        self._requests = _Requests()
+        self._generator = torch.Generator()
+        self._loader: DataLoader[Any] = DataLoader(
+            BatchReader(dataset, collate),
+            batch_sampler=self._requests,  # type: ignore[arg-type]
+            collate_fn=as_is,
+            generator=self._generator,
+            **settings,
+        )
+
+    def epoch(self, seed: int, number: int, start: int = 0) -> Epoch:
+        """Return the plan of an epoch's rest, from position ``start`` on."""
+        return self._orders.epoch(seed, number, start)
+
+    def batches(self, seed: int, number: int, start: int) -> Iterator[tuple[MicroBatch, Any]]:
+        """Yield this rank's part of each micro-batch of an epoch, from position ``start`` on."""
+        epoch = self.epoch(seed, number, start)
+        self._requests.coming = _requests(epoch, seed if self._seeded else None, number)
+        # What workers draw outside of samples, and what seeds them, differs from rank to rank.
+        self._generator.manual_seed(derived_seed("workers", seed, number, epoch.plan.rank) >> 1)
+        batches = with_deaths_explained(iter(self._loader), self._loader.timeout)
+        return zip(epoch.plan, batches, strict=True)
+
+
+class _Requests:
+    """The batch sampler under the DataLoader."""
+
+    coming: Iterator[Request] = iter(())
+
+    def __iter__(self) -> Iterator[Request]:
+        return self.coming
+
+
+def _requests(epoch: Epoch, seed: int | None, number: int) -> Iterator[Request]:
+    """Yield what is to be read for each micro-batch; ``seed`` is None where samples have no numbers of their own."""
+    plan = epoch.plan
+    for micro_batches in _gathered(plan):
+        # An empty batch asks for one sample all the same, to learn the structure from.
+        parts = [
+            np.arange(one.start + plan.rank, one.stop, plan.world_size) if one.count else np.array([one.start])
+            for one in micro_batches
+        ]
+        positions = np.concatenate(parts)
+        samples = epoch.order.take(positions)
+        indices = samples.tolist()
+        seeds = None
+        if seed is not None:
+            seeds = sample_seeds(seed, number, samples, positions if epoch.repeats else None)
+        begin = 0
+        for one in micro_batches:
+            part = slice(begin, begin := begin + max(1, one.count))
+            yield Request(indices[part], seeds and seeds[part], empty=not one.count)
+
+
+def _gathered(micro_batches: Iterable[MicroBatch]) -> Iterator[Sequence[MicroBatch]]:
+    """Yield micro-batches in groups of about ``_LOOK_UP`` samples."""
+    gathered: list[MicroBatch] = []
+    samples = 0
+    for one in micro_batches:
+        gathered.append(one)
+        samples += max(1, one.count)
+        if samples >= _LOOK_UP:
+            yield gathered
+            gathered, samples = [], 0
+    if gathered:
+        yield gathered

@@ -1,0 +1,72 @@
+"""Random numbers that belong to a sample: python's, numpy's and torch's follow from (seed, epoch, sample) alone.
+
+A sample then looks the same in whichever process, worker or batch it is read, and after a resume.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+_MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+
+
+def derived_seed(*parts: object) -> int:
+    """Return 64 bits that follow from ``parts``, which are told apart by their text."""
+    digest = hashlib.blake2b(" ".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def sample_seeds(
+    seed: int, epoch: int, samples: NDArray[np.int64], positions: NDArray[np.int64] | None = None
+) -> list[int]:
+    """Return 64 bits for each sample.
+
+    Args:
+        seed: the run's.
+        epoch: in which the samples are read.
+        samples: their indices.
+        positions: where in the epoch each is read, for orders in which a sample may come twice.
+    """
+    mixed = _mixed(samples, derived_seed("sample", seed, epoch))
+    if positions is not None:
+        mixed = _mixed(mixed + positions.astype(np.uint64), derived_seed("position", seed, epoch))
+    seeds: list[int] = mixed.tolist()
+    return seeds
+
+
+def _mixed(values: NDArray[np.int64] | NDArray[np.uint64], key: int) -> NDArray[np.uint64]:
+    """SplitMix64's finaliser, twice the key: neighbouring values share nothing afterwards."""
+    mixed: NDArray[np.uint64] = (values.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(
+        key
+    )
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * _MULTIPLIERS[0]
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * _MULTIPLIERS[1]
+    mixed ^= mixed >> np.uint64(31)
+    return mixed
+
+
+def seed_generators(seed: int) -> None:
+    """Seed python's, numpy's and torch's CPU generator with 64 bits; torch.manual_seed would take ten times as long."""
+    random.seed(seed)
+    # Both of these are Mersenne Twisters that use 32 bits of a seed: of the same 32, they would draw the same.
+    np.random.seed(seed >> 32)
+    torch.default_generator.manual_seed(seed & 0xFFFFFFFF)
+
+
+@contextmanager
+def generators_restored() -> Iterator[None]:
+    """Leave the process's own generators as they were (77 µs of CPU time on one core)."""
+    states = random.getstate(), np.random.get_state(legacy=False), torch.default_generator.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.default_generator.set_state(states[2])

@@ -1,0 +1,127 @@
+"""The orders of an epoch, ours and those of a user's samplers, and the plans that deal them out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from unitrain.order import InOrder, Shuffled
+from unitrain.sample_seeding import derived_seed, generators_restored, seed_generators
+from unitrain.sharding import BatchPlan, EpochPlan
+
+
+class Order(Protocol):
+    """Which sample stands where in an epoch."""
+
+    def take(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the samples at these positions."""
+
+
+class Epoch(NamedTuple):
+    """One epoch: how it is cut, and in which order."""
+
+    plan: EpochPlan | BatchPlan
+    order: Order
+    repeats: bool
+    """Whether a sample may come twice."""
+
+
+class Orders(Protocol):
+    """What makes epochs."""
+
+    def epoch(self, seed: int, number: int, start: int) -> Epoch:
+        """Return epoch ``number`` of a run with ``seed``, from position ``start`` on."""
+
+
+class OwnOrder:
+    """The dataset's own order, or a shuffled one."""
+
+    def __init__(self, plan: EpochPlan, shuffle: bool) -> None:
+        self._plan = plan
+        self._shuffle = shuffle
+
+    def epoch(self, seed: int, number: int, start: int) -> Epoch:
+        """See ``Orders``."""
+        order = Shuffled(self._plan.samples, seed, number) if self._shuffle else InOrder()
+        return Epoch(replace(self._plan, start=start), order, repeats=False)
+
+
+class SamplerOrder:
+    """A user's sampler, of which every rank draws the same indices."""
+
+    def __init__(self, plan: EpochPlan, sampler: Iterable[int]) -> None:
+        self._plan = plan
+        self._sampler = _Seeded(sampler)
+        self._drawn: tuple[tuple[int, int], NDArray[np.int64]] | None = None
+
+    def epoch(self, seed: int, number: int, start: int) -> Epoch:
+        """See ``Orders``."""
+        if self._drawn is None or self._drawn[0] != (seed, number):
+            self._drawn = ((seed, number), np.fromiter(self._sampler.draw(seed, number), np.int64))
+        indices = self._drawn[1]
+        return Epoch(replace(self._plan, samples=len(indices), start=start), _Listed(indices), repeats=True)
+
+
+class BatchSamplerOrder:
+    """A user's batch sampler, of which every rank draws the same batches."""
+
+    def __init__(self, plan: BatchPlan, batch_sampler: Iterable[Sequence[int]]) -> None:
+        self._plan = plan
+        self._sampler = _Seeded(batch_sampler)
+        self._drawn: tuple[tuple[int, int], NDArray[np.int64], tuple[int, ...]] | None = None
+
+    def epoch(self, seed: int, number: int, start: int) -> Epoch:
+        """See ``Orders``."""
+        if self._drawn is None or self._drawn[0] != (seed, number):
+            batches = [np.asarray(batch, np.int64) for batch in self._sampler.draw(seed, number) if len(batch)]
+            indices = np.concatenate([np.empty(0, np.int64), *batches])
+            self._drawn = ((seed, number), indices, tuple(map(len, batches)))
+        _, indices, sizes = self._drawn
+        return Epoch(replace(self._plan, sizes=sizes, start=start), _Listed(indices), repeats=True)
+
+
+class _Listed:
+    def __init__(self, indices: NDArray[np.int64]) -> None:
+        self._indices = indices
+
+    def take(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        return self._indices[positions]
+
+
+class _Seeded:
+    """A sampler whose random numbers follow from seed and epoch, and which leaves every generator as it was.
+
+    A generator that the sampler brings counts by the seed it was made with: another seed draws another order.
+    """
+
+    def __init__(self, sampler: Iterable[Any]) -> None:
+        self._sampler = sampler
+        own = (getattr(one, "generator", None) for one in _nested(sampler))
+        self._own = [(one, one.initial_seed()) for one in own if isinstance(one, torch.Generator)]
+
+    def draw(self, seed: int, epoch: int) -> Iterator[Any]:
+        for sampler in _nested(self._sampler):
+            if callable(getattr(sampler, "set_epoch", None)):
+                sampler.set_epoch(epoch)
+        states = [generator.get_state() for generator, _ in self._own]
+        try:
+            with generators_restored():
+                seed_generators(derived_seed("sampler", seed, epoch))
+                for generator, initial in self._own:
+                    generator.manual_seed(derived_seed("sampler", seed, epoch, initial) >> 1)
+                yield from self._sampler
+        finally:
+            for (generator, _), state in zip(self._own, states, strict=True):
+                generator.set_state(state)
+
+
+def _nested(sampler: Any) -> Iterator[Any]:
+    """Yield a sampler, and those that it draws from."""
+    while sampler is not None:
+        yield sampler
+        sampler = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
