@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -24,7 +25,7 @@ def save(strategy: Strategy, value: Any, path: Path) -> None:
         try:
             _write(_states(strategy, value), path)
         except Exception as error:  # what can't be pickled raises whatever it likes
-            failure = f"{path} could not be written: {error}"
+            failure = f"{path} could not be written: {_reason(error)}"
     failure = strategy.broadcast_object(failure)
     if failure:
         raise CheckpointError(failure)
@@ -38,10 +39,8 @@ def load(strategy: Strategy, path: Path) -> Any:
             result = (torch.load(path, map_location="cpu", weights_only=True), None)
         except FileNotFoundError:
             result = (None, f"{path} does not exist.")
-        except pickle.UnpicklingError as error:
-            result = (None, f"{path} is no file of tensors and plain data, or holds code, which is never run: {error}")
         except Exception as error:  # a broken file makes torch's reader raise errors of many kinds
-            result = (None, f"{path} could not be read: {error}")
+            result = (None, f"{path} could not be read: {_reason(error)}")
     value, failure = strategy.broadcast_object(result)
     if failure:
         raise CheckpointError(failure)
@@ -69,7 +68,18 @@ def _write(value: Any, path: Path) -> None:
             torch.save(value, file)
             file.flush()
             os.fsync(file.fileno())
+        # What can't be read is told now, and not when it is needed. This reads no tensor's data.
+        torch.load(temporary, map_location="cpu", weights_only=True, mmap=True)
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def _reason(error: Exception) -> str:
+    """Return why a file could not be written or read; torch's own words would have the user run what is in it."""
+    if isinstance(error, pickle.UnpicklingError):
+        kind = re.search(r"GLOBAL (\S+)", str(error))
+        found = f"{kind[1]} is" if kind else "something in it is"
+        return f"{found} neither a tensor nor plain data (numbers, texts, lists, dicts), and code is never run."
+    return f"{type(error).__name__}: {error}"

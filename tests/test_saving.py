@@ -1,0 +1,158 @@
+"""strategy.save and load: one whole file or the old one, plain data only, and an error that says why."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import unitrain
+from unitrain import CheckpointError, Strategy
+
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=10,
+)
+
+
+@pytest.fixture
+def strategy() -> Iterator[Strategy]:
+    with unitrain.init(backend="single", device="cpu") as strategy:
+        yield strategy
+
+
+@given(value=PLAIN)
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_plain_values_come_back(strategy: Strategy, tmp_path: Path, value: Any) -> None:
+    strategy.save(value, tmp_path / "value.pt")
+    assert strategy.load(tmp_path / "value.pt") == value
+
+
+def test_states_at_any_depth(strategy: Strategy, tmp_path: Path) -> None:
+    model = nn.Linear(2, 3)
+    optimizer = torch.optim.Adam(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    prepared, *_ = strategy.prepare(model, optimizer, scheduler)
+    strategy.save(OrderedDict(a=[prepared, (optimizer,)], b={"c": scheduler, 7: torch.ones(2)}), str(tmp_path / "s.pt"))
+    loaded = strategy.load(str(tmp_path / "s.pt"))
+    assert torch.equal(loaded["a"][0]["weight"], model.weight)
+    assert loaded["a"][1][0]["param_groups"] == optimizer.state_dict()["param_groups"]
+    assert loaded["b"]["c"]["step_size"] == 3
+    assert loaded["b"][7].tolist() == [1, 1]
+
+
+def test_loaded_tensors_are_on_the_cpu_and_of_their_dtype(strategy: Strategy, tmp_path: Path) -> None:
+    tensors = [torch.ones(2, dtype=dtype) for dtype in (torch.bool, torch.int8, torch.bfloat16, torch.cfloat)]
+    strategy.save(tensors, tmp_path / "t.pt")
+    loaded = strategy.load(tmp_path / "t.pt")
+    assert [t.dtype for t in loaded] == [t.dtype for t in tensors]
+    assert all(t.device.type == "cpu" for t in loaded)
+
+
+class Mine:
+    pass
+
+
+class Explodes:
+    """Fails in the midst of being written."""
+
+    def __reduce__(self) -> Any:
+        raise ZeroDivisionError("in the midst")
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        (lambda: None, "Can't pickle|Can't get local"),
+        (Explodes(), "ZeroDivisionError: in the midst"),
+        (Mine(), "test_saving.Mine is neither a tensor nor plain data"),
+        (np.float64(1.5), "numpy.*scalar is neither a tensor nor plain data"),
+        (random.Random, "random.Random is neither"),
+    ],
+    ids=["function", "error", "object", "numpy", "class"],
+)
+def test_what_could_not_be_read_is_not_written_and_the_old_file_stays(
+    strategy: Strategy, tmp_path: Path, value: Any, why: str
+) -> None:
+    strategy.save("old", tmp_path / "value.pt")
+    with pytest.raises(CheckpointError, match=rf"value\.pt could not be written: .*{why}"):
+        strategy.save({"new": [torch.ones(1000), value]}, tmp_path / "value.pt")
+    assert strategy.load(tmp_path / "value.pt") == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["value.pt"]
+
+
+def test_a_strategy_is_not_saved(strategy: Strategy, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"strategy can't be pickled: save a model's state"):
+        strategy.save({"strategy": strategy}, tmp_path / "value.pt")
+
+
+def test_files_have_the_usual_permissions(strategy: Strategy, tmp_path: Path) -> None:
+    """Those that umask gives: a colleague can read a checkpoint as any other file."""
+    before = os.umask(0o027)
+    try:
+        strategy.save(1, tmp_path / "value.pt")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "value.pt").stat().st_mode & 0o777 == 0o640
+
+
+def _truncated(path: Path) -> None:
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+
+
+def _folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (lambda path: path.unlink(), "does not exist"),
+        (_truncated, "could not be read: "),
+        (lambda path: path.write_bytes(b""), "could not be read: EOFError"),
+        (lambda path: path.write_text("hello world\n"), "could not be read: "),
+        (_folder, "could not be read: IsADirectoryError"),
+        (lambda path: torch.save({"model": Mine()}, path), "test_saving.Mine is neither .* code is never run"),
+    ],
+    ids=["missing", "truncated", "empty", "text", "folder", "object"],
+)
+def test_a_file_that_is_none_of_ours(
+    strategy: Strategy, tmp_path: Path, spoil: Callable[[Path], None], why: str
+) -> None:
+    path = tmp_path / "value.pt"
+    strategy.save({"a": torch.ones(100)}, path)
+    spoil(path)
+    with pytest.raises(CheckpointError, match=why) as raised:
+        strategy.load(path)
+    assert "value.pt" in str(raised.value)
+    assert "weights_only" not in str(raised.value)
+
+
+class Runs:
+    """Would leave a file behind, were it unpickled as pickle does."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path(self.path).touch, ()
+
+
+def test_code_in_a_file_is_not_run(strategy: Strategy, tmp_path: Path) -> None:
+    torch.save(Runs(str(tmp_path / "ran")), tmp_path / "value.pt")
+    with pytest.raises(CheckpointError, match="code is never run"):
+        strategy.load(tmp_path / "value.pt")
+    assert not (tmp_path / "ran").exists()
