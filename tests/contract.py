@@ -190,6 +190,10 @@ def rank_0_io(world: World, folder: Path) -> None:
         model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
         prepared, optimizer = strategy.prepare(model, SGD(model.parameters(), lr=0.1, momentum=0.9))
         strategy.step(prepared(torch.ones(4, 3)).sum(), optimizer)
+        norm = model[1]
+        assert isinstance(norm, nn.BatchNorm1d)
+        assert isinstance(norm.running_mean, Tensor)
+        norm.running_mean.fill_(strategy.rank)
         path = folder / "deep" / "er" / "state.pt"
         strategy.save(
             {"model": prepared, "optimizer": optimizer, "list": [1, "two", None], "rank": strategy.rank}, path
@@ -197,6 +201,7 @@ def rank_0_io(world: World, folder: Path) -> None:
         assert [p.name for p in path.parent.iterdir()] == ["state.pt"]
         loaded = strategy.load(path)
         assert list(loaded["model"]) == list(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).state_dict())
+        assert loaded["model"]["1.running_mean"].tolist() == [(strategy.world_size - 1) / 2] * 3
         assert torch.equal(loaded["model"]["0.weight"], strategy.broadcast(model.get_parameter("0.weight")))
         assert loaded["optimizer"]["state"][0]["momentum_buffer"].shape == (3, 3)
         assert (loaded["list"], loaded["rank"]) == ([1, "two", None], 0)
@@ -206,6 +211,9 @@ def rank_0_io(world: World, folder: Path) -> None:
             strategy.save({"a": 1}, marker / "below a file")
         with pytest.raises(CheckpointError, match="could not be written"):
             strategy.save({"code": lambda: None}, folder / "code.pt")
+        if strategy.world_size > 1:
+            with pytest.raises(UsageError, match="modules on some ranks only"):
+                strategy.save(prepared if strategy.is_main else None, path)
 
 
 # ---------------------------------------------------------------------------------------------------------- training

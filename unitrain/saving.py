@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -12,7 +13,8 @@ from uuid import uuid4
 import torch
 from torch import nn
 
-from unitrain.errors import CheckpointError
+from unitrain import batch_norm
+from unitrain.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
     from unitrain.strategy import Strategy
@@ -20,6 +22,11 @@ if TYPE_CHECKING:
 
 def save(strategy: Strategy, value: Any, path: Path) -> None:
     """See ``Strategy.save``."""
+    modules = list(_modules(value))
+    if len(set(strategy.all_gather_object(len(modules)))) > 1:
+        raise UsageError("save() was given modules on some ranks only: give every rank the same objects.")
+    # What is written is rank 0's, and its running statistics shall speak of all ranks' samples.
+    batch_norm.average_statistics(modules, strategy)
     failure = None
     if strategy.is_main:
         try:
@@ -45,6 +52,16 @@ def load(strategy: Strategy, path: Path) -> Any:
     if failure:
         raise CheckpointError(failure)
     return value
+
+
+def _modules(value: Any) -> Iterator[nn.Module]:
+    if isinstance(value, nn.Module):
+        yield value
+    elif isinstance(value, dict):
+        yield from _modules(list(value.values()))
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _modules(item)
 
 
 def _states(strategy: Strategy, value: Any) -> Any:

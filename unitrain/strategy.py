@@ -301,9 +301,11 @@ class Strategy(Collectives):
         """Write ``value`` once, from rank 0, so that a reader sees the old file or the whole new one. Collective.
 
         Modules, optimizers and schedulers inside dicts and lists are saved as their state, without wrappers' prefixes.
+        BatchNorm's running statistics that are not synchronised are averaged over the ranks first.
 
         Raises:
-            CheckpointError: rank 0 could not write; raised on every rank.
+            CheckpointError: rank 0 could not write, or ``load`` could not read it; raised on every rank.
+            UsageError: only some ranks gave modules.
         """
         saving.save(self, value, Path(path))
 
