@@ -36,16 +36,20 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _sentence(summary: str) -> str:
+    return f"{summary[0].upper()}{summary[1:]}."
+
+
 def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     summary = "show what this machine has for distributed training, and the command that adds what is missing"
-    parser = commands.add_parser("doctor", help=summary, description=f"{summary.capitalize()}.")
+    parser = commands.add_parser("doctor", help=summary, description=_sentence(summary))
     parser.add_argument("--json", action="store_true", help="print one JSON object, for machines")
     parser.set_defaults(run=_run_doctor)
 
 
 def _add_install_horovod(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     summary = "build Horovod against the installed torch, install it, and prove it on two processes"
-    parser = commands.add_parser("install-horovod", help=summary, description=f"{summary.capitalize()}.")
+    parser = commands.add_parser("install-horovod", help=summary, description=_sentence(summary))
     parser.add_argument("--version", default="0.28.1", help="release of Horovod (default: %(default)s)")
     parser.add_argument("--gpu", choices=["nccl"], help="also build GPU operations, on NCCL (default: CPU only)")
     parser.add_argument("--without-mpi", action="store_true", help="leave MPI out even where it is installed")
@@ -55,7 +59,7 @@ def _add_install_horovod(commands: argparse._SubParsersAction[argparse.ArgumentP
 
 def _add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     summary = "train under every launcher and backend found here, and compare each with a plain loop on one device"
-    parser = commands.add_parser("verify", help=summary, description=f"{summary.capitalize()}.")
+    parser = commands.add_parser("verify", help=summary, description=_sentence(summary))
     parser.add_argument("--backend", metavar="NAME", help="the only backend to put on trial (default: all)")
     parser.add_argument("--recipe", type=Path, metavar="PATH", help="a recipe to train instead of the built-in model")
     parser.add_argument("--output", type=Path, metavar="FILE", help="where to write the deviations as JSON")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 from unitrain.errors import BackendError
-from unitrain.toolchain import find_program, running, small_mpi_environment
+from unitrain.toolchain import attempt, find_program, running, small_mpi_environment
 
 _PROOF_SECONDS = 180.0
 
@@ -59,19 +59,11 @@ def find_horovod() -> HorovodBuild | None:
     """
     if find_spec("horovod") is None:
         return None
-    done = subprocess.run(
-        [sys.executable, "-c", _CAPABILITIES],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        errors="replace",
-        timeout=_PROOF_SECONDS,
-        check=False,
-    )
-    if done.returncode != 0:
-        said = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-        raise BackendError(f"Horovod is installed but can't be loaded: {said[-1]}")
-    answer = json.loads(done.stdout.splitlines()[-1])
+    worked, said = attempt(sys.executable, "-c", _CAPABILITIES)
+    lines = said.strip().splitlines() or ["it says nothing"]
+    if not worked:
+        raise BackendError(f"Horovod is installed but can't be loaded: {lines[-1]}")
+    answer = json.loads(next(line for line in reversed(lines) if line.startswith("{")))
     built = answer["built"] or {}
     controllers = tuple(name for name in ("mpi", "gloo") if built.get(name))
     return HorovodBuild(answer["version"], controllers, built.get("nccl", False))

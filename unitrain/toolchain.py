@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-_ASK_SECONDS = 60.0
+_ASK_SECONDS = 120.0  # a first import of torch over a network's file system takes that long
 _GRACE_SECONDS = 5.0
 _SHOWN_CHARACTERS = 300
 
@@ -92,7 +92,9 @@ def attempt(*command: str | Path, environment: Mapping[str, str] | None = None) 
         return False, str(error)
     except subprocess.TimeoutExpired:
         return False, f"no end after {_ASK_SECONDS:.0f} s"
-    return process.returncode == 0, said
+    if process.returncode != 0:
+        return False, said or f"exit status {process.returncode}"
+    return True, said
 
 
 def run_one(mpi: Mpi, *program: str) -> tuple[bool, str]:
