@@ -1,0 +1,288 @@
+"""Samplers, batch samplers, collate functions and DataLoaders of a user's: shared out, and none the wiser."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from pretended import pretended_rank
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+from unitrain import ConfigError, DataError
+from unitrain.data import Loader
+from unitrain.fingerprint import fingerprint
+from unitrain.structure import rebuilt, without_rows
+
+DATA: Any = list(range(20))  # any sequence is a map-style dataset
+
+
+class OfEpoch(Sampler[int]):
+    """Draws from python and numpy, and wants to know the epoch."""
+
+    def __init__(self) -> None:
+        self.epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        chosen = random.sample(DATA, 9)
+        return iter([self.epoch, *chosen, int(np.random.randint(20))])
+
+    def __len__(self) -> int:
+        return 11
+
+
+def weighted() -> Sampler[int]:
+    return WeightedRandomSampler([1.0 + i for i in DATA], 15, replacement=True)
+
+
+def own_generator() -> Sampler[int]:
+    return RandomSampler(DATA, generator=torch.Generator().manual_seed(5))
+
+
+def global_batches(make: Callable[[Any], Loader], world_size: int, epochs: int = 2) -> list[list[int]]:
+    """Return the global batches of some epochs, put together from every rank's part."""
+    ranks = []
+    for rank in range(world_size):
+        loader = make(pretended_rank(rank, world_size))
+        ranks.append([batch.tolist() for _ in range(epochs) for batch in loader])
+    return [
+        [parts[i % world_size][i // world_size] for i in range(sum(map(len, parts)))]
+        for parts in zip(*ranks, strict=True)
+    ]
+
+
+SAMPLERS: dict[str, Callable[[], Any]] = {
+    "weighted": weighted,
+    "subset": lambda: SubsetRandomSampler(range(3, 14)),
+    "own_generator": own_generator,
+    "of_epoch": OfEpoch,
+    "list": lambda: [4, 4, 1, 0, 19],
+}
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize("world_size", [2, 5])
+def test_a_sampler_yields_the_same_global_batches_on_any_number_of_ranks(name: str, world_size: int) -> None:
+    def make(strategy: Any) -> Loader:
+        loader: Loader = strategy.dataloader(DATA, sampler=SAMPLERS[name](), global_batch_size=4)
+        return loader
+
+    alone = global_batches(make, 1)
+    assert global_batches(make, world_size) == alone
+    half = len(alone) // 2
+    assert (alone[:half] == alone[half:]) == (name == "list"), "each epoch is drawn anew"
+
+
+@pytest.mark.parametrize("world_size", [2, 5])
+def test_a_batch_sampler_yields_global_batches(world_size: int) -> None:
+    def make(strategy: Any) -> Loader:
+        batches = BatchSampler(RandomSampler(DATA), 6, drop_last=True)
+        loader: Loader = strategy.dataloader(DATA, batch_sampler=batches)
+        assert (len(loader), loader.steps, loader.global_batch_size) == (3, 3, None)
+        return loader
+
+    alone = global_batches(make, 1)
+    assert [len(batch) for batch in alone] == [6] * 6
+    assert len({tuple(batch) for batch in alone}) == 6
+    assert global_batches(make, world_size) == alone
+
+
+def test_a_batch_is_cut_into_the_micro_batches_of_one_step() -> None:
+    loader = pretended_rank(accumulate=3).dataloader(DATA, batch_sampler=[[1, 2], [3, 4, 5, 6, 7, 8, 9], [0]])
+    assert [batch.tolist() for batch in loader] == [[1], [2], [3, 4], [5, 6], [7, 8, 9], [0]]
+    assert (len(loader), loader.steps) == (6, 3)
+
+
+def test_a_sampler_leaves_every_generator_as_it_was() -> None:
+    mine = torch.Generator().manual_seed(3)
+    sampler = RandomSampler(DATA, generator=mine)
+    before = torch.get_rng_state(), random.getstate(), mine.get_state()
+    for given in (sampler, OfEpoch()):
+        list(pretended_rank().dataloader(DATA, sampler=given, global_batch_size=4))
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+    assert torch.equal(mine.get_state(), before[2])
+
+
+def test_the_seed_of_a_samplers_generator_counts() -> None:
+    def order(seed: int) -> list[int]:
+        sampler = RandomSampler(DATA, generator=torch.Generator().manual_seed(seed))
+        (batch,) = pretended_rank().dataloader(DATA, sampler=sampler, global_batch_size=20)
+        return list(batch.tolist())
+
+    assert order(1) == order(1) != order(2)
+
+
+def test_a_sampler_may_change_its_length() -> None:
+    class Growing(Sampler[int]):
+        def set_epoch(self, epoch: int) -> None:
+            self.length = 4 + 4 * epoch
+
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(self.length))
+
+    loader = pretended_rank().dataloader(DATA, sampler=Growing(), global_batch_size=4)
+    assert [(len(loader), len(list(loader))) for _ in range(3)] == [(1, 1), (2, 2), (3, 3)]
+
+
+# ---------------------------------------------------------------------------------------------- a torch DataLoader
+
+
+def test_a_dataloader_is_converted() -> None:
+    def batches(loader: DataLoader[Any], **given: Any) -> list[list[int]]:
+        return [batch.tolist() for batch in pretended_rank().dataloader(loader, **given)]
+
+    assert batches(DataLoader(DATA, 4)) == [DATA[i : i + 4] for i in range(0, 20, 4)]
+    assert batches(DataLoader(DATA, 8, drop_last=True)) == [DATA[:8], DATA[8:16]]
+    assert batches(DataLoader(DATA, 4), global_batch_size=10) == [DATA[:10], DATA[10:]]
+    assert batches(DataLoader(DATA, batch_sampler=[[1, 2], [5]])) == [[1, 2], [5]]
+    assert batches(DataLoader(DATA, 2, sampler=[7, 8, 9])) == [[7, 8], [9]]
+    assert batches(DataLoader(DATA, 2, collate_fn=lambda samples: torch.tensor(samples) + 100, sampler=[7])) == [[107]]
+    shuffled = batches(DataLoader(DATA, 20, shuffle=True))
+    assert shuffled == [list(batch) for batch in pretended_rank().dataloader(DATA, batch_size=20, shuffle=True)]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_dataloader_with_a_distributed_sampler_is_not_sharded_twice(shuffle: bool) -> None:
+    sampler: Sampler[int] = DistributedSampler(DATA, num_replicas=2, rank=1, shuffle=shuffle)
+    converted = pretended_rank().dataloader(DataLoader(DATA, 20, sampler=sampler))
+    (batch,) = converted
+    assert sorted(batch.tolist()) == DATA
+    assert (batch.tolist() == DATA) != shuffle
+    with pytest.raises(ConfigError, match=f"twice: write shuffle={shuffle}"):
+        pretended_rank().dataloader(DATA, batch_size=2, sampler=sampler)
+
+
+def test_contradictions_are_refused() -> None:
+    strategy = pretended_rank()
+    for given, message in (
+        ({"batch_size": 2, "shuffle": True, "sampler": [1]}, "not shuffle and sampler"),
+        ({"batch_size": 2, "batch_sampler": [[1]]}, "says too much"),
+        ({"batch_sampler": [[1]], "drop_last": True}, "says too much"),
+        ({"sampler": [1], "batch_sampler": [[1]]}, "not sampler and batch_sampler"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            strategy.dataloader(DATA, **given)
+    with pytest.raises(DataError, match="batch_size=None"):
+        strategy.dataloader(DataLoader(DATA, None))
+
+
+# ------------------------------------------------------------------------------------------------ collate functions
+
+
+class Pair(NamedTuple):
+    picture: Tensor
+    name: str
+
+
+@dataclass(frozen=True)
+class Record:
+    rows: Tensor
+    kind: str = "record"
+
+
+def as_pairs(samples: list[int]) -> Pair:
+    return Pair(torch.tensor(samples), "pair")
+
+
+def as_detection(samples: list[int]) -> tuple[tuple[Any, ...], ...]:
+    return tuple(zip(*((torch.zeros(3, sample), {"id": sample}) for sample in samples), strict=True))
+
+
+def as_record(samples: list[int]) -> dict[str, Record]:
+    assert samples, "a collate function sees no empty list"
+    return defaultdict(list, {"record": Record(torch.tensor(samples))})  # type: ignore[arg-type]
+
+
+def as_time_first(samples: list[int]) -> Tensor:
+    return torch.zeros(7, len(samples), 2)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("collate", [as_pairs, as_detection, as_record, as_time_first])
+def test_a_rank_without_samples_gets_the_structure_without_rows(collate: Callable[..., Any], workers: int) -> None:
+    """Of 5 samples in batches of 4, rank 2 of 3 gets none the second time."""
+    strategy = pretended_rank(2, 3)
+    loader = strategy.dataloader(DATA[:5], global_batch_size=4, collate_fn=collate, num_workers=workers)
+    full, empty = loader
+    assert type(empty) is type(full)
+    if collate is as_pairs:
+        assert (empty.picture.tolist(), empty.name) == ([], "pair")
+    elif collate is as_detection:
+        assert empty == ((), ())
+    elif collate is as_record:
+        assert empty["record"].rows.shape == (0,)
+        assert empty["record"].kind == "record"
+        assert empty["missing"] == []
+    else:
+        assert empty.shape == (7, 0, 2)
+
+
+def test_without_rows() -> None:
+    assert without_rows({"n": 3, "x": [1]}, {"n": 3, "x": [1, 1]}) == {"n": 3, "x": []}
+    assert without_rows(np.ones((1, 2)), np.ones((2, 2))).shape == (0, 2)
+    assert without_rows(torch.ones(2), torch.ones(2)).tolist() == [1, 1]
+    for one, two in ((1, 2), (object(), object()), ({"a": 1}, {"b": 1}), (torch.ones(1, 1), torch.ones(2, 2))):
+        with pytest.raises(DataError, match="drop_last=True"):
+            without_rows(one, two)
+
+
+def test_rebuilt_leaves_what_moves_itself() -> None:
+    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(2)])
+    seen: list[Any] = []
+
+    def note(value: Any) -> Any:
+        seen.append(value)
+        return value
+
+    result = rebuilt([packed, (torch.ones(1), "text")], note)
+    assert [type(value).__name__ for value in seen] == ["PackedSequence", "Tensor", "str"]
+    assert result[0] is packed
+
+
+# ----------------------------------------------------------------------------------------------------- fingerprints
+
+
+class Labelled:
+    def __init__(self, targets: Any) -> None:
+        self.targets = targets
+
+
+def test_a_fingerprint_follows_the_content() -> None:
+    tensors = TensorDataset(torch.arange(10.0), torch.arange(10))
+    kinds = [
+        tensors,
+        TensorDataset(torch.arange(10.0), torch.arange(10).flip(0)),
+        TensorDataset(torch.arange(10.0).bfloat16()),
+        Subset(tensors, range(5)),
+        Subset(tensors, range(1, 6)),
+        ConcatDataset([tensors, tensors]),
+        Labelled([1, 2, 3]),
+        Labelled(torch.tensor([1, 2, 3])),
+        Labelled(["1", "2", "3"]),
+    ]
+    prints = [fingerprint(kind) for kind in kinds]
+    assert "" not in prints
+    assert len(set(prints)) == len(prints)
+    assert fingerprint(TensorDataset(torch.arange(10.0), torch.arange(10))) == prints[0]
+    assert fingerprint(DATA) == fingerprint(Labelled(None)) == ""
