@@ -11,8 +11,7 @@ import socket
 import sys
 import time
 import traceback
-from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, ClassVar
 
 from unitrain.errors import ConfigError, LaunchError, UnitrainError
@@ -21,7 +20,6 @@ from unitrain.launch import Launch, detect
 if TYPE_CHECKING:
     from unitrain.strategy import Strategy
 
-_LIBRARY = Path(__file__).parent
 # An error of every rank (a bad setting) is rank 0's to tell; the others tell it if they are still there after this.
 _PATIENCE_S = 5.0
 
@@ -81,8 +79,17 @@ class _FailureHook:
 
 def _place(trace: TracebackType | None) -> str:
     """Name the last line of the user's own that led to the error."""
-    frames = [f for f in traceback.extract_tb(trace) if _LIBRARY not in Path(f.filename).parents]
-    return f"\n  at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
+    own = [(frame, line) for frame, line in traceback.walk_tb(trace) if not _is_library(frame)]
+    if not own:
+        return ""
+    [place] = traceback.StackSummary.extract(own[-1:])
+    return f"\n  at {place.filename}:{place.lineno}: {place.line}"
+
+
+def _is_library(frame: FrameType) -> bool:
+    """Whether a frame is UniTrain's (a backend's too, wherever its file stands) or torch's."""
+    module = str(frame.f_globals.get("__name__"))
+    return module.split(".")[0] in ("unitrain", "torch") and not module.startswith("unitrain.recipes.")
 
 
 def _leave(code: int) -> None:

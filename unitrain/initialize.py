@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from unitrain import failures
 from unitrain.config import StrategyConfig
-from unitrain.errors import ConfigError, LaunchError, UsageError
+from unitrain.errors import BackendError, ConfigError, LaunchError, UsageError
 from unitrain.launch import Launch, detect
 from unitrain.registry import load_backend
 from unitrain.seeding import seed_all
@@ -121,7 +121,7 @@ def _horovod_has_mpi(launch: Launch) -> bool:
         return False
     try:
         load_backend("horovod").check(StrategyConfig(backend="horovod"), launch)
-    except (ConfigError, ImportError):
+    except (ConfigError, BackendError):
         return False
     return True
 

@@ -39,7 +39,7 @@ def load_backend(name: str) -> type[Strategy]:
         )
     try:
         backend = found[name].load()
-    except ImportError as error:
+    except (ImportError, AttributeError) as error:
         raise BackendError(f"backend {name!r} ({found[name].value}) can't be imported: {error}") from error
     if not (isinstance(backend, type) and issubclass(backend, Strategy)):
         raise BackendError(f"backend {name!r} names {found[name].value}, which is not a subclass of unitrain.Strategy.")
