@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import Sampler, default_collate
 
-from unitrain.errors import CheckpointError, DataError, UsageError
+from unitrain.errors import CheckpointError, ConfigError, DataError, UsageError
 from unitrain.feeding import feed
-from unitrain.fingerprint import fingerprint
+from unitrain.fingerprint import check_same_data, fingerprint
+from unitrain.iterable import Iterable, is_sharded
 from unitrain.loader_settings import LoaderSettings
 from unitrain.map_style import MapStyle
 from unitrain.samplers import BatchSamplerOrder, Orders, OwnOrder, SamplerOrder
@@ -31,7 +32,8 @@ class Loader:
 
     Args:
         strategy: whose ranks share the data.
-        dataset: map-style (``__getitem__`` and ``__len__``), or a torch ``DataLoader`` to be converted.
+        dataset: map-style (``__getitem__`` and ``__len__``), iterable (``__iter__``), or a torch ``DataLoader`` to be
+            converted.
         global_batch_size: samples of one optimizer step over all processes and micro-batches; results then do not
             depend on the number of processes.
         batch_size: PyTorch's: samples of one batch of one process. Give exactly one of the two.
@@ -41,7 +43,10 @@ class Loader:
             optimizer step, of which every rank gets its share.
         drop_last: leave out the samples that do not fill a last step.
         sample_seeding: let each sample draw python's, numpy's and torch's random numbers from (seed, epoch, sample),
-            so that it looks the same wherever and whenever it is read.
+            so that it looks the same wherever and whenever it is read. For map-style data.
+        sharded: whether an iterable dataset yields a part of its own on each rank and worker. Otherwise every rank
+            reads all of it and keeps its share. Default: as Hugging Face's and WebDataset's do, and those with a
+            method ``shard(num_shards, index)``, which is called.
         **settings: ``DataLoader``'s, with torch's meaning: collate_fn, num_workers, persistent_workers, pin_memory,
             prefetch_factor, timeout, worker_init_fn, multiprocessing_context. By default, there are workers only on
             a GPU (one for each core of this process but one, at most 8, and none for data in memory), and they have
@@ -69,6 +74,7 @@ class Loader:
         batch_sampler: Sampler[list[int]] | Sequence[Sequence[int]] | None = None,
         drop_last: bool = False,
         sample_seeding: bool = True,
+        sharded: bool | None = None,
         **settings: Any,
     ) -> None:
         given = LoaderSettings(
@@ -80,36 +86,62 @@ class Loader:
         self._seed = strategy.config.seed
         self.epoch = 0
         self._iteration = 0
-        passed_on = with_defaults(given.passed_on, self.dataset, strategy)
-        collate = passed_on.pop("collate_fn", default_collate)
-        orders = self._orders(given)
-        self._source = MapStyle(self.dataset, orders, collate, seeded=sample_seeding, settings=passed_on)
-        if batch_sampler is None and self._plan().steps == 0:
-            raise DataError(
-                f"no batch can be made: {self._plan().samples} samples, a global batch of {self.global_batch_size}, "
-                f"drop_last={drop_last}. Give more data or a smaller batch."
-            )
+        self._source: Iterable | MapStyle
+        if given.is_iterable:
+            self._source = self._iterable(given, is_sharded(self.dataset) if sharded is None else sharded)
+        elif sharded is not None:
+            raise ConfigError("sharded is for iterable datasets; the samples of a map-style one are dealt out.")
+        else:
+            self._source = self._map_style(given, sample_seeding)
 
-    def _orders(self, given: LoaderSettings) -> Orders:
+    def _iterable(self, given: LoaderSettings, sharded: bool) -> Iterable:
+        settings = with_defaults(given.passed_on, self.dataset, self._strategy, most_workers=8 if sharded else 1)
+        collate = settings.pop("collate_fn", default_collate)
+        return Iterable(
+            self._strategy, self.dataset, self._epoch_plan(given, 0), collate, sharded=sharded, settings=settings
+        )
+
+    def _map_style(self, given: LoaderSettings, seeded: bool) -> MapStyle:
         strategy = self._strategy
-        accumulate, rank, world_size = strategy.config.accumulate, strategy.rank, strategy.world_size
+        orders: Orders
         if given.batch_sampler is not None:
-            return BatchSamplerOrder(BatchPlan((), accumulate, rank, world_size), given.batch_sampler)
-        self.global_batch_size = given.samples_per_step(world_size, accumulate)
-        plan = EpochPlan(len(self.dataset), self.global_batch_size, accumulate, rank, world_size, given.drop_last)
-        return OwnOrder(plan, given.shuffle) if given.sampler is None else SamplerOrder(plan, given.sampler)
+            plan = BatchPlan((), strategy.config.accumulate, strategy.rank, strategy.world_size)
+            orders = BatchSamplerOrder(plan, given.batch_sampler)
+        elif given.sampler is not None:
+            orders = SamplerOrder(self._epoch_plan(given, 0), given.sampler)
+        else:
+            orders = OwnOrder(self._epoch_plan(given, len(self.dataset)), given.shuffle)
+        settings = with_defaults(given.passed_on, self.dataset, strategy, most_workers=8)
+        collate = settings.pop("collate_fn", default_collate)
+        source = MapStyle(self.dataset, orders, collate, seeded=seeded, settings=settings)
+        planned = source.plan(self._seed, 0)
+        if planned.steps == 0:
+            raise DataError(
+                f"no batch can be made: {planned.samples} samples, a global batch of {self.global_batch_size}, "
+                f"drop_last={given.drop_last}. Give more data or a smaller batch."
+            )
+        return source
 
-    def _plan(self) -> EpochPlan | BatchPlan:
-        return self._source.epoch(self._seed, self.epoch).plan
+    def _epoch_plan(self, given: LoaderSettings, samples: int) -> EpochPlan:
+        strategy = self._strategy
+        accumulate = strategy.config.accumulate
+        self.global_batch_size = given.samples_per_step(strategy.world_size, accumulate)
+        return EpochPlan(
+            samples, self.global_batch_size, accumulate, strategy.rank, strategy.world_size, given.drop_last
+        )
 
     def __len__(self) -> int:
-        """Return the number of batches (micro-batches) in a whole epoch, the same on every rank."""
-        return self._plan().micro_batches
+        """Return the number of batches (micro-batches) in a whole epoch, the same on every rank.
+
+        Raises:
+            TypeError: an iterable dataset does not tell, as with a torch DataLoader.
+        """
+        return self._source.plan(self._seed, self.epoch).micro_batches
 
     @property
     def steps(self) -> int:
-        """Optimizer steps in a whole epoch."""
-        return self._plan().steps
+        """Optimizer steps in a whole epoch; TypeError where ``len()`` is one."""
+        return self._source.plan(self._seed, self.epoch).steps
 
     @property
     def epoch(self) -> int:
@@ -118,7 +150,7 @@ class Loader:
 
     @epoch.setter
     def epoch(self, number: int) -> None:
-        self._epoch, self._consumed, self._started = number, 0, False
+        self._epoch, self._consumed, self._steps, self._started = number, 0, 0, False
 
     def epochs(self, total: int) -> Iterator[int]:
         """Yield the numbers of the epochs that are left of ``total``, and see to it that each is iterated as such.
@@ -138,13 +170,14 @@ class Loader:
         self._iteration += 1
         iteration = self._iteration
         step, device = self._strategy._training_step, self._strategy.device
-        for micro_batch, batch in feed(self._source.batches(self._seed, self.epoch, self._consumed), device):
+        batches = self._source.batches(self._seed, self.epoch, self._consumed, self._steps)
+        for micro_batch, batch in feed(batches, device):
             # Asked anew for each batch: an evaluation may begin and end within a training epoch.
             if self._trains():
                 step.hand_out(micro_batch)
             # Within an accumulation window nothing is consumed yet: its gradients are in no checkpoint.
             if micro_batch.last:
-                self._consumed = micro_batch.stop
+                self._consumed, self._steps = micro_batch.stop, micro_batch.step + 1
             yield batch
             if iteration != self._iteration:
                 raise UsageError("this loader is iterated anew elsewhere: it yields one epoch at a time.")
@@ -165,31 +198,32 @@ class Loader:
             "seed": self._seed,
             "epoch": self.epoch,
             "consumed": self._consumed,
-            "length": len(self.dataset),
+            "steps": self._steps,
+            "length": len(self.dataset) if hasattr(self.dataset, "__len__") else None,
             "fingerprint": fingerprint(self.dataset),
             "global_batch_size": self.global_batch_size,
+            "readers": self._source.readers(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next iteration continue where ``state`` was taken, on any number of ranks and any backend.
 
-        Samples that were consumed are not read. Order and sample seeds follow from the state's seed from now on, with
-        a warning where the strategy's is another. With another global batch size the rest of the epoch is cut anew,
-        with a warning: each sample still comes once, but the batches are not those of an uninterrupted run.
+        Samples that were consumed are not read; those of an iterable dataset are, and dropped. Order and random
+        numbers follow from the state's seed from now on, with a warning where the strategy's is another. With another
+        global batch size the rest of the epoch is cut anew, with a warning: each sample still comes once, but the
+        batches are not those of an uninterrupted run. A sharded iterable dataset continues within an epoch only on as
+        many ranks and workers as before.
 
         Raises:
-            CheckpointError: this is no loader's state, or that of other data.
+            CheckpointError: this is no loader's state, or that of other data or of a stream that was read otherwise.
         """
-        missing = self.state_dict().keys() - state.keys()
+        own = self.state_dict()
+        missing = own.keys() - state.keys()
         if missing:
             raise CheckpointError(f"this is no loader's state: it lacks {', '.join(sorted(missing))}.")
-        self._check_data(state)
-        plan = self._source.epoch(state["seed"], state["epoch"]).plan
-        if not plan.can_start_at(state["consumed"]):
-            raise CheckpointError(
-                f"epoch {state['epoch']} can't continue after {state['consumed']} samples: its sampler yields other "
-                "batches, or fewer samples, than when the state was taken."
-            )
+        check_same_data(state, own)
+        if state["consumed"]:
+            self._check_position(state, own)
         if state["seed"] != self._strategy.config.seed:
             self._warn(
                 f"the data keep their order, by the saved run's seed {state['seed']}, though this run's seed is "
@@ -200,19 +234,25 @@ class Loader:
                 f"the global batch size was {state['global_batch_size']} and is {self.global_batch_size}: epoch "
                 f"{state['epoch']} continues after {state['consumed']} samples in batches of the new size."
             )
-        self._seed, self.epoch, self._consumed = state["seed"], state["epoch"], state["consumed"]
+        self._seed, self.epoch = state["seed"], state["epoch"]
+        self._consumed, self._steps = state["consumed"], state["steps"]
 
-    def _check_data(self, state: Mapping[str, Any]) -> None:
-        own = self.state_dict()
-        remedy = "Give the data that the run was begun with, or begin an epoch with other data: set loader.epoch."
-        if state["length"] != own["length"]:
+    def _check_position(self, state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+        """Raise where an epoch can't continue within."""
+        read_as = ("readers", "global_batch_size") if own["readers"] else ("readers",)
+        for name in read_as:
+            if state[name] != own[name]:
+                raise CheckpointError(
+                    f"a sharded stream can't continue within epoch {state['epoch']}: its {name} were {state[name]} "
+                    f"and are {own[name]} (readers are ranks and workers of each). Continue as before, or begin an "
+                    "epoch: set loader.epoch."
+                )
+        if isinstance(self._source, MapStyle) and not self._source.plan(state["seed"], state["epoch"]).can_start_at(
+            state["consumed"]
+        ):
             raise CheckpointError(
-                f"the state is of a dataset of {state['length']} samples, and this has {own['length']}. {remedy}"
-            )
-        if state["fingerprint"] != own["fingerprint"] and state["fingerprint"] and own["fingerprint"]:
-            raise CheckpointError(
-                f"the state is of another dataset of {own['length']} samples: its fingerprint is "
-                f"{state['fingerprint']}, and this one's {own['fingerprint']}. {remedy}"
+                f"epoch {state['epoch']} can't continue after {state['consumed']} samples: its sampler yields other "
+                "batches, or fewer samples, than when the state was taken."
             )
 
     def _warn(self, message: str) -> None:

@@ -1,15 +1,18 @@
-"""A short text that changes when a dataset's content does, told without reading samples."""
+"""Short texts and numbers that change when data do: of a dataset, without reading samples, and of one sample."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sized
+from collections.abc import Mapping, Sized
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
+
+from unitrain.errors import CheckpointError
+from unitrain.structure import rebuilt
 
 # Of long tensors, so many rows, spread evenly.
 _ROWS = 4096
@@ -59,3 +62,37 @@ def _add_rows(digest: Any, rows: Tensor | Sized) -> None:
     digest.update(f"{len(rows)} {values.dtype} {values.shape}".encode())
     # Of objects numpy has but the addresses.
     digest.update(str(values.tolist()).encode() if values.dtype == object else np.ascontiguousarray(values).tobytes())
+
+
+def sample_digest(sample: Any) -> int:
+    """Return a number that two samples share only if they hold the same tensors, arrays, texts and numbers."""
+    digest = hashlib.blake2b(digest_size=7)
+
+    def add(value: Any) -> None:
+        if isinstance(value, Tensor) and value.layout == torch.strided and value.dim():
+            _add_rows(digest, value)
+        elif isinstance(value, (Tensor, np.ndarray, np.generic, str, bytes, int, float, bool, type(None))):
+            digest.update(repr(value).encode())
+        else:
+            digest.update(type(value).__name__.encode())
+
+    rebuilt(sample, add)
+    return int.from_bytes(digest.digest(), "little")
+
+
+def check_same_data(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Compare the data that two states of loaders are of.
+
+    Raises:
+        CheckpointError: they are not the same.
+    """
+    remedy = "Give the data that the run was begun with, or begin an epoch with other data: set loader.epoch."
+    if state["length"] != own["length"]:
+        raise CheckpointError(
+            f"the state is of a dataset of {state['length']} samples, and this has {own['length']}. {remedy}"
+        )
+    if state["fingerprint"] != own["fingerprint"] and state["fingerprint"] and own["fingerprint"]:
+        raise CheckpointError(
+            f"the state is of another dataset: its fingerprint is {state['fingerprint']}, and this one's "
+            f"{own['fingerprint']}. {remedy}"
+        )

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from unitrain.fetching import BatchReader, Collate, Request, as_is
 from unitrain.sample_seeding import derived_seed, sample_seeds
 from unitrain.samplers import Epoch, Orders
-from unitrain.sharding import MicroBatch
+from unitrain.sharding import BatchPlan, EpochPlan, MicroBatch
 from unitrain.workers import with_deaths_explained
 
 # Positions whose samples are looked up at once; one by one, an index costs a hundred times as much.
@@ -45,13 +45,16 @@ class MapStyle:
             **settings,
         )
 
-    def epoch(self, seed: int, number: int, start: int = 0) -> Epoch:
-        """Return the plan of an epoch's rest, from position ``start`` on."""
-        return self._orders.epoch(seed, number, start)
+    def plan(self, seed: int, number: int) -> EpochPlan | BatchPlan:
+        """Return the plan of an epoch."""
+        return self._orders.epoch(seed, number, 0).plan
 
-    def batches(self, seed: int, number: int, start: int) -> Iterator[tuple[MicroBatch, Any]]:
+    def readers(self) -> None:
+        """Return nothing: a position means the same to any number of ranks and workers."""
+
+    def batches(self, seed: int, number: int, start: int, step: int) -> Iterator[tuple[MicroBatch, Any]]:
         """Yield this rank's part of each micro-batch of an epoch, from position ``start`` on."""
-        epoch = self.epoch(seed, number, start)
+        epoch = self._orders.epoch(seed, number, start)
         self._requests.coming = _requests(epoch, seed if self._seeded else None, number)
         # What workers draw outside of samples, and what seeds them, differs from rank to rank.
         self._generator.manual_seed(derived_seed("workers", seed, number, epoch.plan.rank) >> 1)

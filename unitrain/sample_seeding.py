@@ -9,6 +9,7 @@ import hashlib
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -63,10 +64,41 @@ def seed_generators(seed: int) -> None:
 @contextmanager
 def generators_restored() -> Iterator[None]:
     """Leave the process's own generators as they were (77 µs of CPU time on one core)."""
-    states = random.getstate(), np.random.get_state(legacy=False), torch.default_generator.get_state()
+    states = _states()
     try:
         yield
     finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.default_generator.set_state(states[2])
+        _restore(states)
+
+
+class SeparateGenerators:
+    """A second set of python's, numpy's and torch's states, which goes on where it was left.
+
+    Args:
+        seed: where it begins.
+    """
+
+    def __init__(self, seed: int) -> None:
+        with generators_restored():
+            seed_generators(seed)
+            self._own = _states()
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Draw from these, and leave the process's own as they were."""
+        with generators_restored():
+            _restore(self._own)
+            try:
+                yield
+            finally:
+                self._own = _states()
+
+
+def _states() -> tuple[Any, ...]:
+    return random.getstate(), np.random.get_state(legacy=False), torch.default_generator.get_state()
+
+
+def _restore(states: tuple[Any, ...]) -> None:
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.default_generator.set_state(states[2])

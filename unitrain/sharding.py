@@ -60,23 +60,24 @@ class EpochPlan:
         full, rest = divmod(self.samples - self.start, self.global_batch)
         if not rest or self.drop_last:
             return full * self.accumulate
-        return full * self.accumulate + sum(start < rest for start in self._edges()[:-1])
+        return full * self.accumulate + sum(start < rest for start in self.edges()[:-1])
 
     def can_start_at(self, start: int) -> bool:
         """Whether the epoch can be cut anew from this position."""
         return 0 <= start <= self.samples
 
-    def _edges(self) -> list[int]:
+    def edges(self) -> list[int]:
+        """Where a full window is cut into micro-batches."""
         return [i * self.global_batch // self.accumulate for i in range(self.accumulate + 1)]
 
     def __iter__(self) -> Iterator[MicroBatch]:
         """Yield this rank's micro-batches in order."""
-        edges = self._edges()
+        edges = self.edges()
         done = self.start // self.global_batch
         for i in range(self.steps):
             first = self.start + i * self.global_batch
             window = min(self.global_batch, self.samples - first)
-            yield from _cut(first, window, edges, done + i, i == 0, self.rank, self.world_size)
+            yield from cut(first, window, edges, done + i, i == 0, self.rank, self.world_size)
 
 
 @dataclass(frozen=True)
@@ -118,14 +119,14 @@ class BatchPlan:
         """Yield this rank's micro-batches in order."""
         for i, first, size in self._windows():
             cuts = min(size, self.accumulate)
-            edges = [cut * size // cuts for cut in range(cuts + 1)]
-            yield from _cut(first, size, edges, i, first == self.start, self.rank, self.world_size)
+            edges = [part * size // cuts for part in range(cuts + 1)]
+            yield from cut(first, size, edges, i, first == self.start, self.rank, self.world_size)
 
 
-def _cut(
+def cut(
     first: int, window: int, edges: Sequence[int], step: int, opening: bool, rank: int, world_size: int
 ) -> Iterator[MicroBatch]:
-    """Cut the ``window`` positions from ``first`` on at ``edges``, as far as they reach."""
+    """Yield a rank's micro-batches of a window: of the ``window`` positions from ``first`` on, cut at ``edges``."""
     for start, stop in pairwise(edges):
         if start >= window:
             break

@@ -15,13 +15,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_MOST_BY_DEFAULT = 8
 
-
-def with_defaults(settings: dict[str, Any], dataset: Any, strategy: Strategy) -> dict[str, Any]:
+def with_defaults(settings: dict[str, Any], dataset: Any, strategy: Strategy, *, most_workers: int) -> dict[str, Any]:
     """Return a DataLoader's settings with this run's defaults for workers and pinning filled in."""
     filled = {name: value for name, value in settings.items() if value is not None}
-    filled.setdefault("num_workers", default_workers(dataset, strategy))
+    filled.setdefault("num_workers", default_workers(dataset, strategy, most_workers))
     if filled["num_workers"] > 0:
         # Less than a collective's: the rank whose worker hangs shall say so before the others give up on it.
         filled.setdefault("timeout", strategy.config.timeout_s / 2)
@@ -30,16 +28,16 @@ def with_defaults(settings: dict[str, Any], dataset: Any, strategy: Strategy) ->
     return filled
 
 
-def default_workers(dataset: Any, strategy: Strategy) -> int:
+def default_workers(dataset: Any, strategy: Strategy, most: int) -> int:
     """Return the number of workers of a loader that was given none.
 
-    On a GPU: this process's share of the host's cores but one, at most 8. On a CPU, whose cores compute, and for
-    samples that are in memory: none.
+    On a GPU: this process's share of the host's cores but one, at most ``most``. On a CPU, whose cores compute, and
+    for samples that are in memory: none.
     """
     if strategy.device.type == "cpu" or _in_memory(dataset):
         return 0
     cores = min(len(os.sched_getaffinity(0)), (os.cpu_count() or 1) // strategy.local_world_size)
-    return max(0, min(cores - 1, _MOST_BY_DEFAULT))
+    return max(0, min(cores - 1, most))
 
 
 def _in_memory(dataset: Any) -> bool:

@@ -1,0 +1,215 @@
+"""Reading an iterable dataset, in a worker process or in the main one: this rank's batches of it.
+
+A stream is read in one of two ways:
+
+- ``WholeStream``: every rank reads all of it and keeps its share, sample by sample, as it does of a map-style dataset.
+  The global batches are the same on any number of ranks, and every rank sees by itself where the stream ends.
+- ``ShardedStream``: every rank and worker reads a part of its own, which nobody else reads. Parts differ in length, so
+  that the ranks must agree on the end: that is ``agreement.py``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from itertools import islice, pairwise
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data._utils import worker as torch_worker
+
+from unitrain.errors import DataError
+from unitrain.fetching import Collate, empty_batch
+from unitrain.fingerprint import sample_digest
+from unitrain.sample_seeding import SeparateGenerators, derived_seed, seed_generators
+from unitrain.sharding import EpochPlan, MicroBatch, cut
+
+T = TypeVar("T")
+
+
+class Piece(NamedTuple):
+    """What a reader yields."""
+
+    micro_batch: MicroBatch | None
+    """What the batch is part of, where the reader can know."""
+    samples: int
+    """How many the batch has."""
+    batch: Any
+    """Without samples: the structure of a batch, with no rows, or the DataError that there is none."""
+    first: int
+    """A digest of the stream's first sample."""
+
+
+class _Stream(IterableDataset[Piece]):
+    """What both ways have in common.
+
+    Args:
+        dataset: what is read.
+        plan: which ranks share it, and in what steps.
+        collate: makes a batch of samples.
+    """
+
+    def __init__(self, dataset: Any, plan: EpochPlan, collate: Collate) -> None:
+        self._dataset = dataset
+        self._plan = plan
+        self._collate = collate
+        # Workers that persist have a copy of this object; what changes from epoch to epoch is in shared memory.
+        self._position = torch.zeros(3, dtype=torch.int64)
+        self._position.share_memory_()  # type: ignore[no-untyped-call]
+
+    def begin(self, seed: int, epoch: int, start: int) -> None:
+        """Say what the next iteration reads: the epoch from its sample ``start`` on."""
+        self._position[:] = torch.tensor([seed, epoch, start])
+
+    def __iter__(self) -> Iterator[Piece]:
+        seed, epoch, start = self._position.tolist()
+        if callable(getattr(self._dataset, "set_epoch", None)):
+            self._dataset.set_epoch(epoch)
+        info = get_worker_info()
+        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        return _within(self._setting(seed, epoch, worker), self._pieces(epoch, start, worker, workers))
+
+    def _setting(self, seed: int, epoch: int, worker: int) -> Any:
+        """Return what makes the context in which the stream is read."""
+        raise NotImplementedError
+
+    def _pieces(self, epoch: int, start: int, worker: int, workers: int) -> Iterator[Piece]:
+        raise NotImplementedError
+
+
+class WholeStream(_Stream):
+    """All of a stream, of which this rank keeps its share; a worker, every so many of its batches."""
+
+    def _setting(self, seed: int, epoch: int, worker: int) -> Any:
+        # Every rank and worker must read the same, so that all draw alike.
+        return _generators(derived_seed("stream", seed, epoch), _as_if_alone)
+
+    def _pieces(self, epoch: int, start: int, worker: int, workers: int) -> Iterator[Piece]:
+        plan, edges = self._plan, self._plan.edges()
+        samples = iter(self._dataset)
+        first_sample = next(samples, _NOTHING)
+        if first_sample is _NOTHING:
+            return
+        first = sample_digest(first_sample)
+        remaining = _chain(first_sample, samples)
+        position = sum(1 for _ in islice(remaining, start))
+        step, number, opening = position // plan.global_batch, 0, True
+        while True:
+            kept: list[list[Any]] = []
+            size = 0
+            for part, (begin, end) in enumerate(pairwise(edges)):
+                mine = (number + part) % workers == worker
+                kept.append([])
+                for offset, sample in enumerate(islice(remaining, end - begin)):
+                    size += 1
+                    if mine and offset % plan.world_size == plan.rank:
+                        kept[part].append(sample)
+            if size == 0 or (size < plan.global_batch and plan.drop_last):
+                return
+            micro_batches = cut(position, size, edges, step, opening, plan.rank, plan.world_size)
+            for part, micro_batch in enumerate(micro_batches):
+                if (number + part) % workers == worker:
+                    batch = self._collate(kept[part]) if kept[part] else empty_batch(first_sample, self._collate)
+                    yield Piece(micro_batch, micro_batch.count, batch, first)
+            position, step, number, opening = position + size, step + 1, number + plan.accumulate, False
+
+
+class ShardedStream(_Stream):
+    """A part of a stream that no other rank or worker reads; ``start`` is ignored."""
+
+    def __init__(self, dataset: Any, plan: EpochPlan, collate: Collate, *, has_hook: bool) -> None:
+        super().__init__(dataset, plan, collate)
+        self._has_hook = has_hook
+        self._batch_size = plan.global_batch // plan.accumulate // plan.world_size
+
+    def _setting(self, seed: int, epoch: int, worker: int) -> Any:
+        return _generators(
+            derived_seed("stream", seed, epoch, self._plan.rank, worker),
+            lambda: _environment(RANK=self._plan.rank, WORLD_SIZE=self._plan.world_size),
+        )
+
+    def _pieces(self, epoch: int, start: int, worker: int, workers: int) -> Iterator[Piece]:
+        dataset = self._dataset
+        if self._has_hook:
+            parts = self._plan.world_size * workers
+            dataset = dataset.shard(num_shards=parts, index=self._plan.rank * workers + worker)
+        samples = iter(dataset)
+        first, sample = 0, None
+        while batch := list(islice(samples, self._batch_size)):
+            sample = batch[-1]
+            first = first or sample_digest(batch[0])
+            if len(batch) == self._batch_size or not self._plan.drop_last:
+                yield Piece(None, len(batch), self._collate(batch), first)
+        if first:
+            # Other ranks may have more, and this one then takes part with no samples.
+            try:
+                nothing = empty_batch(sample, self._collate)
+            except DataError as error:
+                nothing = error
+            yield Piece(None, 0, nothing, first)
+
+
+_NOTHING = object()
+
+
+def _chain(first: T, rest: Iterator[T]) -> Iterator[T]:
+    yield first
+    yield from rest
+
+
+def _within(setting: Any, iterator: Iterator[T]) -> Iterator[T]:
+    """Yield from an iterator that runs in a context of its own, entered anew for each item."""
+    while True:
+        with setting():
+            item = next(iterator, _NOTHING)
+        if item is _NOTHING:
+            return
+        yield item  # type: ignore[misc]
+
+
+def _generators(seed: int, setting: Any) -> Any:
+    """Return what makes a context: ``setting``'s, and random numbers of the stream's own."""
+    if get_worker_info() is not None:  # whose generators serve nothing else
+        seed_generators(seed)
+        return setting
+    separate = SeparateGenerators(seed)
+
+    @contextmanager
+    def both() -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(separate.in_use())
+            stack.enter_context(setting())
+            yield
+
+    return both
+
+
+def _as_if_alone() -> AbstractContextManager[None]:
+    """Hide from a dataset that it is read by one of many workers, among which it might want to split itself."""
+    return nullcontext() if get_worker_info() is None else _alone()
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    info, torch_worker._worker_info = torch_worker._worker_info, None
+    try:
+        yield
+    finally:
+        torch_worker._worker_info = info
+
+
+@contextmanager
+def _environment(**variables: int) -> Iterator[None]:
+    """Set what datasets that shard themselves look for; not every launcher does."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update({name: str(value) for name, value in variables.items()})
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
