@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from importlib import import_module
+from multiprocessing.util import Finalize
 from typing import Any, cast
 
 import torch
@@ -64,29 +66,18 @@ class HorovodStrategy(Strategy):
             )
 
     def _start(self) -> tuple[int, int]:
-        controller = _controller(self.config, self.launch)
-        os.environ["HOROVOD_CONTROLLER"] = controller
-        os.environ.setdefault("HOROVOD_CPU_OPERATIONS", controller)
-        settings = self.config.horovod
-        if self.config.deterministic:
-            os.environ["HOROVOD_FUSION_THRESHOLD"] = "0"  # what is fused, and so the order of sums, follows from timing
-        elif settings.fusion_threshold_mb is not None:
-            os.environ["HOROVOD_FUSION_THRESHOLD"] = str(int(settings.fusion_threshold_mb * 2**20))
-        if settings.cycle_time_ms is not None:
-            os.environ["HOROVOD_CYCLE_TIME"] = str(settings.cycle_time_ms)
-        seconds = str(max(1, int(self.config.timeout_s)))
-        for name in ("HOROVOD_GLOO_TIMEOUT_SECONDS", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"):
-            os.environ.setdefault(name, seconds)
-        os.environ.setdefault("HOROVOD_STALL_CHECK_TIME_SECONDS", str(max(1, min(60, int(self.config.timeout_s) // 2))))
         self._hvd = _engine()
-        self._hvd.init()
         self._ops = {"sum": self._hvd.Sum, "max": self._hvd.Max, "min": self._hvd.Min}
+        variables = _variables(self.config, _controller(self.config, self.launch))
+        if not self._hvd.is_initialized():
+            os.environ.update(variables)
+            self._hvd.init()
+            # Horovod is started once in a process and ended with it: MPI can't be started twice, and ranks that start
+            # gloo again may find one another's old addresses. Unlike atexit, this is heeded by multiprocessing too.
+            Finalize(None, self._hvd.shutdown, exitpriority=0)
+        elif any(os.environ.get(name) != value for name, value in variables.items()):
+            warnings.warn("Horovod goes on as the process's first strategy started it.", UserWarning, stacklevel=6)
         return self._hvd.rank(), self._hvd.size()
-
-    def _close(self) -> None:
-        # MPI can't be started twice in a process: there, Horovod's own exit handler ends it.
-        if _controller(self.config, self.launch) != "mpi":
-            self._hvd.shutdown()
 
     def _all_reduce(self, tensor: Tensor, op: str, name: str) -> Callable[[], None]:
         wider = _WIDER.get(tensor.dtype)
@@ -115,6 +106,27 @@ class HorovodStrategy(Strategy):
 
     def _wait(self, handle: int) -> Any:
         return self._hvd.synchronize(handle)
+
+
+def _variables(config: StrategyConfig, controller: str) -> dict[str, str]:
+    """Return what Horovod reads from the environment when it starts. What the user has set there stays."""
+    seconds = config.timeout_s
+    unless_set = {
+        "HOROVOD_CPU_OPERATIONS": controller,
+        "HOROVOD_GLOO_TIMEOUT_SECONDS": str(max(1, int(seconds))),
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(max(1, int(seconds))),
+        "HOROVOD_STALL_CHECK_TIME_SECONDS": str(max(1, min(60, int(seconds) // 2))),
+    }
+    variables = {name: os.environ.get(name, value) for name, value in unless_set.items()}
+    variables["HOROVOD_CONTROLLER"] = controller
+    settings = config.horovod
+    if config.deterministic:
+        variables["HOROVOD_FUSION_THRESHOLD"] = "0"  # what is fused, and so the order of sums, follows from timing
+    elif settings.fusion_threshold_mb is not None:
+        variables["HOROVOD_FUSION_THRESHOLD"] = str(int(settings.fusion_threshold_mb * 2**20))
+    if settings.cycle_time_ms is not None:
+        variables["HOROVOD_CYCLE_TIME"] = str(settings.cycle_time_ms)
+    return variables
 
 
 def _controller(config: StrategyConfig, launch: Launch) -> str:
