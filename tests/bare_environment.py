@@ -42,9 +42,14 @@ class BareEnvironment:
         path.chmod(0o755)
         return path
 
-    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("CUDA", "HOROVOD"))}
         environment |= {"PATH": str(self.folder / "programs"), "UNITRAIN_CACHE": str(self.folder / "cache")}
         environment.pop("CXX", None)
-        command = [self.folder / "venv" / "bin" / "python", "-m", "unitrain.cli", *arguments]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        command = [str(self.folder / "venv" / "bin" / "python"), "-m", "unitrain.cli", *arguments]
+        return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        with self.start(*arguments) as process:
+            out, err = process.communicate()
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)

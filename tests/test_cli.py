@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import sysconfig
 from importlib.metadata import version
 from pathlib import Path
 
+import psutil
 import pytest
+from bare_environment import BareEnvironment
 
 from unitrain.cli import main
 
@@ -56,6 +60,19 @@ def test_an_error_is_one_message_and_its_own_exit_code(capsys: pytest.CaptureFix
     assert said.out == ""
     assert said.err.startswith("unitrain install-horovod: --version 'newest' is no version of Horovod")
     assert said.err.count("\n") == 1
+
+
+def test_a_termination_ends_what_was_started_too(tmp_path: Path) -> None:
+    bare = BareEnvironment.make(tmp_path)
+    os.mkfifo(tmp_path / "started")
+    bare.allow("sleep")
+    bare.add("mpirun", f"echo $$ > {tmp_path / 'started'}; exec sleep 600")
+    with bare.start("doctor") as process:
+        mpirun = psutil.Process(int((tmp_path / "started").read_text()))  # waits until mpirun writes it
+        process.terminate()
+        process.communicate()
+    assert process.returncode == 128 + signal.SIGTERM
+    assert not mpirun.is_running()
 
 
 def test_the_command_line_imports_no_subcommand() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import NoReturn
 
 from unitrain.errors import UnitrainError
 
@@ -16,6 +18,8 @@ _INTERRUPTED = 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (default: that of the process) and return the exit status."""
     arguments = _parser().parse_args(argv)
+    # As an exception, a SIGTERM ends what a subcommand has started too; by itself it would leave a compiler running.
+    before = signal.signal(signal.SIGTERM, _terminate)
     try:
         return int(arguments.run(arguments))
     except UnitrainError as error:
@@ -24,6 +28,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"unitrain {arguments.command}: interrupted", file=sys.stderr)
         return _INTERRUPTED
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _terminate(number: int, _frame: object) -> NoReturn:
+    raise SystemExit(128 + number)
 
 
 def _parser() -> argparse.ArgumentParser:
