@@ -113,7 +113,8 @@ def main() -> None:
         strategy.print(
             f"{found['backend']} x{found['world_size']} ({found['launcher']}), us a step: "
             f"by hand {found['by_hand_us']:.1f}, unitrain {found['unitrain_us']:.1f}: "
-            f"{found['over_us']:+.1f}, ratio {found['ratio']:.3f} (quartiles {low:.3f} to {high:.3f}); weights {'bit-equal' if found['weights_bit_equal'] else 'DIFFERENT'}"
+            f"{found['over_us']:+.1f}, ratio {found['ratio']:.3f} (quartiles {low:.3f} to {high:.3f}); "
+            f"weights {'bit-equal' if found['weights_bit_equal'] else 'DIFFERENT'}"
         )
         if arguments.output and strategy.is_main:
             arguments.output.write_text(json.dumps(found, indent=1) + "\n")

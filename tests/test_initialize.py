@@ -89,7 +89,7 @@ def _choice_under_mpirun(path: str) -> str:
         del sys.modules[name]
     launch = detect(RECORDED["openmpi-4"][0])
     if "init" not in (Path(path) / "horovod" / "torch" / "__init__.py").read_text():
-        with pytest.raises(BackendError, match=r"not built for torch .* unitrain install-horovod"):
+        with pytest.raises(BackendError, match=r"not built for torch .*unitrain install-horovod"):
             load_backend("horovod").check(StrategyConfig(), launch)
     return choose_backend(launch, StrategyConfig())
 

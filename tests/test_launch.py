@@ -229,7 +229,9 @@ def test_pmix_launcher_without_a_world_size() -> None:
 def test_batch_script_that_inherited_a_step() -> None:
     stale = {key: RECORDED["srun"][1][key] for key in ("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST")}
     batch = {**RECORDED["sbatch"][0], **stale, "SLURM_NTASKS": "3"}
-    with pytest.raises(LaunchError, match=r"SLURM_STEP_NUM_TASKS is '2', but must be '3' as SLURM_NTASKS is.*UNITRAIN_LAUNCHER=python"):
+    with pytest.raises(
+        LaunchError, match=r"SLURM_STEP_NUM_TASKS is '2', but must be '3' as SLURM_NTASKS is.*UNITRAIN_LAUNCHER=python"
+    ):
         detect(batch)
 
 

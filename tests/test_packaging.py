@@ -17,8 +17,8 @@ def test_a_wheel_holds_every_module(tmp_path: Path) -> None:
         shutil.copy(ROOT / name, source)
     for name in ("unitrain", "backends", "recipes"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    options = ["--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path]
-    subprocess.run([sys.executable, "-m", "pip", "wheel", *options, source], check=True)
+    options = ["--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path)]
+    subprocess.run([sys.executable, "-m", "pip", "wheel", *options, str(source)], check=True)
     (wheel,) = tmp_path.glob("unitrain-*.whl")
     held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     installed = {path.relative_to(ROOT).as_posix() for path in (ROOT / "unitrain").rglob("*.py")}

@@ -49,7 +49,9 @@ class LearningRate:
                 f"{self.base:g}, {self.total_steps}, {self.batch_size} and {self.reference_batch}."
             )
         if not 0 <= self.warmup_steps <= self.total_steps:
-            raise ConfigError(f"warm-up over {self.warmup_steps} steps must end within the {self.total_steps} steps in all.")
+            raise ConfigError(
+                f"warm-up over {self.warmup_steps} steps must end within the {self.total_steps} steps in all."
+            )
         if not 0 <= self.floor <= self.peak:
             raise ConfigError(f"the learning rate's floor is {self.floor:g}, but must be 0 to its peak, {self.peak:g}.")
 

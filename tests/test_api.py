@@ -1,0 +1,176 @@
+"""Guards: what is public, what an import costs and brings along, and the rules that keep the layers apart."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+
+import unitrain
+from unitrain import UnitrainError, errors
+from unitrain.registry import GROUP, backend_names, load_backend
+
+ROOT = Path(__file__).parent.parent
+BUILT_IN = sorted(path.stem for path in (ROOT / "backends").glob("[!_]*.py"))
+
+
+def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, check=True, timeout=120, cwd=ROOT / "tests"
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- what is public
+
+
+def test_public_names_are_these() -> None:
+    assert sorted(unitrain.__all__) == unitrain.__all__ == [
+        "BackendError", "CheckpointError", "CommunicationError", "ConfigError", "DataError", "Launch", "LaunchError",
+        "Loader", "Meter", "NonFiniteError", "StepResult", "Stopped", "Strategy", "StrategyConfig", "UnitrainError",
+        "UsageError", "init", "spawn",
+    ]  # fmt: skip
+    visible = {name for name, value in vars(unitrain).items() if name[0] != "_" and not inspect.ismodule(value)}
+    assert visible == set(unitrain.__all__)
+
+
+def test_every_error_is_public_and_in_the_drawing() -> None:
+    found = {value for value in vars(errors).values() if inspect.isclass(value) and issubclass(value, Exception)}
+    assert {error.__name__ for error in found} <= set(unitrain.__all__)
+    assert all(error.__base__ is UnitrainError for error in found - {UnitrainError})
+    assert all(error.__name__ in str(errors.__doc__) for error in found)
+
+
+@pytest.mark.parametrize("name", ["Strategy", "Loader", "Meter", "init", "spawn"])
+def test_public_verbs_are_documented(name: str) -> None:
+    made = getattr(unitrain, name)
+    verbs = {name: made, **(vars(made) if inspect.isclass(made) else {})}
+    lacking = [
+        verb
+        for verb, value in verbs.items()
+        if not verb.startswith("_") and callable(value) and not inspect.getdoc(value) and not isinstance(value, type)
+    ]
+    assert lacking == []
+
+
+# ------------------------------------------------------------------------------------------- what an import costs
+
+
+def test_import_brings_no_engine_along() -> None:
+    code = "import sys, torch; before = set(sys.modules); import unitrain; unitrain.registry.backend_names()"
+    modules = set(python("-c", f"{code}; print(*set(sys.modules) - before)").stdout.split())
+    unwanted = {"horovod", "mpi4py", "torchvision", "sklearn", "scipy", "tensorboard", "torchmetrics", "tqdm", "rich"}
+    assert not {module.split(".")[0] for module in modules} & unwanted
+    assert not {module for module in modules if module.startswith(("unitrain.backends.", "unitrain.recipes"))}
+    assert not {"torch._dynamo", "torch._inductor"} & modules  # 2 s
+
+
+def test_import_costs_little_over_torch() -> None:
+    """Of several tries the fastest: the machine may be busy, and can only add."""
+    seconds = []
+    for _ in range(5):
+        report = python("-X", "importtime", "-c", "import torch; import unitrain").stderr
+        [cumulative] = re.findall(r"^import time:\s+\d+ \|\s+(\d+) \| unitrain$", report, re.MULTILINE)
+        seconds.append(int(cumulative) / 1e6)
+        if seconds[-1] <= 0.3:
+            return
+    pytest.fail(f"import unitrain takes {min(seconds):.2f} s more than import torch; 0.3 s are allowed")
+
+
+# --------------------------------------------------------------------------------------------------------- layers
+
+
+def test_every_file_in_backends_has_an_entry_point() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    [section] = re.findall(rf'^\[project\.entry-points\."{GROUP}"\]\n(.+?)\n\n', text, re.MULTILINE | re.DOTALL)
+    declared = dict(re.findall(r'^(\w+) = "(.+)"$', section, re.MULTILINE))
+    assert {name: value.split(":")[0] for name, value in declared.items()} == {
+        name: f"unitrain.backends.{name}" for name in BUILT_IN
+    }
+    installed = {point.name: point.value for point in entry_points(group=GROUP)}
+    lacking = sorted(set(declared.items()) - set(installed.items()))
+    assert not lacking, f"run pip install -e . again: {lacking} came after the last time"
+    assert set(backend_names()) >= set(BUILT_IN)
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_a_backend_is_short_and_called_as_its_file(name: str) -> None:
+    assert load_backend(name).name == name
+    assert len((ROOT / "backends" / f"{name}.py").read_text().splitlines()) <= 250
+
+
+def sources(*folders: str) -> Iterator[tuple[Path, ast.Module]]:
+    for folder in folders:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            yield path.relative_to(ROOT), ast.parse(path.read_text())
+
+
+def imported(tree: ast.Module) -> set[str]:
+    """Return the modules that are imported anywhere in a file, by name or by ``import_module``."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Call) and "import_module" in ast.unparse(node.func):
+            names |= {a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str)}
+    return names
+
+
+def test_nobody_imports_a_backend() -> None:
+    for path, tree in sources("unitrain", "recipes", "backends", "benchmarks"):
+        bad = {name for name in imported(tree) if re.match(r"(unitrain\.)?backends\b", name)}
+        assert not bad, f"{path} imports {bad}: name the backend, and let unitrain.registry import it"
+
+
+def test_only_its_backend_imports_horovod() -> None:
+    # What checks or builds an installation does so in processes of their own.
+    for path, tree in sources("unitrain", "recipes", "backends"):
+        if path != Path("backends/horovod.py"):
+            bad = {name for name in imported(tree) if name.split(".")[0] == "horovod"}
+            assert not bad, f"{path} imports {bad}"
+
+
+def asks_for_a_backend(node: ast.AST) -> bool:
+    """Whether a comparison, or a match, tells backends apart by their names."""
+    if isinstance(node, ast.Compare):
+        sides: list[ast.AST] = [node.left, *node.comparators]
+    elif isinstance(node, ast.Match):
+        sides = [node.subject, *(value for case in node.cases for value in ast.walk(case.pattern))]
+    else:
+        return False
+    constants = {one.value for side in sides for one in ast.walk(side) if isinstance(one, ast.Constant)}
+    asked = " ".join(ast.unparse(side) for side in sides if not isinstance(side, (ast.Constant, ast.pattern)))
+    return bool(constants & set(BUILT_IN)) and bool(re.search(r"backend|strategy|\bname\b", asked))
+
+
+def test_nothing_outside_backends_asks_which_backend_it_is() -> None:
+    assert asks_for_a_backend(ast.parse("self.backend == 'ddp'").body[0].value)  # type: ignore[attr-defined]
+    assert asks_for_a_backend(ast.parse("strategy.name in ('ddp', 'single')").body[0].value)  # type: ignore[attr-defined]
+    assert not asks_for_a_backend(ast.parse("config.backend == 'auto'").body[0].value)  # type: ignore[attr-defined]
+    for path, tree in sources("unitrain", "recipes"):
+        for node in ast.walk(tree):
+            assert not asks_for_a_backend(node), f"{path}:{getattr(node, 'lineno', '')}: {ast.unparse(node)}"
+
+
+def test_no_file_is_called_utils() -> None:
+    vague = re.compile(r"(utils?|helpers?|misc|common)(\.py)?$")
+    assert not [path for path, _ in sources("unitrain", "backends", "recipes", "tests") if vague.search(path.name)]
+
+
+# --------------------------------------------------------------------------------------------------- style and types
+
+
+@pytest.mark.parametrize(
+    "command", [["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy"]], ids=" ".join
+)
+def test_style_and_types(command: list[str]) -> None:
+    run = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
