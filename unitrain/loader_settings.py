@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,7 +87,7 @@ class LoaderSettings:
         if self.is_iterable:
             if not hasattr(self.dataset, "__iter__"):
                 raise DataError(f"{name} is no dataset: it has neither __getitem__ nor __iter__.")
-            if iter(self.dataset) is self.dataset:
+            if isinstance(self.dataset, Iterator) and not isinstance(self.dataset, IterableDataset):
                 raise DataError(
                     f"a {name} can be read only once, and by one process: give a dataset whose __iter__ begins anew."
                 )

@@ -1,0 +1,460 @@
+"""Streams: each sample exactly once, and an end that all ranks come to together."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import tarfile
+import warnings
+from collections.abc import Iterator
+from io import BytesIO
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pretended import pretended_rank
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
+
+import unitrain
+from unitrain import CheckpointError, ConfigError, DataError
+from unitrain.sharding import EpochPlan
+from unitrain.stream import Piece, WholeStream
+
+WORLDS: list[tuple[int, Literal["spawn", "horovodrun"]]] = [(3, "spawn"), (2, "horovodrun")]
+
+
+def of_workers(count: int) -> dict[str, Any]:
+    """Return the settings for so many workers. The ranks of these tests would start theirs in seconds by default."""
+    return {"num_workers": count, "multiprocessing_context": "fork"} if count else {}
+
+
+class Numbers(IterableDataset[Tensor]):
+    """Yields 0 to ``length`` to whoever reads it."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (torch.tensor(i) for i in range(self.length))
+
+
+class Shards(IterableDataset[Tensor]):
+    """Sample 100 i + j is the j-th of shard i; ``shard`` is the hook."""
+
+    def __init__(self, sizes: list[int], parts: int = 1, index: int = 0) -> None:
+        self.sizes, self.parts, self.index = sizes, parts, index
+
+    def shard(self, num_shards: int, index: int) -> Shards:
+        return Shards(self.sizes, num_shards, index)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for i in range(self.index, len(self.sizes), self.parts):
+            yield from (torch.tensor(100 * i + j) for j in range(self.sizes[i]))
+
+    def samples(self) -> list[int]:
+        return [100 * i + j for i, size in enumerate(self.sizes) for j in range(size)]
+
+
+class SplitsAmongWorkers(Numbers):
+    """Splits itself as torch's documentation shows."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        info = get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        return itertools.islice(super().__iter__(), first, None, step)
+
+
+# -------------------------------------------------------------------------------------------- the whole, on each rank
+
+
+@given(
+    st.integers(0, 60),
+    st.integers(1, 17),
+    st.integers(1, 3),
+    st.integers(1, 30),
+    st.integers(1, 4),
+    st.integers(0, 60),
+    st.booleans(),
+)
+@settings(max_examples=150, deadline=None)
+def test_a_whole_stream_is_dealt_out_like_map_style_data(
+    length: int, world_size: int, workers: int, batch: int, accumulate: int, start: int, drop_last: bool
+) -> None:
+    batch, start = max(batch, accumulate), min(start, length)
+    expected = list(EpochPlan(length, batch, accumulate, 0, 1, drop_last, start))
+    seen = []
+    for rank in range(world_size):
+        stream = WholeStream(
+            Numbers(length), EpochPlan(0, batch, accumulate, rank, world_size, drop_last), default_collate
+        )
+        read = [list(stream._pieces(0, start, worker, workers)) for worker in range(workers)]
+        # A DataLoader asks its workers in turn.
+        pieces = [piece for turn in itertools.zip_longest(*read) for piece in turn if piece is not None]
+        mine = list(EpochPlan(length, batch, accumulate, rank, world_size, drop_last, start))
+        assert [piece.micro_batch for piece in pieces] == mine
+        assert [piece.samples for piece in pieces] == [len(piece.batch) for piece in pieces]
+        for micro_batch, piece in zip(mine, pieces, strict=True):
+            assert piece.batch.tolist() == list(range(micro_batch.start + rank, micro_batch.stop, world_size))
+            seen += piece.batch.tolist()
+    assert sorted(seen) == list(range(start, expected[-1].stop if expected else start))
+
+
+def read_stream(workers: int, kind: type[Numbers]) -> list[tuple[list[int], int]]:
+    strategy = unitrain.init(accumulate=2)
+    loader = strategy.dataloader(kind(25), global_batch_size=8, **of_workers(workers))
+    batches = [(batch.tolist(), strategy._training_step.micro_batch.window) for batch in loader]  # type: ignore[union-attr]
+    assert len(list(loader)) == len(batches), "the next epoch reads it again"
+    return batches
+
+
+@pytest.mark.parametrize(("world_size", "launcher"), WORLDS)
+@pytest.mark.parametrize(("workers", "kind"), [(0, Numbers), (2, Numbers), (2, SplitsAmongWorkers)])
+def test_a_stream_has_the_same_global_batches_on_any_rank_and_worker(
+    world_size: int, launcher: Literal["spawn", "horovodrun"], workers: int, kind: type[Numbers]
+) -> None:
+    ranks = run_ranks(read_stream, workers, kind, nprocs=world_size, launcher=launcher)
+    alone = [list(range(i, min(i + 4, 25))) for i in range(0, 25, 4)]
+    windows = [8, 8, 8, 8, 8, 8, 1]
+    for parts, whole, window in zip(zip(*ranks, strict=True), alone, windows, strict=True):
+        assert [part[0] for part in parts] == [whole[rank::world_size] for rank in range(world_size)]
+        assert {part[1] for part in parts} == {window}
+
+
+class Shuffling(IterableDataset[Tensor]):
+    """Draws its order and its samples from python, numpy and torch."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        order = random.sample(range(20), 20)
+        return (torch.tensor([i, np.random.rand(), torch.rand(()).item()]) for i in order)
+
+
+def read_shuffling(workers: int) -> list[list[float]]:
+    strategy = unitrain.init()
+    torch.rand(strategy.rank)  # ranks may be apart when they begin
+    mine = random.getstate()
+    loader = strategy.dataloader(Shuffling(), global_batch_size=6, **of_workers(workers))
+    rows = []
+    for batch in loader:
+        rows += batch.tolist()
+        torch.rand(3)  # what a model does in between is no business of the stream's
+    assert random.getstate() == mine
+    again = [row for batch in loader for row in batch.tolist()]
+    assert again != rows
+    return rows
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_all_ranks_and_workers_draw_alike(workers: int) -> None:
+    (alone,) = run_ranks(read_shuffling, 0, nprocs=1)
+    ranks = run_ranks(read_shuffling, workers, nprocs=3)
+    assert sorted(row for rows in ranks for row in rows) == sorted(alone)
+
+
+def test_a_stream_continues_where_its_state_was_taken() -> None:
+    def loader(world_size: int = 1) -> Any:
+        return pretended_rank(0, world_size).dataloader(Shuffling(), global_batch_size=4)
+
+    whole = [batch.tolist() for batch in loader()]
+    first = loader()
+    begun = [batch.tolist() for batch in itertools.islice(first, 2)]
+    state = first.state_dict()
+    assert (state["consumed"], state["length"], state["readers"]) == (8, None, None)
+    rest = loader()
+    rest.load_state_dict(state)
+    assert begun + [batch.tolist() for batch in rest] == whole
+    loader(3).load_state_dict(state)
+
+
+def test_a_stream_that_knows_its_length_plans_with_it() -> None:
+    class Sized(Numbers):
+        def __len__(self) -> int:
+            return self.length
+
+    loader = pretended_rank(accumulate=2).dataloader(Sized(25), global_batch_size=8)
+    assert (len(loader), loader.steps) == (len(list(loader)), 4)
+    unsized = pretended_rank().dataloader(Numbers(25), global_batch_size=8)
+    with pytest.raises(TypeError, match="no len"):
+        len(unsized)
+
+
+# --------------------------------------------------------------------------------------------------- sharded streams
+
+
+def read_shards(sizes: list[int], workers: int, drop_last: bool = False) -> dict[str, Any]:
+    strategy = unitrain.init(accumulate=2, timeout_s=30)
+    data = Shards(sizes)
+    batch = 4 * strategy.world_size
+    loader = strategy.dataloader(data, global_batch_size=batch, drop_last=drop_last, **of_workers(workers))
+    seen, counts, states = [], [], []
+    for batch in loader:
+        micro_batch = strategy._training_step.micro_batch
+        assert micro_batch is not None
+        assert micro_batch.count == len(batch)
+        seen += batch.tolist()
+        counts.append((micro_batch.start, micro_batch.stop, micro_batch.count, micro_batch.window, micro_batch.last))
+        states.append(loader.state_dict())
+    again = [sample for batch in loader for sample in batch.tolist()]
+    assert again == seen
+    return {"seen": seen, "counts": counts, "states": states}
+
+
+@pytest.mark.parametrize(("world_size", "launcher"), WORLDS)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_uneven_shards_end_together(world_size: int, launcher: Literal["spawn", "horovodrun"], workers: int) -> None:
+    sizes = [3, 17, 1, 8, 5, 2]
+    ranks = run_ranks(read_shards, sizes, workers, nprocs=world_size, launcher=launcher)
+    assert sorted(sample for rank in ranks for sample in rank["seen"]) == Shards(sizes).samples()
+    position = 0
+    windows: list[int] = []
+    for parts in zip(*(rank["counts"] for rank in ranks), strict=True):
+        start, stop, _, window, last = parts[0]
+        assert {(part[0], part[1], part[3], part[4]) for part in parts} == {(start, stop, window, last)}
+        assert start == position
+        assert sum(part[2] for part in parts) == stop - start
+        position = stop
+        windows += [window] if last else []
+    assert sum(windows) == position == sum(sizes)
+    assert all(rank["states"] == ranks[0]["states"] for rank in ranks)
+
+
+def test_drop_last_leaves_out_what_does_not_fill_a_step() -> None:
+    ranks = run_ranks(read_shards, [9, 6], 0, True, nprocs=2)
+    assert [rank["seen"] for rank in ranks] == [[0, 1, 2, 3], [100, 101, 102, 103]]
+
+
+def a_rank_without_samples() -> None:
+    strategy = unitrain.init(timeout_s=30)
+    list(strategy.dataloader(Shards([5, 5]), batch_size=2))
+
+
+def test_a_rank_without_samples_is_an_error_on_all() -> None:
+    with pytest.raises(DataError, match="1 of 3 ranks have no sample of this stream at all"):
+        run_ranks(a_rank_without_samples, nprocs=3)
+
+
+def train_on_shards(sizes: list[int]) -> list[float]:
+    strategy = unitrain.init(precision="fp64", accumulate=2, timeout_s=30)
+    model = nn.Linear(1, 1)
+    nn.init.ones_(model.weight)
+    nn.init.zeros_(model.bias)
+    model, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-6))
+    loader = strategy.dataloader(Shards(sizes), global_batch_size=4 * strategy.world_size)
+    held_out = strategy.dataloader(Shards([1, 2, 3]), batch_size=1)
+    weights = []
+    for numbers in loader:
+        inputs = numbers.double().unsqueeze(1)
+        strategy.step(mse_loss(model(inputs), 2 * inputs), optimizer)
+        counted = strategy.meter()
+        with strategy.evaluation(model):
+            for held in held_out:
+                counted.add(held.double().sum(), len(held))
+        assert counted.count() == 6
+        weights.append(next(model.parameters()).item())
+    strategy.check_in_sync(model)
+    return weights
+
+
+@pytest.mark.parametrize(("world_size", "launcher"), WORLDS)
+def test_training_on_uneven_shards_weighs_every_sample_alike(
+    world_size: int, launcher: Literal["spawn", "horovodrun"]
+) -> None:
+    sizes = [3, 17, 5]
+    ranks = run_ranks(train_on_shards, sizes, nprocs=world_size, launcher=launcher)
+    assert all(rank == ranks[0] for rank in ranks)
+    # By hand: each window is two batches of two samples of every rank, as long as its shards last.
+    parts = [[100 * i + j for i in range(rank, 3, world_size) for j in range(sizes[i])] for rank in range(world_size)]
+    weight, bias, expected = 1.0, 0.0, []
+    for start in range(0, max(map(len, parts)), 4):
+        window = torch.tensor([float(x) for part in parts for x in part[start : start + 4]], dtype=torch.float64)
+        error = 2 * (weight * window + bias - 2 * window) / len(window)
+        micro_batches = max(-(-len(part[start : start + 4]) // 2) for part in parts)
+        expected += [weight] * (micro_batches - 1)
+        weight, bias = weight - 1e-6 * float((error * window).sum()), bias - 1e-6 * float(error.sum())
+        expected.append(weight)
+    assert ranks[0] == pytest.approx(expected, rel=1e-12)
+
+
+def break_off_and_resume(workers: int) -> tuple[list[int], list[int], list[int]]:
+    strategy = unitrain.init(timeout_s=30)
+
+    def loader() -> Any:
+        return strategy.dataloader(Shards([9, 4, 6, 1]), batch_size=2, **of_workers(workers))
+
+    first = loader()
+    begun = [sample for batch in itertools.islice(first, 2) for sample in batch.tolist()]
+    resumed = loader()
+    resumed.load_state_dict(first.state_dict())
+    rest = [sample for batch in resumed for sample in batch.tolist()]
+    return begun, rest, [sample for batch in first for sample in batch.tolist()]
+
+
+@pytest.mark.parametrize(("world_size", "launcher"), WORLDS[1:])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_sharded_stream_continues_and_begins_anew(
+    world_size: int, launcher: Literal["spawn", "horovodrun"], workers: int
+) -> None:
+    ranks = run_ranks(break_off_and_resume, workers, nprocs=world_size, launcher=launcher)
+    samples = Shards([9, 4, 6, 1]).samples()
+    assert sorted(sample for begun, rest, _ in ranks for sample in begun + rest) == samples
+    assert sorted(sample for _, _, whole in ranks for sample in whole) == samples
+
+
+def test_a_sharded_stream_does_not_continue_on_other_readers() -> None:
+    loader = pretended_rank().dataloader(Shards([9]), batch_size=2)
+    list(itertools.islice(loader, 2))
+    state = loader.state_dict()
+    assert (state["readers"], state["steps"]) == ([1, 1], 2)
+    other = pretended_rank(0, 2).dataloader(Shards([9]), batch_size=1)
+    with pytest.raises(CheckpointError, match=r"its readers were \[1, 1\] and are \[2, 1\]"):
+        other.load_state_dict(state)
+    loader.epoch = 1
+    other.load_state_dict(loader.state_dict())
+    assert other.epoch == 1
+
+
+# ------------------------------------------------------------------------------------------------- what is not right
+
+
+class OfRank(Numbers):
+    """Shards itself without saying so."""
+
+    def __init__(self, length: int, rank: int) -> None:
+        super().__init__(length)
+        self.rank = rank
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (number + self.rank * 100 for number in super().__iter__())
+
+
+def unsaid_shards(sharded: bool | None) -> list[int]:
+    strategy = unitrain.init(timeout_s=30)
+    loader = strategy.dataloader(OfRank(4, strategy.rank), batch_size=2, sharded=sharded)
+    return [sample for batch in loader for sample in batch.tolist()]
+
+
+def test_shards_that_nobody_spoke_of_are_noticed() -> None:
+    with pytest.raises(DataError, match="pass sharded=True"):
+        run_ranks(unsaid_shards, None, nprocs=2)
+    assert run_ranks(unsaid_shards, True, nprocs=2) == [[0, 1, 2, 3], [100, 101, 102, 103]]
+
+
+def not_sharded_at_all() -> list[str]:
+    strategy = unitrain.init(timeout_s=30)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        list(strategy.dataloader(Numbers(4), batch_size=2, sharded=True))
+    return [str(one.message) for one in caught]
+
+
+def test_a_stream_that_is_not_sharded_at_all_is_noticed() -> None:
+    (warning,), others = run_ranks(not_sharded_at_all, nprocs=2)
+    assert "begins with the same sample on every rank" in warning
+    assert not others
+
+
+def test_what_can_not_be_read_is_refused() -> None:
+    strategy = pretended_rank(0, 2, accumulate=2)
+    for data, message in ((iter([1]), "only once"), (object(), "neither __getitem__ nor __iter__")):
+        with pytest.raises(DataError, match=message):
+            strategy.dataloader(data, batch_size=1)
+    with pytest.raises(ConfigError, match="takes no shuffle"):
+        strategy.dataloader(Numbers(3), batch_size=1, shuffle=True)
+    with pytest.raises(ConfigError, match="a multiple of 4"):
+        strategy.dataloader(Shards([3]), global_batch_size=6)
+    with pytest.raises(ConfigError, match="sharded is for iterable datasets"):
+        strategy.dataloader([1], batch_size=1, sharded=True)
+
+
+# --------------------------------------------------------------------------------------------------------- libraries
+
+
+def write_tars(folder: Path, sizes: list[int]) -> list[str]:
+    for i, size in enumerate(sizes):
+        with tarfile.open(folder / f"{i:03}.tar", "w") as tar:
+            for j in range(size):
+                member = tarfile.TarInfo(f"{100 * i + j:06}.cls")
+                content = str(100 * i + j).encode()
+                member.size = len(content)
+                tar.addfile(member, BytesIO(content))
+    return [str(folder / f"{i:03}.tar") for i in range(len(sizes))]
+
+
+def read_webdataset(urls: list[str], workers: int) -> list[int]:
+    import webdataset
+
+    strategy = unitrain.init(timeout_s=30)
+    data = webdataset.WebDataset(urls, shardshuffle=False, nodesplitter=webdataset.split_by_node, empty_check=False)
+    loader = strategy.dataloader(data.decode().to_tuple("cls"), batch_size=2, **of_workers(workers))
+    return [sample for (batch,) in loader for sample in batch.tolist()]
+
+
+@pytest.mark.parametrize(("world_size", "launcher"), WORLDS)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_webdataset(tmp_path: Path, world_size: int, launcher: Literal["spawn", "horovodrun"], workers: int) -> None:
+    sizes = [3, 7, 1, 4]
+    urls = write_tars(tmp_path, sizes)
+    ranks = run_ranks(read_webdataset, urls, workers, nprocs=world_size, launcher=launcher)
+    assert sorted(itertools.chain(*ranks)) == Shards(sizes).samples()
+
+
+def hugging_face_rows(sizes: tuple[int, ...], shards: list[int]) -> Iterator[dict[str, int]]:
+    for i in shards:
+        yield from ({"x": 100 * i + j} for j in range(sizes[i]))
+
+
+def read_hugging_face(sizes: tuple[int, ...], workers: int, streamed: bool) -> list[list[int]]:
+    import datasets
+
+    strategy = unitrain.init(timeout_s=30)
+    shards = list(range(len(sizes)))
+    if streamed:
+        data = datasets.IterableDataset.from_generator(hugging_face_rows, gen_kwargs={"sizes": sizes, "shards": shards})
+        data = data.shuffle(seed=1, buffer_size=4)
+    else:
+        data = datasets.Dataset.from_list(list(hugging_face_rows(sizes, shards)))
+    loader = strategy.dataloader(data.with_format("torch"), batch_size=2, shuffle=not streamed, **of_workers(workers))
+    return [[sample for batch in loader for sample in batch["x"].tolist()] for _ in range(2)]
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_hugging_face_datasets(streamed: bool, workers: int, world_size: int) -> None:
+    """Of 4 shards, 2 ranks have 2 each; 3 ranks read all and keep every third sample, as that library splits them."""
+    sizes = (3, 7, 1, 4)
+    ranks = run_ranks(read_hugging_face, sizes, workers, streamed, nprocs=world_size)
+    epochs = [list(itertools.chain(*parts)) for parts in zip(*ranks, strict=True)]
+    assert [sorted(epoch) for epoch in epochs] == [Shards(list(sizes)).samples()] * 2
+    assert epochs[0] != epochs[1], "each epoch has an order of its own"
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
+@pytest.mark.parametrize("data", [Numbers(10), list(range(10))])
+def test_a_stateful_dataloader_is_converted(data: Any) -> None:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    loader = pretended_rank().dataloader(StatefulDataLoader(data, 4))
+    first = [batch.tolist() for batch in itertools.islice(loader, 1)]
+    resumed = pretended_rank().dataloader(StatefulDataLoader(data, 4))
+    resumed.load_state_dict(loader.state_dict())
+    assert first + [batch.tolist() for batch in resumed] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+
+def test_a_dataloader_of_a_stream_is_converted() -> None:
+    loader = pretended_rank().dataloader(DataLoader(Numbers(5), 4, drop_last=True))
+    assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3]]
+
+
+def test_a_piece_survives_pinning() -> None:
+    """Pinning rebuilds what a worker yields; here without a GPU to pin for."""
+    from torch.utils.data._utils.pin_memory import pin_memory
+
+    piece = Piece(None, 1, {"x": "text"}, 5)
+    assert pin_memory(piece) == piece  # type: ignore[no-untyped-call]
