@@ -101,6 +101,11 @@ class DDPStrategy(Strategy):
 
     def _close(self) -> None:
         self._wrapped.clear()
+        if not self.failed:
+            # gloo's threads end with the last reference to their group. One that drops a finished work's tensor while
+            # Python shuts down aborts the process.
+            dist.destroy_process_group(self._group)
+            del self._group
         if not self._adopted and dist.is_initialized():
             dist.destroy_process_group()
 
