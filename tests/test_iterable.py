@@ -7,6 +7,7 @@ import random
 import tarfile
 import warnings
 from collections.abc import Iterator
+from importlib.util import find_spec
 from io import BytesIO
 from pathlib import Path
 from typing import Any, Literal
@@ -27,7 +28,8 @@ from unitrain import CheckpointError, ConfigError, DataError
 from unitrain.sharding import EpochPlan
 from unitrain.stream import Piece, WholeStream
 
-WORLDS: list[tuple[int, Literal["spawn", "horovodrun"]]] = [(3, "spawn"), (2, "horovodrun")]
+HOROVOD = pytest.mark.skipif(find_spec("horovod") is None, reason="horovod is not installed")
+WORLDS = [pytest.param(3, "spawn"), pytest.param(2, "horovodrun", marks=HOROVOD)]
 
 
 def of_workers(count: int) -> dict[str, Any]:
