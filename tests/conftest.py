@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import random
 import re
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from multiprocessing import forkserver, resource_tracker
+from typing import Any
 
 import numpy as np
 import psutil
@@ -22,6 +24,7 @@ from unitrain import initialize
 pytest_plugins = ["pytester"]
 
 _LEAVE_S = 5.0
+_FAILED = pytest.StashKey[bool]()
 # What continuous integration has; a skip for want of one of these hides a failure to install it.
 _REQUIRED = re.compile(r"\b(horovod\w*|mpi|mpirun|mpi4py|gloo)\b", re.IGNORECASE)
 
@@ -65,13 +68,25 @@ def _left_group() -> list[str]:
     return ["a process group of torch.distributed"]
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
+    """Take note of a test that fails."""
+    report = yield
+    item.stash[_FAILED] = item.stash.get(_FAILED, False) or report.failed
+    return report
+
+
 @pytest.fixture(autouse=True)
-def nothing_is_left() -> Iterator[None]:
+def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     """Close the strategy that a test opened; fail the test where it left a process, a thread or a process group."""
     processes, threads = _processes(), set(threading.enumerate())
     yield
+    if request.node.stash.get(_FAILED, False):
+        return  # its traceback holds what it would have let go of
     if initialize._current is not None:
         initialize._current.close()
+    if _processes() - processes or set(threading.enumerate()) - threads:
+        gc.collect()  # an iterator over a DataLoader ends its workers and threads when it goes
     left = [*_left_group(), *_left_processes(processes), *_left_threads(threads)]
     multiprocessing.active_children()  # reaps those that have ended
     assert not left, f"the test left behind: {', '.join(left)}"

@@ -62,9 +62,12 @@ class LoaderSettings:
 
     def _take_apart(self, loader: DataLoader[Any]) -> None:
         """Take over what a torch DataLoader was given."""
+        for name in ("shuffle", "sampler", "batch_sampler", "drop_last"):
+            if _is_given(getattr(self, name)):
+                raise ConfigError(f"{name} is what the DataLoader says already: give it to that, or give the dataset.")
         given = {name: getattr(loader, name, None) for name in PASSED_ON}
-        if not loader.num_workers:
-            given.update(multiprocessing_context=None, timeout=None)
+        if not self.passed_on.get("num_workers", loader.num_workers):
+            given.update(multiprocessing_context=None, timeout=None, prefetch_factor=None, persistent_workers=None)
         self.passed_on = {**{name: value for name, value in given.items() if value is not None}, **self.passed_on}
         self.dataset, self.drop_last = loader.dataset, loader.drop_last
         if loader.batch_size is None and loader.batch_sampler is None:
@@ -95,8 +98,7 @@ class LoaderSettings:
             raise DataError(f"{name} has no __len__: without it no epoch can be planned.")
 
     def _check_order(self) -> None:
-        orders = {"shuffle": self.shuffle, "sampler": self.sampler, "batch_sampler": self.batch_sampler}
-        given = [name for name, value in orders.items() if value is not None and value is not False]
+        given = [name for name in ("shuffle", "sampler", "batch_sampler") if _is_given(getattr(self, name))]
         if len(given) > 1:
             raise ConfigError(f"a loader takes one order of its samples, not {' and '.join(given)}.")
         if given and self.is_iterable:
@@ -134,6 +136,10 @@ class LoaderSettings:
                 f"global_batch_size {self.global_batch_size} can't be cut into accumulate={accumulate} micro-batches."
             )
         return self.global_batch_size
+
+
+def _is_given(value: Any) -> bool:
+    return value is not None and value is not False
 
 
 def _order_of(sampler: Any) -> tuple[bool, Any]:
