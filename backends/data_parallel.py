@@ -10,7 +10,7 @@ from torch import nn
 
 from unitrain.config import StrategyConfig
 from unitrain.errors import ConfigError
-from unitrain.launch import Launch
+from unitrain.launching.launch import Launch
 from unitrain.strategy import SoleStrategy
 
 

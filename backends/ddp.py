@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from unitrain.config import StrategyConfig
 from unitrain.errors import CommunicationError, ConfigError, UsageError
-from unitrain.launch import Launch
-from unitrain.rendezvous import rendezvous
+from unitrain.launching.launch import Launch
+from unitrain.launching.rendezvous import rendezvous
 from unitrain.strategy import Strategy
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}

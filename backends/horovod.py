@@ -14,7 +14,7 @@ from torch import Tensor
 
 from unitrain.config import StrategyConfig
 from unitrain.errors import BackendError, ConfigError
-from unitrain.launch import Launch
+from unitrain.launching.launch import Launch
 from unitrain.strategy import Strategy
 
 _LAUNCHERS = ("horovodrun", "mpirun")

@@ -27,10 +27,10 @@ from tqdm import tqdm
 
 import unitrain
 from unitrain.config import Section
-from unitrain.learning_rate import LearningRate, Scaling, Schedule
 from unitrain.recipes import images, models
 from unitrain.recipes.run_folder import RunFolder
 from unitrain.settings import parse_command_line
+from unitrain.training.learning_rate import LearningRate, Scaling, Schedule
 
 
 class Settings(Section):

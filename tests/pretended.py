@@ -8,8 +8,8 @@ from torch import Tensor
 
 from unitrain.config import StrategyConfig
 from unitrain.data import Loader
-from unitrain.launch import Launch
-from unitrain.sharding import MicroBatch
+from unitrain.data.sharding import MicroBatch
+from unitrain.launching.launch import Launch
 from unitrain.strategy import Strategy
 
 

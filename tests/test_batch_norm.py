@@ -11,7 +11,8 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 import unitrain
-from unitrain import ConfigError, Strategy, batch_norm
+from unitrain import ConfigError, Strategy
+from unitrain.training import batch_norm
 
 EXACT = 1e-10
 CHANNELS = 3

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from unitrain.launching import launch_command, launch_environment
+from unitrain.launching.commands import launch_command, launch_environment
 
 ROOT = Path(__file__).parent.parent
 

@@ -79,5 +79,5 @@ def test_the_command_line_imports_no_subcommand() -> None:
     program = "import sys, unitrain.cli; print([name for name in sys.modules if name.startswith('unitrain.')])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert "unitrain.cli" in done.stdout
-    assert "unitrain.doctor" not in done.stdout
-    assert "unitrain.install_horovod" not in done.stdout
+    assert "unitrain.machine.doctor" not in done.stdout
+    assert "unitrain.machine.install_horovod" not in done.stdout

@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from unitrain.config import Section, StrategyConfig
-from unitrain.schema import groups_of
+from unitrain.settings.schema import groups_of
 
 
 def test_is_frozen_in_every_section() -> None:

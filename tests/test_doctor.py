@@ -15,10 +15,10 @@ import pytest
 import torch
 from bare_environment import BareEnvironment
 
-from unitrain import doctor
-from unitrain.doctor import Finding, examine
+from unitrain.machine import doctor
+from unitrain.machine.doctor import Finding, examine
+from unitrain.machine.toolchain import small_mpi_environment
 from unitrain.registry import backend_names
-from unitrain.toolchain import small_mpi_environment
 
 UNITRAIN = str(Path(sysconfig.get_path("scripts"), "unitrain"))
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import pytest
 
-from unitrain.spawning import spawn_environments
+from unitrain.launching.spawning import spawn_environments
 
 
 class End(NamedTuple):

@@ -15,12 +15,12 @@ import torch
 from bare_environment import BareEnvironment
 from packaging.version import Version
 
-from unitrain import horovod_check
 from unitrain.errors import BackendError, ConfigError
-from unitrain.horovod_build import Edit, apply_edits, check_tools, edits_for, fetch, run_logged
-from unitrain.horovod_check import find_horovod, prove
-from unitrain.install_horovod import cache_folder, combine, install_horovod
-from unitrain.toolchain import Mpi, find_mpi
+from unitrain.machine import horovod_check
+from unitrain.machine.horovod_build import Edit, apply_edits, check_tools, edits_for, fetch, run_logged
+from unitrain.machine.horovod_check import find_horovod, prove
+from unitrain.machine.install_horovod import cache_folder, combine, install_horovod
+from unitrain.machine.toolchain import Mpi, find_mpi
 
 needs_horovod = pytest.mark.skipif(
     find_spec("horovod") is None, reason="Horovod is not installed: unitrain install-horovod"
@@ -84,7 +84,8 @@ def test_an_mpirun_that_starts_nothing_is_refused_in_its_own_words(bare: BareEnv
 def test_an_environment_without_pip_is_told_how_to_get_it(tmp_path: Path) -> None:
     program = (
         "import sys, importlib.util as u; find = u.find_spec\n"
-        "import unitrain.install_horovod as i; i.find_spec = lambda name: None if name == 'pip' else find(name)\n"
+        "import unitrain.machine.install_horovod as i\n"
+        "i.find_spec = lambda name: None if name == 'pip' else find(name)\n"
         "from unitrain.cli import main; sys.exit(main(['install-horovod']))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

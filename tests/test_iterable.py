@@ -25,8 +25,8 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate, get_w
 
 import unitrain
 from unitrain import CheckpointError, ConfigError, DataError
-from unitrain.sharding import EpochPlan
-from unitrain.stream import Piece, WholeStream
+from unitrain.data.sharding import EpochPlan
+from unitrain.data.stream import Piece, WholeStream
 
 HOROVOD = pytest.mark.skipif(find_spec("horovod") is None, reason="horovod is not installed")
 WORLDS = [pytest.param(3, "spawn"), pytest.param(2, "horovodrun", marks=HOROVOD)]

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from unitrain import order
+from unitrain.data import order
+from unitrain.data.order import InOrder, Shuffled
 from unitrain.errors import DataError
-from unitrain.order import InOrder, Shuffled
 
 GOLDEN = {
     (7, 0, 0): [4, 5, 3, 6, 1, 2, 0],

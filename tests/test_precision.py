@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import unitrain
 from unitrain import Strategy
-from unitrain.precision import Precision
+from unitrain.training.precision import Precision
 
 CPU = torch.device("cpu")
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -18,8 +18,8 @@ from ranks import run_ranks
 
 import unitrain
 from unitrain.errors import CommunicationError, ConfigError, UsageError
-from unitrain.launch import detect
-from unitrain.rendezvous import rendezvous
+from unitrain.launching.launch import detect
+from unitrain.launching.rendezvous import rendezvous
 
 
 def sum_of_ranks(*addends: int) -> tuple[int, int]:

@@ -16,8 +16,8 @@ import pytest
 from slurm import Slurm, slurm
 
 from unitrain.errors import CommunicationError, LaunchError
-from unitrain.launch import Launch
-from unitrain.rendezvous import _first_reachable, _own_addresses, rendezvous
+from unitrain.launching.launch import Launch
+from unitrain.launching.rendezvous import _first_reachable, _own_addresses, rendezvous
 
 __all__ = ["slurm"]  # the fixture
 
@@ -27,8 +27,8 @@ MPIRUN = [str(BIN / "mpirun"), "--oversubscribe", "-np", "2"]
 
 SCRIPT = """
 import os, sys, time
-from unitrain.launch import detect
-from unitrain.rendezvous import rendezvous
+from unitrain.launching.launch import detect
+from unitrain.launching.rendezvous import rendezvous
 
 def meet(launch):
     store = rendezvous(launch, 30)

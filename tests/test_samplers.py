@@ -28,8 +28,8 @@ from torch.utils.data import (
 
 from unitrain import ConfigError, DataError
 from unitrain.data import Loader
-from unitrain.fingerprint import fingerprint
-from unitrain.structure import rebuilt, without_rows
+from unitrain.data.fingerprint import fingerprint
+from unitrain.data.structure import rebuilt, without_rows
 
 DATA: Any = list(range(20))  # any sequence is a map-style dataset
 

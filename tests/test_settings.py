@@ -19,8 +19,8 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from unitrain.config import DDPConfig, HorovodConfig, Section, StrategyConfig
 from unitrain.errors import ConfigError
-from unitrain.schema import Setting, dotted, flag, groups_of, variable
 from unitrain.settings import OTHER_VARIABLES, dump_yaml, parse_command_line, resolve_strategy
+from unitrain.settings.schema import Setting, dotted, flag, groups_of, variable
 
 DOCS = Path(__file__).parent.parent / "docs" / "configuration.md"
 
@@ -217,7 +217,7 @@ def test_known_variables_that_are_no_settings_are_silent() -> None:
 
 def test_the_warning_is_shown_once_for_a_recipe_that_also_calls_init() -> None:
     code = (
-        "import os; from unitrain.settings import resolve_strategy as r;"
+        "import os; from unitrain.settings.resolution import resolve_strategy as r;"
         "config = r(None, {}, os.environ); r(config, {}, os.environ)"
     )
     environ = {**os.environ, "UNITRAIN_PRESICION": "bf16"}
@@ -316,12 +316,12 @@ def test_help_needs_neither_torch_nor_a_backend() -> None:
     code = (
         "import sys, types; package = types.ModuleType('unitrain'); package.__path__ = [sys.argv[1]]\n"
         "sys.modules['unitrain'] = package\n"
-        "from unitrain.config import *; from unitrain.settings import *\n"
+        "from unitrain.config import *; from unitrain.settings.resolution import *\n"
         "class R(Section):\n  strategy: StrategyConfig = StrategyConfig()\n"
         "try: parse_command_line(R, ['--help'], prog='r', description='')\n"
         "except SystemExit: print(*set(sys.argv[2:]) & set(sys.modules), file=sys.stderr)"
     )
-    package = str(Path(str(sys.modules["unitrain.settings"].__file__)).parent)
+    package = str(Path(str(sys.modules["unitrain.settings.resolution"].__file__)).parent)
     done = subprocess.run(
         [sys.executable, "-c", code, package, "torch", "horovod", "mpi4py", "numpy"],
         capture_output=True,

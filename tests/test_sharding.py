@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unitrain.sharding import BatchPlan, EpochPlan, MicroBatch
+from unitrain.data.sharding import BatchPlan, EpochPlan, MicroBatch
 
 Plan = EpochPlan | BatchPlan
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from unitrain.launching import launch_environment
+from unitrain.launching.commands import launch_environment
 from unitrain.registry import backend_names
 from unitrain.verify.cases import CASES
 from unitrain.verify.worlds import find_worlds

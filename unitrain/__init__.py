@@ -14,12 +14,12 @@ from unitrain.errors import (
     UsageError,
 )
 from unitrain.initialize import init
-from unitrain.launch import Launch
-from unitrain.metrics import Meter
-from unitrain.spawning import spawn
+from unitrain.launching.launch import Launch
+from unitrain.launching.spawning import spawn
 from unitrain.stopping import Stopped
 from unitrain.strategy import Strategy
-from unitrain.training_step import StepResult
+from unitrain.training.metrics import Meter
+from unitrain.training.step import StepResult
 
 __all__ = [
     "BackendError",

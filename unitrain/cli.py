@@ -81,14 +81,14 @@ def _add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def _run_doctor(arguments: argparse.Namespace) -> int:
-    from unitrain.doctor import doctor
+    from unitrain.machine.doctor import doctor
 
     doctor(as_json=arguments.json)
     return 0
 
 
 def _run_install_horovod(arguments: argparse.Namespace) -> int:
-    from unitrain.install_horovod import install_horovod
+    from unitrain.machine.install_horovod import install_horovod
 
     install_horovod(arguments.version, gpu=arguments.gpu, without_mpi=arguments.without_mpi, force=arguments.force)
     return 0

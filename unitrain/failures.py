@@ -15,7 +15,7 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, ClassVar
 
 from unitrain.errors import ConfigError, LaunchError, UnitrainError
-from unitrain.launch import Launch, detect
+from unitrain.launching.launch import Launch, detect
 
 if TYPE_CHECKING:
     from unitrain.strategy import Strategy

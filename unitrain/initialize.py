@@ -16,11 +16,11 @@ import torch.distributed as dist
 from unitrain import failures
 from unitrain.config import StrategyConfig
 from unitrain.errors import BackendError, ConfigError, LaunchError, UsageError
-from unitrain.launch import Launch, detect
+from unitrain.launching.launch import Launch, detect
 from unitrain.registry import load_backend
-from unitrain.seeding import seed_all
 from unitrain.settings import resolve_strategy
 from unitrain.strategy import Strategy
+from unitrain.training.seeding import seed_all
 
 _SECTIONS = ("data_parallel", "ddp", "horovod")
 _current: Strategy | None = None

@@ -13,8 +13,8 @@ from uuid import uuid4
 import torch
 from torch import nn
 
-from unitrain import batch_norm
 from unitrain.errors import CheckpointError, UsageError
+from unitrain.training import batch_norm
 
 if TYPE_CHECKING:
     from unitrain.strategy import Strategy

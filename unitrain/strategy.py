@@ -20,20 +20,21 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from unitrain import batch_norm, metrics, saving
+from unitrain import saving
 from unitrain.checkpoint import Checkpoint
 from unitrain.collectives import Collectives, Wait
 from unitrain.config import StrategyConfig
 from unitrain.data import Loader
 from unitrain.device import pick_device
 from unitrain.errors import LaunchError, UsageError
-from unitrain.gradients import GradientReducer
-from unitrain.in_sync import check_in_sync
-from unitrain.launch import Launch
-from unitrain.metrics import Meter
-from unitrain.precision import AUTOCAST_DTYPE, Precision
-from unitrain.preparation import Preparation
-from unitrain.training_step import StepResult, TrainingStep, Weight
+from unitrain.launching.launch import Launch
+from unitrain.training import batch_norm, metrics
+from unitrain.training.gradients import GradientReducer
+from unitrain.training.in_sync import check_in_sync
+from unitrain.training.metrics import Meter
+from unitrain.training.precision import AUTOCAST_DTYPE, Precision
+from unitrain.training.preparation import Preparation
+from unitrain.training.step import StepResult, TrainingStep, Weight
 
 T = TypeVar("T")
 

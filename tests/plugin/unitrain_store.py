@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from unitrain import Strategy
-from unitrain.rendezvous import rendezvous
+from unitrain.launching.rendezvous import rendezvous
 
 
 class StoreStrategy(Strategy):

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from unitrain.checkpoint import randomness, storage
 from unitrain.errors import CheckpointError, UsageError
-from unitrain.seeding import seed_rank
+from unitrain.training.seeding import seed_rank
 
 if TYPE_CHECKING:
     from unitrain.strategy import Strategy

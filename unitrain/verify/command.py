@@ -14,10 +14,10 @@ from rich.progress import Progress
 from rich.table import Table
 
 from unitrain.errors import UsageError
-from unitrain.launch import detect
-from unitrain.launching import launch_command, launch_environment
+from unitrain.launching.commands import launch_command, launch_environment
+from unitrain.launching.launch import detect
+from unitrain.machine.toolchain import running
 from unitrain.registry import backend_names, load_backend
-from unitrain.toolchain import running
 from unitrain.verify import plain, recipe
 from unitrain.verify.cases import CASES, EXACT, STEPS
 from unitrain.verify.comparison import Verdict, compare

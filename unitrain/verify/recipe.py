@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from unitrain.errors import UsageError
-from unitrain.launching import launch_command, launch_environment
-from unitrain.toolchain import running
+from unitrain.launching.commands import launch_command, launch_environment
+from unitrain.machine.toolchain import running
 from unitrain.verify.cases import EXACT, STEPS
 from unitrain.verify.comparison import Verdict, cause
 from unitrain.verify.worlds import World

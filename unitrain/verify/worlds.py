@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from unitrain.config import StrategyConfig
 from unitrain.errors import UnitrainError
-from unitrain.launch import Launch
-from unitrain.launching import local_launchers
+from unitrain.launching.commands import local_launchers
+from unitrain.launching.launch import Launch
 from unitrain.registry import load_backend
 
 _SIZES = {"python": (1,), "torchrun": (2, 3), "mpirun": (2, 3), "horovodrun": (2,), "srun": (2,)}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 from unitrain.errors import BackendError
-from unitrain.toolchain import attempt, find_program, running, small_mpi_environment
+from unitrain.machine.toolchain import attempt, find_program, running, small_mpi_environment
 
 _PROOF_SECONDS = 180.0
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from unitrain.errors import LaunchError, nearest
-from unitrain.slurm import first_host, in_step, step_port
+from unitrain.launching.slurm import first_host, in_step, step_port
 
 OVERRIDE = "UNITRAIN_LAUNCHER"
 

@@ -20,11 +20,11 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
+from unitrain.data.fetching import Collate, empty_batch
+from unitrain.data.fingerprint import sample_digest
+from unitrain.data.sample_seeding import SeparateGenerators, derived_seed, seed_generators
+from unitrain.data.sharding import EpochPlan, MicroBatch, cut
 from unitrain.errors import DataError
-from unitrain.fetching import Collate, empty_batch
-from unitrain.fingerprint import sample_digest
-from unitrain.sample_seeding import SeparateGenerators, derived_seed, seed_generators
-from unitrain.sharding import EpochPlan, MicroBatch, cut
 
 T = TypeVar("T")
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import Dataset, Subset, get_worker_info
 
-from unitrain.sample_seeding import generators_restored, seed_generators
-from unitrain.structure import without_rows
+from unitrain.data.sample_seeding import generators_restored, seed_generators
+from unitrain.data.structure import without_rows
 
 Collate = Callable[[list[Any]], Any]
 

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from unitrain.order import InOrder, Shuffled
-from unitrain.sample_seeding import derived_seed, generators_restored, seed_generators
-from unitrain.sharding import BatchPlan, EpochPlan
+from unitrain.data.order import InOrder, Shuffled
+from unitrain.data.sample_seeding import derived_seed, generators_restored, seed_generators
+from unitrain.data.sharding import BatchPlan, EpochPlan
 
 
 class Order(Protocol):

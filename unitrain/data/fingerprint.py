@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
+from unitrain.data.structure import rebuilt
 from unitrain.errors import CheckpointError
-from unitrain.structure import rebuilt
 
 # Of long tensors, so many rows, spread evenly.
 _ROWS = 4096

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from unitrain.batch_norm import is_unsynchronised
 from unitrain.errors import CommunicationError
+from unitrain.training.batch_norm import is_unsynchronised
 
 if TYPE_CHECKING:
     from unitrain.collectives import Collectives

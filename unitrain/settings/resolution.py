@@ -16,12 +16,12 @@ from pydantic import BaseModel
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 
 from unitrain import failures
-from unitrain.command_line import read_command_line
 from unitrain.config import Section, StrategyConfig
 from unitrain.errors import ConfigError
-from unitrain.schema import did_you_mean, dotted, flag, groups_of, variable
-from unitrain.sources import Source, validate
-from unitrain.yaml_file import YamlFile, dump
+from unitrain.settings.command_line import read_command_line
+from unitrain.settings.schema import did_you_mean, dotted, flag, groups_of, variable
+from unitrain.settings.sources import Source, validate
+from unitrain.settings.yaml_file import YamlFile, dump
 
 RecipeModel = TypeVar("RecipeModel", bound=Section)
 """A recipe's settings: its own, and a field ``strategy: StrategyConfig = StrategyConfig()``."""

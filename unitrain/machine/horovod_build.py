@@ -16,7 +16,7 @@ import torch
 from packaging.version import Version
 
 from unitrain.errors import BackendError
-from unitrain.toolchain import (
+from unitrain.machine.toolchain import (
     Mpi,
     ask,
     find_cmake,

@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from unitrain.errors import BackendError, ConfigError
-from unitrain.horovod_build import (
+from unitrain.machine.horovod_build import (
     GPU_VARIABLES,
     KNOWN_SDISTS,
     Edit,
@@ -39,8 +39,8 @@ from unitrain.horovod_build import (
     pip,
     run_logged,
 )
-from unitrain.horovod_check import find_horovod, prove
-from unitrain.toolchain import Mpi, find_cuda, find_mpi
+from unitrain.machine.horovod_check import find_horovod, prove
+from unitrain.machine.toolchain import Mpi, find_cuda, find_mpi
 
 RUNTIME_REQUIREMENTS = ("cffi", "cloudpickle", "packaging", "psutil", "pyyaml")
 BUILD_REQUIREMENTS = (*RUNTIME_REQUIREMENTS, "setuptools", "wheel")

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import Sampler, default_collate
 
+from unitrain.data.feeding import feed
+from unitrain.data.fingerprint import check_same_data, fingerprint
+from unitrain.data.iterable import Iterable, is_sharded
+from unitrain.data.map_style import MapStyle
+from unitrain.data.samplers import BatchSamplerOrder, Orders, OwnOrder, SamplerOrder
+from unitrain.data.settings import LoaderSettings
+from unitrain.data.sharding import BatchPlan, EpochPlan
+from unitrain.data.workers import with_defaults
 from unitrain.errors import CheckpointError, ConfigError, DataError, UsageError
-from unitrain.feeding import feed
-from unitrain.fingerprint import check_same_data, fingerprint
-from unitrain.iterable import Iterable, is_sharded
-from unitrain.loader_settings import LoaderSettings
-from unitrain.map_style import MapStyle
-from unitrain.samplers import BatchSamplerOrder, Orders, OwnOrder, SamplerOrder
-from unitrain.sharding import BatchPlan, EpochPlan
-from unitrain.workers import with_defaults
 
 if TYPE_CHECKING:
     from unitrain.strategy import Strategy

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from unitrain.data.sharding import EpochPlan, MicroBatch
+from unitrain.data.stream import Piece
 from unitrain.errors import DataError
-from unitrain.sharding import EpochPlan, MicroBatch
-from unitrain.stream import Piece
 
 if TYPE_CHECKING:
     from unitrain.strategy import Strategy

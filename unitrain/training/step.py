@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from unitrain.data.sharding import MicroBatch
 from unitrain.errors import NonFiniteError, UsageError
-from unitrain.sharding import MicroBatch
 from unitrain.stopping import Stopped
 
 if TYPE_CHECKING:

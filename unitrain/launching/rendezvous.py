@@ -17,7 +17,7 @@ from typing import Any
 from torch.distributed import DistError, HashStore, PrefixStore, Store, TCPStore
 
 from unitrain.errors import BackendError, CommunicationError, LaunchError
-from unitrain.launch import Launch
+from unitrain.launching.launch import Launch
 
 # A store lives as long as its process. MPI can be started once only, and a port that rank 0 gave up and took again
 # could be met by a rank that is still on its way out of the first store.

@@ -14,9 +14,9 @@ from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer
 
-from unitrain import batch_norm, precision
 from unitrain.errors import CommunicationError, UsageError
-from unitrain.seeding import seed_rank
+from unitrain.training import batch_norm, precision
+from unitrain.training.seeding import seed_rank
 
 if TYPE_CHECKING:
     from unitrain.strategy import Strategy

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader
 
-from unitrain.agreement import Agreement
+from unitrain.data.agreement import Agreement
+from unitrain.data.fetching import Collate, as_is
+from unitrain.data.sample_seeding import derived_seed
+from unitrain.data.sharding import EpochPlan, MicroBatch
+from unitrain.data.stream import Piece, ShardedStream, WholeStream
+from unitrain.data.workers import with_deaths_explained
 from unitrain.errors import ConfigError, DataError
-from unitrain.fetching import Collate, as_is
-from unitrain.sample_seeding import derived_seed
-from unitrain.sharding import EpochPlan, MicroBatch
-from unitrain.stream import Piece, ShardedStream, WholeStream
-from unitrain.workers import with_deaths_explained
 
 if TYPE_CHECKING:
     from unitrain.strategy import Strategy

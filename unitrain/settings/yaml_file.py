@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from unitrain.errors import ConfigError
-from unitrain.schema import dotted
+from unitrain.settings.schema import dotted
 
 
 class YamlFile:

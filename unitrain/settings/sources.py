@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from unitrain.errors import ConfigError
-from unitrain.schema import as_text, did_you_mean, dotted, flag, groups_of
+from unitrain.settings.schema import as_text, did_you_mean, dotted, flag, groups_of
 
 Model = TypeVar("Model", bound=BaseModel)
 

@@ -23,7 +23,7 @@ import torch
 from torch.distributed import TCPStore
 
 from unitrain.errors import CommunicationError, UnitrainError, UsageError
-from unitrain.launch import OVERRIDE
+from unitrain.launching.launch import OVERRIDE
 
 _PR_SET_PDEATHSIG = 1
 # A rank that ends by sys.exit (unitrain.Stopped is such an end) seldom does so alone: the others get this long.

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from unitrain.toolchain import find_mpi, find_program, small_mpi_environment
+from unitrain.machine.toolchain import find_mpi, find_program, small_mpi_environment
 
 
 def local_launchers() -> list[str]:

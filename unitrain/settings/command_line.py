@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from unitrain.errors import ConfigError
-from unitrain.schema import Group, Setting, did_you_mean, dotted, flag
+from unitrain.settings.schema import Group, Setting, did_you_mean, dotted, flag
 
 _SOURCES = """\
 A setting is taken from the first of these that has it: this command line, a variable (UNITRAIN_PRECISION for

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from unitrain.fetching import BatchReader, Collate, Request, as_is
-from unitrain.sample_seeding import derived_seed, sample_seeds
-from unitrain.samplers import Epoch, Orders
-from unitrain.sharding import BatchPlan, EpochPlan, MicroBatch
-from unitrain.workers import with_deaths_explained
+from unitrain.data.fetching import BatchReader, Collate, Request, as_is
+from unitrain.data.sample_seeding import derived_seed, sample_seeds
+from unitrain.data.samplers import Epoch, Orders
+from unitrain.data.sharding import BatchPlan, EpochPlan, MicroBatch
+from unitrain.data.workers import with_deaths_explained
 
 # Positions whose samples are looked up at once; one by one, an index costs a hundred times as much.
 _LOOK_UP = 2**15
@@ -55,7 +55,7 @@ class MapStyle:
     def batches(self, seed: int, number: int, start: int, step: int) -> Iterator[tuple[MicroBatch, Any]]:
         """Yield this rank's part of each micro-batch of an epoch, from position ``start`` on."""
         epoch = self._orders.epoch(seed, number, start)
-        self._requests.coming = _requests(epoch, seed if self._seeded else None, number)
+        self._requests.coming = requests(epoch, seed if self._seeded else None, number)
         # What workers draw outside of samples, and what seeds them, differs from rank to rank.
         self._generator.manual_seed(derived_seed("workers", seed, number, epoch.plan.rank) >> 1)
         batches = with_deaths_explained(iter(self._loader), self._loader.timeout)
@@ -71,7 +71,7 @@ class _Requests:
         return self.coming
 
 
-def _requests(epoch: Epoch, seed: int | None, number: int) -> Iterator[Request]:
+def requests(epoch: Epoch, seed: int | None, number: int) -> Iterator[Request]:
     """Yield what is to be read for each micro-batch; ``seed`` is None where samples have no numbers of their own."""
     plan = epoch.plan
     for micro_batches in _gathered(plan):

@@ -21,10 +21,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from unitrain.horovod_check import find_horovod
-from unitrain.launch import detect
+from unitrain.launching.launch import detect
+from unitrain.machine.horovod_check import find_horovod
+from unitrain.machine.toolchain import find_mpi, find_program, run_one
 from unitrain.registry import backend_names
-from unitrain.toolchain import find_mpi, find_program, run_one
 
 Status = Literal["ok", "absent", "warning", "error"]
 

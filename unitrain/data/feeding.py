@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from unitrain.structure import rebuilt, tensors
+from unitrain.data.structure import rebuilt, tensors
 
 T = TypeVar("T")
 

@@ -1,0 +1,1 @@
+"""Who started the processes, how they meet, and how to start some."""
