@@ -1,0 +1,227 @@
+"""What it costs to start an epoch and to seek in it, beside torch's DistributedSampler.
+
+    python benchmarks/sampler.py
+    python benchmarks/sampler.py --sizes 1000000 --rounds 1 --output results
+
+One rank of 8 asks for batches of 256 indices of a shuffled epoch. Each figure is measured in a process of its own: the
+time is the thread's CPU time, so that other work on the machine counts little, and the memory what the process's peak
+rose by. DistributedSampler can't seek; what it is timed at is the way that is left, to pass over what was consumed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import BatchSampler, DistributedSampler
+
+from unitrain.data.map_style import requests
+from unitrain.data.order import Shuffled
+from unitrain.data.sample_seeding import generators_restored, seed_generators
+from unitrain.data.samplers import OwnOrder
+from unitrain.data.sharding import EpochPlan
+
+RANK, WORLD, BATCH = 3, 8, 256
+SOUGHT = 0.75
+# Its list of all indices takes 46 bytes each at its peak; 10^9 of them would be 46 GB.
+LARGEST_FOR_TORCH = 10**8
+KINDS = ("unitrain", "torch")
+FIGURES = {
+    "start": {"seconds": "{:.4f} s", "peak_mb": "{:.1f} MB"},
+    "seek": {"seconds": "{:.4f} s", "peak_mb": "{:.1f} MB"},
+    "pace": {"indices_per_second": "{:.3g} /s"},
+}
+
+
+class Numbers:
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+
+def batches(kind: str, samples: int, sought: bool) -> Iterator[list[int]]:
+    """Yield one rank's batches of indices, from the beginning or from ``SOUGHT`` of the epoch on."""
+    if kind == "torch":
+        sampler: Any = DistributedSampler(Numbers(samples), WORLD, RANK, seed=0)  # type: ignore[arg-type]
+        whole = iter(BatchSampler(sampler, BATCH, drop_last=False))
+        return islice(whole, int(SOUGHT * samples / WORLD / BATCH) if sought else 0, None)
+    plan = EpochPlan(samples, BATCH * WORLD, 1, RANK, WORLD, False)
+    start = int(SOUGHT * samples / plan.global_batch) * plan.global_batch if sought else 0
+    return (request.samples for request in requests(OwnOrder(plan, shuffle=True).epoch(0, 0, start), None, 0))
+
+
+def measure(kind: str, samples: int, what: str) -> dict[str, float]:
+    """Measure one figure, in this process."""
+    torch.set_num_threads(1)
+    next(batches(kind, 1000, False))  # imports and first calls
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    start = time.thread_time()
+    begun = batches(kind, samples, what == "seek")
+    next(begun)
+    seconds = time.thread_time() - start
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    if what != "pace":
+        return {"seconds": seconds, "peak_mb": peak / 1024}
+    start = time.thread_time()
+    read = sum(map(len, islice(begun, 2 * 10**6 // BATCH)))
+    return {"indices_per_second": read / (time.thread_time() - start)}
+
+
+def order_pace(samples: int) -> float:
+    """Return the indices a second of the order alone, in arrays."""
+    shuffled, positions = Shuffled(samples, 0, 0), np.arange(10**6)
+    times = []
+    for _ in range(5):
+        start = time.thread_time()
+        shuffled.take(positions)
+        times.append(time.thread_time() - start)
+    return len(positions) / min(times)
+
+
+def seeding() -> dict[str, float]:
+    """Return what ``sample_seeding`` costs: microseconds a sample, and a batch where there are no workers."""
+
+    def cost(repeat: int, work: Any) -> float:
+        times = []
+        for _ in range(7):
+            start = time.thread_time()
+            for i in range(repeat):
+                work(i)
+            times.append((time.thread_time() - start) / repeat * 1e6)
+        return min(times)
+
+    def restored(_: int) -> None:
+        with generators_restored():
+            pass
+
+    with generators_restored():
+        sample = cost(5000, lambda i: seed_generators(i * 0x9E3779B97F4A7C15 % 2**64))
+        batch = cost(500, restored)
+    return {"sample_us": sample, "batch_us": batch, "sample_of_32_us": sample + batch / 32}
+
+
+def in_a_process(kind: str, samples: int, what: str) -> dict[str, float]:
+    command = [sys.executable, __file__, "--one", kind, str(samples), what]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise SystemExit(done.stderr)
+    figures: dict[str, float] = json.loads(done.stdout)
+    return figures
+
+
+def compare(sizes: list[int], rounds: int) -> dict[str, Any]:
+    """Return every figure's median over the rounds, in which the two take turns."""
+    rows = []
+    for samples in sizes:
+        for what in FIGURES:
+            kinds = KINDS if samples <= LARGEST_FOR_TORCH else KINDS[:1]
+            times: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
+            for _ in range(rounds):
+                for kind in kinds:
+                    times[kind].append(in_a_process(kind, samples, what))
+            for kind, runs in times.items():
+                medians = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+                rows.append({"kind": kind, "samples": samples, "what": what, **medians})
+                print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+    return {
+        "rows": rows,
+        "order_per_second": {str(samples): order_pace(samples) for samples in sizes},
+        "sample_seeding": seeding(),
+        "rounds": rounds,
+        "batch": BATCH,
+        "rank": f"{RANK} of {WORLD}",
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+    }
+
+
+def table(found: dict[str, Any]) -> str:
+    """Return the figures as Markdown."""
+    lines = [
+        f"One rank ({found['rank']}), batches of {found['batch']}, shuffled; CPU time, median of {found['rounds']}; "
+        f"torch {found['torch']}; {found['machine']}.",
+        "",
+        "| samples | | unitrain | torch DistributedSampler | torch / unitrain |",
+        "|---|---|---|---|---|",
+    ]
+    by_key = {(row["samples"], row["what"], row["kind"]): row for row in found["rows"]}
+    for samples in dict.fromkeys(row["samples"] for row in found["rows"]):
+        for what, figures in FIGURES.items():
+            ours, theirs = by_key[samples, what, "unitrain"], by_key.get((samples, what, "torch"))
+            for name, shown in figures.items():
+                other = "not run: 46 bytes a sample" if theirs is None else shown.format(theirs[name])
+                ratio = "" if theirs is None or not ours[name] else f"{theirs[name] / ours[name]:.3g}"
+                lines.append(f"| {samples:.0e} | {what}, {name} | {shown.format(ours[name])} | {other} | {ratio} |")
+    paces = ", ".join(f"{float(samples):.0e}: {pace:.3g}" for samples, pace in found["order_per_second"].items())
+    cost = found["sample_seeding"]
+    lines += [
+        "",
+        f"The order alone, in arrays, indices a second by samples: {paces}.",
+        "",
+        f"sample_seeding: {cost['sample_us']:.1f} µs a sample; without workers also {cost['batch_us']:.0f} µs a batch, "
+        f"so {cost['sample_of_32_us']:.1f} µs a sample in batches of 32.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def plot(found: dict[str, Any], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    for axis, name, label in zip(
+        axes, ("seconds", "peak_mb"), ("seconds to the first batch", "peak memory, MB"), strict=True
+    ):
+        for kind, what in ((kind, what) for kind in KINDS for what in ("start", "seek")):
+            rows = [row for row in found["rows"] if (row["kind"], row["what"]) == (kind, what)]
+            style = {"marker": "o", "linestyle": "-" if what == "start" else "--", "color": f"C{KINDS.index(kind)}"}
+            values = [max(row[name], 1e-4) for row in rows]
+            axis.loglog([row["samples"] for row in rows], values, label=f"{kind}, {what}", **style)
+        axis.set_xlabel("samples")
+        axis.set_ylabel(label)
+        axis.grid(alpha=0.3)
+        axis.legend()
+    figure.suptitle("Starting a shuffled epoch, and seeking to three quarters of it, on one rank of 8")
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--sizes", type=int, nargs="+", default=[10**6, 10**7, 10**8, 10**9], help="numbers of samples")
+    parser.add_argument("--rounds", type=int, default=3, help="processes for each figure (default: %(default)s)")
+    parser.add_argument("--output", type=Path, help="folder for sampler.json, sampler.md and sampler.png")
+    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.one:
+        kind, samples, what = arguments.one
+        print(json.dumps(measure(kind, int(samples), what)))
+        return
+    found = compare(arguments.sizes, arguments.rounds)
+    print(table(found))
+    if arguments.output:
+        arguments.output.mkdir(parents=True, exist_ok=True)
+        (arguments.output / "sampler.json").write_text(json.dumps(found, indent=1) + "\n")
+        (arguments.output / "sampler.md").write_text(table(found))
+        plot(found, arguments.output / "sampler.png")
+
+
+if __name__ == "__main__":
+    main()
