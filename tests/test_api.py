@@ -72,15 +72,12 @@ def test_import_brings_no_engine_along() -> None:
 
 
 def test_import_costs_little_over_torch() -> None:
-    """Of several tries the fastest: the machine may be busy, and can only add."""
-    seconds = []
-    for _ in range(5):
-        report = python("-X", "importtime", "-c", "import torch; import unitrain").stderr
-        [cumulative] = re.findall(r"^import time:\s+\d+ \|\s+(\d+) \| unitrain$", report, re.MULTILINE)
-        seconds.append(int(cumulative) / 1e6)
-        if seconds[-1] <= 0.3:
-            return
-    pytest.fail(f"import unitrain takes {min(seconds):.2f} s more than import torch; 0.3 s are allowed")
+    """In CPU time, the least of several tries: a busy machine can only add."""
+    code = "import time, torch; start = time.process_time(); import unitrain; print(time.process_time() - start)"
+    seconds: list[float] = []
+    while len(seconds) < 5 and min(seconds, default=1.0) > 0.3:
+        seconds.append(float(python("-c", code).stdout))
+    assert min(seconds) <= 0.3
 
 
 # --------------------------------------------------------------------------------------------------------- layers

@@ -222,9 +222,9 @@ class Broken(Records):
         return super().__getitem__(index)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_an_error_of_the_dataset_stays_what_it_is(strategy: Strategy, workers: int) -> None:
-    loader = strategy.dataloader(Broken(6), batch_size=2, num_workers=workers)
+def test_an_error_of_the_dataset_stays_what_it_is(strategy: Strategy) -> None:
+    # With workers it does, too, but torch then takes 5 s to end each of them.
+    loader = strategy.dataloader(Broken(6), batch_size=2)
     batches = iter(loader)
     assert next(batches)["label"].tolist() == [0, 1]
     assert next(batches)["label"].tolist() == [2, 3]
