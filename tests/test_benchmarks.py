@@ -30,11 +30,11 @@ def test_step_overhead(launcher: str, world: int, tmp_path: Path) -> None:
 def test_sampler(tmp_path: Path) -> None:
     script = str(ROOT / "benchmarks" / "sampler.py")
     command = [sys.executable, script, "--sizes", "100000", "--rounds", "1", "--output", str(tmp_path)]
-    done = subprocess.run(command, env=launch_environment(), capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, env=launch_environment(), capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     figures = json.loads((tmp_path / "sampler.json").read_text())
     assert {(row["kind"], row["what"]) for row in figures["rows"]} == {
-        (kind, what) for kind in ("unitrain", "torch") for what in ("start", "seek", "pace")
+        (kind, what) for kind in ("unitrain", "torch") for what in ("start", "seek")
     }
     assert "| 1e+05 | start, seconds |" in (tmp_path / "sampler.md").read_text()
     assert (tmp_path / "sampler.png").stat().st_size > 0

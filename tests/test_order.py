@@ -61,6 +61,13 @@ def test_too_many_samples_are_refused() -> None:
         Shuffled(2**62 + 1, 0, 0)
 
 
+@pytest.mark.parametrize("samples", [100, 100_000])
+@pytest.mark.parametrize("position", [-1, 0])
+def test_other_positions_are_refused(samples: int, position: int) -> None:
+    with pytest.raises(IndexError):
+        Shuffled(samples, 0, 0).take(np.array([0, position or samples]))
+
+
 def test_unshuffled_positions_are_the_samples() -> None:
     assert InOrder().take(np.array([5, 2])).tolist() == [5, 2]
 

@@ -54,6 +54,8 @@ class Shuffled:
 
     def take(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the samples at these positions, which may be any of ``range(samples)``."""
+        if len(positions) and not 0 <= positions.min() <= positions.max() < self._samples:
+            raise IndexError(f"there are positions 0 to {self._samples - 1}")
         if self._samples < _EXACT_BELOW:
             return self._sorted[positions]
         taken = np.empty(len(positions), dtype=np.int64)
