@@ -3,19 +3,45 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from unitrain.config import StrategyConfig
+from unitrain.data.structure import rebuilt, tensors
 from unitrain.errors import ConfigError
 from unitrain.launching.launch import Launch
 from unitrain.strategy import SoleStrategy
 
 
 class _Wrapped(nn.DataParallel[nn.Module]):
-    """torch's wrapper, whose deep copy (an average of the weights, say) is one of the user's module alone."""
+    """torch's wrapper, but for how a batch is split, and for its deep copy (an average of the weights, say).
+
+    The copy is one of the user's module alone.
+    """
+
+    def scatter(
+        self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[int | torch.device]
+    ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
+        """Split the rows evenly, over as many devices as there are rows.
+
+        torch cuts chunks of one size and takes what is left for the last: of 10 rows for 4 GPUs, 3, 3, 3 and 1.
+        """
+        given = (inputs, kwargs or {})
+        rows = next((tensor.shape[self.dim] for tensor in tensors(given) if tensor.dim()), len(device_ids))
+        devices = device_ids[: max(1, rows)]
+
+        def part(value: Any, i: int) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            mine = value.tensor_split(len(devices), self.dim)[i] if value.dim() else value
+            return mine.to(devices[i], non_blocking=True)
+
+        shares = [rebuilt(given, partial(part, i=i)) for i in range(len(devices))]
+        return [share[0] for share in shares], [share[1] for share in shares]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         return copy.deepcopy(self.module, memo)

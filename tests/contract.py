@@ -417,6 +417,56 @@ def unused_parameters(world: World) -> None:
         _assert_bit_equal_on_all_ranks(strategy, model)
 
 
+class Turns(nn.Module):
+    """A layer with complex weights, as Fourier operators have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.turn = nn.Linear(4, 2, dtype=torch.cdouble)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.turn(x.to(torch.cdouble)).abs()
+        return out
+
+
+def complex_weights(world: World) -> None:
+    with world.open(clip_norm=0.5) as strategy:
+        model, expected = Turns(), Turns()
+        prepared, optimizer = strategy.prepare(model, _sgd(model))
+        clipped = _sgd(expected)
+        clipped.register_step_pre_hook(lambda *_: _clip(expected))
+        _steps(strategy, prepared, optimizer, expected, clipped, 3)
+        torch.testing.assert_close(model.turn.weight, expected.turn.weight, rtol=0, atol=EXACT)
+
+
+def _clip(model: nn.Module) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+
+
+def sparse_gradients(world: World) -> None:
+    """Summed where the engine can, as DDP's; elsewhere refused in so many words, on every rank."""
+    with world.open() as strategy:
+        model, expected = (nn.Embedding(5, 2, sparse=True, _weight=torch.ones(5, 2)).double() for _ in range(2))
+        prepared, optimizer = strategy.prepare(model, SGD(model.parameters(), lr=0.1))
+        by_hand = SGD(expected.parameters(), lr=0.1)
+        try:
+            strategy.step(prepared(torch.tensor([strategy.rank, 4])).pow(2).mean(), optimizer)
+        except UsageError as error:
+            refused = str(error)
+            strategy.failed = True
+        else:
+            refused = ""
+        assert ("make its layer with sparse=False" in refused) == (world.processes > 1 and world.backend != "ddp")
+        if refused:
+            return
+        for rank in range(strategy.world_size):
+            loss = expected(torch.tensor([rank, 4])).pow(2).mean() / strategy.world_size
+            loss.backward()
+        by_hand.step()
+        _assert_same(model, expected)
+
+
 def tied_and_frozen(world: World) -> None:
     with world.open() as strategy:
         model, expected = Tied(), Tied()

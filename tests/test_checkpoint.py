@@ -25,8 +25,9 @@ STEPS = 6
 class Net(nn.Module):
     def __init__(self, width: int = 8, dropout: float = 0.0) -> None:
         super().__init__()
+        # No bias before BatchNorm: its gradient is 0, and Adam would make steps of the rounding.
         self.layers = nn.Sequential(
-            nn.Linear(4, width), nn.BatchNorm1d(width), nn.Dropout(dropout), nn.Linear(width, 1)
+            nn.Linear(4, width, bias=False), nn.BatchNorm1d(width), nn.Dropout(dropout), nn.Linear(width, 1)
         )
 
     def forward(self, x: Tensor) -> Tensor:

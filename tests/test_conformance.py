@@ -61,6 +61,8 @@ def world(request: pytest.FixtureRequest) -> World:
         contract.precisions,
         contract.unused_parameters,
         contract.tied_and_frozen,
+        contract.complex_weights,
+        contract.sparse_gradients,
         contract.optimizers_that_come_and_change,
         contract.several_losses_and_optimizers,
         contract.losses_of_one_trunk,

@@ -38,6 +38,7 @@ class _Bucket:
         self.name = name
         size = sum(p.numel() for p in parameters)
         self.flat = torch.zeros(size + len(parameters), dtype=parameters[0].dtype, device=parameters[0].device)
+        self.real = torch.view_as_real(self.flat) if self.flat.is_complex() else self.flat  # as engines know it
         self.used = self.flat[size:]
         self.views = []
         offset = 0
@@ -66,14 +67,14 @@ class _Bucket:
         torch._foreach_copy_(views, gradients)
         for p, view in zip(self.parameters, self.views, strict=True):
             p.grad = view
-        self.wire = self.flat if wire_dtype is None else self.flat.to(wire_dtype)
+        self.wire = self.real if wire_dtype is None else self.real.to(wire_dtype)
         self.wait = all_reduce(self.wire, "sum", self.name)
 
     def finish(self) -> None:
         if self.wait is not None:
             self.wait()
-        if self.wire is not None and self.wire is not self.flat:
-            self.flat.copy_(self.wire)
+        if self.wire is not None and self.wire is not self.real:
+            self.real.copy_(self.wire)
         if self.locally_unused:
             counts = self.used.tolist()
             for i in self.locally_unused:
@@ -94,7 +95,7 @@ class GradientReducer:
         wire_dtype: reduce in this type (lossy) instead of the gradients' own.
 
     Raises:
-        UsageError: a parameter has got two gradients in one backward.
+        UsageError: a parameter has got two gradients in one backward, or a sparse one.
     """
 
     def __init__(
@@ -121,9 +122,14 @@ class GradientReducer:
         ]
 
     def _hook(self, bucket: _Bucket) -> Callable[[Tensor], None]:
-        def gradient_is_ready(_: Tensor) -> None:
+        def gradient_is_ready(parameter: Tensor) -> None:
             if not self._armed():
                 return
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                raise UsageError(
+                    f"a parameter of shape {tuple(parameter.shape)} has a sparse gradient, which can't be summed over "
+                    "the ranks here: make its layer with sparse=False."
+                )
             if bucket.launched:
                 raise UsageError(
                     "a gradient arrived after its bucket had been sent: a second backward ran before update() (pass "

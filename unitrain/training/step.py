@@ -370,8 +370,8 @@ class TrainingStep:
             return False
         if not gradients:
             return True
-        dense = [g._values() if g.is_sparse else g for g in gradients]
-        torch._amp_foreach_non_finite_check_and_unscale_(dense, self._found.zero_(), self._one)
+        plain = [_plain(g) if g.is_sparse or g.is_complex() else g for g in gradients]
+        torch._amp_foreach_non_finite_check_and_unscale_(plain, self._found.zero_(), self._one)
         return not self._found.item()
 
     def _clip(self, window: _Window, gradients: list[Tensor]) -> Tensor | None:
@@ -431,6 +431,12 @@ def _checked(loss: Tensor) -> Tensor:
 def _weighs(share: Weight) -> bool:
     """Whether a loss counts at all; a tensor on a GPU is taken to, as asking would wait for it."""
     return bool(share != 0) if not isinstance(share, Tensor) or share.device.type == "cpu" else True
+
+
+def _plain(gradient: Tensor) -> Tensor:
+    """Return a dense and real view of all numbers in a sparse or complex gradient."""
+    values = gradient._values() if gradient.is_sparse else gradient
+    return torch.view_as_real(values) if values.is_complex() else values
 
 
 def _gradients(parameters: Iterable[Parameter]) -> list[Tensor]:
