@@ -64,9 +64,10 @@ def with_deaths_explained(batches: Iterator[T], timeout_s: float) -> Iterator[T]
                     "longer. Raise timeout= where that is normal; else look at what the dataset waits for."
                 ) from error
             if message.startswith("DataLoader worker (pid"):
+                told = str(error.__cause__) if isinstance(error.__cause__, RuntimeError) else message
                 raise DataError(
-                    f"{message} A worker that was killed has mostly run out of memory, the host's or /dev/shm: take "
-                    "fewer workers, smaller batches or a larger /dev/shm."
+                    f"{told.rstrip('. ')}. One that was killed has mostly run out of memory, the host's or /dev/shm: "
+                    "take fewer workers, smaller batches or a larger /dev/shm."
                 ) from error
             raise
         yield batch
