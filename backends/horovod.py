@@ -36,6 +36,7 @@ class HorovodStrategy(Strategy):
 
     name = "horovod"
     served_by = "horovodrun or mpirun"
+    matches_by_name = True
     compressions = ("none", "fp16")
 
     @classmethod

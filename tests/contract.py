@@ -28,6 +28,7 @@ from torch.utils.data import TensorDataset
 
 import unitrain
 from unitrain import CheckpointError, CommunicationError, NonFiniteError, Stopped, Strategy, UsageError
+from unitrain.training.gradients import GradientReducer
 
 EXACT = 1e-12
 
@@ -379,17 +380,18 @@ def precisions(world: World) -> None:
 class Branches(nn.Module):
     """Layers that take part, or don't, by the number that forward is given."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, norm: bool = False) -> None:
         super().__init__()
         torch.manual_seed(5)
         self.trunk = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4) if norm else nn.Identity()
         self.left = nn.Linear(4, 2)
         self.right = nn.Linear(4, 2)
         self.never = nn.Linear(4, 2)
         self.double()
 
     def forward(self, x: Tensor, branch: int = 0) -> Tensor:
-        out: Tensor = (self.left if branch == 0 else self.right)(torch.tanh(self.trunk(x)))
+        out: Tensor = (self.left if branch == 0 else self.right)(torch.tanh(self.norm(self.trunk(x))))
         return out
 
 
@@ -465,6 +467,34 @@ def sparse_gradients(world: World) -> None:
             loss.backward()
         by_hand.step()
         _assert_same(model, expected)
+
+
+def unused_parameters_beside_batch_norm(world: World) -> None:
+    """Ranks that take different branches still agree on the order of gradients' and BatchNorm's collectives."""
+    defaults = GradientReducer.__init__.__kwdefaults__
+    assert defaults is not None
+    defaults["bucket_mb"] = 1e-6  # a bucket for each parameter
+    for settings in (
+        {"ddp": {"find_unused_parameters": True}} if world.backend == "ddp" else {},
+        {"deterministic": True},
+    ):
+        with world.open(sync_batchnorm=True, **settings) as strategy:
+            model, expected = Branches(norm=True), Branches(norm=True)
+            prepared, optimizer = strategy.prepare(model, _sgd(model))
+            by_hand = _sgd(expected)
+            rows = torch.arange(2 * strategy.world_size)
+            inputs, targets = _data(len(rows)).tensors
+            mine = rows[2 * strategy.rank : 2 * strategy.rank + 2]
+            for _ in range(3):
+                strategy.step(mse_loss(prepared(inputs[mine], strategy.rank), targets[mine]), optimizer)
+                by_hand.zero_grad()
+                trunk = torch.tanh(expected.norm(expected.trunk(inputs)))
+                outputs = expected.left(trunk[:2])
+                if strategy.world_size > 1:
+                    outputs = torch.cat([outputs, expected.right(trunk[2:])])
+                mse_loss(outputs, targets).backward()  # type: ignore[no-untyped-call]
+                by_hand.step()
+            _assert_same(model, expected)
 
 
 def tied_and_frozen(world: World) -> None:

@@ -60,6 +60,7 @@ def world(request: pytest.FixtureRequest) -> World:
         contract.trains_as_one_device,
         contract.precisions,
         contract.unused_parameters,
+        contract.unused_parameters_beside_batch_norm,
         contract.tied_and_frozen,
         contract.complex_weights,
         contract.sparse_gradients,

@@ -61,6 +61,8 @@ class Strategy(Collectives):
     """The launchers that start what this backend can use, for messages."""
     gradient_reduction: Literal["sum", "mean"] = "sum"
     """Whether the engine's gradients are the ranks' sum, or their mean."""
+    matches_by_name: ClassVar[bool] = False
+    """Whether the engine knows by their names which calls of the ranks belong together, and not by their order."""
     compressions: ClassVar[tuple[str, ...]] = ("none", "fp16", "bf16")
     """What ``compression`` may be under this backend."""
 
@@ -131,6 +133,7 @@ class Strategy(Collectives):
             armed=lambda: self._armed,
             name=f"gradients.{len(self._reducers)}",
             wire_dtype=AUTOCAST_DTYPE.get(self.config.compression),
+            overlap=self.matches_by_name or not self.config.sync_batchnorm,
         )
         self._reducers.append(reducer)
         return lambda late: reducer.finish()

@@ -18,6 +18,7 @@ class StoreStrategy(Strategy):
 
     name = "store"
     served_by = "anything that starts processes"
+    matches_by_name = True
 
     def _start(self) -> tuple[int, int]:
         self._store = rendezvous(self.launch, self.config.timeout_s)

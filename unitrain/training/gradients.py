@@ -64,7 +64,8 @@ class _Bucket:
                 self.views[i].zero_()
                 self.used[i] = 0
             views = [v for v, p in zip(self.views, self.parameters, strict=True) if p.grad is not None]
-        torch._foreach_copy_(views, gradients)
+        if gradients:
+            torch._foreach_copy_(views, gradients)
         for p, view in zip(self.parameters, self.views, strict=True):
             p.grad = view
         self.wire = self.real if wire_dtype is None else self.real.to(wire_dtype)
@@ -93,6 +94,8 @@ class GradientReducer:
         name: prefix of the buckets' names, the same on all ranks.
         bucket_mb: a bucket is closed once it holds this many MiB.
         wire_dtype: reduce in this type (lossy) instead of the gradients' own.
+        overlap: send buckets while backward runs. Where it runs collectives of its own (BatchNorm's), ranks that use
+            different parameters would send theirs between different ones of these.
 
     Raises:
         UsageError: a parameter has got two gradients in one backward, or a sparse one.
@@ -107,10 +110,12 @@ class GradientReducer:
         name: str,
         bucket_mb: float = 25.0,
         wire_dtype: torch.dtype | None = None,
+        overlap: bool = True,
     ) -> None:
         self._all_reduce = all_reduce
         self._armed = armed
         self._wire_dtype = wire_dtype
+        self._overlap = overlap
         self._buckets = [
             _Bucket(group, f"{name}.{i}") for i, group in enumerate(_group(parameters, int(bucket_mb * 2**20)))
         ]
@@ -138,7 +143,7 @@ class GradientReducer:
                 )
             bucket.missing -= 1
             # In the buckets' own order on every rank: engines without names match collectives by their order.
-            while self._next < len(self._buckets) and self._buckets[self._next].missing == 0:
+            while self._overlap and self._next < len(self._buckets) and self._buckets[self._next].missing == 0:
                 self._launch_next()
 
         return gradient_is_ready
