@@ -346,6 +346,19 @@ def _train(strategy: Strategy, mode: Mode) -> None:
     _assert_same(exported, expected)
 
 
+def options_of_ddp(world: World) -> None:
+    for options in (
+        {"static_graph": True},
+        {"gradient_as_bucket_view": False},
+        {"broadcast_buffers": True},
+        {"bucket_cap_mb": 1e-4},
+        {"find_unused_parameters": True},
+    ):
+        print(options)
+        with world.open(ddp=options) as strategy:
+            _train(strategy, Mode("plain", {}))
+
+
 def precisions(world: World) -> None:
     """bf16 and fp16, the latter with an overflow on the last rank alone: ranks stay bit-equal, and learn."""
     for precision in ("fp32", "bf16", "fp16"):
@@ -749,6 +762,30 @@ def nan_in_an_empty_batch_is_no_news(world: World) -> None:
         _assert_same(model, expected)
 
 
+def nan_of_a_rank_without_tokens_is_no_news(world: World) -> None:
+    """The mean over no tokens is NaN, and so is its gradient; a weight of 0 says that neither counts."""
+    with world.open(on_nonfinite="raise") as strategy:
+        model, expected = Net(), Net()
+        prepared, optimizer = strategy.prepare(model, _sgd(model))
+        by_hand = _sgd(expected)
+        inputs, targets = _data(2 * strategy.world_size).tensors
+        tokens = torch.ones(len(inputs))
+        if strategy.world_size > 1:
+            tokens[-2:] = 0  # the last rank has none
+        mine = slice(2 * strategy.rank, 2 * strategy.rank + 2)
+        for _ in range(3):
+            loss = _token_mean(prepared(inputs[mine]), targets[mine], tokens[mine])
+            strategy.step(loss, optimizer, weight=tokens[mine].sum())
+            by_hand.zero_grad()
+            _token_mean(expected(inputs), targets, tokens).backward()  # type: ignore[no-untyped-call]
+            by_hand.step()
+        _assert_same(model, expected)
+
+
+def _token_mean(out: Tensor, targets: Tensor, tokens: Tensor) -> Tensor:
+    return ((out - targets).pow(2).mean(1) * tokens).sum() / tokens.sum()
+
+
 class Uncertain(Net):
     """Kendall, Gal and Cipolla, "Multi-Task Learning Using Uncertainty to Weigh Losses" (CVPR 2018)."""
 
@@ -849,6 +886,9 @@ def compiled(world: World) -> None:
         _assert_same(model, expected)
         assert strategy.unwrap(prepared) is model
         assert type(strategy.export(prepared)) is Net
+        later = Net()
+        compiled_last: Any = torch.compile(strategy.prepare(later), backend="eager")
+        assert strategy.unwrap(compiled_last) is later
         assert strategy.parameter_name(model.get_parameter("first.weight")) == "first.weight"
 
 

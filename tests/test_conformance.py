@@ -68,6 +68,7 @@ def world(request: pytest.FixtureRequest) -> World:
         contract.several_losses_and_optimizers,
         contract.losses_of_one_trunk,
         contract.nan_in_an_empty_batch_is_no_news,
+        contract.nan_of_a_rank_without_tokens_is_no_news,
         contract.preparation,
         contract.copies_and_exports,
         contract.compiled,
@@ -101,6 +102,10 @@ def test_different_models(world: World) -> None:
 def test_collective_of_one_rank(world: World) -> None:
     if world.processes > 1:
         world.run(contract.collective_of_one_rank)
+
+
+def test_options_of_ddp() -> None:
+    World("ddp", 2).run(contract.options_of_ddp)
 
 
 def test_backend_of_a_third_party_is_small(plugin: str) -> None:
