@@ -16,7 +16,7 @@ from ranks import run_ranks
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 import unitrain
-from unitrain import DataError
+from unitrain import CommunicationError, DataError
 from unitrain.data.workers import default_workers, with_defaults
 
 HOROVOD = pytest.mark.skipif(find_spec("horovod") is None, reason="horovod is not installed")
@@ -63,7 +63,13 @@ FAILURES = [
         raise_error, {}, OSError, r"(?s)worker process 0.*raise_error.*OSError: 13.jpg is truncated", id="raises"
     ),
     pytest.param(
-        die, {}, DataError, r"(killed by signal: Killed|exited unexpectedly)\. .*run out of memory", id="dies"
+        # Torch notices by a signal, and raises wherever that finds the process: in the loader (DataError), at work, or
+        # even while the rank hands its error over, and is then known by its exit code only.
+        die,
+        {},
+        (DataError, RuntimeError, CommunicationError),
+        r"DataLoader worker.*(killed by signal: Killed|exited unexpectedly|died)|rank 1 .*left with exit code 1",
+        id="dies",
     ),
     pytest.param(hang, {"timeout": 1}, DataError, "no batch came from the loader's workers for 1 s", id="hangs"),
 ]
@@ -74,7 +80,7 @@ FAILURES = [
 def test_a_failed_worker_ends_the_job_with_its_own_message(
     fail: Callable[[], object],
     settings: dict[str, Any],
-    error: type[Exception],
+    error: type[Exception] | tuple[type[Exception], ...],
     message: str,
     launcher: Literal["spawn", "horovodrun"],
 ) -> None:
@@ -108,6 +114,9 @@ def test_defaults_give_way_to_what_was_given() -> None:
     data = Failing(raise_error)
     assert with_defaults({}, data, strategy, most_workers=8) == {"num_workers": 0, "pin_memory": True}
     filled = with_defaults({"num_workers": 2, "pin_memory": None}, data, strategy, most_workers=8)
+    del filled["worker_init_fn"]  # ours, which calls the user's
     assert filled == {"num_workers": 2, "pin_memory": True, "timeout": 50}
     given = {"num_workers": 2, "pin_memory": False, "timeout": 3}
-    assert with_defaults(given, data, strategy, most_workers=8) == given
+    taken = with_defaults(given, data, strategy, most_workers=8)
+    del taken["worker_init_fn"]
+    assert taken == given

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
-from collections.abc import Iterator
+import signal
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from torch.utils.data import Subset, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from unitrain.errors import DataError
 
@@ -14,6 +16,8 @@ if TYPE_CHECKING:
     from unitrain.strategy import Strategy
 
 T = TypeVar("T")
+
+_PR_SET_PDEATHSIG = 1  # Linux: the signal that this process gets when its parent dies
 
 
 def with_defaults(settings: dict[str, Any], dataset: Any, strategy: Strategy, *, most_workers: int) -> dict[str, Any]:
@@ -23,9 +27,25 @@ def with_defaults(settings: dict[str, Any], dataset: Any, strategy: Strategy, *,
     if filled["num_workers"] > 0:
         # Less than a collective's: the rank whose worker hangs shall say so before the others give up on it.
         filled.setdefault("timeout", strategy.config.timeout_s / 2)
+        filled["worker_init_fn"] = _Worker(filled.get("worker_init_fn"))
     pinned = strategy.config.pin_memory
     filled.setdefault("pin_memory", strategy.device.type == "cuda" if pinned is None else pinned)
     return filled
+
+
+class _Worker:
+    """What a worker does first: it ties its life to its process's, then calls the user's ``worker_init_fn``.
+
+    torch's workers look for their parent only between batches: one that hangs within a sample would stay for ever.
+    """
+
+    def __init__(self, user_function: Callable[[int], None] | None) -> None:
+        self._user_function = user_function
+
+    def __call__(self, worker: int) -> None:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if self._user_function is not None:
+            self._user_function(worker)
 
 
 def default_workers(dataset: Any, strategy: Strategy, most: int) -> int:
@@ -46,28 +66,41 @@ def _in_memory(dataset: Any) -> bool:
     return isinstance(dataset, (TensorDataset, list, tuple))
 
 
-def with_deaths_explained(batches: Iterator[T], timeout_s: float) -> Iterator[T]:
-    """Yield from a DataLoader's iterator; what torch says of lost workers is raised as DataError, with advice.
+def with_deaths_explained(loader: DataLoader[T]) -> Iterator[T]:
+    """Yield from a DataLoader; what it says of lost workers is raised as DataError, with advice.
 
     An error inside a worker is raised as it is, with the worker's own traceback.
     """
+    batches = iter(loader)
     while True:
         try:
             batch = next(batches)
         except StopIteration:
             return
-        except RuntimeError as error:
-            message = str(error)
-            if message.startswith("DataLoader timed out"):
-                raise DataError(
-                    f"no batch came from the loader's workers for {timeout_s:g} s: a worker hangs, or one batch takes "
-                    "longer. Raise timeout= where that is normal; else look at what the dataset waits for."
-                ) from error
-            if message.startswith("DataLoader worker (pid"):
-                told = str(error.__cause__) if isinstance(error.__cause__, RuntimeError) else message
-                raise DataError(
-                    f"{told.rstrip('. ')}. One that was killed has mostly run out of memory, the host's or /dev/shm: "
-                    "take fewer workers, smaller batches or a larger /dev/shm."
-                ) from error
-            raise
+        except (RuntimeError, ConnectionError, EOFError) as error:
+            explained = _explained(error, loader)
+            if explained is None:
+                raise
+            raise explained from error
         yield batch
+
+
+def _explained(error: Exception, loader: DataLoader[Any]) -> DataError | None:
+    """Return what an error that comes out of a DataLoader means, where it is about workers."""
+    message = str(error)
+    if message.startswith("DataLoader timed out"):
+        return DataError(
+            f"no batch came from the loader's workers for {loader.timeout:g} s: a worker hangs, or one batch takes "
+            "longer. Raise timeout= where that is normal; else look at what the dataset waits for."
+        )
+    if not loader.num_workers or message.startswith("Caught "):  # the dataset's own
+        return None
+    if isinstance(error, RuntimeError) and not message.startswith("DataLoader worker (pid"):
+        return None
+    # One that dies while it sends a batch breaks the connection first.
+    told = error.__cause__ if isinstance(error.__cause__, RuntimeError) else error
+    reason = str(told) if isinstance(told, RuntimeError) else f"a DataLoader worker died: {message}"
+    return DataError(
+        f"{reason.rstrip('. ')}. One that was killed has mostly run out of memory, the host's or /dev/shm: take fewer "
+        "workers, smaller batches or a larger /dev/shm."
+    )
