@@ -141,6 +141,8 @@ class Collectives(ABC):
         try:
             return collective()
         except RuntimeError as error:  # whatever the engine: all of them raise a kind of it
+            if str(error).startswith("DataLoader worker"):
+                raise  # torch says so wherever it finds this process
             raise CommunicationError(
                 f"rank {self.rank} of {self.world_size} could not complete {verb}: another rank has ended, or has not "
                 f"called it in time. What the engine said: {str(error).strip().splitlines()[0]}"

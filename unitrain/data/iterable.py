@@ -93,7 +93,7 @@ class Iterable:
         """
         self._generator.manual_seed(derived_seed("workers", seed, number, self._plan.rank) >> 1)
         self._stream.begin(seed, number, start)
-        pieces = self._compared(with_deaths_explained(iter(self._loader), self._loader.timeout))
+        pieces = self._compared(with_deaths_explained(self._loader))
         if self._agreement is None:
             return ((piece.micro_batch, piece.batch) for piece in pieces if piece.micro_batch is not None)
         return self._agreement.micro_batches(pieces, start, step)

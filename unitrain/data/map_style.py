@@ -58,7 +58,7 @@ class MapStyle:
         self._requests.coming = requests(epoch, seed if self._seeded else None, number)
         # What workers draw outside of samples, and what seeds them, differs from rank to rank.
         self._generator.manual_seed(derived_seed("workers", seed, number, epoch.plan.rank) >> 1)
-        batches = with_deaths_explained(iter(self._loader), self._loader.timeout)
+        batches = with_deaths_explained(self._loader)
         return zip(epoch.plan, batches, strict=True)
 
 

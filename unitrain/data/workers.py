@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from unitrain.strategy import Strategy
 
 T = TypeVar("T")
+
+_NOTICED_S = 2.0
 
 _PR_SET_PDEATHSIG = 1  # Linux: the signal that this process gets when its parent dies
 
@@ -78,11 +81,22 @@ def with_deaths_explained(loader: DataLoader[T]) -> Iterator[T]:
         except StopIteration:
             return
         except (RuntimeError, ConnectionError, EOFError) as error:
-            explained = _explained(error, loader)
+            explained = _explained(error if isinstance(error, RuntimeError) else _noticed(error, loader), loader)
             if explained is None:
                 raise
             raise explained from error
         yield batch
+
+
+def _noticed(error: Exception, loader: DataLoader[Any]) -> Exception:
+    """Return what torch has to say of a broken connection: a worker that died as it sent a batch is noticed later."""
+    if not loader.num_workers or str(error).startswith("Caught "):
+        return error
+    try:
+        time.sleep(_NOTICED_S)  # until the signal of its death comes, whose handler raises
+    except RuntimeError as death:
+        return death
+    return error
 
 
 def _explained(error: Exception, loader: DataLoader[Any]) -> DataError | None:
@@ -97,7 +111,6 @@ def _explained(error: Exception, loader: DataLoader[Any]) -> DataError | None:
         return None
     if isinstance(error, RuntimeError) and not message.startswith("DataLoader worker (pid"):
         return None
-    # One that dies while it sends a batch breaks the connection first.
     told = error.__cause__ if isinstance(error.__cause__, RuntimeError) else error
     reason = str(told) if isinstance(told, RuntimeError) else f"a DataLoader worker died: {message}"
     return DataError(
