@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -44,7 +45,9 @@ class World:
     """Where the backend's distribution is installed, if not where everything is."""
 
     def run(self, duty: Callable[..., Any], *args: Any, timeout: float = 90) -> list[Any]:
-        """Run ``duty(self, *args)`` as every rank of this world."""
+        """Run ``duty(self, *args)`` as every rank of this world: where it is alone, in this process."""
+        if self.processes == 1:
+            return [duty(self, *args)]
         return run_ranks(duty, self, *args, nprocs=self.processes, launcher=self.launcher, timeout=timeout)
 
     def open(self, **settings: Any) -> Strategy:
@@ -484,14 +487,12 @@ def sparse_gradients(world: World) -> None:
 
 def unused_parameters_beside_batch_norm(world: World) -> None:
     """Ranks that take different branches still agree on the order of gradients' and BatchNorm's collectives."""
-    defaults = GradientReducer.__init__.__kwdefaults__
-    assert defaults is not None
-    defaults["bucket_mb"] = 1e-6  # a bucket for each parameter
+    one_for_each_parameter = patch.dict(GradientReducer.__init__.__kwdefaults__ or {}, bucket_mb=1e-6)
     for settings in (
         {"ddp": {"find_unused_parameters": True}} if world.backend == "ddp" else {},
         {"deterministic": True},
     ):
-        with world.open(sync_batchnorm=True, **settings) as strategy:
+        with one_for_each_parameter, world.open(sync_batchnorm=True, **settings) as strategy:
             model, expected = Branches(norm=True), Branches(norm=True)
             prepared, optimizer = strategy.prepare(model, _sgd(model))
             by_hand = _sgd(expected)
