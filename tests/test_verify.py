@@ -89,12 +89,13 @@ def run_verify(*arguments: str, path: Path | None = None) -> subprocess.Complete
         env={**environment, "COLUMNS": "140"},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=550,
         check=False,
     )
 
 
 @pytest.mark.launcher
+@pytest.mark.timeout(600)  # two minutes on two free cores, and more on busy ones
 def test_everything_installed_trains_as_the_plain_loop_does(tmp_path: Path) -> None:
     output = tmp_path / "verdicts.json"
     done = run_verify("--output", str(output))
