@@ -13,7 +13,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,9 @@ from unitrain.training.metrics import Meter
 from unitrain.training.precision import AUTOCAST_DTYPE, Precision
 from unitrain.training.preparation import Preparation
 from unitrain.training.step import StepResult, TrainingStep, Weight
+
+if TYPE_CHECKING:
+    from unitrain.data.progress import ProgressBar
 
 T = TypeVar("T")
 
@@ -242,6 +245,12 @@ class Strategy(Collectives):
     def dataloader(self, dataset: Any, **settings: Any) -> Loader:
         """Return a loader of this rank's share of ``dataset``; see ``unitrain.data.Loader`` for its settings."""
         return Loader(self, dataset, **settings)
+
+    def progress(self, loader: Loader, description: str = "") -> ProgressBar:
+        """Return what iterates over ``loader`` and shows samples a second and the time left on rank 0's terminal."""
+        from unitrain.data.progress import ProgressBar  # it imports rich, which few scripts want
+
+        return ProgressBar(self, loader, description)
 
     def meter(self) -> Meter:
         """Return a sum and mean over all ranks that is reduced only when it is read."""

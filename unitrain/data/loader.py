@@ -144,13 +144,27 @@ class Loader:
         return self._source.plan(self._seed, self.epoch).steps
 
     @property
+    def samples(self) -> int | None:
+        """Samples of a whole epoch, over all ranks; None where an iterable dataset does not tell."""
+        try:
+            return self._source.plan(self._seed, self.epoch).end
+        except TypeError:
+            return None
+
+    @property
+    def handed_out(self) -> int:
+        """Samples of the epoch under way that were handed out to all ranks, those of an open window included."""
+        return self._handed_out
+
+    @property
     def epoch(self) -> int:
         """The epoch that the next iteration yields, or the one under way. Set it to begin another."""
         return self._epoch
 
     @epoch.setter
     def epoch(self, number: int) -> None:
-        self._epoch, self._consumed, self._steps, self._started = number, 0, 0, False
+        self._epoch, self._started = number, False
+        self._consumed = self._steps = self._handed_out = 0
 
     def epochs(self, total: int) -> Iterator[int]:
         """Yield the numbers of the epochs that are left of ``total``, and see to it that each is iterated as such.
@@ -178,6 +192,7 @@ class Loader:
             # Within an accumulation window nothing is consumed yet: its gradients are in no checkpoint.
             if micro_batch.last:
                 self._consumed, self._steps = micro_batch.stop, micro_batch.step + 1
+            self._handed_out = micro_batch.stop
             yield batch
             if iteration != self._iteration:
                 raise UsageError("this loader is iterated anew elsewhere: it yields one epoch at a time.")
@@ -235,7 +250,8 @@ class Loader:
                 f"{state['epoch']} continues after {state['consumed']} samples in batches of the new size."
             )
         self._seed, self.epoch = state["seed"], state["epoch"]
-        self._consumed, self._steps = state["consumed"], state["steps"]
+        self._consumed = self._handed_out = state["consumed"]
+        self._steps = state["steps"]
 
     def _check_position(self, state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
         """Raise where an epoch can't continue within."""

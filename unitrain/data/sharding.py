@@ -55,6 +55,11 @@ class EpochPlan:
         return full + (1 if rest and not self.drop_last else 0)
 
     @property
+    def end(self) -> int:
+        """One past the last position that is read."""
+        return min(self.samples, self.start + self.steps * self.global_batch)
+
+    @property
     def micro_batches(self) -> int:
         """Micro-batches: the same number on every rank."""
         full, rest = divmod(self.samples - self.start, self.global_batch)
@@ -96,6 +101,11 @@ class BatchPlan:
     def samples(self) -> int:
         """Samples of the whole epoch."""
         return sum(self.sizes)
+
+    @property
+    def end(self) -> int:
+        """One past the last position that is read."""
+        return self.samples
 
     def can_start_at(self, start: int) -> bool:
         """Whether the epoch can be cut anew from this position: not within a batch."""
