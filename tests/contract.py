@@ -494,6 +494,7 @@ def unused_parameters_beside_batch_norm(world: World) -> None:
     ):
         with one_for_each_parameter, world.open(sync_batchnorm=True, **settings) as strategy:
             model, expected = Branches(norm=True), Branches(norm=True)
+            del model.never, expected.never  # its bucket, never full, would hold back those that follow
             prepared, optimizer = strategy.prepare(model, _sgd(model))
             by_hand = _sgd(expected)
             rows = torch.arange(2 * strategy.world_size)
@@ -649,6 +650,33 @@ def several_losses_and_optimizers(world: World) -> None:
                 its.step()
         for one, its_twin in zip(pair, other, strict=True):
             _assert_same(one, its_twin)
+            _assert_bit_equal_on_all_ranks(strategy, one)
+
+
+def windows_without_a_loader(world: World) -> None:
+    """Calls are counted for each optimizer; a window ended early is the mean of what it held."""
+    with world.open(accumulate=2) as strategy:
+        made, expected = [Net(1), Net(2)], [Net(1), Net(2)]
+        prepared = strategy.prepare(*made)
+        optimizers, by_hand = [_sgd(m) for m in made], [_sgd(m) for m in expected]
+        inputs, targets = _data(2 * strategy.world_size).tensors
+        mine = slice(2 * strategy.rank, 2 * strategy.rank + 2)
+        counts = [0, 0]
+        # The second one's windows begin while the first one's are open; at the end one of its is cut short.
+        for which in (0, 1, 1, 0, 0, 1, 0, 1, 0, 1, 1, 0, 1):
+            counts[which] += 1
+            loss = mse_loss(prepared[which](inputs[mine] * counts[which]), targets[mine])
+            ends_early = counts == [6, 7]
+            strategy.backward(loss, optimizers[which], sync=True if ends_early else None)
+            result = strategy.update(optimizers[which])
+            loss = mse_loss(expected[which](inputs * counts[which]), targets) / (1 if ends_early else 2)
+            loss.backward()  # type: ignore[no-untyped-call]
+            assert result.stepped == (counts[which] % 2 == 0 or ends_early)
+            if result.stepped:
+                by_hand[which].step()
+                by_hand[which].zero_grad()
+        for one, other in zip(made, expected, strict=True):
+            _assert_same(one, other)
             _assert_bit_equal_on_all_ranks(strategy, one)
 
 
