@@ -83,8 +83,12 @@ class Iterable:
         return replace(self._plan, samples=len(self._dataset))
 
     def readers(self) -> list[int] | None:
-        """Return what a position in a sharded stream depends on: the ranks and their workers."""
-        return None if self._agreement is None else [self._plan.world_size, max(1, self._loader.num_workers)]
+        """Return what a position in a sharded stream depends on: ranks, workers of each, samples of their batches."""
+        if self._agreement is None:
+            return None
+        plan = self._plan
+        batch_size = plan.global_batch // plan.accumulate // plan.world_size
+        return [plan.world_size, max(1, self._loader.num_workers), batch_size]
 
     def batches(self, seed: int, number: int, start: int, step: int) -> Iterator[tuple[MicroBatch, Any]]:
         """Yield this rank's part of each micro-batch of an epoch, from step ``step`` on, its sample ``start``.

@@ -255,14 +255,12 @@ class Loader:
 
     def _check_position(self, state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
         """Raise where an epoch can't continue within."""
-        read_as = ("readers", "global_batch_size") if own["readers"] else ("readers",)
-        for name in read_as:
-            if state[name] != own[name]:
-                raise CheckpointError(
-                    f"a sharded stream can't continue within epoch {state['epoch']}: its {name} were {state[name]} "
-                    f"and are {own[name]} (readers are ranks and workers of each). Continue as before, or begin an "
-                    "epoch: set loader.epoch."
-                )
+        if state["readers"] != own["readers"]:
+            raise CheckpointError(
+                f"a sharded stream can't continue within epoch {state['epoch']}: its ranks, workers of each and "
+                f"samples of a batch were {state['readers']} and are {own['readers']}. Continue as before, or begin an "
+                "epoch: set loader.epoch."
+            )
         if isinstance(self._source, MapStyle) and not self._source.plan(state["seed"], state["epoch"]).can_start_at(
             state["consumed"]
         ):
