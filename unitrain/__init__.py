@@ -1,25 +1,32 @@
-"""UniTrain: one PyTorch training script, unchanged and with the same result, on every backend and launcher."""
+"""UniTrain: one PyTorch training script, unchanged and with the same result, on every backend and launcher.
 
-from unitrain.config import StrategyConfig
-from unitrain.data import Loader
-from unitrain.errors import (
-    BackendError,
-    CheckpointError,
-    CommunicationError,
-    ConfigError,
-    DataError,
-    LaunchError,
-    NonFiniteError,
-    UnitrainError,
-    UsageError,
-)
-from unitrain.initialize import init
-from unitrain.launching.launch import Launch
-from unitrain.launching.spawning import spawn
-from unitrain.stopping import Stopped
-from unitrain.strategy import Strategy
-from unitrain.training.metrics import Meter
-from unitrain.training.step import StepResult
+The names below are imported when they are first used: ``unitrain --help`` needs no torch, whose import takes seconds.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from unitrain.config import StrategyConfig
+    from unitrain.data import Loader
+    from unitrain.errors import (
+        BackendError,
+        CheckpointError,
+        CommunicationError,
+        ConfigError,
+        DataError,
+        LaunchError,
+        NonFiniteError,
+        UnitrainError,
+        UsageError,
+    )
+    from unitrain.initialize import init
+    from unitrain.launching.launch import Launch
+    from unitrain.launching.spawning import spawn
+    from unitrain.stopping import Stopped
+    from unitrain.strategy import Strategy
+    from unitrain.training.metrics import Meter
+    from unitrain.training.step import StepResult
 
 __all__ = [
     "BackendError",
@@ -41,3 +48,27 @@ __all__ = [
     "init",
     "spawn",
 ]
+
+_HOMES = {
+    "StrategyConfig": "config",
+    "Loader": "data",
+    "init": "initialize",
+    "Launch": "launching.launch",
+    "spawn": "launching.spawning",
+    "Stopped": "stopping",
+    "Strategy": "strategy",
+    "Meter": "training.metrics",
+    "StepResult": "training.step",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"unitrain.{_HOMES.get(name, 'errors')}"), name)
+    globals()[name] = value  # the next access does not come here
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__
