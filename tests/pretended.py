@@ -21,6 +21,9 @@ class PretendedRank(Strategy):
     def _start(self) -> tuple[int, int]:
         return self.launch.rank, self.launch.world_size
 
+    def _meet(self) -> None:
+        """Meet nobody."""
+
     def _all_reduce(self, tensor: Tensor, op: str, name: str) -> NoReturn:
         raise AssertionError(f"{name} communicates")
 

@@ -9,15 +9,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from importlib.util import find_spec
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from needs import HOROVOD
 from slurm import Slurm, slurm
 
 from unitrain.errors import CommunicationError, LaunchError
+from unitrain.launching.addresses import own_addresses, reach
 from unitrain.launching.launch import Launch
-from unitrain.launching.rendezvous import _first_reachable, _own_addresses, rendezvous
+from unitrain.launching.rendezvous import rendezvous
 
 __all__ = ["slurm"]  # the fixture
 
@@ -155,7 +157,7 @@ server.serve_forever()
 
 
 @pytest.mark.launcher
-@pytest.mark.skipif(find_spec("horovod") is None, reason="Horovod is not installed: unitrain install-horovod adds it")
+@HOROVOD
 def test_horovodrun_on_two_hosts(script: list[str], two_hosts: tuple[str, str]) -> None:
     """horovodrun needs ssh to start the second host's process, but what it tells the two is known."""
     on = [["ip", "netns", "exec", host] for host in two_hosts]
@@ -170,6 +172,8 @@ def test_horovodrun_on_two_hosts(script: list[str], two_hosts: tuple[str, str]) 
                 "HOROVOD_SIZE": "2",
                 "HOROVOD_LOCAL_RANK": "0",
                 "HOROVOD_LOCAL_SIZE": "1",
+                "HOROVOD_CROSS_RANK": str(rank),
+                "HOROVOD_CROSS_SIZE": "2",
                 "HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.99.0.1",
                 "HOROVOD_GLOO_RENDEZVOUS_PORT": "10000",
             }
@@ -217,8 +221,9 @@ def test_host_is_unknown() -> None:
 
 
 def test_others_do_not_come(free_port: int) -> None:
-    with pytest.raises(CommunicationError, match=rf"rank 0 of 2 waited 1 s at 127\.0\.0\.1:{free_port}"):
-        rendezvous(rank_0_of_2(f"127.0.0.1:{free_port}"), 1)
+    said = rf"rank 0 of 3 waited 1 s at 127\.0\.0\.1:{free_port}, and did not meet all others: rank 1, 2 did not come\."
+    with pytest.raises(CommunicationError, match=said):
+        rendezvous(replace(rank_0_of_2(f"127.0.0.1:{free_port}"), world_size=3), 1)
 
 
 def test_rank_0_does_not_come(free_port: int) -> None:
@@ -229,18 +234,21 @@ def test_rank_0_does_not_come(free_port: int) -> None:
 
 def test_horovodrun_is_gone(free_port: int) -> None:
     launch = Launch("horovodrun", rank=1, world_size=2, meeting="horovod", address=f"127.0.0.1:{free_port}")
-    with pytest.raises(CommunicationError, match=rf"horovodrun's server at 127\.0\.0\.1:{free_port} does not answer"):
+    with pytest.raises(CommunicationError, match=rf"horovodrun does not answer at 127\.0\.0\.1:{free_port}, where "):
         rendezvous(launch, 1)
 
 
 def test_own_addresses_are_for_others() -> None:
-    *addresses, name = _own_addresses()
+    *addresses, name = own_addresses()
     assert name == socket.gethostname()
     assert not any(address.startswith("127.") for address in addresses)
 
 
 def test_first_address_that_can_be_reached(free_port: int) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        assert _first_reachable(["nowhere.invalid", "127.0.0.1"], server.getsockname()[1]) == "127.0.0.1"
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        reach(["nowhere.invalid", "127.0.0.1"], server.getsockname()[1]) as connection,
+    ):
+        assert connection.getpeername() == server.getsockname()
     with pytest.raises(CommunicationError, match=rf"tried nowhere\.invalid, 127\.0\.0\.1, port {free_port}"):
-        _first_reachable(["nowhere.invalid", "127.0.0.1"], free_port)
+        reach(["nowhere.invalid", "127.0.0.1"], free_port)

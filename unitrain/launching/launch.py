@@ -19,12 +19,17 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from ipaddress import ip_address
 from typing import Literal
 
 from unitrain.errors import LaunchError, nearest
-from unitrain.launching.slurm import first_host, in_step, step_port
+from unitrain.launching.slurm import MOST_IDS, first_host, in_step, step_port
 
 OVERRIDE = "UNITRAIN_LAUNCHER"
+
+_MOST = 1_000_000
+"""More processes than any job has, or restarts."""
+_A_HOST = "a host name or address"
 
 Meeting = Literal["alone", "tcp", "served", "mpi", "horovod"]
 
@@ -78,11 +83,17 @@ class _Variables:
             raise self.error(name, wanted)
         return value
 
-    def whole(self, name: str, low: int = 0, high: int | None = None) -> int:
-        wanted = f"a whole number from {low} to {high}" if high is not None else f"a whole number, {low} or more"
+    def whole(self, name: str, low: int = 0, high: int = _MOST) -> int:
+        wanted = f"a whole number from {low} to {high}"
         value = int(self.matching(name, r"\d{1,18}", wanted))
-        if value < low or (high is not None and value > high):
+        if not low <= value <= high:
             raise self.error(name, wanted)
+        return value
+
+    def host(self, name: str) -> str:
+        value = self.text(name, _A_HOST)
+        if not _is_host(value):
+            raise self.error(name, _A_HOST)
         return value
 
     def error(self, name: str, wanted: str) -> LaunchError:
@@ -111,12 +122,12 @@ class _Variables:
             world_size=world,
             local_rank=self.whole(local_rank, 0, local_world - 1),
             local_world_size=local_world,
-            node_rank=self.whole(node_rank) if node_rank else 0 if local_world == world else None,
+            node_rank=self.whole(node_rank, 0, world - 1) if node_rank else 0 if local_world == world else None,
         )
 
     def master(self) -> str:
         """Return the address that MASTER_ADDR and MASTER_PORT give."""
-        return f"{self.text('MASTER_ADDR', 'a host name or address')}:{self.whole('MASTER_PORT', 1, 65535)}"
+        return f"{self.host('MASTER_ADDR')}:{self.whole('MASTER_PORT', 1, 65535)}"
 
     @property
     def has_master(self) -> bool:
@@ -125,6 +136,7 @@ class _Variables:
 
 
 def _read_torchrun(variables: _Variables) -> Launch:
+    served = variables.matching("TORCHELASTIC_USE_AGENT_STORE", "True|False", "True or False") == "True"
     return replace(
         variables.launch(
             rank="RANK",
@@ -133,7 +145,7 @@ def _read_torchrun(variables: _Variables) -> Launch:
             local_world_size="LOCAL_WORLD_SIZE",
             node_rank="GROUP_RANK",
         ),
-        meeting="served" if variables.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "tcp",
+        meeting="served" if served else "tcp",
         address=variables.master(),
         restarts=variables.whole("TORCHELASTIC_RESTART_COUNT") if variables.launcher == "torchrun" else 0,
     )
@@ -146,7 +158,12 @@ def _read_horovodrun(variables: _Variables) -> Launch:
         local_rank="HOROVOD_LOCAL_RANK",
         local_world_size="HOROVOD_LOCAL_SIZE",
     )
-    host = variables.text("HOROVOD_GLOO_RENDEZVOUS_ADDR", "a host name or address")
+    # Horovod aborts the process, or hangs, where these are wrong. Every other host has a process of the job at least.
+    hosts = variables.whole("HOROVOD_CROSS_SIZE", 1, launch.world_size - launch.local_world_size + 1)
+    variables.whole("HOROVOD_CROSS_RANK", 0, hosts - 1)
+    if "HOROVOD_CPU_OPERATIONS" in variables.environ:
+        variables.matching("HOROVOD_CPU_OPERATIONS", "gloo", "gloo")
+    host = variables.host("HOROVOD_GLOO_RENDEZVOUS_ADDR")
     address = f"{host}:{variables.whole('HOROVOD_GLOO_RENDEZVOUS_PORT', 1, 65535)}"
     if variables.has_master:
         return replace(launch, meeting="tcp", address=variables.master())
@@ -161,7 +178,12 @@ def _read_open_mpi(variables: _Variables) -> Launch:
         local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
         local_world_size="OMPI_COMM_WORLD_LOCAL_SIZE",
     )
-    return _met_through_mpi(launch, variables, "Open MPI 5" if "OMPI_VERSION" in variables.environ else "Open MPI 4")
+    if "PMIX_RANK" in variables.environ or "PMIX_NAMESPACE" in variables.environ:
+        # MPI_Init aborts, or hangs, where they are wrong.
+        variables.matching("PMIX_RANK", str(launch.rank), f"'{launch.rank}' as OMPI_COMM_WORLD_RANK is")
+        variables.text("PMIX_NAMESPACE")
+    is_5 = _has_any("OMPI_VERSION", "PRTE_LAUNCHED")(variables.environ)
+    return _met_through_mpi(launch, variables, "Open MPI 5" if is_5 else "Open MPI 4")
 
 
 def _read_hydra(variables: _Variables) -> Launch:
@@ -190,11 +212,16 @@ def _read_srun(variables: _Variables) -> Launch:
         local_world_size=len(tasks_here),
         node_rank="SLURM_NODEID",
     )
-    if variables.environ.get("SLURM_STEP_NUM_TASKS", str(launch.world_size)) != str(launch.world_size):
-        # Inherited by a batch script that was submitted from inside another step.
-        raise variables.error("SLURM_STEP_NUM_TASKS", f"{variables.used['SLURM_NTASKS']!r} as SLURM_NTASKS is")
-    nodes = variables.text("SLURM_STEP_NODELIST", "a list of nodes, like node[1-4]")
-    job, step = variables.whole("SLURM_JOB_ID"), variables.whole("SLURM_STEP_ID")
+    if "SLURM_STEP_NUM_TASKS" in variables.environ:
+        # It is another in a batch script that was submitted from inside another step, and has inherited it.
+        tasks = variables.used["SLURM_NTASKS"]
+        variables.matching("SLURM_STEP_NUM_TASKS", re.escape(tasks), f"{tasks!r} as SLURM_NTASKS is")
+    wanted = "a list of nodes, like node[1-4]"
+    nodes = variables.text("SLURM_STEP_NODELIST", wanted)
+    if not _is_host(first_host(nodes)):
+        raise variables.error("SLURM_STEP_NODELIST", wanted)
+    job = variables.whole("SLURM_JOB_ID", 0, MOST_IDS)
+    step = variables.whole("SLURM_STEP_ID", 0, MOST_IDS)
     if variables.has_master:
         return replace(launch, meeting="tcp", address=variables.master())
     # A node's name need not be known outside SLURM, so it is used only where there is more than one.
@@ -221,6 +248,16 @@ def _read_env(variables: _Variables) -> Launch:
 
 def _read_python(variables: _Variables) -> Launch:
     return Launch("python")
+
+
+def _is_host(text: str) -> bool:
+    """Return whether text can be a host's name or address; numbers and dots alone are an address or nothing."""
+    try:
+        ip_address(text.partition("%")[0])
+    except ValueError:
+        label = r"(?!-)[\w-]{1,63}(?<!-)"
+        return re.fullmatch(rf"({label}\.)*(?!\d+\.?$){label}\.?", text) is not None
+    return True
 
 
 def _is_loopback(host: str) -> bool:
@@ -258,7 +295,7 @@ _PYTHON = _Launcher("python", lambda environ: True, _read_python, "")
 _BY_PRECEDENCE = (
     _Launcher(
         "torchrun",
-        _has_any("TORCHELASTIC_RUN_ID"),
+        _has_any("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
         _read_torchrun,
         "Start the job with torchrun --nproc-per-node N SCRIPT and leave its variables as they are",
     ),

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
 import http.client
 import itertools
 import json
 import socket
-import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +15,7 @@ from typing import Any
 from torch.distributed import DistError, HashStore, PrefixStore, Store, TCPStore
 
 from unitrain.errors import BackendError, CommunicationError, LaunchError
+from unitrain.launching.addresses import own_addresses, reach
 from unitrain.launching.launch import Launch
 
 # A store lives as long as its process. MPI can be started once only, and a port that rank 0 gave up and took again
@@ -25,8 +24,6 @@ _stores: dict[Launch, Store] = {}
 _calls = itertools.count()
 
 _KEY_VALUE_PATH = "/unitrain/store"
-_PROBE_S = 3.0
-_SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of a network interface
 
 
 def rendezvous(launch: Launch, timeout_s: float) -> Store:
@@ -68,7 +65,9 @@ def _at_address(launch: Launch, timeout: timedelta) -> Store:
         ) from error
     opens = launch.rank == 0 and launch.meeting == "tcp"
     try:
-        return TCPStore(host, int(port), launch.world_size, is_master=opens, timeout=timeout)
+        store = TCPStore(host, int(port), launch.world_size, is_master=opens, timeout=timeout, wait_for_workers=False)
+        _wait_for_all(store, launch, timeout)
+        return store
     except DistError as error:
         if opens and "EADDRINUSE" in str(error):
             raise LaunchError(
@@ -79,6 +78,21 @@ def _at_address(launch: Launch, timeout: timedelta) -> Store:
             f"rank {launch.rank} of {launch.world_size} waited {timeout.total_seconds():g} s at {address} and did not "
             f"meet all others. Are all {launch.world_size} processes running, and can their hosts reach that address "
             f"(firewall, MASTER_ADDR)? What torch said: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def _wait_for_all(store: TCPStore, launch: Launch, timeout: timedelta) -> None:
+    """Wait until every rank has come, and name those that have not."""
+    keys = [f"unitrain/came/{launch.restarts}/{rank}" for rank in range(launch.world_size)]
+    store.set(keys[launch.rank], "")
+    try:
+        store.wait(keys, timeout)
+    except DistError as error:
+        missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
+        raise CommunicationError(
+            f"rank {launch.rank} of {launch.world_size} waited {timeout.total_seconds():g} s at {launch.address}, and "
+            f"did not meet all others: rank {', '.join(missing)} did not come. Are all {launch.world_size} processes "
+            "running, and can their hosts reach that address (firewall, MASTER_ADDR)?"
         ) from error
 
 
@@ -165,7 +179,11 @@ def _request(server: str, method: str, body: str | None = None) -> str | None:
         response = connection.getresponse()
         text = response.read().decode()
     except OSError as error:
-        raise CommunicationError(f"horovodrun's server at {server} does not answer: {error}") from error
+        raise CommunicationError(
+            f"horovodrun does not answer at {server}, where HOROVOD_GLOO_RENDEZVOUS_ADDR and "
+            f"HOROVOD_GLOO_RENDEZVOUS_PORT say that it is ({error}). Is it still running? Start the job with "
+            "horovodrun --gloo -np N python SCRIPT and leave its variables as they are."
+        ) from error
     finally:
         connection.close()
     return text if response.status == http.client.OK else None
@@ -178,39 +196,13 @@ def _at_port_of_rank_0(launch: Launch, timeout: timedelta, share: Callable[[str 
     """
     if launch.rank == 0:
         store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timeout, wait_for_workers=False)
-        hosts = ["127.0.0.1"] if launch.local_world_size == launch.world_size else _own_addresses()
+        hosts = ["127.0.0.1"] if launch.local_world_size == launch.world_size else own_addresses()
         share(json.dumps([hosts, store.port]))
         return store
     hosts, port = json.loads(share(None))
-    return TCPStore(_first_reachable(hosts, port), port, is_master=False, timeout=timeout)
-
-
-def _own_addresses() -> list[str]:
-    """Return what this host can be reached by: its IPv4 addresses that are not loopback, then its name."""
-    addresses = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, interface in socket.if_nameindex():
-            request = struct.pack("256s", interface.encode()[:15])
-            try:
-                address = socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24])
-            except OSError:
-                continue  # it has no IPv4 address
-            if not address.startswith("127."):
-                addresses.append(address)
-    return [*addresses, socket.gethostname()]
-
-
-def _first_reachable(hosts: list[str], port: int) -> str:
-    for host in hosts:
-        try:
-            socket.create_connection((host, port), _PROBE_S).close()
-        except OSError:
-            continue
-        return host
-    raise CommunicationError(
-        f"rank 0 can't be reached from this host: tried {', '.join(hosts)}, port {port}. Does a firewall forbid it? "
-        "Set MASTER_ADDR and MASTER_PORT (mpirun -x, horovodrun's environment) to an address that all can reach."
-    )
+    with reach(hosts, port) as probe:
+        host = probe.getpeername()[0]
+    return TCPStore(host, port, is_master=False, timeout=timeout)
 
 
 _MEETINGS: dict[str, Callable[[Launch, timedelta], Store]] = {

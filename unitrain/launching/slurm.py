@@ -8,6 +8,9 @@ from collections.abc import Mapping
 # Steps that SLURM numbers from the top run shells and batch scripts, not tasks of a job (slurm.h: NO_VAL minus 2 to 6).
 _SPECIAL_STEPS = {str(step) for step in range(0xFFFF_FFF0, 0x1_0000_0000)}
 
+MOST_IDS = 0xFFFF_FFFF
+"""The largest number of a job or a step that SLURM can give."""
+
 PORTS = range(20000, 30000)
 """Where ``step_port`` lies: below the ephemeral ports of Linux, above those of most services."""
 
@@ -20,7 +23,8 @@ def in_step(environ: Mapping[str, str]) -> bool:
     as on any machine, so it does not count either. The shell of ``srun --pty -n 2`` can't be told from a job of two
     tasks that was given a terminal and is taken for one; UNITRAIN_LAUNCHER=python runs a script alone there.
     """
-    if environ.get("SLURM_STEP_ID") in {None, *_SPECIAL_STEPS}:
+    # Of a step, SLURM tells the number of tasks too: its number alone can be missing, but must not.
+    if environ.get("SLURM_STEP_ID") in _SPECIAL_STEPS or not {"SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"} & set(environ):
         return False
     return not (environ.get("SLURM_STEP_NUM_TASKS") == "1" and "SLURM_PTY_PORT" in environ)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import reprlib
 from collections.abc import Iterable
 from typing import Any
@@ -92,6 +93,19 @@ class _StrictLoader(yaml.SafeLoader):
         return node
 
 
+class _Dumper(yaml.SafeDumper):
+    """Writes texts so that they are read back as they were."""
+
+
+def _represent_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    """Escape Unicode's line breaks, which YAML takes for its own and PyYAML leaves in plain texts as they are."""
+    style = '"' if re.search("[\x85\u2028\u2029]", text) else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style)
+
+
+_Dumper.add_representer(str, _represent_text)
+
+
 def dump(values: dict[str, Any]) -> str:
     """Return plain values as YAML that ``YamlFile`` reads back."""
-    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)

@@ -1,0 +1,44 @@
+"""Where a host can be reached by the others, and which of that answers."""
+
+from __future__ import annotations
+
+import fcntl
+import socket
+import struct
+
+from unitrain.errors import CommunicationError
+
+_PROBE_S = 3.0
+_SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of a network interface
+
+
+def own_addresses() -> list[str]:
+    """Return what this host can be reached by: its IPv4 addresses that are not loopback, then its name."""
+    addresses = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, interface in socket.if_nameindex():
+            request = struct.pack("256s", interface.encode()[:15])
+            try:
+                address = socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24])
+            except OSError:
+                continue  # it has no IPv4 address
+            if not address.startswith("127."):
+                addresses.append(address)
+    return [*addresses, socket.gethostname()]
+
+
+def reach(hosts: list[str], port: int) -> socket.socket:
+    """Return a connection to a port of rank 0's, at the first of its addresses that answers.
+
+    Raises:
+        CommunicationError: none does.
+    """
+    for host in hosts:
+        try:
+            return socket.create_connection((host, port), _PROBE_S)
+        except OSError:
+            continue
+    raise CommunicationError(
+        f"rank 0 can't be reached from this host: tried {', '.join(hosts)}, port {port}. Does a firewall forbid it? "
+        "Ranks talk to rank 0 at ports that are free when the job starts, so the job's hosts must let each other in."
+    )
