@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import run_ranks
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 import unitrain
 
@@ -63,6 +65,132 @@ def test_what_horovod_cannot_send_is_refused() -> None:
 def test_alone_there_is_nothing_to_compress() -> None:
     with pytest.warns(UserWarning, match="without effect under backend 'single': compression=fp16"):
         train({"backend": "single", "compression": "fp16"})
+
+
+# ------------------------------------------------------------------------------------------------------- PowerSGD
+
+
+class Course(NamedTuple):
+    """What became of a training: weights and losses after each step, and the bytes that its hook sent in it."""
+
+    weights: list[Tensor]
+    losses: list[float]
+    sent: list[int]
+
+
+def learn(settings: dict[str, Any], steps: int, shares: tuple[int, int] = (8, 8), rate: float = 0.05) -> Course:
+    """Learn a linear map from rows of which each rank has so many."""
+    with unitrain.init(**settings) as strategy:
+        course, sent = Course([], [], []), 0
+        reduce = dist.all_reduce
+
+        def counting(tensor: Tensor, *arguments: Any, **keywords: Any) -> Any:
+            nonlocal sent
+            sent += tensor.nbytes if tensor.is_floating_point() else 0
+            return reduce(tensor, *arguments, **keywords)
+
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64))
+        model, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=rate))
+        generator = torch.Generator().manual_seed(2)
+        rows, truth = torch.randn(16, 64, generator=generator), torch.randn(64, 64, generator=generator) / 8
+        first = shares[0] * strategy.rank
+        own = rows if strategy.world_size == 1 else rows[first : first + shares[strategy.rank]]
+        dist.all_reduce = counting
+        try:
+            for _ in range(steps):
+                before = sent
+                loss = (model(own) - own @ truth).square().sum(1).mean() if len(own) else model(own).sum()
+                strategy.step(loss, optimizer, weight=len(own))
+                mean = strategy.sum(loss.detach() * len(own)) / len(rows)
+                course.losses.append(mean.item())
+                course.sent.append(sent - before)
+                course.weights.append(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
+        finally:
+            dist.all_reduce = reduce
+        return course
+
+
+def powersgd(start: int, rank: int = 2, **others: Any) -> dict[str, Any]:
+    options = {"powersgd_start_step": start, "powersgd_rank": rank, **others}
+    return {"backend": "ddp", "compression": "powersgd", "ddp": options}
+
+
+@pytest.mark.parametrize("bucket_cap_mb", [25, 0.02], ids=["one bucket", "a bucket for each layer"])
+def test_powersgd_is_exact_at_first_and_then_sends_less(bucket_cap_mb: float) -> None:
+    plain, _ = run_ranks(learn, {"backend": "ddp"}, 5)
+    first, second = run_ranks(learn, powersgd(5, bucket_cap_mb=bucket_cap_mb), 12)
+    for step in range(5):
+        assert torch.equal(first.weights[step], plain.weights[step])
+    assert not torch.equal(first.weights[5] - first.weights[4], plain.weights[4] - plain.weights[3])
+    assert all(torch.equal(one, other) for one, other in zip(first.weights, second.weights, strict=True))
+    whole = 4 * len(first.weights[0])
+    thin = 4 * (96 + 64 + 2 * 2 * (64 + 96))  # biases as they are, and two pairs of matrices of rank 2
+    beside = first.sent[0] - whole  # what the step and this test sum besides
+    assert [sent - beside for sent in first.sent] == [whole] * 5 + [thin] * 7
+    assert thin < whole / 15
+
+
+def test_powersgd_converges() -> None:
+    exact, _ = run_ranks(learn, {"backend": "ddp"}, 150)
+    first, second = run_ranks(learn, powersgd(15), 150)
+    assert torch.equal(first.weights[-1], second.weights[-1])
+    assert first.losses[-1] < 0.02 * first.losses[0]
+    assert exact.losses[-1] < first.losses[-1]  # it is no exact method, and this is where one sees it
+
+
+@pytest.mark.parametrize("shares", [(12, 4), (16, 0)])
+def test_powersgd_averages_over_samples_however_they_are_shared(shares: tuple[int, int]) -> None:
+    """With full rank nothing is lost, so that the gradient must be that of the mean over all rows."""
+    alone = learn({"backend": "single"}, 6)
+    options = powersgd(2, rank=64)
+    first, second = run_ranks(learn_with_full_rank, options, 6, shares)
+    assert torch.equal(first.weights[-1], second.weights[-1])
+    assert torch.allclose(first.weights[-1], alone.weights[-1], rtol=1e-4, atol=1e-5)
+
+
+def learn_with_full_rank(settings: dict[str, Any], steps: int, shares: tuple[int, int]) -> Course:
+    # torch leaves matrices alone that would not become smaller, and of this rank none would.
+    powerSGD_hook._should_compress = lambda rows, columns, rank, rate: (True, rows * columns, rank * (rows + columns))
+    return learn(settings, steps, shares)
+
+
+def not_finite() -> int:
+    with unitrain.init(**powersgd(2)) as strategy:
+        model = nn.Linear(64, 64)
+        model, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for step in range(6):
+            rows = torch.ones(2, 64) if step < 4 or strategy.rank == 0 else torch.full((2, 64), float("nan"))
+            try:
+                strategy.step(model(rows).square().mean(), optimizer)
+            except unitrain.Stopped:
+                return step
+        return -1
+
+
+def test_all_ranks_see_through_powersgd_what_is_not_finite_on_one() -> None:
+    assert run_ranks(not_finite) == [4, 4]
+
+
+def idle_layer() -> bool:
+    with unitrain.init(**powersgd(2)) as strategy:
+        model = nn.Linear(64, 64)
+        model, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in range(5):
+            strategy.step((0 * model(torch.ones(2, 64))).sum(), optimizer)
+        return all(bool(torch.isfinite(p).all()) for p in model.parameters())
+
+
+def test_powersgd_of_nothing_is_nothing() -> None:
+    assert run_ranks(idle_layer) == [True, True]
+
+
+def test_powersgd_is_for_ddp() -> None:
+    with pytest.raises(unitrain.ConfigError, match=r"compression 'powersgd' can't be honoured by backend 'horovod'"):
+        run_ranks(train, {"backend": "horovod", "compression": "powersgd"}, launcher="horovodrun")
+
+
+# ------------------------------------------------------------------------------------------------- random numbers
 
 
 def draws() -> tuple[float, float]:
