@@ -14,7 +14,7 @@ from unitrain.config import StrategyConfig
 from unitrain.data.structure import rebuilt, tensors
 from unitrain.errors import ConfigError
 from unitrain.launching.launch import Launch
-from unitrain.strategy import SoleStrategy
+from unitrain.sole_strategy import SoleStrategy
 
 
 class _Wrapped(nn.DataParallel[nn.Module]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from inspect import signature
@@ -20,6 +21,7 @@ from unitrain.errors import CommunicationError, ConfigError, UsageError
 from unitrain.launching.launch import Launch
 from unitrain.launching.rendezvous import rendezvous
 from unitrain.strategy import Strategy
+from unitrain.training.power_sgd import add_power_sgd
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 # Newer releases of torch call it by another name, and warn of the old one.
@@ -60,7 +62,15 @@ class DDPStrategy(Strategy):
 
     name = "ddp"
     served_by = "torchrun, mpirun, srun or unitrain.spawn"
+    compressions = (*Strategy.compressions, "powersgd")
     gradient_reduction: Literal["sum", "mean"] = "mean"
+
+    @classmethod
+    def is_engine_error(cls, error: BaseException) -> bool:
+        """Whether torch.distributed says that another rank has gone; gloo does so in plain RuntimeErrors."""
+        if isinstance(error, dist.DistError):
+            return True
+        return isinstance(error, RuntimeError) and bool(re.search("gloo|NCCL|ProcessGroup", str(error)))
 
     @classmethod
     def check(cls, config: StrategyConfig, launch: Launch) -> None:
@@ -135,6 +145,9 @@ class DDPStrategy(Strategy):
         hook = _HOOKS.get(self.config.compression)
         if hook is not None:
             wrapped.register_comm_hook(None, hook)
+        elif self.config.compression == "powersgd":
+            in_turn = "nccl" not in dist.get_backend()
+            add_power_sgd(wrapped, rank=options.powersgd_rank, start_step=options.powersgd_start_step, in_turn=in_turn)
         wrapped.require_backward_grad_sync = self._armed
         self._wrapped.append(wrapped)
         return wrapped

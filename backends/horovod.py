@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import socket
 import warnings
 from collections.abc import Callable
 from importlib import import_module
+from importlib.metadata import version
 from multiprocessing.util import Finalize
 from typing import Any, cast
 
@@ -13,11 +15,13 @@ import torch
 from torch import Tensor
 
 from unitrain.config import StrategyConfig
-from unitrain.errors import BackendError, ConfigError
+from unitrain.errors import BackendError, ConfigError, LaunchError
 from unitrain.launching.launch import Launch
 from unitrain.strategy import Strategy
 
 _LAUNCHERS = ("horovodrun", "mpirun")
+_SERVER = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
+_ANSWER_S = 3.0
 # What Horovod can't reduce, and what stands in for it.
 _WIDER = {
     torch.bfloat16: torch.float32,
@@ -45,6 +49,16 @@ class HorovodStrategy(Strategy):
         return launch.world_size if launch.launcher in _LAUNCHERS else 1
 
     @classmethod
+    def versions(cls) -> dict[str, str]:
+        """Return Horovod's version."""
+        return {"Horovod": version("horovod")}
+
+    @classmethod
+    def is_engine_error(cls, error: BaseException) -> bool:
+        """Whether Horovod says that another rank has gone."""
+        return type(error).__name__ == "HorovodInternalError"
+
+    @classmethod
     def check(cls, config: StrategyConfig, launch: Launch) -> None:
         """Refuse to start without Horovod, or with a controller that it lacks or that the launcher does not serve."""
         hvd = _engine()
@@ -65,6 +79,8 @@ class HorovodStrategy(Strategy):
                 f"horovod.controller is mpi, but these processes were started by {launch.launcher}, not through MPI: "
                 "start with mpirun or horovodrun --mpi, or set horovod.controller to auto."
             )
+        if controller == "gloo" and _SERVER[0] in os.environ:
+            _check_served(*(os.environ[name] for name in _SERVER))
 
     def _start(self) -> tuple[int, int]:
         self._hvd = _engine()
@@ -107,6 +123,24 @@ class HorovodStrategy(Strategy):
 
     def _wait(self, handle: int) -> Any:
         return self._hvd.synchronize(handle)
+
+
+def _check_served(host: str, port: str) -> None:
+    """Refuse a network interface or a server of horovodrun's that is not there: Horovod would abort the process."""
+    interface = os.environ.get("HOROVOD_GLOO_IFACE")
+    known = [name for _, name in socket.if_nameindex()]
+    if interface and interface not in known:
+        raise LaunchError(
+            f"HOROVOD_GLOO_IFACE is {interface!r}, but must be one of this host's network interfaces, "
+            f"{', '.join(known)}: choose with horovodrun --network-interfaces, which sets it."
+        )
+    try:
+        socket.create_connection((host, int(port)), _ANSWER_S).close()
+    except OSError as error:
+        raise LaunchError(
+            f"{' and '.join(_SERVER)} are {host!r} and {port!r}, but horovodrun does not answer there ({error}). Start "
+            "the job with horovodrun --gloo -np N python SCRIPT and leave its variables as they are."
+        ) from error
 
 
 def _variables(config: StrategyConfig, controller: str) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unitrain.strategy import SoleStrategy
+from unitrain.sole_strategy import SoleStrategy
 
 
 class SingleStrategy(SoleStrategy):

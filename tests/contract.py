@@ -472,7 +472,6 @@ def sparse_gradients(world: World) -> None:
             strategy.step(prepared(torch.tensor([strategy.rank, 4])).pow(2).mean(), optimizer)
         except UsageError as error:
             refused = str(error)
-            strategy.failed = True
         else:
             refused = ""
         assert ("make its layer with sparse=False" in refused) == (world.processes > 1 and world.backend != "ddp")
@@ -695,7 +694,6 @@ def losses_of_one_trunk(world: World) -> None:
             strategy.update(optimizer)
         except UsageError as error:
             told = str(error)
-            strategy.failed = True
         else:
             told = ""
         assert ("add the losses" in told) == (world.backend == "ddp" and strategy.world_size > 1)
@@ -974,14 +972,9 @@ def different_models(world: World) -> None:
         assert float(strategy.all_reduce(torch.ones(()))) == strategy.world_size
 
 
-def collective_of_one_rank(world: World) -> str:
+def collective_of_one_rank(world: World) -> None:
     """A rank that waits for others who never come gets an error within ``timeout_s``, not a hang."""
-    strategy = world.open(timeout_s=1)
+    strategy = world.open(timeout_s=3)
     if strategy.rank == 0:
-        with pytest.raises(CommunicationError, match=r"rank 0 .*all_reduce") as raised:
-            strategy.all_reduce(torch.ones(1))
-        strategy.failed = True
-        return str(raised.value)
-    strategy.failed = True
-    time.sleep(3)
-    return ""
+        strategy.all_reduce(torch.ones(1))
+    time.sleep(60)

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,9 +36,21 @@ class Job:
 
 
 def run_job(
-    command: Sequence[str], folder: Path, *, environ: Mapping[str, str] | None = None, deadline: float = 120
+    command: Sequence[str],
+    folder: Path,
+    *,
+    environ: Mapping[str, str] | None = None,
+    deadline: float = 120,
+    meanwhile: Callable[[subprocess.Popen[bytes]], object] = lambda process: None,
 ) -> Job:
     """Run a command in ``folder``, this environment's programs first, and return how it ended.
+
+    Args:
+        command: a program and its arguments.
+        folder: where it runs.
+        environ: variables that are added to this environment.
+        deadline: seconds that it may take.
+        meanwhile: is called with the process once it has been started.
 
     Raises:
         TimeoutError: it had not ended after ``deadline`` seconds; it has been killed then, with all that it started.
@@ -66,10 +78,13 @@ def run_job(
             start_new_session=True,
         )
         try:
+            meanwhile(process)
             code = process.wait(deadline)
-        except subprocess.TimeoutExpired:
+        except BaseException as error:
             _end(mark, 0.0)
             process.wait()
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
             raise TimeoutError(f"{' '.join(command)}\n{out.read_text()}\n{err.read_text()}") from None
         ended = time.time()
     return Job(code, out.read_text(), err.read_text(), ended, _end(mark, _LEAVE_S))

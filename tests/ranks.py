@@ -27,7 +27,9 @@ from unitrain.machine.toolchain import find_program, running, small_mpi_environm
 _FORKSERVER = multiprocessing.get_context("forkserver")
 # pytest, because every child imports the parent's main module, and this is what that module imports; torch's compiler,
 # because the first step of any optimizer imports it (2 s).
-_FORKSERVER.set_forkserver_preload(["pytest", "torch._dynamo", "torch._inductor", "unitrain"])
+_FORKSERVER.set_forkserver_preload(
+    ["pytest", "torch._dynamo", "torch._inductor", "unitrain.initialize", "unitrain.data"]
+)
 
 
 def run_ranks(

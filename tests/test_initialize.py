@@ -9,7 +9,6 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from needs import HOROVOD
 from ranks import run_ranks
 from torch import nn
 
@@ -225,7 +225,7 @@ def _bf16_on_horovod() -> None:
     unitrain.init(backend="horovod", compression="bf16")
 
 
-@pytest.mark.skipif(find_spec("horovod") is None, reason="Horovod is not installed: unitrain install-horovod adds it")
+@HOROVOD
 def test_compression_that_a_backend_lacks_is_refused() -> None:
     with pytest.raises(ConfigError, match="compression 'bf16' can't be honoured by backend 'horovod', which knows"):
         run_ranks(_bf16_on_horovod, launcher="horovodrun")

@@ -7,7 +7,6 @@ import random
 import tarfile
 import warnings
 from collections.abc import Iterator
-from importlib.util import find_spec
 from io import BytesIO
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from needs import HOROVOD
 from pretended import pretended_rank
 from ranks import run_ranks
 from torch import Tensor, nn
@@ -28,7 +28,6 @@ from unitrain import CheckpointError, ConfigError, DataError
 from unitrain.data.sharding import EpochPlan
 from unitrain.data.stream import Piece, WholeStream
 
-HOROVOD = pytest.mark.skipif(find_spec("horovod") is None, reason="horovod is not installed")
 WORLDS = [pytest.param(3, "spawn"), pytest.param(2, "horovodrun", marks=HOROVOD)]
 
 

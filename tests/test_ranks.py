@@ -7,13 +7,13 @@ import signal
 import subprocess
 import sys
 import time
-from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from needs import HOROVOD
 from ranks import run_ranks
 
 import unitrain
@@ -155,7 +155,7 @@ def test_deadline(capfd: pytest.CaptureFixture[str]) -> None:
     assert "in hang_on_rank_1" in capfd.readouterr().out
 
 
-@pytest.mark.skipif(find_spec("horovod") is None, reason="Horovod is not installed: unitrain install-horovod adds it")
+@HOROVOD
 def test_horovodrun_environment() -> None:
     assert run_ranks(places, launcher="horovodrun") == [("horovodrun", 0, 2, 0, 2, 0), ("horovodrun", 1, 2, 1, 2, 0)]
     assert run_ranks(horovod_sum, launcher="horovodrun", nprocs=3) == [3.0, 3.0, 3.0]
@@ -172,7 +172,7 @@ def horovod_sum() -> float:
 
 
 @pytest.mark.launcher
-@pytest.mark.skipif(find_spec("horovod") is None, reason="Horovod is not installed: unitrain install-horovod adds it")
+@HOROVOD
 def test_mpirun_starts_the_ranks() -> None:
     assert run_ranks(horovod_sum, launcher="mpirun", nprocs=3) == [3.0, 3.0, 3.0]
 
@@ -232,7 +232,9 @@ def test_spawn_raises_what_a_rank_raised(script: list[str]) -> None:
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])
 def test_ranks_end_with_their_parent(script: list[str], end: signal.Signals) -> None:
-    parent = subprocess.Popen([*script, "wait"], stderr=subprocess.DEVNULL)
+    # A shell's background jobs are started deaf to SIGINT, and so are these tests where they are one.
+    hearing = ["env", "--default-signal=INT", *script, "wait"]
+    parent = subprocess.Popen(hearing, stderr=subprocess.DEVNULL)
     try:
         until = time.monotonic() + 60
         while len(pids := [int(path.name) for path in Path(script[2]).iterdir()]) < 2:

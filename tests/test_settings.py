@@ -398,6 +398,16 @@ def test_settings_that_exclude_each_other_are_named_where_each_was_set(monkeypat
 
 
 @pytest.mark.parametrize(
+    ("name", "value", "shown"),
+    [("deterministic", True, "true"), ("precision", "fp16", "'fp16'"), ("on_nonfinite", "skip", "'skip'")],
+)
+def test_what_powersgd_cannot_be_combined_with(name: str, value: Any, shown: str) -> None:
+    assert init_refusal(compression="powersgd", **{name: value}).startswith(
+        f"{name} is {shown}, and compression is 'powersgd'; they exclude each other: powersgd w"
+    )
+
+
+@pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"precision": "bf17"}, "precision is 'bf17', but must be fp32, fp64, bf16 or fp16."),
@@ -534,6 +544,8 @@ SECTIONS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "gradient_as_bucket_view": st.booleans(),
         "bucket_cap_mb": positive(2**20),
         "broadcast_buffers": st.booleans(),
+        "powersgd_rank": st.integers(1, 1024),
+        "powersgd_start_step": st.integers(2, 10**9),
     },
     "horovod": {
         "controller": st.sampled_from(["auto", "mpi", "gloo"]),
@@ -554,6 +566,7 @@ SECTIONS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "check_in_sync_every": st.integers(0, 10**9),
         "compression": st.sampled_from(["none", "fp16", "bf16"]),
         "timeout_s": positive(1_000_000),
+        "heartbeat_timeout_s": positive(1_000_000),
         "threads_per_process": or_none(st.integers(1, 4096)),
         "cudnn_benchmark": st.booleans(),
         "tf32": st.booleans(),

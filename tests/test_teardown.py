@@ -1,8 +1,13 @@
 """How a run that did its work ends: with nothing of it left to fail."""
 
+import os
+import time
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
+from needs import HOROVOD
 from ranks import run_ranks
 
 import unitrain
@@ -26,3 +31,32 @@ def test_no_thread_of_gloo_outlives_the_strategy() -> None:
     for before, after in run_ranks(_communicate_and_close):
         assert before > 0
         assert after == []
+
+
+def _descriptors_and_threads() -> tuple[int, int]:
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+def _exceed(counts: tuple[int, int], first: tuple[int, int]) -> bool:
+    return counts[0] > first[0] or counts[1] > first[1]
+
+
+def _open_and_close_again_and_again() -> list[tuple[int, int]]:
+    counts: list[tuple[int, int]] = []
+    for _ in range(4):
+        with unitrain.init() as strategy:
+            model = strategy.prepare(torch.nn.Linear(2, 1))
+            strategy.checkpoint(Path(os.environ["TMPDIR"], "checkpoints"), model=model)
+        # The kernel lists a thread for a moment after it was joined.
+        deadline = time.monotonic() + 5
+        while counts and _exceed(_descriptors_and_threads(), counts[0]) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        counts.append(_descriptors_and_threads())
+    return counts
+
+
+@pytest.mark.parametrize("launcher", ["spawn", pytest.param("horovodrun", marks=HOROVOD)])
+def test_no_descriptor_and_no_thread_is_left(launcher: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    for first, *later in run_ranks(_open_and_close_again_and_again, launcher=launcher):
+        assert not any(_exceed(counts, first) for counts in later), f"at first {first}, then {later}"

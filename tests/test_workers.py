@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable
-from importlib.util import find_spec
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, Literal
 
+import psutil
 import pytest
 import torch
+from jobs import run_job
+from needs import HOROVOD
 from pretended import pretended_rank
 from ranks import run_ranks
 from torch.utils.data import Dataset, Subset, TensorDataset
@@ -18,8 +25,6 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 import unitrain
 from unitrain import CommunicationError, DataError
 from unitrain.data.workers import default_workers, with_defaults
-
-HOROVOD = pytest.mark.skipif(find_spec("horovod") is None, reason="horovod is not installed")
 
 
 class Failing(Dataset[int]):
@@ -86,6 +91,69 @@ def test_a_failed_worker_ends_the_job_with_its_own_message(
 ) -> None:
     with pytest.raises(error, match=message):
         run_ranks(read, fail, settings, nprocs=2, launcher=launcher)
+
+
+class Pids(Dataset[int]):
+    """Every sample is the number of the process that reads it, which may not come back from the last one."""
+
+    def __init__(self, hang: Callable[[], object] = lambda: None) -> None:
+        self.hang = hang
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> int:
+        if index == 39:
+            self.hang()
+        return os.getpid()
+
+
+def signal_from_elsewhere(number: int, pids: set[int]) -> None:
+    """Send a signal as a launcher or a scheduler would, which is no parent of the workers."""
+    subprocess.run(["sh", "-c", f"kill -{number:d} {' '.join(map(str, pids))}"], check=True)
+
+
+def read_under_signals(context: str) -> tuple[int, float]:
+    strategy = unitrain.init(timeout_s=60)
+    settings = {"num_workers": 2, "multiprocessing_context": context, "prefetch_factor": 1}
+    pids: set[int] = set()
+    samples = 0
+    for batch in strategy.dataloader(Pids(), batch_size=1, **settings):
+        if len(pids) == 2:
+            signal_from_elsewhere((signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)[samples % 3], pids)
+        pids |= set(batch.tolist())
+        samples += 1
+    began = time.monotonic()
+    for pid in pids:  # they end with their loader
+        with suppress(psutil.NoSuchProcess):
+            psutil.Process(pid).wait(30)
+    return samples, time.monotonic() - began
+
+
+def test_a_signal_to_the_whole_job_leaves_the_workers_to_their_process() -> None:
+    [(samples, seconds)] = run_ranks(read_under_signals, "fork", nprocs=1)
+    assert samples == 40
+    assert seconds < 4.0  # torch terminates those that have not ended after 5 s
+
+
+@pytest.mark.parametrize("fail", [lambda: None, hang], ids=["idle", "hung"])
+def test_workers_end_with_a_process_that_does_not_end_them(tmp_path: Path, fail: Callable[[], object]) -> None:
+    script = f"""
+import os, threading, unitrain
+class Data:
+    def __len__(self): return 3
+    def __getitem__(self, index):
+        if index == 2 and {fail is hang}: threading.Event().wait()
+        return index
+strategy = unitrain.init(backend="single")
+batches = iter(strategy.dataloader(Data(), batch_size=1, num_workers=1, multiprocessing_context="fork"))
+next(batches)
+"""
+    (tmp_path / "script.py").write_text(script)
+    began = time.monotonic()
+    job = run_job([sys.executable, "script.py"], tmp_path)
+    assert (job.code, job.stderr, job.left) == (0, "", ())
+    assert time.monotonic() - began < 30
 
 
 def test_errors_of_the_dataset_s_own_pass_as_they_are() -> None:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from unitrain.errors import CommunicationError, UsageError
+from unitrain.errors import CommunicationError, UnitrainError, UsageError
+
+if TYPE_CHECKING:
+    from unitrain.health.pulse import Pulse
+    from unitrain.health.watch import Watch
 
 T = TypeVar("T")
 Wait = Callable[[], None]
@@ -24,11 +28,15 @@ class Collectives(ABC):
         rank: number of this process, from 0.
         world_size: number of processes.
         device: where tensors are communicated.
+        pulse: where this process notes down what it waits in.
+        watch: knows where the other ranks are; None where there are none, or before they have met.
     """
 
     rank: int
     world_size: int
     device: torch.device
+    pulse: Pulse
+    watch: Watch | None
 
     @abstractmethod
     def _all_reduce(self, tensor: Tensor, op: str, name: str) -> Wait:
@@ -118,6 +126,23 @@ class Collectives(ABC):
         data = self.broadcast(data if self.rank == src else torch.empty(size, dtype=torch.uint8), src)
         return value if self.rank == src else _from_bytes(data)
 
+    def on_main(self, action: Callable[[], T]) -> T:
+        """Do something on rank 0, and return on every rank what it returns there. Collective.
+
+        Args:
+            action: returns something picklable, or raises a ``UnitrainError``, which is raised on every rank.
+        """
+        outcome: tuple[T | None, UnitrainError | None] = (None, None)
+        if self.rank == 0:
+            try:
+                outcome = (action(), None)
+            except UnitrainError as error:
+                outcome = (None, error)
+        value, failure = self.broadcast_object(outcome)
+        if failure is not None:
+            raise failure
+        return cast(T, value)
+
     def all_gather_object(self, value: T) -> list[T]:
         """Return all ranks' picklable objects, in rank order. Collective."""
         if self.world_size == 1:
@@ -138,15 +163,18 @@ class Collectives(ABC):
 
     def _complete(self, collective: Callable[[], T], verb: str) -> T:
         """Run a collective to its end, and say in our words where it has none."""
-        try:
-            return collective()
-        except RuntimeError as error:  # whatever the engine: all of them raise a kind of it
-            if str(error).startswith("DataLoader worker"):
-                raise  # torch says so wherever it finds this process
-            raise CommunicationError(
-                f"rank {self.rank} of {self.world_size} could not complete {verb}: another rank has ended, or has not "
-                f"called it in time. What the engine said: {str(error).strip().splitlines()[0]}"
-            ) from error
+        with self.pulse.within(verb):
+            try:
+                return collective()
+            except RuntimeError as error:  # whatever the engine: all of them raise a kind of it
+                if str(error).startswith("DataLoader worker"):
+                    raise  # torch says so wherever it finds this process
+                others = self.watch.whereabouts() if self.watch is not None else ""
+                raise CommunicationError(
+                    f"rank {self.rank} of {self.world_size} could not complete {verb}: another rank has ended, or has "
+                    f"not called it in time. {f'{others}. ' if others else ''}"
+                    f"What the engine said: {str(error).strip().splitlines()[0]}"
+                ) from error
 
     def _check_rank(self, src: int) -> None:
         if not 0 <= src < self.world_size:

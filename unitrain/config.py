@@ -80,6 +80,10 @@ class DDPConfig(Section):
     """Size of a gradient bucket in MiB: smaller overlaps more, larger has less latency."""
     broadcast_buffers: bool = False
     """Copy rank 0's buffers to all ranks before each forward."""
+    powersgd_rank: Annotated[int, Field(ge=1, le=1024)] = 2
+    """With compression powersgd: the rank of the matrices that travel; more is nearer to the gradient, and larger."""
+    powersgd_start_step: Annotated[int, Field(ge=2, le=1_000_000_000)] = 1000
+    """With compression powersgd: how many steps are exact first; a tenth of all is a good start."""
 
 
 class HorovodConfig(Section):
@@ -118,12 +122,14 @@ class StrategyConfig(Section):
     """Clamp every element of the gradients to plus or minus this; null doesn't."""
     on_nonfinite: Literal["stop", "skip", "raise"] = "stop"
     """What all ranks do when a loss or gradient is NaN or infinite: stop the run, skip the step, or raise."""
-    compression: Literal["none", "fp16", "bf16"] = "none"
-    """Send gradients in this type: half the bytes, and rounding that breaks exact parity."""
+    compression: Literal["none", "fp16", "bf16", "powersgd"] = "none"
+    """Send gradients in half the bytes (fp16, bf16) or far fewer (powersgd, under ddp); no longer exactly the same."""
     check_in_sync_every: Annotated[int, Field(ge=0, le=10**9)] = 0
     """Optimizer steps between checks that all ranks hold the same weights, for debugging; 0: never."""
     timeout_s: Annotated[float, Field(gt=0, le=1_000_000)] = 600.0
     """Seconds that a collective may wait for the other ranks before the job ends with an error."""
+    heartbeat_timeout_s: Annotated[float, Field(gt=0, le=1_000_000)] = 30.0
+    """Seconds that a process may give no sign of life before the job ends; at most timeout_s is taken."""
     threads_per_process: Annotated[int, Field(ge=1, le=4096)] | None = None
     """Compute threads of each process; null leaves OMP_NUM_THREADS or takes cores // processes on this host."""
     cudnn_benchmark: bool = True
@@ -148,6 +154,15 @@ class StrategyConfig(Section):
             raise _conflict("ddp.static_graph", "ddp.find_unused_parameters", "a static graph has none that vary")
         if self.precision == "fp64" and self.compression != "none":
             raise _conflict("precision", "compression", "fp64 proves parity, which rounded gradients break")
+        if self.compression == "powersgd":
+            if self.deterministic:
+                raise _conflict(
+                    "deterministic", "compression", "powersgd works on DDP's own buckets, whose order varies"
+                )
+            if self.precision == "fp16":
+                raise _conflict("precision", "compression", "powersgd would carry an overflow into all later steps")
+            if self.on_nonfinite == "skip":
+                raise _conflict("on_nonfinite", "compression", "powersgd would carry what is skipped into later steps")
         return self
 
 

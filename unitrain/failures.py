@@ -15,13 +15,18 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, ClassVar
 
 from unitrain.errors import ConfigError, LaunchError, UnitrainError
+from unitrain.health.ending import leave
 from unitrain.launching.launch import Launch, detect
 
 if TYPE_CHECKING:
+    from unitrain.health.watch import Verdict
     from unitrain.strategy import Strategy
 
 # An error of every rank (a bad setting) is rank 0's to tell; the others tell it if they are still there after this.
 _PATIENCE_S = 5.0
+# What an engine says of a rank that has gone may come before the news that it has.
+_CAUSE_S = 3.0
+_RANK_0_FIRST_S = 0.3
 
 
 class _FailureHook:
@@ -48,13 +53,18 @@ class _FailureHook:
         launch = self._launch()
         if self.strategy is not None:
             self.strategy.failed = True
+        if kind is KeyboardInterrupt and launch.world_size > 1:
+            leave(130, "unitrain: interrupted" if launch.rank == 0 else "")
         code = error.exit_code if isinstance(error, UnitrainError) else 130 if kind is KeyboardInterrupt else 1
         # A wrong setting is wrong on every rank, and named in the message, wherever the script met it.
         of_all_ranks = isinstance(error, (ConfigError, LaunchError))
-        if of_all_ranks and launch.rank > 0:
+        if of_all_ranks and launch.rank > 0 and (self.strategy is None or self.strategy.watch is None):
             if launch.launcher == "srun":  # it hands all tasks the same arguments, and does not end those that are left
-                _leave(code)
+                leave(code)
             time.sleep(_PATIENCE_S)
+        verdict = self._verdict(error, of_all_ranks)
+        if verdict is not None and self.strategy is not None and verdict.rank != launch.rank:
+            leave(code, "" if of_all_ranks else f"unitrain: {self.strategy.watch}: stopped because {verdict.text}")
         if isinstance(error, UnitrainError):
             print(f"unitrain: error: {error}{'' if of_all_ranks else _place(trace)}", file=sys.stderr)
         else:
@@ -62,11 +72,23 @@ class _FailureHook:
         if launch.world_size > 1 and self.strategy is not None and not of_all_ranks:
             print(
                 f"unitrain: rank {launch.rank} of {launch.world_size} on {socket.gethostname()} (pid {os.getpid()}) "
-                f"failed: {kind.__name__}: {error}",
+                f"failed: {summary(error)}",
                 file=sys.stderr,
             )
         if launch.world_size > 1 or isinstance(error, UnitrainError):
-            _leave(code)
+            leave(code)
+
+    def _verdict(self, error: BaseException, of_all_ranks: bool) -> Verdict | None:
+        """Tell the other ranks of this error, and learn which failure was the job's first; None where nobody knows."""
+        strategy = self.strategy
+        if strategy is None or strategy.watch is None:
+            return None
+        patience, follows = 0.0, _follows_from_another(strategy, error)
+        if follows:
+            patience = _CAUSE_S
+        elif strategy.rank > 0:  # an error of all ranks is rank 0's to tell
+            patience = _PATIENCE_S if of_all_ranks else _RANK_0_FIRST_S if isinstance(error, UnitrainError) else 0.0
+        return strategy.watch.fail(summary(error), patience_s=patience, follows=follows, everywhere=of_all_ranks)
 
     def _launch(self) -> Launch:
         if self.strategy is not None:
@@ -92,10 +114,28 @@ def _is_library(frame: FrameType) -> bool:
     return module.split(".")[0] in ("unitrain", "torch") and not module.startswith("unitrain.recipes.")
 
 
-def _leave(code: int) -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+def _follows_from_another(strategy: Strategy, error: BaseException | None) -> bool:
+    """Whether an error is, or comes from, what the engine says where another rank has gone."""
+    while error is not None:
+        if strategy.is_engine_error(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def summary(error: BaseException) -> str:
+    """Return an error in one line."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def announce(error: BaseException) -> None:
+    """Tell the other ranks of an error that is reported otherwise than by the hook, before this process ends."""
+    strategy = sys.excepthook.strategy if isinstance(sys.excepthook, _FailureHook) else None
+    if strategy is not None and strategy.watch is not None:
+        strategy.failed = True
+        follows = _follows_from_another(strategy, error)
+        strategy.watch.fail(summary(error), patience_s=_CAUSE_S if follows else 0.0, follows=follows)
 
 
 def install_hook(strategy: Strategy | None = None) -> None:

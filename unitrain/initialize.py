@@ -16,7 +16,9 @@ import torch.distributed as dist
 from unitrain import failures
 from unitrain.config import StrategyConfig
 from unitrain.errors import BackendError, ConfigError, LaunchError, UsageError
+from unitrain.health.ending import print_stacks_when_killed
 from unitrain.launching.launch import Launch, detect
+from unitrain.memory import keep_memory
 from unitrain.registry import load_backend
 from unitrain.settings import resolve_strategy
 from unitrain.strategy import Strategy
@@ -44,6 +46,7 @@ def init(config: StrategyConfig | None = None, **settings: Any) -> Strategy:
     """
     global _current
     failures.install_hook()
+    print_stacks_when_killed()
     if _current is not None and not _current._closed:
         raise UsageError("unitrain.init() was called while a strategy is open: close() it first; a process has one.")
     launch = _adopted(detect(os.environ))
@@ -162,6 +165,7 @@ def _set_process_state(config: StrategyConfig, launch: Launch) -> None:
         threads = default_threads(launch.local_world_size)
     if threads is not None:
         torch.set_num_threads(threads)
+    keep_memory()
     seed_all(config.seed)
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

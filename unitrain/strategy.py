@@ -8,9 +8,8 @@ something to close. All else is derived from these, once, for every backend. A b
 from __future__ import annotations
 
 import builtins
-import socket
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, overload
@@ -22,12 +21,16 @@ from torch.optim import Optimizer
 
 from unitrain import saving
 from unitrain.checkpoint import Checkpoint
-from unitrain.collectives import Collectives, Wait
+from unitrain.collectives import Collectives
 from unitrain.config import StrategyConfig
 from unitrain.data import Loader
 from unitrain.device import pick_device
-from unitrain.errors import LaunchError, UsageError
+from unitrain.errors import LaunchError, UnitrainError, UsageError
+from unitrain.health.introduction import introduce
+from unitrain.health.pulse import CLOSING, Pulse
+from unitrain.health.watch import Watch
 from unitrain.launching.launch import Launch
+from unitrain.stopping import Stopping
 from unitrain.training import batch_norm, metrics
 from unitrain.training.gradients import GradientReducer
 from unitrain.training.in_sync import check_in_sync
@@ -35,6 +38,7 @@ from unitrain.training.metrics import Meter
 from unitrain.training.precision import AUTOCAST_DTYPE, Precision
 from unitrain.training.preparation import Preparation
 from unitrain.training.step import StepResult, TrainingStep, Weight
+from unitrain.training.throughput import Throughput
 
 if TYPE_CHECKING:
     from unitrain.data.progress import ProgressBar
@@ -87,9 +91,15 @@ class Strategy(Collectives):
         self.rank, self.world_size = self._start()
         self.is_main = self.rank == 0
         self._check_world()
-        self.node_rank = self._find_node() if launch.node_rank is None else launch.node_rank
+        self.pulse = Pulse()
+        self.stopping = Stopping(self)
+        self.watch: Watch | None = None
         self._training_step = TrainingStep(self)
+        self._throughput: Throughput | None = None
         self._preparation = Preparation(self)
+        self.node_rank = launch.node_rank or 0
+        if self.world_size > 1:
+            self._meet()
 
     # ----------------------------------------------------------------------------------- what a backend fills in
 
@@ -106,6 +116,16 @@ class Strategy(Collectives):
             BackendError: its engine is missing.
             ConfigError: a setting can't be honoured.
         """
+
+    @classmethod
+    def versions(cls) -> dict[str, str]:
+        """Return the versions of the engine's libraries other than torch, by name. No two ranks may differ."""
+        return {}
+
+    @classmethod
+    def is_engine_error(cls, error: BaseException) -> bool:
+        """Whether an error is what the engine says where another rank has gone, or does not come."""
+        return False
 
     @abstractmethod
     def _start(self) -> tuple[int, int]:
@@ -150,10 +170,17 @@ class Strategy(Collectives):
                 f"rank {self.rank} of {self.world_size}. Evidence: {', '.join(self.launch.evidence) or 'none'}."
             )
 
-    def _find_node(self) -> int:
-        """Return the number of this host, in the order of the ranks, where the launcher does not tell."""
-        hosts = self.all_gather_object(socket.gethostname())
-        return list(dict.fromkeys(hosts)).index(hosts[self.rank])
+    def _meet(self) -> None:
+        """Compare notes with the other ranks, and let the processes watch over one another from now on."""
+        try:
+            members = introduce(self)
+            self.watch = Watch(self, members)
+        except UnitrainError:
+            self._close()
+            raise
+        if self.launch.node_rank is None:  # the launcher does not tell: hosts are numbered in the order of the ranks
+            hosts = [member.host for member in members]
+            self.node_rank = list(dict.fromkeys(hosts)).index(hosts[self.rank])
 
     # --------------------------------------------------------------------------------------------------- training
 
@@ -256,6 +283,12 @@ class Strategy(Collectives):
         """Return a sum and mean over all ranks that is reduced only when it is read."""
         return Meter(self)
 
+    def throughput(self) -> Throughput:
+        """Return what measures samples a second, the split of the time and peak memory, from the first call on."""
+        if self._throughput is None:
+            self._throughput = Throughput(self)
+        return self._throughput
+
     def metric(self, metric: T) -> T:
         """Let a torchmetrics ``Metric`` synchronise through this strategy, on any backend; it is returned as it is."""
         return metrics.synchronise(metric, self)
@@ -330,26 +363,48 @@ class Strategy(Collectives):
         """
         return saving.load(self, Path(path))
 
-    def checkpoint(self, folder: str | Path, *, keep: int = 3, background: bool = True, **objects: Any) -> Checkpoint:
-        """Return what saves and resumes a run's objects together; see ``unitrain.checkpoint.Checkpoint``.
+    def checkpoint(
+        self,
+        folder: str | Path,
+        *,
+        config: Mapping[str, Any] | None = None,
+        keep: int = 3,
+        background: bool = True,
+        **objects: Any,
+    ) -> Checkpoint:
+        """Return what saves and resumes a run's objects together; see ``unitrain.checkpoint.Checkpoint``. Collective.
+
+        From now on SIGTERM, SIGINT and SIGUSR1 stop the run: all ranks at the same boundary, with a checkpoint.
 
         Args:
             folder: holds one folder for each saved step.
+            config: the script's own settings, as plain data (what JSON can hold): resuming under others is refused.
             keep: how many to keep.
             background: write while training goes on.
             **objects: modules, optimizers, schedulers, loaders and dicts of plain values, by name.
 
         Raises:
             UsageError: an object has no state, or another checkpoint is open.
+            CheckpointError: the folder can't be written to, or has too little space; on every rank.
         """
         if self._checkpoint is not None:
             raise UsageError("a strategy has one checkpoint: give it all objects, or close() the first.")
-        self._checkpoint = Checkpoint(self, Path(folder), objects, keep=keep, background=background)
+        self._checkpoint = Checkpoint(
+            self, Path(folder), objects, config=config or {}, keep=keep, background=background
+        )
+        # Without a checkpoint there is nothing to save, and a signal does at once what it does to any program.
+        self.stopping.listen()
+        return self._checkpoint
+
+    @property
+    def open_checkpoint(self) -> Checkpoint | None:
+        """What ``checkpoint`` returned, until it is closed."""
         return self._checkpoint
 
     def release_checkpoint(self) -> None:
         """Take note that the checkpoint was closed."""
         self._checkpoint = None
+        self.stopping.close()
 
     def unwrap(self, module: nn.Module) -> nn.Module:
         """Return the user's own module behind what ``prepare`` or ``torch.compile`` returned."""
@@ -374,17 +429,26 @@ class Strategy(Collectives):
 
     # -------------------------------------------------------------------------------------------------- life time
 
+    @property
+    def steps(self) -> int:
+        """Optimizer steps that the run has made, those before it was resumed included."""
+        return self._training_step.steps
+
     def close(self) -> None:
         """End communication. Waits for the other ranks, unless this process is failing. A second call does nothing."""
         if self._closed:
             return
         self._closed = True
         try:
-            if self._checkpoint is not None and not self.failed:
-                self._checkpoint.close()
-            if not self.failed:
-                self.barrier()
+            if not self.failed:  # a failing process keeps its watch, to say why it fails
+                with self.pulse.within(CLOSING):
+                    if self._checkpoint is not None:
+                        self._checkpoint.close()
+                    self.barrier()
+                if self.watch is not None:
+                    self.watch.close()
         finally:
+            self.stopping.close()
             for reducer in self._reducers:
                 reducer.close()
             self._preparation.release()
@@ -403,27 +467,3 @@ class Strategy(Collectives):
 
     def __reduce__(self) -> Any:
         raise UsageError("a strategy can't be pickled: save a model's state with strategy.save, or strategy.export it.")
-
-
-class SoleStrategy(Strategy):
-    """Base of the strategies of one process, which has nobody to communicate with."""
-
-    served_by = "plain python"
-    compressions = ("none",)
-
-    @classmethod
-    def expected_world(cls, launch: Launch) -> int:
-        """Always one process, whoever launched it."""
-        return 1
-
-    def _start(self) -> tuple[int, int]:
-        return 0, 1
-
-    def _all_reduce(self, tensor: Tensor, op: str, name: str) -> Wait:
-        return lambda: None
-
-    def _all_gather(self, tensor: Tensor, name: str) -> Callable[[], Tensor]:
-        return lambda: tensor.unsqueeze(0)
-
-    def _broadcast(self, tensor: Tensor, src: int, name: str) -> Wait:
-        return lambda: None

@@ -12,9 +12,9 @@ import unitrain
 
 raised, backend = [*sys.argv[1:], "auto"][:2]
 strategy = unitrain.init(backend=backend)
+samples = TensorDataset(torch.randn(64, 4), torch.randint(2, (64,)))
 model = torch.nn.Linear(4, 2)
 model, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-samples = TensorDataset(torch.randn(64, 4), torch.randint(2, (64,)))
 for step, (rows, labels) in enumerate(strategy.dataloader(samples, global_batch_size=8), 1):
     if step == 3 and strategy.rank == strategy.world_size - 1:
         Path(raised).write_text(str(time.time()))

@@ -99,7 +99,7 @@ class Agreement:
             wait = self._strategy._all_reduce(tensor, "sum", self._name)
 
         def sums() -> list[int]:
-            with self._apart():
+            with self._apart(), self._strategy.pulse.within("the next batch"):
                 wait()
                 summed: list[int] = tensor.tolist()
                 return summed

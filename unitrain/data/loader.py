@@ -18,6 +18,7 @@ from unitrain.data.settings import LoaderSettings
 from unitrain.data.sharding import BatchPlan, EpochPlan
 from unitrain.data.workers import with_defaults
 from unitrain.errors import CheckpointError, ConfigError, DataError, UsageError
+from unitrain.health.introduction import difference
 
 if TYPE_CHECKING:
     from unitrain.strategy import Strategy
@@ -87,8 +88,9 @@ class Loader:
         self.epoch = 0
         self._iteration = 0
         self._source: Iterable | MapStyle
+        self._reads_shards = given.is_iterable and (is_sharded(self.dataset) if sharded is None else sharded)
         if given.is_iterable:
-            self._source = self._iterable(given, is_sharded(self.dataset) if sharded is None else sharded)
+            self._source = self._iterable(given, self._reads_shards)
         elif sharded is not None:
             raise ConfigError("sharded is for iterable datasets; the samples of a map-style one are dealt out.")
         else:
@@ -181,13 +183,22 @@ class Loader:
         if self._started:
             self.epoch += 1
         self._started = True
+        if self._iteration == 0 and self._strategy.watch is not None and not self._reads_shards:
+            self._check_ranks_alike()
         self._iteration += 1
         iteration = self._iteration
         step, device = self._strategy._training_step, self._strategy.device
         batches = self._source.batches(self._seed, self.epoch, self._consumed, self._steps)
-        for micro_batch, batch in feed(batches, device):
+        fed = feed(batches, device)
+        if self._strategy._throughput is not None and self._trains():
+            fed = self._strategy._throughput.batches(fed)
+        for micro_batch, batch in fed:
             # Asked anew for each batch: an evaluation may begin and end within a training epoch.
-            if self._trains():
+            if not self._trains():
+                self._strategy.stopping.pass_boundary()
+            else:
+                if micro_batch.first and not step.within_window:
+                    self._strategy.stopping.pass_boundary()  # all that was handed out has been trained on
                 step.hand_out(micro_batch)
             # Within an accumulation window nothing is consumed yet: its gradients are in no checkpoint.
             if micro_batch.last:
@@ -199,6 +210,21 @@ class Loader:
         if step.micro_batch is not None and self._trains():
             step.hand_out(None)
         self.epoch += 1
+
+    def _check_ranks_alike(self) -> None:
+        """Raise, on all ranks, where they are about to share out different data. Collective."""
+        own = self.state_dict()
+        facts = {
+            "its length": own["length"],
+            "its content": own["fingerprint"],
+            "its global batch size": own["global_batch_size"],
+        }
+        found = difference(self._strategy.all_gather_object(facts))
+        if found is not None:
+            raise DataError(
+                f"the ranks gave a loader different data: {found[0]} is {found[1]}. Give every rank the whole dataset: "
+                "the loader shares it out. (An iterable dataset that yields each rank's part takes sharded=True.)"
+            )
 
     def _trains(self) -> bool:
         return torch.is_grad_enabled() and not self._strategy.evaluating

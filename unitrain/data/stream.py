@@ -11,6 +11,7 @@ A stream is read in one of two ways:
 from __future__ import annotations
 
 import os
+from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import islice, pairwise
@@ -71,12 +72,13 @@ class _Stream(IterableDataset[Piece]):
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
         return _within(self._setting(seed, epoch, worker), self._pieces(epoch, start, worker, workers))
 
+    @abstractmethod
     def _setting(self, seed: int, epoch: int, worker: int) -> Any:
         """Return what makes the context in which the stream is read."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _pieces(self, epoch: int, start: int, worker: int, workers: int) -> Iterator[Piece]:
-        raise NotImplementedError
+        """Read an epoch from a sample on, as one of so many workers."""
 
 
 class WholeStream(_Stream):

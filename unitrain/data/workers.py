@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import time
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from unitrain.errors import DataError
+from unitrain.health.ending import end_with_parent
 
 if TYPE_CHECKING:
     from unitrain.strategy import Strategy
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _NOTICED_S = 2.0
-
-_PR_SET_PDEATHSIG = 1  # Linux: the signal that this process gets when its parent dies
 
 
 def with_defaults(settings: dict[str, Any], dataset: Any, strategy: Strategy, *, most_workers: int) -> dict[str, Any]:
@@ -39,16 +37,30 @@ def with_defaults(settings: dict[str, Any], dataset: Any, strategy: Strategy, *,
 class _Worker:
     """What a worker does first: it ties its life to its process's, then calls the user's ``worker_init_fn``.
 
-    torch's workers look for their parent only between batches: one that hangs within a sample would stay for ever.
+    torch's workers look for their parent only between batches: one that hangs within a sample would stay for ever. And
+    they die of a signal that is meant for the whole job, which the process that they serve may want to end in good
+    order: only that process ends them.
     """
 
     def __init__(self, user_function: Callable[[int], None] | None) -> None:
         self._user_function = user_function
 
     def __call__(self, worker: int) -> None:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        end_with_parent()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, _let_pass)
         if self._user_function is not None:
             self._user_function(worker)
+
+
+def _let_pass(number: int, frame: object) -> None:
+    """Do nothing; unlike SIG_IGN, this is not inherited by programs that a worker starts."""
+
+
+def _can_be_ended(batches: Iterator[Any]) -> None:
+    """Let a worker that torch terminates, because it has not ended by itself, be killed: it lets SIGTERM pass."""
+    for worker in getattr(batches, "_workers", ()):
+        worker._popen.terminate = worker._popen.kill
 
 
 def default_workers(dataset: Any, strategy: Strategy, most: int) -> int:
@@ -75,6 +87,7 @@ def with_deaths_explained(loader: DataLoader[T]) -> Iterator[T]:
     An error inside a worker is raised as it is, with the worker's own traceback.
     """
     batches = iter(loader)
+    _can_be_ended(batches)
     while True:
         try:
             batch = next(batches)

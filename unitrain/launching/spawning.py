@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 import multiprocessing
 import os
@@ -22,10 +21,11 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore
 
+from unitrain import failures
 from unitrain.errors import CommunicationError, UnitrainError, UsageError
+from unitrain.health.ending import end_with_parent
 from unitrain.launching.launch import OVERRIDE
 
-_PR_SET_PDEATHSIG = 1
 # A rank that ends by sys.exit (unitrain.Stopped is such an end) seldom does so alone: the others get this long.
 _LEAVE_S = 10.0
 # A rank's death can become known a little after the errors that it causes in other ranks.
@@ -169,9 +169,10 @@ def _receive(rank: int, process: BaseProcess, receiver: Connection) -> _Report:
         report = pickle.loads(receiver.recv_bytes())
     except EOFError:
         process.join(_TERMINATE_S)
-        # A death comes before the errors that it causes in other ranks, unless it is an engine's way to end with them.
-        aborted = process.exitcode == -signal.SIGABRT
-        return _Report(error=_death(rank, process), at=math.inf if aborted else -math.inf)
+        # A death comes before the errors that it causes in other ranks, unless it is their way to end with them: an
+        # engine's (it aborts) or the watch's (it leaves with 1).
+        caused = process.exitcode in (-signal.SIGABRT, 1)
+        return _Report(error=_death(rank, process), at=math.inf if caused else -math.inf)
     assert isinstance(report, _Report)
     return report
 
@@ -209,7 +210,7 @@ def _run(sender: Connection, environ: dict[str, str], fn: Callable[..., object],
     """Be one rank: what a child process does."""
     # Whoever kills the parent kills its ranks. A forkserver, the parent of the processes that it forks, ends with the
     # process that started it.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     os.environ.clear()
     os.environ.update(environ)
     try:
@@ -221,6 +222,7 @@ def _run(sender: Connection, environ: dict[str, str], fn: Callable[..., object],
     except BaseException as error:
         at = time.monotonic()
         sender.send_bytes(pickle.dumps(_Report(error=_portable(error), trace=traceback.format_exc(), at=at)))
+        failures.announce(error)
         # Exit handlers may wait for ranks that will not come.
         sys.stdout.flush()
         sys.stderr.flush()

@@ -40,7 +40,8 @@ class _SyncedNormalise(torch.autograd.Function):
             local[:channels] = mean
             local[channels : 2 * channels] = variance
             local[-1] = count
-        gathered = layer.strategy._all_gather(local, f"{layer.sync_name}.forward")()
+        with layer.strategy.pulse.within(layer.sync_name):
+            gathered = layer.strategy._all_gather(local, f"{layer.sync_name}.forward")()
         means, variances, counts = gathered[:, :channels], gathered[:, channels:-1], gathered[:, -1:]
         total = counts.sum()
         if count <= 1 and total.item() <= 1:
@@ -184,7 +185,8 @@ def average_statistics(modules: Iterable[nn.Module], strategy: Collectives) -> N
     if strategy.world_size == 1 or not buffers:
         return
     flat = torch.cat([b.double().reshape(-1) for b in buffers])
-    strategy._all_reduce(flat, "sum", "batch_norm.statistics")()
+    with strategy.pulse.within("the statistics of BatchNorm"):
+        strategy._all_reduce(flat, "sum", "batch_norm.statistics")()
     flat /= strategy.world_size
     for buffer, mean in zip(buffers, torch.split(flat, [b.numel() for b in buffers]), strict=True):
         buffer.copy_(mean.view_as(buffer))

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from unitrain.data.sharding import MicroBatch
 from unitrain.errors import NonFiniteError, UsageError
+from unitrain.health.pulse import OWN_CODE
 from unitrain.stopping import Stopped
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class StepResult(NamedTuple):
     """Whether the window was given up because a loss or a gradient was not finite."""
 
 
+_WAITING = "step"  # the phase in which gradients are averaged
 _WITHIN_WINDOW = StepResult(False)
 _PLAIN_STEP = StepResult(True)
 
@@ -88,6 +90,7 @@ class TrainingStep:
     def __init__(self, strategy: Strategy) -> None:
         config = strategy.config
         self._strategy = strategy
+        self._pulse = strategy.pulse
         self._world = strategy.world_size
         self._distributed = self._world > 1
         self._accumulate = config.accumulate
@@ -170,6 +173,8 @@ class TrainingStep:
         seed: Weight = share if weight is None else weight
         weighs = _weighs(seed)
         finite = not weighs or self._looks_finite(loss, windows)
+        if self._distributed:
+            self._pulse.phase = _WAITING
         seed_tensor = None
         if self._distributed or self._accumulate > 1 or weight is not None or self._scaler is not None:
             seed_tensor = self._seed(loss, seed)
@@ -183,6 +188,8 @@ class TrainingStep:
         for window in windows:
             window.fresh = False
             window.complete = window.reduced = last
+        if self._distributed:
+            self._pulse.phase = OWN_CODE
 
     def _looks_finite(self, loss: Tensor, windows: list[_Window]) -> bool:
         """Note whether a loss is finite. On a GPU that would have to be waited for: the seed there sees to it."""
@@ -316,6 +323,8 @@ class TrainingStep:
             window.fresh = True
             self._arm_counted(window)
             return _WITHIN_WINDOW
+        if self._distributed:
+            self._pulse.phase = _WAITING
         self._finish(window)
         gradients = _gradients(window.parameters)
         self._rescale(window, gradients)
@@ -329,6 +338,8 @@ class TrainingStep:
         elif self._scaler is None or self._scaler.get_scale() <= 1.0:
             self._not_finite(window)
         # else an overflow, which is the loss scale's business until the scale has nothing left to give
+        if self._distributed:
+            self._pulse.phase = OWN_CODE
         window.clear()
         self.steps += 1
         self._update_scale()
@@ -341,6 +352,9 @@ class TrainingStep:
             actions, self._at_window_end = self._at_window_end, []
             for action in actions:
                 action()
+        # With a loader its next batch is the boundary. The check of one window would be one for nothing: it has ended.
+        if self.micro_batch is None and (len(self._windows) == 1 or not self.within_window):
+            self._strategy.stopping.pass_boundary()
         if stepped and norm is None:
             return _PLAIN_STEP
         return StepResult(stepped, norm, not stepped)

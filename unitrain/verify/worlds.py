@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from unitrain.config import StrategyConfig
@@ -26,9 +26,14 @@ class World:
         return f"{self.launcher} x{self.size}"
 
 
-def find_worlds(backends: Sequence[str]) -> list[World]:
-    """Return the worlds that can be started here and serve any of ``backends``."""
-    candidates = [(launcher, size) for launcher in local_launchers() for size in _SIZES[launcher]]
+def find_worlds(backends: Sequence[str], sizes: Mapping[str, Sequence[int]] = _SIZES) -> list[World]:
+    """Return the worlds that can be started here and serve any of ``backends``.
+
+    Args:
+        backends: names of backends.
+        sizes: numbers of processes, by launcher.
+    """
+    candidates = [(launcher, size) for launcher in local_launchers() for size in sizes.get(launcher, ())]
     return [
         World(launcher, size, backend)
         for launcher, size in candidates

@@ -1,0 +1,215 @@
+"""What rank 0's hub concludes from what the ranks say. No process, no clock: both are told to it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import unitrain
+from unitrain.health.hub import Hub, Member
+from unitrain.health.pulse import CLOSING, OWN_CODE, Pulse
+
+TIMEOUT_S, HEARTBEAT_S = 60.0, 10.0
+
+
+class Job:
+    """A hub of three ranks, and what it has said."""
+
+    def __init__(self) -> None:
+        self.said: list[tuple[int | None, dict[str, Any]]] = []
+        self.now = 100.0
+        members = [Member(rank, f"host{rank}", 1000 + rank, 0.0) for rank in range(3)]
+        self.hub = Hub(
+            members,
+            timeout_s=TIMEOUT_S,
+            heartbeat_timeout_s=HEARTBEAT_S,
+            say=lambda rank, message: self.said.append((rank, message)),
+            now=self.now,
+        )
+
+    def hear(self, rank: int, kind: str, **content: Any) -> None:
+        self.hub.hear(rank, {"kind": kind, **content}, self.now)
+
+    def beat(self, rank: int, phase: str = OWN_CODE, seconds: float = 0.0, step: int = 5) -> None:
+        self.hear(rank, "beat", phase=phase, step=step, seconds=seconds)
+
+    def pass_time(self, seconds: float, *silent: int) -> None:
+        """Let time pass, in which all ranks but ``silent`` beat once a second."""
+        for _ in range(round(seconds)):
+            self.now += 1
+            for rank in range(3):
+                if rank not in silent:
+                    self.beat(rank)
+            self.hub.look(self.now)
+
+    @property
+    def verdict(self) -> str:
+        return "" if self.hub.verdict is None else str(self.hub.verdict["text"])
+
+
+@pytest.fixture
+def job() -> Job:
+    return Job()
+
+
+def test_silence_is_judged_after_its_time_and_not_before(job: Job) -> None:
+    job.beat(1, "step", 0.4, step=7)
+    job.pass_time(HEARTBEAT_S, 1)
+    assert job.verdict == ""
+    job.pass_time(1, 1)
+    assert job.verdict == (
+        "rank 1 on host1 (pid 1001) gave no sign of life for 11 s; it was in step after step 7, for 0 s"
+    )
+    assert job.hub.verdict == job.said[-1][1]
+    assert job.hub.verdict is not None
+    assert job.hub.verdict["frozen"]
+
+
+def test_a_hub_that_was_asleep_blames_nobody(job: Job) -> None:
+    """The whole job was suspended, and continued: everybody was silent, and nobody's fault."""
+    job.now += 1000
+    job.hub.look(job.now)
+    job.pass_time(HEARTBEAT_S)
+    assert job.verdict == ""
+
+
+def test_a_connection_that_ends_is_a_death_unless_the_rank_had_left(job: Job) -> None:
+    job.hear(2, "leave")
+    job.hub.lost(2)
+    assert job.verdict == ""
+    job.hub.lost(1)
+    assert job.verdict.startswith("rank 1 on host1 (pid 1001) ended without a word")
+
+
+def test_the_first_failure_is_the_verdict_and_there_is_no_second(job: Job) -> None:
+    job.hear(2, "failed", text="ValueError: mine", follows=False, everywhere=False)
+    job.hear(0, "failed", text="CheckpointError: also", follows=False, everywhere=False)
+    job.hub.lost(2)
+    assert job.verdict == "rank 2 on host2 (pid 1002): ValueError: mine"
+    assert [rank for rank, message in job.said if message["kind"] == "verdict"] == [None]
+
+
+def test_an_engine_s_error_is_the_fault_of_the_rank_that_did_not_come(job: Job) -> None:
+    job.beat(0, "step", 9.0)
+    job.beat(1, "step", 9.0)
+    job.beat(2, OWN_CODE, 30.0, step=4)
+    job.hear(0, "failed", text="RuntimeError: gloo", follows=True)
+    assert job.verdict == (
+        "rank 2 on host2 (pid 1002) did not come where rank 0 waited for it: rank 2 on host2 (pid 1002) is in its own "
+        "code after step 4, for 30 s. Rank 0: RuntimeError: gloo"
+    )
+
+
+def test_ranks_that_wait_for_different_things(job: Job) -> None:
+    for rank, phase in enumerate(["step", "barrier", "step"]):
+        job.beat(rank, phase, 9.0)
+    job.hear(0, "failed", text="RuntimeError: gloo", follows=True)
+    assert job.verdict.startswith("rank 0 on host0 (pid 1000): RuntimeError: gloo; rank 1 on host1 (pid 1001) is in ")
+    assert "in barrier after step 5, for 9 s" in job.verdict
+
+
+def test_a_wait_longer_than_timeout_s(job: Job) -> None:
+    """Engines have the same timeout, and come first."""
+    job.beat(0, "all_gather", TIMEOUT_S + 1)
+    job.hub.look(job.now)
+    assert job.verdict == ""
+    job.beat(0, "all_gather", TIMEOUT_S + 6)
+    job.beat(1, OWN_CODE, 99.0)
+    job.beat(2, "all_gather", 3.0)
+    job.hub.look(job.now)
+    assert job.verdict.startswith("rank 1 on host1 (pid 1001) did not come where rank 0 waited for it")
+    assert job.verdict.endswith("timeout_s is over for it, in all_gather after step 5, for 66 s")
+
+
+def test_one_s_own_code_may_last(job: Job) -> None:
+    job.beat(0, OWN_CODE, 10 * TIMEOUT_S)
+    job.hub.look(job.now)
+    assert job.verdict == ""
+
+
+def test_a_rank_at_its_end_and_one_that_waits_for_it(job: Job) -> None:
+    job.beat(1, CLOSING, 2.0)
+    job.beat(0, "step", 5.0)
+    job.hub.look(job.now)
+    assert job.verdict == "", "the news of the last step may be late"
+    job.beat(1, CLOSING, 4.0)
+    job.hub.look(job.now)
+    assert job.verdict.startswith("rank 1 on host1 (pid 1001) came to its end after step 5, and rank 0 still waits")
+
+
+def test_a_rank_at_its_end_waits_for_one_that_still_works(job: Job) -> None:
+    job.beat(1, CLOSING, 30.0)
+    job.beat(0, OWN_CODE, 30.0)
+    job.hub.look(job.now)
+    assert job.verdict == ""
+
+
+def test_a_rank_asks_where_the_others_are(job: Job) -> None:
+    job.beat(1, "step", 3.0)
+    job.hear(0, "ask")
+    assert job.said == [(0, {"kind": "answer", "text": "rank 2 on host2 (pid 1002) is starting"})]
+
+
+def test_all_stop_at_the_furthest_boundary_that_a_rank_has_yet_to_pass(job: Job) -> None:
+    job.hear(1, "stop", reason={"signal": 15})
+    job.hear(2, "stop", reason={"signal": 15})  # every rank got it
+    assert job.said == [(None, {"kind": "hold"})]
+    for rank, boundary in enumerate([8, 7, 8]):
+        job.hear(rank, "held", boundary=boundary)
+    assert job.said[1:] == [(None, {"kind": "stop", "boundary": 8, "reason": {"signal": 15}})]
+
+
+def test_one_stop_after_another(job: Job) -> None:
+    """A checkpoint failed, was told, and the run goes on; meanwhile somebody asks it to end."""
+    job.hear(0, "stop", reason={"checkpoint": "failed"})
+    for rank in range(3):
+        job.hear(rank, "held", boundary=3)
+    job.hear(1, "stop", reason={"signal": 15})
+    assert [message["kind"] for _, message in job.said] == ["hold", "stop"], "not before all have come to the first"
+    for rank in range(3):
+        job.hear(rank, "settled")
+    assert job.said[2:] == [(None, {"kind": "hold"})]
+    for rank in range(3):
+        job.hear(rank, "held", boundary=5)
+    assert job.said[3:] == [(None, {"kind": "stop", "boundary": 5, "reason": {"signal": 15}})]
+
+
+def test_nobody_stops_once_one_has_left(job: Job) -> None:
+    job.hear(0, "leave")
+    job.hear(1, "stop", reason={"signal": 15})
+    assert job.said == []
+
+
+# ------------------------------------------------------------------------------------------------- of one process
+
+
+def test_boundaries_are_passed_until_the_one_agreed_on() -> None:
+    with unitrain.init(backend="single") as strategy:
+        stopping = strategy.stopping
+        for _ in range(3):
+            stopping.pass_boundary()
+        assert stopping.hold() == 4
+        stopping.agree(5, {"signal": 15})
+        stopping.pass_boundary()
+        with pytest.raises(unitrain.Stopped) as stopped:
+            stopping.pass_boundary()
+        assert stopped.value.code == 143
+        stopping.pass_boundary()
+
+
+def test_the_outermost_wait_says_in_what() -> None:
+    pulse = Pulse()
+    with pulse.within("checkpoint.save"), pulse.within("broadcast"):
+        assert pulse.phase == "checkpoint.save"
+    assert (pulse.phase, pulse.calls) == (OWN_CODE, 2)
+
+
+def test_a_wait_that_failed_stays_noted_until_the_next() -> None:
+    pulse = Pulse()
+    with pytest.raises(RuntimeError), pulse.within("barrier"):
+        raise RuntimeError
+    assert pulse.phase == "barrier"
+    with pulse.within("all_reduce"):
+        assert pulse.phase == "all_reduce"
+    assert pulse.phase == OWN_CODE

@@ -1,0 +1,70 @@
+"""How a process ends that the job has given up, or that gives the job up."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import signal
+import sys
+from contextlib import suppress
+from typing import NoReturn
+
+import psutil
+
+_ABORT_S = 1.0
+_PR_SET_PDEATHSIG = 1  # Linux: the signal that this process gets when its parent dies
+_libc = ctypes.CDLL(None)
+
+
+def leave(code: int, line: str = "") -> NoReturn:
+    """End this process at once, from any thread: without exit handlers, which may wait for ranks that are gone."""
+    with suppress(OSError, ValueError):
+        if line:
+            print(line, file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
+def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
+    """Let this process get a signal when its parent dies, however that dies. Fit for a ``preexec_fn``."""
+    _libc.prctl(_PR_SET_PDEATHSIG, number)
+
+
+def print_stacks(title: str) -> None:
+    """Print where this process's threads are, on stderr, the main thread last."""
+    with suppress(OSError, ValueError, AttributeError):  # a stderr without a file, in a notebook say
+        print(title, file=sys.stderr, flush=True)
+        faulthandler.dump_traceback(all_threads=True)
+
+
+def print_stacks_when_killed() -> None:
+    """Print where the threads are when the process crashes, or is aborted by ``end_frozen``. Works without the GIL."""
+    if not faulthandler.is_enabled():
+        with suppress(OSError, ValueError, AttributeError):
+            faulthandler.enable()
+
+
+def end_frozen(pid: int, created: float, *, asks: bool) -> None:
+    """Kill a process of this host that gives no sign of life.
+
+    One that was stopped (SIGSTOP) is killed as it is. One that runs, but lets no other thread of its own run, is
+    aborted first, for it then prints where it is.
+
+    Args:
+        pid: its number.
+        created: when it was started; another process that has its number by now is left alone.
+        asks: whether this caller, of several, is the one that aborts it.
+    """
+    with suppress(psutil.Error):
+        process = psutil.Process(pid)
+        if abs(process.create_time() - created) > 1.0:
+            return
+        if process.status() != psutil.STATUS_STOPPED:
+            if asks:
+                process.send_signal(signal.SIGABRT)
+            with suppress(psutil.TimeoutExpired):
+                process.wait(_ABORT_S)
+                return
+        process.kill()

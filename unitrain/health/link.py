@@ -1,0 +1,66 @@
+"""Messages between a process and the hub of its job: small JSON objects over one TCP connection."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import weakref
+from multiprocessing.connection import Connection
+from typing import Any
+
+Message = dict[str, Any]
+
+_links: weakref.WeakSet[Link] = weakref.WeakSet()
+
+
+class Link:
+    """One end of a connection. Any thread may send; one receives.
+
+    Args:
+        connection: a connected TCP socket, which the link takes over.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(True)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._connection = Connection(connection.detach())
+        self._sending = threading.Lock()
+        _links.add(self)
+
+    def fileno(self) -> int:
+        """Let ``multiprocessing.connection.wait`` wait for it."""
+        return self._connection.fileno()
+
+    def send(self, message: Message) -> None:
+        """Send a message; to an end that has gone, it is sent in vain."""
+        with self._sending:
+            try:
+                self._connection.send_bytes(json.dumps(message).encode())
+            except OSError:
+                return  # whoever receives here finds that out too
+
+    def receive(self, timeout_s: float | None = None) -> Message | None:
+        """Return the next message, or None where the other end has gone or says what is none."""
+        try:
+            if timeout_s is not None and not self._connection.poll(timeout_s):
+                return None
+            message = json.loads(self._connection.recv_bytes(maxlength=2**20))
+        except (OSError, EOFError, ValueError):
+            return None
+        return message if isinstance(message, dict) else None
+
+    def close(self) -> None:
+        """Close this end."""
+        _links.discard(self)
+        self._connection.close()
+
+
+def _forget_in_child() -> None:
+    """Close a forked process's copies: the others are to notice when the process that was forked from ends."""
+    for link in list(_links):
+        link.close()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

@@ -1,0 +1,43 @@
+"""What a process is doing, as it notes it down for the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+OWN_CODE = "its own code"
+CLOSING = "close"
+
+
+class Pulse:
+    """What this process's main thread is doing. Written there, at the cost of an assignment, and read by the watch.
+
+    Attributes:
+        phase: what it is waiting for the other ranks in, else ``OWN_CODE``.
+        calls: how many waits it has begun, so that two that follow one another can be told from one that lasts.
+    """
+
+    __slots__ = ("_failed", "calls", "phase")
+
+    def __init__(self) -> None:
+        self.phase = OWN_CODE
+        self.calls = 0
+        self._failed = False
+
+    @contextmanager
+    def within(self, phase: str) -> Iterator[None]:
+        """Note that the block waits for the other ranks; of nested blocks, the outermost says in what.
+
+        A wait that fails stays noted: the other ranks are told where this one failed, for as long as it can be asked.
+        """
+        self.calls += 1
+        outermost = self._failed or self.phase is OWN_CODE
+        if outermost:
+            self.phase, self._failed = phase, False
+        try:
+            yield
+        except BaseException:
+            self._failed = True
+            raise
+        if outermost:
+            self.phase = OWN_CODE
