@@ -162,7 +162,7 @@ def test_resume_passes_over_a_damaged_checkpoint_and_says_so(
         (tmp_path / "step-0000000001" / "model.pt").write_bytes(b"")
         assert checkpoint.resume()
         assert torch.equal(model.weight, weight)
-        assert "model.pt: 0 bytes instead of" in capsys.readouterr().out
+        assert "model.pt: 0 bytes instead of" in capsys.readouterr().err
         (tmp_path / "step-0000000000" / "model.pt").unlink()
         with pytest.raises(unitrain.CheckpointError, match=r"no checkpoint .* is whole"):
             checkpoint.resume()
@@ -265,25 +265,32 @@ def test_a_checkpoint_of_another_model_is_refused_and_nothing_is_loaded(tmp_path
             strategy.checkpoint(tmp_path, model=Net()).resume()
 
 
-def unwritable(folder: str) -> str:
+def unwritable(folder: str, look: bool) -> tuple[str, int]:
     with unitrain.init(backend="ddp") as strategy:
-        model, optimizer = nn.Linear(2, 1), None
+        model = nn.Linear(2, 1)
         model, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         checkpoint = strategy.checkpoint(folder, model=model)
-        strategy.step(model(torch.ones(1, 2)).sum(), optimizer)
+        if strategy.is_main:
+            os.rmdir(folder)
+            Path(folder).write_text("in the way")
         checkpoint.save()
         try:
-            checkpoint.save()
+            if look:
+                checkpoint.save()
+            for _ in range(10_000):
+                strategy.step(model(torch.ones(1, 2)).sum() * 0, optimizer)
         except unitrain.CheckpointError as error:
-            return str(error)
-        return "nothing"
+            return str(error), strategy.steps
+        return "nothing", strategy.steps
 
 
-def test_a_write_that_fails_in_the_background_is_told_to_every_rank(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way")
-    said = run_ranks(unwritable, str(tmp_path / "file" / "run"))
+@pytest.mark.parametrize("look", [False, True])
+def test_a_write_that_fails_in_the_background_is_told_to_every_rank(tmp_path: Path, look: bool) -> None:
+    """At a step not long after, or at once where somebody looks."""
+    said = run_ranks(unwritable, str(tmp_path / "run"), look)
     assert len(set(said)) == 1
-    assert "could not be written" in said[0]
+    assert "could not be written" in said[0][0]
+    assert look == (said[0][1] == 0)
 
 
 def within_a_window(folder: str) -> tuple[int, int]:

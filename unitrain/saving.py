@@ -27,31 +27,28 @@ def save(strategy: Strategy, value: Any, path: Path) -> None:
         raise UsageError("save() was given modules on some ranks only: give every rank the same objects.")
     # What is written is rank 0's, and its running statistics shall speak of all ranks' samples.
     batch_norm.average_statistics(modules, strategy)
-    failure = None
-    if strategy.is_main:
+
+    def write() -> None:
         try:
             _write(_states(strategy, value), path)
         except Exception as error:  # what can't be pickled raises whatever it likes
-            failure = f"{path} could not be written: {_reason(error)}"
-    failure = strategy.broadcast_object(failure)
-    if failure:
-        raise CheckpointError(failure)
+            raise CheckpointError(f"{path} could not be written: {_reason(error)}") from error
+
+    strategy.on_main(write)
 
 
 def load(strategy: Strategy, path: Path) -> Any:
     """See ``Strategy.load``."""
-    result: tuple[Any, str | None] = (None, None)
-    if strategy.is_main:
+
+    def read() -> Any:
         try:
-            result = (torch.load(path, map_location="cpu", weights_only=True), None)
-        except FileNotFoundError:
-            result = (None, f"{path} does not exist.")
+            return torch.load(path, map_location="cpu", weights_only=True)
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{path} does not exist.") from error
         except Exception as error:  # a broken file makes torch's reader raise errors of many kinds
-            result = (None, f"{path} could not be read: {_reason(error)}")
-    value, failure = strategy.broadcast_object(result)
-    if failure:
-        raise CheckpointError(failure)
-    return value
+            raise CheckpointError(f"{path} could not be read: {_reason(error)}") from error
+
+    return strategy.on_main(read)
 
 
 def _modules(value: Any) -> Iterator[nn.Module]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import copy
+import sys
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
@@ -13,11 +14,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unitrain.checkpoint import randomness, storage
+from unitrain.checkpoint.snapshot import snapshot
 from unitrain.errors import CheckpointError, UsageError
+from unitrain.training import batch_norm
 from unitrain.training.seeding import seed_rank
 
 if TYPE_CHECKING:
     from unitrain.strategy import Strategy
+
+# What another value of would train another model. Launcher, backend, world size, timeouts and the like may change.
+_TRAINING_SETTINGS = ("seed", "precision", "sync_batchnorm", "accumulate", "clip_norm", "clip_value", "compression")
+_SETTINGS = "_settings"
 
 
 class Checkpoint:
@@ -28,6 +35,8 @@ class Checkpoint:
         folder: holds one folder for each saved step.
         objects: by name; anything with ``state_dict`` and ``load_state_dict``, or a dict of plain values and tensors,
             which ``resume`` updates in place.
+        config: the script's own settings, as plain data: resuming under others is refused. The strategy's are always
+            compared.
         keep: how many checkpoints to keep; the oldest go first.
         background: write while training goes on; at most one is being written.
 
@@ -36,7 +45,14 @@ class Checkpoint:
     """
 
     def __init__(
-        self, strategy: Strategy, folder: Path, objects: dict[str, Any], *, keep: int, background: bool
+        self,
+        strategy: Strategy,
+        folder: Path,
+        objects: dict[str, Any],
+        *,
+        config: Mapping[str, Any],
+        keep: int,
+        background: bool,
     ) -> None:
         for name, value in objects.items():
             if not isinstance(value, dict) and not callable(getattr(value, "load_state_dict", None)):
@@ -46,10 +62,18 @@ class Checkpoint:
         self._strategy = strategy
         self._folder = folder
         self._objects = objects
+        self._config = dict(config)
         self._keep = keep
         self._writer = ThreadPoolExecutor(1, "checkpoint") if background and strategy.is_main else None
         self._writing: Future[Path] | None = None
-        self._saved_step = -1
+        self._snapshot: dict[str, Any] | None = None
+        self._continues_from: int | None = None
+        self._began = False
+        strategy.on_main(self._probe)
+
+    def _probe(self) -> None:
+        tensors = [t for module in self._modules() for t in self._strategy.unwrap(module).state_dict().values()]
+        storage.probe(self._folder, sum(t.nbytes for t in tensors if isinstance(t, Tensor)))
 
     # ------------------------------------------------------------------------------------------------------- save
 
@@ -65,24 +89,56 @@ class Checkpoint:
         else:
             self._save()
 
-    def _save(self) -> None:
+    def save_now(self) -> Path:
+        """Save the state at the end of a step, wait until it is on the disk, and return its folder. Collective."""
+        self._save()
         self.wait()
-        number = self._strategy._training_step.steps
-        randoms = self._strategy.all_gather_object(randomness.capture())
-        failure = None
+        return storage.folder_of(self._folder, self._strategy.steps)
+
+    def _save(self) -> None:
+        with self._strategy.pulse.within("checkpoint.save"):
+            self.wait()
+            batch_norm.average_statistics(self._modules(), self._strategy)
+            randoms = self._strategy.all_gather_object(randomness.capture())
+            self._strategy.on_main(lambda: self._begin(randoms))
+
+    def _begin(self, randoms: list[dict[str, Any]]) -> None:
+        """Write, or take a snapshot and let it be written while training goes on."""
+        number = self._strategy.steps
+        if not self._began:
+            self._part_with_others()
+            self._began = True
+        parts = {name: self._state(value) for name, value in self._objects.items()}
+        parts["_run"] = {"steps": number, "scaler": self._scaler_state(), "random": randoms}
+        if self._writer is None:
+            self._write(number, parts)
+        else:
+            self._snapshot = snapshot(parts, self._snapshot)
+            self._writing = self._writer.submit(self._write, number, self._snapshot)
+            self._writing.add_done_callback(self._report)
+
+    def _part_with_others(self) -> None:
+        """Let no checkpoint be taken for newer than this run's: those of a branch that it leaves are removed."""
+        for folder in list(storage.found(self._folder)):
+            if self._continues_from is None:
+                raise CheckpointError(
+                    f"{self._folder} holds checkpoints of another run, up to {folder.name}: resume() it, or give "
+                    "another folder, or remove them with discard()."
+                )
+            if storage.step_of(folder) > self._continues_from:
+                storage.discard(folder)
+
+    def discard(self) -> None:
+        """Remove the checkpoints that an earlier run has left in the folder: this run begins anew. Collective."""
         if self._strategy.is_main:
-            parts = {name: self._state(value) for name, value in self._objects.items()}
-            parts["_run"] = {"steps": number, "scaler": self._scaler_state(), "random": randoms}
-            try:
-                if self._writer is None:
-                    self._write(number, parts)
-                else:
-                    snapshot = _on_host(parts)
-                    self._writing = self._writer.submit(self._write, number, snapshot)
-            except CheckpointError as error:
-                failure = str(error)
-        self._agree(failure)
-        self._saved_step = number
+            for folder in list(storage.found(self._folder)):
+                storage.discard(folder)
+        self._strategy.barrier()
+
+    def _report(self, writing: Future[Path]) -> None:
+        """Let a failure in the background be one of all ranks, at their next boundary."""
+        if writing.exception() is not None:
+            self._strategy.stopping.request({"checkpoint": "failed"})
 
     def wait(self) -> None:
         """Wait until what is written in the background is on the disk. Collective.
@@ -90,28 +146,30 @@ class Checkpoint:
         Raises:
             CheckpointError: it could not be written; on every rank.
         """
-        failure = None
-        if self._writing is not None:
-            error = self._writing.exception()
-            self._writing, failure = None, None if error is None else str(error)
-        self._agree(failure)
+        with self._strategy.pulse.within("checkpoint.wait"):
+            self._strategy.on_main(self._finish)
 
-    def _agree(self, failure: str | None) -> None:
-        failure = self._strategy.broadcast_object(failure)
-        if failure is not None:
-            raise CheckpointError(failure)
+    def _finish(self) -> None:
+        writing, self._writing = self._writing, None
+        error = None if writing is None else writing.exception()
+        if error is not None:
+            raise CheckpointError(str(error)) from error
 
     def _write(self, number: int, parts: dict[str, Any]) -> Path:
         about = {
             "unitrain": version("unitrain"),
             "torch": torch.__version__,
             "world_size": self._strategy.world_size,
-            "config": self._strategy.config.model_dump(mode="json"),
+            "strategy": self._strategy.config.model_dump(mode="json"),
+            "config": self._config,
         }
         storage.sweep(self._folder)
         folder = storage.write(self._folder, number, parts, about)
         storage.prune(self._folder, self._keep)
         return folder
+
+    def _modules(self) -> list[nn.Module]:
+        return [value for value in self._objects.values() if isinstance(value, nn.Module)]
 
     def _state(self, value: Any) -> Any:
         if isinstance(value, nn.Module):
@@ -124,49 +182,60 @@ class Checkpoint:
 
     # ----------------------------------------------------------------------------------------------------- resume
 
-    def resume(self) -> bool:
+    def resume(self, path: str | Path | None = None, *, force: bool = False) -> bool:
         """Continue from the newest whole checkpoint, and return whether there is one. Collective.
 
         A damaged one is named on stderr, and the one before it is taken. The state is compared with the run's objects
         before any of it is applied. The ranks' random numbers continue on a world of the same size; on another they
         are drawn anew from seed, step and rank.
 
+        Args:
+            path: the folder of one checkpoint (``.../step-0000000120``), to continue from this one and no other.
+            force: continue under settings that train otherwise than the saved run's.
+
         Raises:
-            CheckpointError: it is of another model or run; on every rank, with nothing changed.
+            CheckpointError: it is damaged, or of another model or run; on every rank, with nothing changed.
         """
-        result: tuple[dict[str, Any] | None, str | None] = (None, None)
-        if self._strategy.is_main:
-            try:
-                result = (self._newest(), None)
-            except CheckpointError as error:
-                result = (None, str(error))
-        parts, failure = self._strategy.broadcast_object(result)
-        if failure is not None:
-            raise CheckpointError(failure)
+        parts = self._strategy.on_main(self._newest if path is None else lambda: self._given(Path(path)))
         if parts is None:
             return False
-        self._check(parts)
+        self._check(parts, force)
         self._apply(parts)
         return True
 
     def _newest(self) -> dict[str, Any] | None:
+        storage.recover(self._folder)
         damaged = []
         for folder in storage.found(self._folder):
             try:
-                manifest = storage.verify(folder)
+                return self._read(folder)
             except storage.DamagedError as error:
                 damaged.append(str(error))
-                self._strategy.print(f"unitrain: damaged checkpoint passed over: {error}")
-                continue
-            return storage.read(folder, manifest["files"])
+                print(f"unitrain: damaged checkpoint passed over: {error}", file=sys.stderr)
         if damaged:
             raise CheckpointError(
                 f"no checkpoint in {self._folder} is whole ({'; '.join(damaged)}). To begin anew, give another folder."
             )
         return None
 
-    def _check(self, parts: dict[str, Any]) -> None:
+    def _given(self, folder: Path) -> dict[str, Any]:
+        try:
+            return self._read(folder)
+        except storage.DamagedError as error:
+            raise CheckpointError(str(error)) from error
+
+    def _read(self, folder: Path) -> dict[str, Any]:
+        manifest = storage.verify(folder)
+        return {**storage.read(folder, manifest["files"]), _SETTINGS: [manifest["strategy"], manifest["config"]]}
+
+    def _check(self, parts: dict[str, Any], force: bool) -> None:
         """Raise where the state does not fit, before any of it is applied. The same on every rank."""
+        changed = self._changed_settings(*parts.pop(_SETTINGS))
+        if changed and not force:
+            raise CheckpointError(
+                f"the run saved in {self._folder} was trained with other settings: {'; '.join(changed)}. Continue with "
+                "the same, or with resume(force=True), or begin anew in another folder. Nothing was loaded."
+            )
         names, saved = set(self._objects), set(parts) - {"_run"}
         if names != saved:
             raise CheckpointError(
@@ -185,6 +254,12 @@ class Checkpoint:
                         "Nothing was loaded."
                     )
 
+    def _changed_settings(self, strategy: dict[str, Any], config: dict[str, Any]) -> list[str]:
+        own = self._strategy.config.model_dump(mode="json")
+        pairs = [(f"strategy.{name}", strategy.get(name), own[name]) for name in _TRAINING_SETTINGS]
+        pairs += [(name, config.get(name), self._config.get(name)) for name in dict.fromkeys([*config, *self._config])]
+        return [f"{name} was {before!r} and is {now!r}" for name, before, now in pairs if before != now]
+
     def _apply(self, parts: dict[str, Any]) -> None:
         strategy, run = self._strategy, parts["_run"]
         # Loaders refuse other data before the model is touched.
@@ -196,7 +271,7 @@ class Checkpoint:
                 value.update(parts[name])
             else:
                 value.load_state_dict(parts[name])
-        strategy._training_step.steps = self._saved_step = run["steps"]
+        strategy._training_step.steps = self._continues_from = run["steps"]
         if strategy.precision.scaler is not None and run["scaler"] is not None:
             strategy.precision.scaler.load_state_dict(run["scaler"])
         if len(run["random"]) == strategy.world_size:
@@ -228,14 +303,3 @@ def _shape(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
     return "missing" if value is None else type(value).__name__
-
-
-def _on_host(value: Any) -> Any:
-    """Return a copy of nested state that training can no longer change."""
-    if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
-        return {key: _on_host(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(_on_host, value))
-    return copy.deepcopy(value)

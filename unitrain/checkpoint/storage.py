@@ -14,6 +14,7 @@ import os
 import pickle
 import re
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -26,6 +27,7 @@ MANIFEST = "manifest.json"
 SCHEMA = 1
 _FOLDER = re.compile(r"step-(\d{10})")
 _TEMPORARY = re.compile(r"\.step-\d{10}\..*\.tmp")
+_ASIDE = ".aside.tmp"
 _BLOCK = 2**20
 
 
@@ -56,6 +58,16 @@ class DamagedError(Exception):
     """A checkpoint is not what its manifest says; the message names the file and the reason."""
 
 
+def folder_of(root: Path, step: int) -> Path:
+    """Return the folder of a step's checkpoint."""
+    return root / f"step-{step:010d}"
+
+
+def step_of(folder: Path) -> int:
+    """Return the step of a checkpoint's folder."""
+    return int(folder.name.removeprefix("step-"))
+
+
 def write(root: Path, step: int, parts: Mapping[str, Any], about: Mapping[str, Any]) -> Path:
     """Write a checkpoint of ``parts`` (by name: tensors and plain data) and return its folder.
 
@@ -68,7 +80,7 @@ def write(root: Path, step: int, parts: Mapping[str, Any], about: Mapping[str, A
     Raises:
         CheckpointError: it could not be written; nothing is left of it.
     """
-    final = root / f"step-{step:010d}"
+    final = folder_of(root, step)
     temporary = root / f".{final.name}.{os.getpid()}.tmp"
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -80,13 +92,41 @@ def write(root: Path, step: int, parts: Mapping[str, Any], about: Mapping[str, A
             json.dump(manifest, file, indent=1)
             _sync(file.fileno())
         _sync_folder(temporary)
-        _discard(final)  # this step was saved before: the same weights, or a run that begins anew here
+        # This step may have been saved before: the same weights, or a run that begins anew here.
+        aside = _set_aside(final) if final.exists() else None
         os.rename(temporary, final)
         _sync_folder(root)
+        if aside is not None:
+            shutil.rmtree(aside)
     except (OSError, RuntimeError, pickle.PicklingError, TypeError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(f"checkpoint {final} could not be written: {_explain(error, root)}") from error
     return final
+
+
+def probe(root: Path, needed: int) -> None:
+    """Find out now, and not hours later, that a checkpoint can't be written.
+
+    Args:
+        root: the folder that is to hold the checkpoints; it is made.
+        needed: bytes that a checkpoint takes at least.
+
+    Raises:
+        CheckpointError: the folder can't be made or written to, or has too little space.
+    """
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=root) as file:
+            file.write(bytes(_BLOCK))
+            _sync(file.fileno())
+        free = shutil.disk_usage(root).free
+    except OSError as error:
+        raise CheckpointError(f"checkpoints can't be written to {root}: {_explain(error, root)}") from error
+    if free < needed:
+        raise CheckpointError(
+            f"checkpoints can't be written to {root}: one takes {needed} bytes or more, and {free} bytes are free. "
+            "Make room, or name a folder on another disk."
+        )
 
 
 def _write_part(path: Path, value: Any) -> dict[str, Any]:
@@ -120,16 +160,31 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _discard(folder: Path) -> None:
+def discard(folder: Path) -> None:
     """Remove a checkpoint so that at no moment half of it is left under its name."""
     if folder.exists():
-        grave = folder.with_name(f".{folder.name}.{os.getpid()}.old.tmp")
-        os.rename(folder, grave)
-        shutil.rmtree(grave)
+        shutil.rmtree(_set_aside(folder))
+
+
+def _set_aside(folder: Path) -> Path:
+    aside = folder.with_name(f".{folder.name}{_ASIDE}")
+    shutil.rmtree(aside, ignore_errors=True)
+    os.rename(folder, aside)
+    return aside
+
+
+def recover(root: Path) -> None:
+    """Put a checkpoint back that was set aside for a new one of its step, which never came to stand there."""
+    if root.is_dir():
+        for aside in root.glob(f".step-*{_ASIDE}"):
+            folder = root / aside.name[1 : -len(_ASIDE)]
+            if (aside / MANIFEST).exists() and not folder.exists():
+                os.rename(aside, folder)
 
 
 def sweep(root: Path) -> None:
     """Remove what a killed process left half-written."""
+    recover(root)
     if root.is_dir():
         for path in root.iterdir():
             if _TEMPORARY.fullmatch(path.name):
@@ -139,7 +194,7 @@ def sweep(root: Path) -> None:
 def prune(root: Path, keep: int) -> None:
     """Remove the oldest checkpoints beyond ``keep``."""
     for folder in list(found(root))[keep:]:
-        _discard(folder)
+        discard(folder)
 
 
 def found(root: Path) -> Iterator[Path]:
