@@ -88,7 +88,7 @@ class Launchers:
         """Run the recipe for an epoch or less, check what holds for any run, and return its metrics."""
         start = STARTS[name]
         chosen = ["--strategy.backend", start.backend] if start.chosen else []
-        job = self.run(name, RECIPE, [*flags, *chosen, "--output-dir", "out"], deadline)
+        job = self.run(name, RECIPE, [*flags, *chosen, "--output-dir", "out", "--resume", "never"], deadline)
         assert job.code == 0, job.output
         assert [job.output.count(said) for said in ("learning rate 0.", "epoch 0: loss", "Results are")] == [1, 1, 1]
         (line,) = (self.folder / "out" / "metrics.jsonl").read_text().splitlines()
@@ -137,7 +137,7 @@ def test_training_is_the_same_in_float64(launchers: Launchers, parity: Parity, n
     parity.check(launchers, name, tuple(flags.split()), rel=1e-9)
 
 
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "torchrun" else pytest.mark.soak) for n in PAIRS])
 def test_training_is_the_same_in_float32(launchers: Launchers, parity: Parity, name: str) -> None:
     flags = "--max-steps 12 --lr 0.01 --lr-schedule constant --warmup-epochs 0 --strategy.sync-batchnorm true"
     parity.check(launchers, name, tuple(flags.split()), rel=1e-4)
@@ -149,7 +149,7 @@ def test_eight_processes_on_few_cores(launchers: Launchers) -> None:
 
 
 def test_defaults_learn_the_digits(launchers: Launchers) -> None:
-    job = launchers.run("torchrun", RECIPE, ["--output-dir", "out"])
+    job = launchers.run("torchrun", RECIPE, ["--output-dir", "out", "--resume", "never"])
     assert job.code == 0, job.output
     last = (launchers.folder / "out" / "metrics.jsonl").read_text().splitlines()[-1]
     assert json.loads(last)["val_accuracy"] >= 0.95
