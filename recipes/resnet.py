@@ -14,9 +14,8 @@ It learns handwritten digits by default, which needs no download, no GPU and les
 
 from __future__ import annotations
 
+import math
 import sys
-import time
-from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
@@ -28,9 +27,15 @@ from tqdm import tqdm
 import unitrain
 from unitrain.config import Section
 from unitrain.recipes import images, models
-from unitrain.recipes.run_folder import RunFolder
+from unitrain.recipes.run_folder import RunFolder, summarise
 from unitrain.settings import parse_command_line
 from unitrain.training.learning_rate import LearningRate, Scaling, Schedule
+
+# Settings that train the same model whatever they are.
+MAY_CHANGE = {
+    "strategy", "output_dir", "data_dir", "workers", "max_steps", "checkpoint_every", "keep", "resume", "force",
+    "profile",
+}  # fmt: skip
 
 
 class Settings(Section):
@@ -71,7 +76,17 @@ class Settings(Section):
     freeze_backbone: bool = False
     """Train the last layer only."""
     output_dir: Path | None = None
-    """Folder of the results, where files of an earlier run are replaced; null makes a new one in runs/."""
+    """Folder of the results and checkpoints; a run in it is continued. null makes a new one in runs/."""
+    checkpoint_every: Annotated[int, Field(ge=1)] | None = None
+    """Optimizer steps between checkpoints; null saves one after each epoch."""
+    keep: Annotated[int, Field(ge=1)] = 3
+    """Checkpoints to keep; the oldest go first."""
+    resume: str = "auto"
+    """auto continues from the newest checkpoint in output-dir, if any; never begins anew; else a checkpoint's PATH."""
+    force: bool = False
+    """Continue although settings have changed since the checkpoint."""
+    profile: bool = False
+    """Write what a few early steps spend their time on to trace-rankN.json in output-dir, for Chrome's tracing."""
     strategy: unitrain.StrategyConfig = unitrain.StrategyConfig()
 
 
@@ -94,25 +109,35 @@ def main() -> None:
     if settings.freeze_backbone:
         models.freeze_backbone(model)
     rate = LearningRate(
-        base=settings.lr,
-        total_steps=settings.epochs * train.steps,
-        warmup_steps=round(settings.warmup_epochs * train.steps),
-        schedule=settings.lr_schedule,
-        floor=settings.lr_floor,
-        scaling=settings.lr_scaling,
-        batch_size=settings.batch_size,
-        reference_batch=settings.lr_reference_batch,
-    )
+        base=settings.lr, total_steps=settings.epochs * train.steps, schedule=settings.lr_schedule,
+        warmup_steps=round(settings.warmup_epochs * train.steps), floor=settings.lr_floor, scaling=settings.lr_scaling,
+        batch_size=settings.batch_size, reference_batch=settings.lr_reference_batch,
+    )  # fmt: skip
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trained, rate.peak, settings.momentum, weight_decay=settings.weight_decay)
     model, optimizer, scheduler = strategy.prepare(model, optimizer, rate.scheduler(optimizer))
 
-    folder = RunFolder(strategy, settings, settings.output_dir, "resnet")
-    summarise(strategy, settings, data, rate)
-    step = 0
-    for epoch in train.epochs(settings.epochs):
-        started = time.perf_counter()
+    folder = RunFolder(strategy, settings.output_dir, "resnet")
+    summarise(strategy, settings.batch_size)
+    strategy.print(
+        f"{settings.model} on {settings.data}: {len(data.train)} images of {data.classes} classes to train on, "
+        f"{len(data.validation)} to validate\nlearning rate {rate}"
+    )
+    checkpoint = strategy.checkpoint(
+        folder.path / "checkpoints",
+        config=settings.model_dump(mode="json", exclude=MAY_CHANGE), keep=settings.keep,
+        model=model, optimizer=optimizer, scheduler=scheduler, loader=train,
+    )  # fmt: skip
+    if settings.resume == "never":
+        checkpoint.discard()
+    elif checkpoint.resume(None if settings.resume == "auto" else settings.resume, force=settings.force):
+        strategy.print(f"continuing after step {strategy.steps}, in epoch {train.epoch}")
+    folder.begin(settings, strategy.steps)
+    throughput, profile = strategy.throughput(), folder.profile(settings.profile)
+    last_step = settings.max_steps or math.inf
+    for epoch in train.epochs(settings.epochs) if strategy.steps < last_step else ():
         # Meters add up on the device; their values, over all ranks, are read once an epoch.
+        learning_rate = scheduler.get_last_lr()[0]
         train_loss, val_loss, val_accuracy = strategy.meter(), strategy.meter(), strategy.meter()
         with tqdm(train, f"epoch {epoch}", leave=False, mininterval=1, disable=not strategy.is_main) as bar:
             for pictures, labels in bar:
@@ -120,13 +145,14 @@ def main() -> None:
                     loss = F.cross_entropy(model(pictures), labels)
                 train_loss.add(loss * len(labels), len(labels))
                 learning_rate = scheduler.get_last_lr()[0]
-                step += strategy.step(loss, optimizer, scheduler).stepped
-                if strategy.is_main and step % 20 == 0:  # not always: to read a loss waits for the device
+                strategy.step(loss, optimizer, scheduler)
+                profile.step()
+                if strategy.is_main and strategy.steps % 20 == 0:  # not always: to read a loss waits for the device
                     bar.set_postfix(loss=f"{loss.item():.4f}", refresh=False)
-                if step == settings.max_steps:
+                if settings.checkpoint_every and strategy.steps % settings.checkpoint_every == 0:
+                    checkpoint.save()
+                if strategy.steps >= last_step:
                     break
-        seen = train_loss.count()  # over all ranks; also waits for the device to be done
-        seconds = time.perf_counter() - started
 
         with strategy.evaluation(model), strategy.autocast():
             for pictures, labels in val:
@@ -135,44 +161,30 @@ def main() -> None:
                 val_accuracy.add((logits.argmax(1) == labels).sum(), len(labels))
         metrics = {
             "epoch": epoch,
-            "step": step,
+            "step": strategy.steps,
             "train_loss": train_loss.value(),
             "val_loss": val_loss.value(),
             "val_accuracy": val_accuracy.value(),
             "val_count": val_accuracy.count(),
             "learning_rate": learning_rate,
-            "samples_per_second": seen / seconds,
-            "backend": strategy.name,
-            "launcher": strategy.launch.launcher,
-            "world_size": strategy.world_size,
+            **throughput.read(),
         }
         folder.add(metrics)
         strategy.print(
             "epoch {epoch}: loss {train_loss:.4f}, validation loss {val_loss:.4f}, accuracy {val_accuracy:.2%}, "
             "{samples_per_second:.0f} images/s".format(**metrics)
         )
-        if step == settings.max_steps:
+        ended = strategy.steps >= last_step or epoch + 1 == settings.epochs
+        if ended or not settings.checkpoint_every:
+            checkpoint.save()
+        if ended:
             break
+    else:
+        strategy.print("nothing was left to train: begin anew with --resume never, or go on with more --epochs --force")
     strategy.save(model, folder.path / "model.pt")
     folder.close()
     strategy.print(f"Results are in {folder.path}")
     strategy.close()
-
-
-def summarise(strategy: unitrain.Strategy, settings: Settings, data: images.Images, rate: LearningRate) -> None:
-    """Print once what runs where, and how."""
-    devices = Counter(str(device) for devices in strategy.all_gather_object(strategy.devices) for device in devices)
-    batch, world = settings.batch_size, strategy.world_size
-    shares = sorted({batch // world, -(-batch // world)})
-    strategy.print(
-        f"{settings.model} on {settings.data}: {len(data.train)} images of {data.classes} classes to train on, "
-        f"{len(data.validation)} to validate\n"
-        f"launcher {strategy.launch.launcher}, backend {strategy.name}, processes {world}, "
-        f"devices {', '.join(f'{count} x {device}' for device, count in devices.items())}, "
-        f"precision {strategy.config.precision}\n"
-        f"batch {batch} in all, {' or '.join(map(str, shares))} for each process\n"
-        f"learning rate {rate}"
-    )
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -13,16 +14,16 @@ from torch.utils.tensorboard import SummaryWriter
 from unitrain import Strategy
 from unitrain.config import Section
 from unitrain.errors import ConfigError
+from unitrain.recipes.profiling import Profile
 from unitrain.settings import dump_yaml
 
 
 class RunFolder:
-    """A run's folder, with ``config.yaml`` in it.
+    """A run's folder.
 
     Args:
         strategy: whose rank 0 makes the folder and writes. Collective.
-        settings: the recipe's, all of them; the file can be given to ``--config``.
-        path: the folder, in which files of an earlier run are replaced; None makes ``runs/NAME-TIME-N``, a new one.
+        path: the folder; None makes ``runs/NAME-TIME-N``, a new one.
         name: the recipe's.
 
     Attributes:
@@ -32,36 +33,62 @@ class RunFolder:
         ConfigError: it can't be made or written to; on all ranks.
     """
 
-    def __init__(self, strategy: Strategy, settings: Section, path: Path | None, name: str) -> None:
-        made: Path | str = ""
-        if strategy.is_main:
-            try:
-                made = _make(path, name)
-                (made / "config.yaml").write_text(dump_yaml(settings), encoding="utf-8")
-                (made / "metrics.jsonl").write_text("")
-            except OSError as error:
-                made = f"the output folder can't be written: {error}. Name another with --output-dir."
-        made = strategy.broadcast_object(made)
-        if isinstance(made, str):
-            raise ConfigError(made)
-        self.path = made
-        self._writer = SummaryWriter(str(made)) if strategy.is_main else None
+    def __init__(self, strategy: Strategy, path: Path | None, name: str) -> None:
+        self._strategy = strategy
+        self.path = strategy.on_main(lambda: _made(path, name))
+        self._writer = SummaryWriter(str(self.path)) if strategy.is_main else None
+        self._profile: Profile | None = None
 
-    def add(self, metrics: dict[str, Any]) -> None:
-        """Append a line to ``metrics.jsonl``, and give TensorBoard its floats at the optimizer step ``step``."""
+    def begin(self, settings: Section, step: int) -> None:
+        """Write ``config.yaml``, which can be given to ``--config``, and drop the metrics beyond ``step``.
+
+        Args:
+            settings: the recipe's, all of them.
+            step: that the run continues after; 0 where it begins anew.
+        """
         if self._writer is None:
             return
+        (self.path / "config.yaml").write_text(dump_yaml(settings), encoding="utf-8")
+        file = self.path / "metrics.jsonl"
+        lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+        file.write_text("".join(line for line in lines if json.loads(line)["step"] <= step), encoding="utf-8")
+
+    def add(self, metrics: dict[str, Any]) -> None:
+        """Append a line to ``metrics.jsonl``, and give TensorBoard its floats at the optimizer step ``step``.
+
+        The line says on what they were reached, too: the parts of a run may have been trained in different ways.
+        """
+        if self._writer is None:
+            return
+        strategy = self._strategy
+        where = {"backend": strategy.name, "launcher": strategy.launch.launcher, "world_size": strategy.world_size}
         with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(metrics) + "\n")
+            file.write(json.dumps({**metrics, **where}) + "\n")
         for name, value in metrics.items():
             if isinstance(value, float):
                 self._writer.add_scalar(name, value, metrics["step"])
         self._writer.flush()
 
+    def profile(self, wanted: bool) -> Profile:
+        """Return what profiles a few steps of each rank, if that is wanted."""
+        self._profile = Profile(self._strategy, self.path, wanted)
+        return self._profile
+
     def close(self) -> None:
-        """End TensorBoard's writer."""
+        """End the profile and TensorBoard's writer."""
+        if self._profile is not None:
+            self._profile.close()
         if self._writer is not None:
             self._writer.close()
+
+
+def _made(path: Path | None, name: str) -> Path:
+    try:
+        made = _make(path, name)
+        (made / "metrics.jsonl").touch()
+    except OSError as error:
+        raise ConfigError(f"the output folder can't be written: {error}. Name another with --output-dir.") from error
+    return made
 
 
 def _make(path: Path | None, name: str) -> Path:
@@ -76,3 +103,15 @@ def _make(path: Path | None, name: str) -> Path:
         with suppress(FileExistsError):  # another run began in this second
             fresh.mkdir(parents=True)
             return fresh
+
+
+def summarise(strategy: Strategy, batch_size: int) -> None:
+    """Print once what runs where, and how."""
+    devices = Counter(str(device) for devices in strategy.all_gather_object(strategy.devices) for device in devices)
+    shares = sorted({batch_size // strategy.world_size, -(-batch_size // strategy.world_size)})
+    strategy.print(
+        f"launcher {strategy.launch.launcher}, backend {strategy.name}, processes {strategy.world_size}, "
+        f"devices {', '.join(f'{count} x {device}' for device, count in devices.items())}, "
+        f"precision {strategy.config.precision}\n"
+        f"batch {batch_size} in all, {' or '.join(map(str, shares))} for each process"
+    )

@@ -25,13 +25,15 @@ from unitrain.recipes import images, models, resnet
 from unitrain.registry import backend_names
 
 METRICS = {
-    "epoch", "step", "train_loss", "val_loss", "val_accuracy", "val_count", "learning_rate", "samples_per_second",
+    "epoch", "step", "train_loss", "val_loss", "val_accuracy", "val_count", "learning_rate",
     "backend", "launcher", "world_size",
 }  # fmt: skip
+MEASURED = {"samples_per_second", "data_seconds", "step_seconds", "rest_seconds", "peak_memory_mb"}
 FLAGS = (
     "model", "data", "data-dir", "epochs", "max-steps", "batch-size", "lr", "lr-scaling", "lr-reference-batch",
     "lr-schedule", "lr-floor", "warmup-epochs", "momentum", "weight-decay", "workers", "pretrained", "freeze-backbone",
-    "output-dir", "config", "seed", "strategy.backend", "strategy.precision", "strategy.sync-batchnorm",
+    "output-dir", "checkpoint-every", "keep", "resume", "force", "profile", "config", "seed", "strategy.backend",
+    "strategy.precision", "strategy.sync-batchnorm",
 )  # fmt: skip
 # Three steps of an epoch; the validation set has 2 images.
 FAKE = ("--data", "fake:20", "--batch-size", "8")
@@ -109,7 +111,8 @@ def test_models_are_those_of_torchvision_and_one_small_one() -> None:
 
 def test_an_epoch_is_a_line_of_metrics(recipe: Recipe, capsys: pytest.CaptureFixture[str]) -> None:
     lines = recipe(*FAKE, "--epochs", "2", "--lr", "0.05", "--warmup-epochs", "0")
-    assert [set(line) for line in lines] == [METRICS, METRICS]
+    assert [set(line) for line in lines] == [METRICS | MEASURED, METRICS | MEASURED]
+    assert [name for line in lines for name in MEASURED if line[name] <= 0] == []
     assert [(line["epoch"], line["step"], line["val_count"]) for line in lines] == [(0, 3, 2), (1, 6, 2)]
     assert (lines[0]["backend"], lines[0]["launcher"], lines[0]["world_size"]) == ("single", "python", 1)
     # The rate of the epoch's last step.
@@ -150,8 +153,8 @@ def test_the_written_settings_repeat_the_run(recipe: Recipe, monkeypatch: pytest
     assert settings["strategy"]["clip_norm"] == 1.0
     monkeypatch.delenv("UNITRAIN_SEED")
     again = recipe("--config", str(written))
-    assert [{**line, "samples_per_second": 0} for line in again] == [
-        {**line, "samples_per_second": 0} for line in first
+    assert [{name: line[name] for name in METRICS} for line in again] == [
+        {name: line[name] for name in METRICS} for line in first
     ]
     assert yaml.safe_load(written.read_text()) == settings
 
@@ -163,6 +166,24 @@ def test_each_run_has_a_folder_of_its_own(recipe: Recipe, capsys: pytest.Capture
     assert len(folders) == 2
     printed = capsys.readouterr().out
     assert [folder for folder in folders if f"Results are in {folder}\n" not in printed] == []
+
+
+def test_a_profile_is_a_trace_of_every_rank(tmp_path: Path) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launcher, str(RECIPE), *FAKE, "--epochs", "3", "--profile", "--output-dir", "out"]
+    job = run_job(command, tmp_path)
+    assert job.code == 0, job.output
+    for rank in range(2):
+        events = json.loads((tmp_path / "out" / f"trace-rank{rank}.json").read_text())["traceEvents"]
+        names = [str(event["name"]) for event in events]
+        assert names.count("Optimizer.step#SGD.step") == 4
+        assert "gloo:all_reduce" in names
+
+
+def test_a_run_too_short_to_be_profiled_says_so(recipe: Recipe, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe(*FAKE, "--max-steps", "2", "--profile")
+    assert "nothing was profiled: the run took no more than 4 steps" in capsys.readouterr().out
+    assert not list(recipe.output.glob("trace*"))
 
 
 # --------------------------------------------------------------------------------------------- what its flags do
@@ -205,7 +226,16 @@ def test_pretrained_layers_of_another_shape_are_left_out_and_frozen_ones_stay(
     backbone = [name for name in weights if not name.startswith("fc.")]
     assert [name for name in backbone if not torch.equal(recipe.weights[name], weights[name])] == []
     first = recipe.weights
-    recipe(*FAKE, "--epochs", "2", "--pretrained", str(recipe.output / "model.pt"), "--freeze-backbone")
+    recipe(
+        *FAKE,
+        "--epochs",
+        "2",
+        "--pretrained",
+        str(recipe.output / "model.pt"),
+        "--freeze-backbone",
+        "--resume",
+        "never",
+    )
     assert not torch.equal(recipe.weights["fc.weight"], first["fc.weight"])
 
 

@@ -1,0 +1,174 @@
+"""What a run may continue from, and where it may save: found out before the first step, with a reason."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import unitrain
+from unitrain import CheckpointError
+from unitrain.checkpoint import Checkpoint, storage
+from unitrain.checkpoint.snapshot import snapshot
+
+
+def steps_in(folder: Path) -> list[int]:
+    return [storage.step_of(path) for path in storage.found(folder)]
+
+
+class Run:
+    """A small run that saves after every step."""
+
+    def __init__(self, folder: Path, config: dict[str, Any] | None = None, **settings: Any) -> None:
+        self.strategy = unitrain.init(backend="single", **settings)
+        self.model = nn.Linear(2, 1)
+        model, optimizer = self.strategy.prepare(self.model, torch.optim.SGD(self.model.parameters(), lr=0.1))
+        self.model, self.optimizer = model, optimizer
+        self.checkpoint: Checkpoint = self.strategy.checkpoint(folder, config=config, background=False, model=model)
+
+    def train(self, steps: int) -> Run:
+        for _ in range(steps):
+            self.strategy.step(self.model(torch.ones(1, 2)).sum(), self.optimizer)
+            self.checkpoint.save()
+        return self
+
+    def close(self) -> None:
+        self.strategy.close()
+
+
+def test_other_settings_are_listed_and_refused_unless_forced(tmp_path: Path) -> None:
+    Run(tmp_path, {"lr": 0.1, "epochs": 3}).train(1).close()
+    run = Run(tmp_path, {"lr": 0.2, "momentum": 0.9, "epochs": 3}, clip_norm=1.0, timeout_s=5)
+    before = run.model.weight.clone()
+    said = r"clip_norm was None and is 1\.0; lr was 0\.1 and is 0\.2; momentum was None and is 0\.9\. Continue with"
+    with pytest.raises(CheckpointError, match=said):
+        run.checkpoint.resume()
+    assert torch.equal(run.model.weight, before)
+    assert run.strategy.steps == 0
+    assert run.checkpoint.resume(force=True)
+    assert run.strategy.steps == 1
+
+
+def test_a_run_of_its_own_does_not_save_among_another_s_checkpoints(tmp_path: Path) -> None:
+    Run(tmp_path).train(2).close()
+    run = Run(tmp_path)
+    with pytest.raises(
+        CheckpointError, match=r"holds checkpoints of another run, up to step-0000000002: resume\(\) it"
+    ):
+        run.train(1)
+    assert steps_in(tmp_path) == [2, 1]
+    run.checkpoint.discard()
+    run.train(1)
+    assert steps_in(tmp_path) == [2], "it was at its first step when the save was refused"
+
+
+def test_an_older_checkpoint_begins_a_branch_and_the_other_ends(tmp_path: Path) -> None:
+    first = Run(tmp_path).train(3)
+    weight = first.model.weight.clone()
+    first.close()
+    run = Run(tmp_path)
+    assert run.checkpoint.resume(tmp_path / "step-0000000002")
+    assert not torch.equal(run.model.weight, weight)
+    assert steps_in(tmp_path) == [3, 2, 1], "nothing is removed before there is something new"
+    run.train(1)
+    assert torch.equal(run.model.weight, weight)
+    assert steps_in(tmp_path) == [3, 2, 1]
+    run.close()
+    with pytest.raises(CheckpointError, match=r"step-0000000009/manifest.json: FileNotFoundError"):
+        Run(tmp_path).checkpoint.resume(tmp_path / "step-0000000009")
+
+
+def test_a_checkpoint_that_was_set_aside_comes_back(tmp_path: Path) -> None:
+    """A step was about to be saved again, and the process was killed between two renames."""
+    Run(tmp_path).train(1).close()
+    os.rename(tmp_path / "step-0000000001", tmp_path / ".step-0000000001.aside.tmp")
+    run = Run(tmp_path)
+    assert run.checkpoint.resume()
+    assert run.strategy.steps == 1
+
+
+def stop_within_an_evaluation(folder: str) -> tuple[int, int, int]:
+    """Return the code, the batches evaluated until then, and the steps that were saved."""
+    strategy = unitrain.init(timeout_s=60)
+    data = TensorDataset(torch.ones(4096, 2))
+    model = nn.Linear(2, 1)
+    model, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    train = strategy.dataloader(data, global_batch_size=2048)
+    test = strategy.dataloader(data, batch_size=1)
+    strategy.checkpoint(folder, model=model, optimizer=optimizer, loader=train)
+    for (inputs,) in train:
+        strategy.step(model(inputs).sum() * 0, optimizer)
+    batches = code = 0
+    try:
+        with strategy.evaluation(model):
+            for (_,) in test:
+                if batches == 3 and strategy.rank == 1:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                strategy.barrier()  # as fast as the slowest, so that the end does not come before the stop
+                batches += 1
+    except unitrain.Stopped as stopped:
+        code = int(stopped.code or 0)
+    strategy.close()
+    return code, batches, steps_in(Path(folder))[0]
+
+
+def test_an_evaluation_is_stopped_on_all_ranks_at_one_batch(tmp_path: Path) -> None:
+    first, second = run_ranks(stop_within_an_evaluation, str(tmp_path))
+    assert first == second
+    code, batches, step = first
+    assert (code, step) == (143, 2)
+    assert 3 < batches < 2048
+
+
+def begin(folder: str, rows: int) -> None:
+    with unitrain.init(timeout_s=60) as strategy:
+        strategy.checkpoint(folder, model=nn.Linear(1024, rows))
+
+
+def test_a_folder_that_can_not_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(
+        CheckpointError, match=rf"checkpoints can't be written to {tmp_path}/file/run: .*Not a directory"
+    ):
+        run_ranks(begin, str(tmp_path / "file" / "run"), 1)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small file system")
+def test_a_disk_with_too_little_space(tmp_path: Path) -> None:
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(tmp_path)], check=True)
+    try:
+        said = (
+            rf"can't be written to {tmp_path}: one takes 4198400 bytes or more, and \d{{7}} bytes are free\. Make room"
+        )
+        with pytest.raises(CheckpointError, match=said):
+            run_ranks(begin, str(tmp_path), 1024)
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_a_snapshot_is_a_copy_and_uses_the_memory_of_the_one_before() -> None:
+    state: dict[str, Any] = {
+        "weight": torch.arange(3.0),
+        "groups": [{"lr": 0.1, "params": [0, 1]}],
+        "pair": (torch.ones(2), "text"),
+    }
+    first = snapshot(state)
+    state["weight"].add_(1)
+    state["groups"][0]["lr"] = 0.2
+    assert first["weight"].tolist() == [0, 1, 2]
+    assert first["groups"] == [{"lr": 0.1, "params": [0, 1]}]
+    second = snapshot({**state, "new": torch.zeros(1)}, first)
+    assert second["weight"].tolist() == [1, 2, 3]
+    assert second["weight"].data_ptr() == first["weight"].data_ptr() != state["weight"].data_ptr()
+    assert second["groups"][0]["lr"] == 0.2
+    assert second["pair"][1] == "text"
+    other = snapshot({"weight": torch.ones(4)}, second)
+    assert other["weight"].tolist() == [1, 1, 1, 1]
