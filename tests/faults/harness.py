@@ -1,0 +1,226 @@
+"""Real jobs that meet with a fault: how they are started, and how each is judged."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from jobs import Job, run_job
+
+from unitrain.machine.toolchain import find_program
+
+PROGRAM = Path(__file__).parent / "program.py"
+STEPS = 40
+HEARTBEAT_S, TIMEOUT_S = 3.0, 8.0
+QUICK = {"UNITRAIN_HEARTBEAT_TIMEOUT_S": str(HEARTBEAT_S), "UNITRAIN_TIMEOUT_S": str(TIMEOUT_S)}
+_HAS_HOROVOD = find_spec("horovod") is not None
+
+
+@dataclass(frozen=True)
+class World:
+    """A launcher and a backend."""
+
+    launcher: str
+    backend: str
+
+    def __str__(self) -> str:
+        return f"{self.launcher}-{self.backend}"
+
+    def command(self, ranks: int, *arguments: str) -> list[str]:
+        """Return what starts the program."""
+        script = [str(PROGRAM), *arguments]
+        count = str(ranks)
+        starts: dict[str, list[str]] = {
+            "plain": [sys.executable, str(Path(__file__).parent / "by_hand.py"), count],
+            "torchrun": ["torchrun", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", count],
+            "mpirun": ["mpirun", "--oversubscribe", "-np", count, sys.executable],
+            "horovodrun": ["horovodrun", "--gloo", "-np", count, sys.executable],
+        }
+        return [*starts[self.launcher], *script]
+
+    @property
+    def missing(self) -> str:
+        """What keeps it from running here; nothing, where nothing does."""
+        if "horovod" in (self.backend, self.launcher[:7]) and not _HAS_HOROVOD:
+            return "horovod is not installed"
+        return "mpirun is not installed" if self.launcher == "mpirun" and find_program("mpirun") is None else ""
+
+
+ONE = World("plain", "auto")
+PLAIN, TORCHRUN = World("plain", "ddp"), World("torchrun", "ddp")
+MPIRUN, HOROVODRUN = World("mpirun", "horovod"), World("horovodrun", "horovod")
+MPIRUN_DDP = World("mpirun", "ddp")
+
+
+def worlds(*quick: World, soak: Sequence[World] = ()) -> pytest.MarkDecorator:
+    """Parametrise a test by worlds: those of every run of the tests, and those of ``make soak`` only.
+
+    One that can't run here is skipped, and says why.
+    """
+    return pytest.mark.parametrize(
+        "world",
+        [
+            pytest.param(
+                one,
+                id=str(one),
+                marks=[
+                    pytest.mark.skipif(bool(one.missing), reason=one.missing),
+                    *([pytest.mark.soak] if one in soak else []),
+                ],
+            )
+            for one in (*quick, *soak)
+        ],
+    )
+
+
+@dataclass(frozen=True)
+class End:
+    """How a job that met with a fault ended."""
+
+    job: Job
+    seconds: float
+    """From the fault to the end of the job."""
+    world: World
+    fault: str
+
+    def said(self, rank: int) -> str:
+        """Return the one line that a surviving rank says."""
+        found = self._lines(rf"unitrain: rank {rank} on \S+ \(pid \d+\): stopped because (.*)")
+        assert len(found) == 1, self.job.output
+        return found[0]
+
+    def note(self, file: Path) -> None:
+        """Append a line for the report."""
+        found = self._lines(r"unitrain: (.*stopped because .*|stopped by .*|a second .*)")
+        said = re.sub(r" on \S+ \(pid \d+\)", "", found[0]).split(". Rank")[0].split('", line')[0] if found else ""
+        said = re.sub(r"/\S+/checkpoints", "FOLDER", said)
+        row = {
+            "fault": self.fault,
+            "world": str(self.world),
+            "seconds": self.seconds,
+            "code": self.job.code,
+            "said": said,
+        }
+        with file.open("a") as lines:
+            lines.write(json.dumps(row) + "\n")
+
+    def _lines(self, pattern: str) -> list[str]:
+        return [str(found) for found in re.findall(pattern, self.job.output)]
+
+
+def run(
+    world: World,
+    folder: Path,
+    *,
+    steps: int = STEPS,
+    fault: str = "none:0:0",
+    ranks: int = 2,
+    pause: float = 0.0,
+    environ: Mapping[str, str] | None = None,
+    meanwhile: Callable[[subprocess.Popen[bytes]], object] = lambda process: None,
+) -> End:
+    """Train for so many steps in all, and meet with a fault (KIND:RANK:STEP) on the way."""
+    (folder / "fault").unlink(missing_ok=True)
+    job = run_job(
+        world.command(ranks, str(folder), str(steps), fault),
+        folder,
+        environ={**QUICK, "UNITRAIN_BACKEND": world.backend, "TESTS_PAUSE": str(pause), **(environ or {})},
+        deadline=100,
+        meanwhile=meanwhile,
+    )
+    assert job.left == (), f"it left processes: {job.left}\n{job.output}"
+    happened = (folder / "fault").read_text() if (folder / "fault").exists() else ""
+    what = "signals from outside" if fault.startswith("none") else fault
+    end = End(job, job.ended - float(happened) if happened else 0.0, world, what)
+    if happened and "TESTS_ENDS" in os.environ:
+        end.note(Path(os.environ["TESTS_ENDS"]))
+    return end
+
+
+def when_step(folder: Path, step: int, action: Callable[[subprocess.Popen[bytes]], object]) -> Callable[[Any], None]:
+    """Return what waits until the job has come to a step, and then acts on it."""
+
+    def act(process: subprocess.Popen[bytes]) -> None:
+        deadline = time.monotonic() + 60
+        while not any(note["step"] >= step for note in notes(folder)):
+            assert process.poll() is None, "it ended before"
+            assert time.monotonic() < deadline, f"it never came to step {step}"
+            time.sleep(0.02)
+        (folder / "fault").write_text(str(time.time()))
+        action(process)
+
+    return act
+
+
+def ranks_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """Return the processes of a job that train, by rank."""
+    found = {}
+    for child in psutil.Process(process.pid).children(recursive=True):
+        command = child.cmdline()
+        if len(command) > 1 and command[1] == str(PROGRAM):
+            environ = child.environ()
+            names = ("RANK", "OMPI_COMM_WORLD_RANK", "HOROVOD_RANK")
+            found[int(next(environ[name] for name in names if name in environ))] = child
+    return [found[rank] for rank in sorted(found)]
+
+
+def notes(folder: Path) -> list[dict[str, Any]]:
+    """Return what counted: of a step that was made again after a failure, what was noted last."""
+    by_step: dict[int, tuple[int, list[dict[str, Any]]]] = {}
+    for file in sorted(folder.glob("*.notes"), key=lambda file: int(file.name.split(".")[0])):
+        part = int(file.name.split(".")[0])
+        for line in file.read_text().splitlines():
+            if not line.endswith("}"):
+                continue  # it was killed within a line
+            note = json.loads(line)
+            if note["step"] not in by_step or by_step[note["step"]][0] < part:
+                by_step[note["step"]] = (part, [])
+            by_step[note["step"]][1].append(note)
+    return [note for _, (_, made) in sorted(by_step.items()) for note in made]
+
+
+def losses(folder: Path) -> list[float]:
+    """Return each step's loss: the mean over all its samples, of all ranks and micro-batches."""
+    total: dict[int, float] = defaultdict(float)
+    count: dict[int, int] = defaultdict(int)
+    for note in notes(folder):
+        total[note["step"]] += note["loss"]
+        count[note["step"]] += len(note["ids"])
+    return [total[step] / count[step] for step in sorted(total)]
+
+
+def samples(folder: Path) -> list[tuple[int, int]]:
+    """Return every sample seen, as (epoch, sample), in order."""
+    return sorted((note["epoch"], sample) for note in notes(folder) for sample in note["ids"])
+
+
+@pytest.fixture(scope="session")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a run that nothing happened to, on one process."""
+    folder = tmp_path_factory.mktemp("alone")
+    end = run(ONE, folder, ranks=1)
+    assert end.job.code == 0, end.job.output
+    return folder
+
+
+def assert_same_training(folder: Path, alone: Path) -> None:
+    """Assert that the parts of a run are, together, the run that nothing happened to."""
+    assert samples(folder) == samples(alone), "each sample once an epoch"
+    assert losses(folder) == pytest.approx(losses(alone), rel=0, abs=1e-9)
+
+
+def saved(folder: Path) -> list[str]:
+    """Return the names in the folder of checkpoints."""
+    return sorted(os.listdir(folder / "checkpoints"))

@@ -1,0 +1,101 @@
+"""Train a small model for a number of steps, and meet with a fault on the way: what the fault tests put on trial.
+
+    python program.py FOLDER STEPS [KIND:RANK:STEP]
+
+It is written as a user would write it, but for its notes (a line for each micro-batch of each rank) and its fault.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+import unitrain
+
+SAMPLES, GLOBAL_BATCH, EPOCHS = 101, 12, 8
+
+
+class Noisy(Dataset[tuple[int, Tensor, Tensor]]):
+    """Sample i is a point, with new noise each time."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[int, Tensor, Tensor]:
+        x = torch.linspace(-1, 1, SAMPLES, dtype=torch.float64)[index]
+        inputs = torch.stack([x, x**2, x**3]) + 0.1 * torch.randn(3, dtype=torch.float64)
+        return index, inputs, torch.sin(3 * x).reshape(1)
+
+
+def _spin() -> None:
+    while True:
+        pass
+
+
+# What a rank can do to the others. Those that return go on training.
+FAULTS: dict[str, Callable[[], object]] = {
+    "none": lambda: None,
+    "raise": lambda: os.environ["A USER'S MISTAKE"],
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "spin": _spin,
+    "hold-gil": lambda: ctypes.PyDLL(None).sleep(1000),
+    "exit": lambda: sys.exit(0),
+    "os-exit": lambda: os._exit(0),
+    "segfault": lambda: ctypes.string_at(0),
+    "term": lambda: os.kill(os.getpid(), signal.SIGTERM),
+    "int": lambda: os.kill(os.getpid(), signal.SIGINT),
+    "usr1": lambda: os.kill(os.getpid(), signal.SIGUSR1),
+    "extra-collective": lambda: unitrain.init.__globals__["_current"].barrier(),
+}
+
+
+def main(folder: Path, last_step: int, kind: str, rank: int, at: int) -> None:
+    pause, workers = float(os.environ.get("TESTS_PAUSE", "0")), int(os.environ.get("TESTS_WORKERS", "0"))
+    strategy = unitrain.init(precision="fp64", accumulate=2, seed=7)
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+    model, optimizer = strategy.prepare(model, optimizer)
+    loader = strategy.dataloader(Noisy(), global_batch_size=GLOBAL_BATCH, shuffle=True, num_workers=workers)
+    checkpoint = strategy.checkpoint(folder / "checkpoints", model=model, optimizer=optimizer, loader=loader)
+    checkpoint.resume()
+    strategy.print(f"began after step {strategy.steps}")
+    with (folder / f"{strategy.steps}.{strategy.rank}.notes").open("w") as notes:
+        for epoch in loader.epochs(EPOCHS):
+            for ids, inputs, targets in loader:
+                loss = nn.functional.mse_loss(model(inputs), targets)
+                note = {"epoch": epoch, "step": strategy.steps, "ids": ids.tolist(), "loss": loss.item() * len(ids)}
+                if len(ids):
+                    notes.write(json.dumps(note) + "\n")
+                    notes.flush()
+                before = strategy.steps
+                strategy.step(loss, optimizer)
+                if strategy.steps > before:
+                    time.sleep(pause)
+                    if strategy.rank == rank and strategy.steps == at:
+                        (folder / "fault").write_text(str(time.time()))
+                        FAULTS[kind]()
+                    if strategy.steps % 5 == 0:
+                        checkpoint.save()
+                if strategy.steps == last_step:
+                    break
+            if strategy.steps == last_step:
+                break
+    checkpoint.save()
+    strategy.close()
+
+
+if __name__ == "__main__":
+    kind, rank, at = (sys.argv[3] if len(sys.argv) > 3 else "none:0:0").split(":")
+    main(Path(sys.argv[1]), int(sys.argv[2]), kind, int(rank), int(at))

@@ -1,0 +1,97 @@
+"""A rank that fails, dies, freezes or leaves ends the job: soon, under every launcher, and it is the one named."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from harness import HEARTBEAT_S, HOROVODRUN, MPIRUN, MPIRUN_DDP, PLAIN, TIMEOUT_S, TORCHRUN, World, run, worlds
+
+pytestmark = pytest.mark.launcher
+# What a launcher takes to end, and a busy machine to schedule all of that.
+SLACK_S = 5.0
+
+
+@worlds(PLAIN, TORCHRUN, MPIRUN, HOROVODRUN, soak=[MPIRUN_DDP])
+def test_killed(world: World, tmp_path: Path) -> None:
+    end = run(world, tmp_path, fault="kill:1:7")
+    assert end.job.code != 0
+    assert end.seconds < SLACK_S
+    assert re.fullmatch(r"rank 1 on \S+ \(pid \d+\) ended without a word: it was killed, .*", end.said(0))
+    assert "Traceback" not in end.job.stderr.split("stopped because")[0]
+
+
+@worlds(PLAIN, soak=[TORCHRUN, MPIRUN, MPIRUN_DDP, HOROVODRUN])
+def test_rank_0_killed(world: World, tmp_path: Path) -> None:
+    """Rank 0 has the hub."""
+    end = run(world, tmp_path, fault="kill:0:7", ranks=3)
+    assert end.job.code != 0
+    assert end.seconds < SLACK_S
+    said = re.findall(r"rank \d on \S+ \(pid \d+\): stopped because rank 0 on \S+ \(pid \d+\) ended", end.job.output)
+    assert said, end.job.output
+
+
+@worlds(PLAIN, MPIRUN, soak=[TORCHRUN, MPIRUN_DDP, HOROVODRUN])
+def test_frozen(world: World, tmp_path: Path) -> None:
+    end = run(world, tmp_path, fault="stop:1:7")
+    assert end.job.code != 0
+    assert end.seconds < HEARTBEAT_S + SLACK_S
+    assert re.match(r"rank 1 on \S+ \(pid \d+\) gave no sign of life for \d s; it was in .* after step \d", end.said(0))
+
+
+@worlds(PLAIN, soak=[TORCHRUN, MPIRUN, MPIRUN_DDP, HOROVODRUN])
+def test_an_error_of_the_users(world: World, tmp_path: Path) -> None:
+    end = run(world, tmp_path, fault="raise:1:7")
+    assert end.job.code != 0
+    assert end.seconds < SLACK_S
+    assert re.match(r"rank 1 on \S+ \(pid \d+\): KeyError: \"A USER'S MISTAKE\"", end.said(0))
+    assert len(re.findall(r"unitrain: rank 1 of 2 on .* failed: KeyError: \"A USER'S MISTAKE\"", end.job.output)) == 1
+    assert len(re.findall("FAULTS\\[kind\\]\\(\\)", end.job.output)) == 1, "the user's traceback, once"
+
+
+@worlds(PLAIN, soak=[TORCHRUN, MPIRUN, MPIRUN_DDP, HOROVODRUN])
+def test_holding_the_gil(world: World, tmp_path: Path) -> None:
+    """No thread of the process can say where it is, but the interpreter's handler of fatal signals can."""
+    end = run(world, tmp_path, fault="hold-gil:1:7")
+    assert end.job.code != 0
+    assert end.seconds < HEARTBEAT_S + SLACK_S
+    assert re.match(r"rank 1 on \S+ \(pid \d+\) gave no sign of life", end.said(0))
+    assert re.search(r"program.py\", line \d+ in <lambda>", end.job.output), "the stack of the frozen rank"
+
+
+@worlds(soak=[PLAIN, TORCHRUN, MPIRUN, MPIRUN_DDP, HOROVODRUN])
+def test_endless_loop(world: World, tmp_path: Path) -> None:
+    end = run(world, tmp_path, fault="spin:1:7")
+    assert end.job.code != 0
+    assert end.seconds < TIMEOUT_S + 5 + 2 * SLACK_S
+    assert re.match(r"rank 1 on \S+ \(pid \d+\) did not come where rank 0 waited for it", end.said(0))
+    assert re.search(r"program.py\", line \d+ in _spin", end.job.output), "the stack of the rank that hangs"
+
+
+@worlds(PLAIN, soak=[TORCHRUN, MPIRUN, MPIRUN_DDP, HOROVODRUN])
+def test_leaving_early(world: World, tmp_path: Path) -> None:
+    """A rank that ends with status 0 while the others train is a failure too."""
+    end = run(world, tmp_path, fault="exit:1:7")
+    assert end.job.code != 0
+    assert end.seconds < 3 + SLACK_S
+    assert re.match(r"rank 1 on \S+ \(pid \d+\) came to its end after step 7", end.said(0))
+
+
+@worlds(PLAIN, soak=[TORCHRUN, MPIRUN, MPIRUN_DDP, HOROVODRUN])
+@pytest.mark.parametrize("kind", ["os-exit", pytest.param("segfault", marks=pytest.mark.soak)])
+def test_leaving_at_once(world: World, kind: str, tmp_path: Path) -> None:
+    end = run(world, tmp_path, fault=f"{kind}:1:7")
+    assert end.job.code != 0
+    assert end.seconds < SLACK_S
+    assert re.match(r"rank 1 on \S+ \(pid \d+\) ended without a word", end.said(0))
+    assert kind == "os-exit" or "Fatal Python error: Segmentation fault" in end.job.output
+
+
+@worlds(soak=[PLAIN, TORCHRUN, MPIRUN_DDP])
+def test_a_collective_that_only_one_calls(world: World, tmp_path: Path) -> None:
+    end = run(world, tmp_path, fault="extra-collective:1:7")
+    assert end.job.code != 0
+    assert end.seconds < TIMEOUT_S + 5 + 2 * SLACK_S
+    where = r"rank 1 on \S+ \(pid \d+\) is in barrier after step 7|rank 0 on \S+ \(pid \d+\) is in step after step 7"
+    assert re.search(where, end.job.output), end.job.output
