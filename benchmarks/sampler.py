@@ -1,7 +1,6 @@
 """What it costs to start an epoch and to seek in it, beside torch's DistributedSampler.
 
     python benchmarks/sampler.py
-    python benchmarks/sampler.py --sizes 1000000 --rounds 1 --output results
 
 One rank of 8 asks for batches of 256 indices of a shuffled epoch. Each figure is measured in a process of its own: the
 time is the thread's CPU time, so that other work on the machine counts little, and the memory what the process's peak
@@ -10,30 +9,30 @@ rose by. DistributedSampler can't seek; what it is timed at is the way that is l
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import platform
 import resource
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from itertools import islice
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DistributedSampler
 
+from shared.processes import ALONE, in_processes
+from shared.report import Found, run, table
 from unitrain.data.map_style import requests
 from unitrain.data.order import Shuffled
 from unitrain.data.sample_seeding import generators_restored, seed_generators
 from unitrain.data.samplers import OwnOrder
 from unitrain.data.sharding import EpochPlan
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SIZES, ROUNDS = (10**6, 10**7, 10**8, 10**9), 2
+SHORT_SIZES, SHORT_ROUNDS = (10**5,), 1
 RANK, WORLD, BATCH = 3, 8, 256
 SOUGHT = 0.75
 # Its list of all indices takes 46 bytes each at its peak; 10^9 of them would be 46 GB.
@@ -64,7 +63,7 @@ def batches(kind: str, samples: int, sought: bool) -> Iterator[list[int]]:
     return (request.samples for request in requests(OwnOrder(plan, shuffle=True).epoch(0, 0, start), None, 0))
 
 
-def measure(kind: str, samples: int, what: str) -> dict[str, float]:
+def measure_one(kind: str, samples: int, what: str) -> dict[str, float]:
     """Measure one figure, in this process."""
     torch.set_num_threads(1)
     next(batches(kind, 1000, False))  # imports and first calls
@@ -115,78 +114,55 @@ def seeding() -> dict[str, float]:
     return {"sample_us": sample, "batch_us": batch, "sample_of_32_us": sample + batch / 32}
 
 
-def in_a_process(kind: str, samples: int, what: str) -> dict[str, float]:
-    command = [sys.executable, __file__, "--one", kind, str(samples), what]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise SystemExit(done.stderr)
-    figures: dict[str, float] = json.loads(done.stdout)
-    return figures
-
-
-def compare(sizes: list[int], rounds: int) -> dict[str, Any]:
-    """Return every figure's median over the rounds, in which the two take turns."""
+def measure(short: bool) -> Found:
+    sizes, rounds = (SHORT_SIZES, SHORT_ROUNDS) if short else (SIZES, ROUNDS)
     rows = []
     for samples in sizes:
         for what in FIGURES:
             kinds = KINDS if samples <= LARGEST_FOR_TORCH else KINDS[:1]
-            times: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
+            runs: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
             for _ in range(rounds):
                 for kind in kinds:
-                    times[kind].append(in_a_process(kind, samples, what))
-            for kind, runs in times.items():
-                medians = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+                    runs[kind].append(in_processes(ALONE, measure_one, kind=kind, samples=samples, what=what))
+            for kind, found in runs.items():
+                medians = {name: statistics.median(one[name] for one in found) for name in found[0]}
                 rows.append({"kind": kind, "samples": samples, "what": what, **medians})
-                print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     return {
         "rows": rows,
         "order_per_second": {str(samples): order_pace(samples) for samples in sizes},
         "sample_seeding": seeding(),
         "rounds": rounds,
-        "batch": BATCH,
-        "rank": f"{RANK} of {WORLD}",
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
-        "torch": torch.__version__,
-        "numpy": np.__version__,
     }
 
 
-def table(found: dict[str, Any]) -> str:
-    """Return the figures as Markdown."""
-    lines = [
-        f"One rank ({found['rank']}), batches of {found['batch']}, shuffled; CPU time, median of {found['rounds']}; "
-        f"torch {found['torch']}; {found['machine']}.",
-        "",
-        "| samples | | unitrain | torch DistributedSampler | torch / unitrain |",
-        "|---|---|---|---|---|",
-    ]
+def tables(found: Found) -> str:
     by_key = {(row["samples"], row["what"], row["kind"]): row for row in found["rows"]}
+    rows = []
     for samples in dict.fromkeys(row["samples"] for row in found["rows"]):
         for what, figures in FIGURES.items():
             ours, theirs = by_key[samples, what, "unitrain"], by_key.get((samples, what, "torch"))
             for name, shown in figures.items():
                 other = "not run: 46 bytes a sample" if theirs is None else shown.format(theirs[name])
                 ratio = "" if theirs is None or not ours[name] else f"{theirs[name] / ours[name]:.3g}"
-                lines.append(f"| {samples:.0e} | {what}, {name} | {shown.format(ours[name])} | {other} | {ratio} |")
+                rows.append([f"{samples:.0e}", f"{what}, {name}", shown.format(ours[name]), other, ratio])
     paces = ", ".join(f"{float(samples):.0e}: {pace:.3g}" for samples, pace in found["order_per_second"].items())
     cost = found["sample_seeding"]
-    lines += [
-        "",
-        f"The order alone, in arrays, indices a second by samples: {paces}.",
-        "",
-        f"sample_seeding: {cost['sample_us']:.1f} µs a sample; without workers also {cost['batch_us']:.0f} µs a batch, "
-        f"so {cost['sample_of_32_us']:.1f} µs a sample in batches of 32.",
-    ]
-    return "\n".join(lines) + "\n"
+    return "\n".join(
+        [
+            f"One rank ({RANK} of {WORLD}), batches of {BATCH}, shuffled; CPU time, median of {found['rounds']}.",
+            "",
+            table(["samples", "", "unitrain", "torch DistributedSampler", "torch / unitrain"], rows),
+            f"The order alone, in arrays, indices a second by samples: {paces}.",
+            "",
+            f"sample_seeding: {cost['sample_us']:.1f} µs a sample; without workers also {cost['batch_us']:.0f} µs a "
+            f"batch, so {cost['sample_of_32_us']:.1f} µs a sample in batches of 32.",
+        ]
+    )
 
 
-def plot(found: dict[str, Any], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+def plot(found: Found, figure: Figure) -> None:
+    figure.set_size_inches(10, 4)
+    axes = figure.subplots(1, 2)
     for axis, name, label in zip(
         axes, ("seconds", "peak_mb"), ("seconds to the first batch", "peak memory, MB"), strict=True
     ):
@@ -200,28 +176,7 @@ def plot(found: dict[str, Any], path: Path) -> None:
         axis.grid(alpha=0.3)
         axis.legend()
     figure.suptitle("Starting a shuffled epoch, and seeking to three quarters of it, on one rank of 8")
-    figure.savefig(path, dpi=120)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--sizes", type=int, nargs="+", default=[10**6, 10**7, 10**8, 10**9], help="numbers of samples")
-    parser.add_argument("--rounds", type=int, default=3, help="processes for each figure (default: %(default)s)")
-    parser.add_argument("--output", type=Path, help="folder for sampler.json, sampler.md and sampler.png")
-    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.one:
-        kind, samples, what = arguments.one
-        print(json.dumps(measure(kind, int(samples), what)))
-        return
-    found = compare(arguments.sizes, arguments.rounds)
-    print(table(found))
-    if arguments.output:
-        arguments.output.mkdir(parents=True, exist_ok=True)
-        (arguments.output / "sampler.json").write_text(json.dumps(found, indent=1) + "\n")
-        (arguments.output / "sampler.md").write_text(table(found))
-        plot(found, arguments.output / "sampler.png")
 
 
 if __name__ == "__main__":
-    main()
+    run(measure, tables, plot)

@@ -1,124 +1,157 @@
-"""What a training step costs over the loop that one would write by hand for the same backend.
+"""What a training step costs over the loop that one would write by hand, here and in other frameworks.
 
     python benchmarks/step_overhead.py
-    torchrun --nproc-per-node 2 benchmarks/step_overhead.py
-    horovodrun -np 2 python benchmarks/step_overhead.py
 
-Both loops run in the same processes, in turns, so that the machine's moods hit both. The time is the calling thread's
-own on one process, and the clock's on several, where waiting is part of the cost. The hand-written loop does less: it
-looks for no NaN and weighs no uneven batch. Final weights must be equal bit for bit.
+A tiny MLP and ResNet-18, plain and with accumulation, clipping and metrics, on one process and on two under each
+launcher. All loops of a world run in the same processes, in turns. On one process the time is the calling thread's
+own, so that other work on the machine counts little; on several it is the clock's, where waiting is part of the cost.
+
+The loop by hand takes part twice: how far it is from its own copy is the run's spread. It does less than ours: it
+looks for no NaN and weighs no uneven batch. Final weights must be equal bit for bit, for all do the same arithmetic.
+
+Accelerate and Lightning Fabric do not run on Horovod. Composer (mosaicml 0.32.1) is not among the peers, because it
+can't be installed beside this torch: it wants one older than 2.7.1.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
-import statistics
 import time
 from collections.abc import Callable
-from importlib import import_module
-from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import unitrain
+from loops import ACCUMULATE, Loop, by_hand, ours
+from shared import workloads
+from shared.processes import ALONE, GLOO, HOROVOD_GLOO, HOROVOD_MPI, in_processes, startable, world_name
+from shared.report import Found, run, table
+from shared.rounds import alternate, compared, shown_ratio, slower_beyond_spread
+from shared.workloads import Task, bit_equal
 
-ROWS, WIDTH, CLASSES = 32, 64, 10
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
-
-def make() -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, CLASSES))
-    return model, torch.optim.SGD(model.parameters(), lr=0.01)
-
-
-def batch(rank: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(rank)
-    return torch.randn(ROWS, WIDTH, generator=generator), torch.randint(CLASSES, (ROWS,), generator=generator)
-
-
-def by_hand(strategy: unitrain.Strategy) -> tuple[nn.Module, Callable[[Tensor], None]]:
-    """Return the model and the step that one would write for this backend, with its defaults."""
-    model, optimizer = make()
-    if strategy.world_size > 1 and strategy.name == "ddp":
-        model = DistributedDataParallel(model)
-    elif strategy.name == "horovod":
-        hvd: Any = import_module("horovod.torch")
-        optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
-
-    def step(loss: Tensor) -> None:
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-
-    return model, step
+WORLDS = (ALONE, GLOO, HOROVOD_MPI, HOROVOD_GLOO)
+STYLES = ("plain", "full")
+BASE, CONTROL, OURS = "by hand", "by hand, again", "UniTrain"
+# For each task the rounds, and the plain steps of one: on one process, and on two.
+LENGTHS = {"mlp": ((21, 400), (15, 120)), "resnet18": ((7, 4), (9, 3))}
+SHORT = (2, 2)
+SHORT_CASES = ((ALONE, "plain"), (GLOO, "full"), (HOROVOD_GLOO, "full"))
 
 
-def ours(strategy: unitrain.Strategy) -> tuple[nn.Module, Callable[[Tensor], None]]:
-    model, optimizer = strategy.prepare(*make())
+def loops(task: Task, style: str, strategy: unitrain.Strategy) -> dict[str, Loop]:
+    """Return each framework's loop that runs in this world."""
+    hand: Callable[[Task, str], Loop] = getattr(by_hand, style)
+    made = {BASE: hand(task, strategy.name), CONTROL: hand(task, strategy.name)}
+    made[OURS] = getattr(ours, style)(task, strategy)
+    from loops import ignite
 
-    def step(loss: Tensor) -> None:
-        strategy.step(loss, optimizer)
+    made["Ignite"] = getattr(ignite, style)(task)
+    if strategy.name != "horovod":
+        from loops import accelerate, fabric
 
-    return model, step
+        made["Accelerate"] = getattr(accelerate, style)(task)
+        made["Fabric"] = getattr(fabric, style)(task, strategy.world_size)
+    return made
 
 
-def measure(strategy: unitrain.Strategy, rounds: int, steps: int) -> dict[str, Any]:
-    """Return microseconds a step of both loops, in rounds that alternate."""
-    images, labels = batch(strategy.rank)
-    clock = time.thread_time if strategy.world_size == 1 else time.perf_counter
-    loops = {"by hand": by_hand(strategy), "unitrain": ours(strategy)}
-    times: dict[str, list[float]] = {name: [] for name in loops}
-    for round_ in range(rounds + 1):
-        for name, (model, step) in loops.items():
-            strategy.barrier()
-            start = clock()
-            for _ in range(steps):
-                step(nn.functional.cross_entropy(model(images), labels))
-            if round_:  # the first one warms up
-                times[name].append((clock() - start) / steps * 1e6)
-    pairs = list(zip(times["by hand"], times["unitrain"], strict=True))
-    weights = [[p.detach() for p in model.parameters()] for model, _ in loops.values()]
-    quartiles = statistics.quantiles([b / a for a, b in pairs], n=4)
-    return {
-        "backend": strategy.name,
-        "launcher": strategy.launch.launcher,
-        "world_size": strategy.world_size,
-        "by_hand_us": statistics.median(times["by hand"]),
-        "unitrain_us": statistics.median(times["unitrain"]),
-        "over_us": statistics.median(b - a for a, b in pairs),
-        "ratio": statistics.median(b / a for a, b in pairs),
-        "ratio_quartiles": [quartiles[0], quartiles[2]],
-        "weights_bit_equal": all(torch.equal(a, b) for a, b in zip(*weights, strict=True)),
-        "rounds": rounds,
-        "steps": steps,
-        "torch": torch.__version__,
-        "machine": f"{platform.machine()}, {torch.get_num_threads()} thread(s) a process",
+def measure_world(style: str, tasks: list[str], lengths: tuple[int, int] | None = None) -> Found | None:
+    """Measure all loops of one style in this process's world: in so many rounds, of so many steps."""
+    settings: dict[str, Any] = ours.FULL_SETTINGS if style == "full" else {}
+    with unitrain.init(device="cpu", threads_per_process=1, **settings) as strategy:
+        clock = time.thread_time if strategy.world_size == 1 else time.perf_counter
+        found = {}
+        for name in tasks:
+            rounds, steps = LENGTHS[name][strategy.world_size > 1] if lengths is None else lengths
+            steps = max(1, steps // ACCUMULATE) if style == "full" else steps
+            made = loops(getattr(workloads, name)(strategy.rank), style, strategy)
+            ways = {label: partial(loop.run, steps) for label, loop in made.items()}
+            seconds = alternate(ways, rounds, before=strategy.barrier, clock=clock)
+            found[name] = compared(seconds, BASE, steps)
+            for label, loop in made.items():
+                found[name][label]["weights_bit_equal"] = bit_equal(made[BASE].model, loop.model)
+        return found if strategy.is_main else None
+
+
+def measure(short: bool) -> Found:
+    every = [(world, style) for world in startable(*WORLDS) for style in STYLES]
+    cases = []
+    for world, style in [one for one in every if one in SHORT_CASES] if short else every:
+        how = {"tasks": ["mlp"], "lengths": SHORT} if short else {"tasks": list(LENGTHS)}
+        found = in_processes(world, measure_world, style=style, **how)
+        cases += [{"world": world, "style": style, "task": task, "loops": its} for task, its in found.items()]
+    return {"cases": cases}
+
+
+def tables(found: Found) -> str:
+    titles = {
+        ("mlp", "plain"): "Tiny MLP (64-64-10, 32 rows), plain",
+        ("mlp", "full"): "Tiny MLP, accumulation over 4, clipping, metrics",
+        ("resnet18", "plain"): "ResNet-18 (8 images of 32 x 32), plain",
+        ("resnet18", "full"): "ResNet-18, accumulation over 4, clipping, metrics",
     }
+    parts = []
+    for (task, style), title in titles.items():
+        rows = []
+        for case in found["cases"]:
+            if (case["task"], case["style"]) == (task, style):
+                rows += _rows(case)
+        head = [
+            "world",
+            "loop",
+            "µs a step",
+            "over by hand, µs",
+            "ratio (quartiles)",
+            "slower",
+            "weights",
+        ]
+        parts.append(f"**{title}**\n\n{table(head, rows)}")
+    parts.append(
+        "Accelerate and Lightning Fabric do not run on Horovod; Composer (mosaicml 0.32.1) can't be installed beside "
+        "this torch. Slower: by more than the spread, that is, the lower "
+        "quartile is above 1, and above the upper quartile of the loop by hand beside its own copy."
+    )
+    return "\n".join(parts)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=15, help="pairs of rounds (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=1000, help="steps in a round (default: %(default)s)")
-    parser.add_argument("--output", type=Path, help="where to write the figures as JSON")
-    arguments = parser.parse_args()
-    with unitrain.init(device="cpu", threads_per_process=1) as strategy:
-        found = measure(strategy, arguments.rounds, arguments.steps)
-        low, high = found["ratio_quartiles"]
-        strategy.print(
-            f"{found['backend']} x{found['world_size']} ({found['launcher']}), us a step: "
-            f"by hand {found['by_hand_us']:.1f}, unitrain {found['unitrain_us']:.1f}: "
-            f"{found['over_us']:+.1f}, ratio {found['ratio']:.3f} (quartiles {low:.3f} to {high:.3f}); "
-            f"weights {'bit-equal' if found['weights_bit_equal'] else 'DIFFERENT'}"
-        )
-        if arguments.output and strategy.is_main:
-            arguments.output.write_text(json.dumps(found, indent=1) + "\n")
+def _rows(case: Found) -> list[list[str]]:
+    its: dict[str, Found] = case["loops"]
+    rows = []
+    for label, one in its.items():
+        slower = "" if label in (BASE, CONTROL) else "yes" if slower_beyond_spread(one, its[CONTROL]) else "no"
+        rows.append(
+            [
+                world_name(case["world"]), label, f"{one['seconds'] * 1e6:,.1f}", f"{one['over_s'] * 1e6:+,.1f}",
+                shown_ratio(one), slower, "bit-equal" if one["weights_bit_equal"] else "DIFFERENT",
+            ]
+        )  # fmt: skip
+    return rows
+
+
+def plot(found: Found, figure: Figure) -> None:
+    figure.set_size_inches(14, 8)
+    labels = [OURS, "Ignite", "Accelerate", "Fabric", CONTROL]
+    panels = [(task, style) for task in LENGTHS for style in STYLES]
+    for axis, (task, style) in zip(figure.subplots(2, 2).flat, panels, strict=True):
+        cases = [case for case in found["cases"] if (case["task"], case["style"]) == (task, style)]
+        for i, label in enumerate(labels):
+            for place, case in enumerate(cases):
+                if label not in case["loops"]:
+                    continue
+                one = case["loops"][label]
+                low, high = one["ratio_quartiles"]
+                spread = [[max(0, one["ratio"] - low)], [max(0, high - one["ratio"])]]
+                axis.bar(
+                    place + 0.16 * (i - 2), one["ratio"], 0.15, yerr=spread, color=f"C{i}",
+                    label=label if place == 0 else None,
+                )  # fmt: skip
+        axis.axhline(1, color="black", linewidth=0.8)
+        axis.set_xticks(range(len(cases)), [world_name(case["world"]) for case in cases], fontsize=7)
+        axis.set_ylabel("time of a step / by hand")
+        axis.set_title(f"{task}, {style}")
+    figure.axes[0].legend()
 
 
 if __name__ == "__main__":
-    main()
+    run(measure, tables, plot)

@@ -1,7 +1,6 @@
 """What it costs that ranks agree on the end of streams of different lengths, by three ways to agree.
 
-    torchrun --nproc-per-node 2 benchmarks/uneven_streams.py
-    horovodrun -np 2 python benchmarks/uneven_streams.py
+    python benchmarks/uneven_streams.py
 
 - ahead: UniTrain's, one sum for each step, begun before the step before is computed and read after it.
 - before: the same sum, waited for before each step.
@@ -9,21 +8,16 @@
   a rank has left, and so leaves the mean over them wrong; it stands here for its price. Horovod's join costs nothing
   until the end, but has the same fault, and no way to end together.
 
-Each is timed against the same loop without agreement, in rounds that take turns; what is shown are medians of the
-rounds' ratios.
+Each is timed beside the same loop without agreement, in rounds that take turns.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
-import statistics
-import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from pathlib import Path
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -31,11 +25,19 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import unitrain
+from shared.processes import GLOO, HOROVOD_GLOO, HOROVOD_MPI, in_processes, startable, world_name
+from shared.report import Found, run, table
+from shared.rounds import alternate, compared, shown_ratio
 from unitrain.data.agreement import Agreement
 from unitrain.data.sharding import EpochPlan
 from unitrain.data.stream import Piece
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+WORLDS = (GLOO, HOROVOD_MPI, HOROVOD_GLOO)
 ROWS, WIDTH = 32, 256
+LENGTH, SHORT = (15, 200), (2, 3)  # rounds, and the steps of one
 
 
 def model() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -88,51 +90,44 @@ def loops(strategy: unitrain.Strategy) -> dict[str, tuple[Callable[[int], None],
     return made
 
 
-def measure(strategy: unitrain.Strategy, rounds: int, steps: int) -> dict[str, Any]:
-    """Return microseconds a step, and the ratio to the loop without agreement."""
-
-    def seconds(loop: Callable[[int], None]) -> float:
-        strategy.barrier()
-        start = time.perf_counter()
-        loop(steps)
-        return time.perf_counter() - start
-
-    found: dict[str, list[tuple[float, float]]] = {}
-    ways = loops(strategy)
-    for round_ in range(rounds + 1):
-        for name, pair in ways.items():
-            times = (seconds(pair[0]), seconds(pair[1]))
-            if round_:  # the first one warms up
-                found.setdefault(name, []).append(times)
-    return {
-        name: {
-            "us": statistics.median(a for a, _ in times) / steps * 1e6,
-            "without_us": statistics.median(b for _, b in times) / steps * 1e6,
-            "ratio": statistics.median(a / b for a, b in times),
-            "ratio_quartiles": [statistics.quantiles([a / b for a, b in times], n=4)[i] for i in (0, 2)],
-        }
-        for name, times in found.items()
-    }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=15, help="pairs of rounds (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=200, help="steps in a round (default: %(default)s)")
-    parser.add_argument("--output", type=Path, help="where to write the figures as JSON")
-    arguments = parser.parse_args()
+def measure_world(rounds: int, steps: int) -> Found | None:
+    """Measure each way of this world beside its own loop without agreement."""
     with unitrain.init(device="cpu", threads_per_process=1) as strategy:
-        figures = measure(strategy, arguments.rounds, arguments.steps)
-        for name, one in figures.items():
-            low, high = one["ratio_quartiles"]
-            strategy.print(
-                f"{strategy.name} x{strategy.world_size}, {name}: {one['us']:.0f} us a step, {one['without_us']:.0f} "
-                f"without: ratio {one['ratio']:.3f} (quartiles {low:.3f} to {high:.3f})"
-            )
-        if arguments.output and strategy.is_main:
-            about = {"backend": strategy.name, "world_size": strategy.world_size, "torch": torch.__version__}
-            arguments.output.write_text(json.dumps({**about, "ways": figures}, indent=1) + "\n")
+        found = {}
+        for name, (way, without) in loops(strategy).items():
+            pair = {name: partial(way, steps), "without": partial(without, steps)}
+            found[name] = compared(alternate(pair, rounds, before=strategy.barrier), "without", steps)
+        return found if strategy.is_main else None
+
+
+def measure(short: bool) -> Found:
+    rounds, steps = SHORT if short else LENGTH
+    worlds = [GLOO] if short else startable(*WORLDS)
+    return {"worlds": [(world, in_processes(world, measure_world, rounds=rounds, steps=steps)) for world in worlds]}
+
+
+def tables(found: Found) -> str:
+    rows = [
+        [
+            world_name(world), name, f"{one['without']['seconds'] * 1e6:.0f}", f"{one[name]['seconds'] * 1e6:.0f}",
+            shown_ratio(one[name]),
+        ]
+        for world, ways in found["worlds"] for name, one in ways.items()
+    ]  # fmt: skip
+    return table(["world", "way", "without, µs a step", "with, µs a step", "ratio (quartiles)"], rows)
+
+
+def plot(found: Found, figure: Figure) -> None:
+    axis = figure.subplots()
+    for place, (_, ways) in enumerate(found["worlds"]):
+        for i, (name, one) in enumerate(ways.items()):
+            label = name if place == 0 else None
+            axis.bar(place + 0.25 * (i - 1), one[name]["ratio"], 0.2, color=f"C{i}", label=label)
+    axis.axhline(1, color="black", linewidth=0.8)
+    axis.set_xticks(range(len(found["worlds"])), [world_name(world) for world, _ in found["worlds"]], fontsize=7)
+    axis.set_ylabel("time of a step / without agreement")
+    axis.legend()
 
 
 if __name__ == "__main__":
-    main()
+    run(measure, tables, plot)

@@ -1,40 +1,174 @@
-"""The benchmarks run, in a short form, so that they can't rot. What they measure here is not looked at."""
+"""The benchmarks run, in a short form, so that they can't rot. How fast anything is is not looked at here."""
 
 from __future__ import annotations
 
 import json
+import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from jobs import run_job
 
-from unitrain.launching.commands import launch_command, launch_environment
-
-ROOT = Path(__file__).parent.parent
-
-
-@pytest.mark.parametrize(("launcher", "world"), [("python", 1), ("torchrun", 2), ("horovodrun", 2)])
-def test_step_overhead(launcher: str, world: int, tmp_path: Path) -> None:
-    output = tmp_path / "figures.json"
-    script = str(ROOT / "benchmarks" / "step_overhead.py")
-    command = launch_command(launcher, world, [script, "--rounds", "2", "--steps", "5", "--output", str(output)])
-    done = subprocess.run(command, env=launch_environment(), capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    figures = json.loads(output.read_text())
-    assert (figures["launcher"], figures["world_size"]) == (launcher, world)
-    assert figures["weights_bit_equal"], "the loop by hand and ours must train the same model"
-    assert figures["unitrain_us"] > 0
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
+def short(name: str, folder: Path) -> dict[str, Any]:
+    """Run a benchmark's short form, and return what it found."""
+    job = run_job(
+        [sys.executable, str(BENCHMARKS / f"{name}.py"), "--short", "--output", str(folder)], folder, deadline=280
+    )
+    assert job.code == 0, job.output
+    assert not job.left
+    assert (folder / f"{name}.png").stat().st_size > 0
+    text = (folder / f"{name}.md").read_text()
+    assert text.startswith(f"`python benchmarks/{name}.py`")
+    assert "| --- |" in text
+    found: dict[str, Any] = json.loads((folder / f"{name}.json").read_text())
+    assert found["versions"]["torch"]
+    assert found["machine"]["cores"] > 0
+    return found
+
+
+@pytest.mark.launcher
+def test_step_overhead(tmp_path: Path) -> None:
+    found = short("step_overhead", tmp_path)
+    loops = {case["world"][0]: case["loops"] for case in found["cases"]}
+    assert {"Accelerate", "Fabric"} <= set(loops["python"])
+    assert set(loops["torchrun"]) == set(loops["python"])
+    assert set(loops["horovodrun"]) == set(loops["python"]) - {"Accelerate", "Fabric"}
+    for its in loops.values():
+        assert {"by hand", "UniTrain", "Ignite"} <= set(its)
+        assert all(one["weights_bit_equal"] for one in its.values()), "all loops must train the same model"
+
+
+@pytest.mark.soak
 def test_sampler(tmp_path: Path) -> None:
-    script = str(ROOT / "benchmarks" / "sampler.py")
-    command = [sys.executable, script, "--sizes", "100000", "--rounds", "1", "--output", str(tmp_path)]
-    done = subprocess.run(command, env=launch_environment(), capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    figures = json.loads((tmp_path / "sampler.json").read_text())
-    assert {(row["kind"], row["what"]) for row in figures["rows"]} == {
+    found = short("sampler", tmp_path)
+    assert {(row["kind"], row["what"]) for row in found["rows"]} == {
         (kind, what) for kind in ("unitrain", "torch") for what in ("start", "seek")
     }
-    assert "| 1e+05 | start, seconds |" in (tmp_path / "sampler.md").read_text()
-    assert (tmp_path / "sampler.png").stat().st_size > 0
+
+
+@pytest.mark.launcher
+@pytest.mark.soak
+def test_uneven_streams(tmp_path: Path) -> None:
+    [(world, ways)] = short("uneven_streams", tmp_path)["worlds"]
+    assert world == ["torchrun", 2]
+    assert set(ways) == {"ahead", "before", "join"}
+
+
+@pytest.mark.launcher
+@pytest.mark.soak
+def test_all_reduce(tmp_path: Path) -> None:
+    worlds = short("all_reduce", tmp_path)["worlds"]
+    assert [world[0] for world, _ in worlds] == ["torchrun", "mpirun", "horovodrun"]
+    for _, sizes in worlds:
+        for ways in sizes.values():
+            assert set(ways) == {"backend", "transport alone", "memory copy"}
+
+
+@pytest.mark.launcher
+@pytest.mark.soak
+def test_gradient_averaging(tmp_path: Path) -> None:
+    for case in short("gradient_averaging", tmp_path)["cases"]:
+        trained = [one["weights_bit_equal"] for one in case["ways"].values() if "weights_bit_equal" in one]
+        assert trained == [True] * (4 if case["world"][0] == "torchrun" else 3)
+
+
+@pytest.mark.launcher
+@pytest.mark.soak
+def test_accumulation(tmp_path: Path) -> None:
+    for _, ways in short("accumulation", tmp_path)["worlds"]:
+        assert all(ways["by hand, each synchronised"]["reductions"])
+        assert ways["UniTrain"]["reductions"][:3] == [0, 0, 0]
+        assert ways["UniTrain"]["reductions"][3] > 0
+        assert ways["UniTrain"]["weights_bit_equal"]
+
+
+def test_loading(tmp_path: Path) -> None:
+    cases = short("loading", tmp_path)["cases"]
+    assert {(case["data"], case["workers"]) for case in cases} == {
+        (data, workers) for data in ("rows", "images") for workers in (0, 2)
+    }
+    assert all(len(case["ways"]) == 3 for case in cases)
+
+
+def test_checkpoints(tmp_path: Path) -> None:
+    found = short("checkpoints", tmp_path)
+    assert len(found["stalls"]) == 5
+    assert all(found["totals"][name]["seconds"] >= one["seconds"] for name, one in found["stalls"].items())
+
+
+@pytest.mark.launcher
+@pytest.mark.soak
+def test_startup(tmp_path: Path) -> None:
+    found = short("startup", tmp_path)
+    assert set(found["imports"]) == {"import torch", "import torch, unitrain"}
+    [(world, ways)] = found["worlds"]
+    assert world == ["torchrun", 2]
+    assert 0 < ways["by hand"]["seconds"] < 120
+    assert 0 < ways["UniTrain"]["seconds"] < 120
+
+
+@pytest.mark.launcher
+@pytest.mark.soak
+def test_slow_links(tmp_path: Path) -> None:
+    found = short("slow_links", tmp_path)
+    assert set(found["links"]) | set(found["left_out"]) == {"1 Gbit/s"}
+    if os.geteuid() == 0 and shutil.which("tc"):
+        assert set(found["links"]["1 Gbit/s"]) == set(found["learning"]), found["left_out"]
+        namespaces = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+        assert "bench-" not in namespaces
+
+
+@pytest.mark.launcher
+@pytest.mark.soak
+def test_scaling(tmp_path: Path) -> None:
+    found = short("scaling", tmp_path)
+    assert list(found["worlds"]) == ["1", "2"]
+    for efficiencies in found["predicted_efficiency"].values():
+        falling = list(efficiencies.values())
+        assert falling[0] == 1
+        assert falling == sorted(falling, reverse=True)
+    assert "Predicted, not measured" in (tmp_path / "scaling.md").read_text()
+
+
+@pytest.mark.soak
+def test_gpu_on_a_cpu(tmp_path: Path) -> None:
+    cases = short("gpu", tmp_path)["cases"]
+    assert {(case["model"], case["compiled"]) for case in cases} == {("resnet50", False), ("vit_b_16", True)}
+    for case in cases:
+        assert set(case["ways"]) == {"tuned by hand", "tuned by hand, again", "UniTrain", "Accelerate", "Fabric"}
+        assert case["operations_per_image"] > 0
+
+
+@pytest.mark.launcher
+@pytest.mark.soak
+def test_watch(tmp_path: Path) -> None:
+    found = short("watch", tmp_path)
+    [(world, costs)] = found["worlds"]
+    assert world == ["torchrun", 2]
+    assert 0 < costs["watching"] < 1
+    assert costs["comparing_s"] > 0
+
+
+@pytest.mark.launcher
+@pytest.mark.soak
+def test_levers(tmp_path: Path) -> None:
+    found = short("levers", tmp_path)
+    assert len(found["groups"]) == 4
+    assert all(its["default"]["ratio"] == 1 for its in found["groups"].values())
+    [horovod] = found["horovod"]
+    assert horovod["ratio"] > 0
+
+
+def test_each_benchmark_is_tested_and_stands_on_the_page() -> None:
+    scripts = {path.stem for path in BENCHMARKS.glob("*.py")}
+    page = (BENCHMARKS.parent / "docs" / "performance.md").read_text()
+    assert set(re.findall(r'^--8<-- "(\w+)\.md"$', page, re.MULTILINE)) == scripts
+    assert set(re.findall(r'short\("(\w+)", tmp_path\)', Path(__file__).read_text())) == scripts

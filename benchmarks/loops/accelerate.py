@@ -1,0 +1,47 @@
+"""The loop on Hugging Face's Accelerate."""
+
+from __future__ import annotations
+
+import torch
+from accelerate import Accelerator
+
+from loops import ACCUMULATE, CLIP_NORM, Loop
+from shared.workloads import Task
+
+
+def plain(task: Task) -> Loop:
+    """Return the bare loop."""
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(*task.make())
+
+    def run(steps: int) -> None:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            accelerator.backward(task.loss(model(task.inputs)))
+            optimizer.step()
+
+    return Loop(model, run)
+
+
+def full(task: Task) -> Loop:
+    """Return the loop with accumulation, clipping and metrics."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATE)
+    model, optimizer = accelerator.prepare(*task.make())
+
+    def run(steps: int) -> None:
+        losses, right = torch.zeros(()), torch.zeros((), dtype=torch.int64)
+        rows = len(task.targets)
+        for _ in range(steps * ACCUMULATE):
+            with accelerator.accumulate(model):
+                logits = model(task.inputs)
+                loss = task.loss(logits)
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), CLIP_NORM)
+                optimizer.step()
+                optimizer.zero_grad()
+            losses += loss.detach() * rows
+            right += (logits.argmax(1) == task.targets).sum()
+        accelerator.reduce(torch.stack([losses, right, torch.tensor(steps * ACCUMULATE * rows)]))
+
+    return Loop(model, run)

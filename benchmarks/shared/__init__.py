@@ -1,0 +1,1 @@
+"""What the benchmarks share: rounds that take turns, processes under launchers, workloads, and reports."""

@@ -1,0 +1,88 @@
+"""A function of a benchmark's script, called in processes of its own under a launcher."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from unitrain.launching.commands import launch_command, launch_environment, local_launchers
+from unitrain.machine.toolchain import running
+
+# Launcher, processes, and what to call it.
+World = tuple[str, int]
+ALONE: World = ("python", 1)
+GLOO: World = ("torchrun", 2)
+HOROVOD_MPI: World = ("mpirun", 2)
+HOROVOD_GLOO: World = ("horovodrun", 2)
+CALLED = {
+    "python": "one process",
+    "torchrun": "gloo (torchrun)",
+    "mpirun": "Horovod on MPI (mpirun)",
+    "horovodrun": "Horovod on gloo (horovodrun --gloo)",
+}
+
+
+def world_name(world: Sequence[Any]) -> str:
+    """Return what a world, or the list that JSON makes of one, is called in a table."""
+    launcher, processes = world
+    return CALLED[launcher] if processes == 1 else f"{processes} x {CALLED[launcher]}"
+
+
+def startable(*worlds: World) -> list[World]:
+    """Return those of the worlds whose launcher is found here, and say on stderr which is not."""
+    found = local_launchers()
+    for launcher, _ in worlds:
+        if launcher not in found:
+            print(f"{launcher} is not found here: left out.", file=sys.stderr)
+    return [world for world in worlds if world[0] in found]
+
+
+def in_processes(
+    world: World,
+    part: Callable[..., Any],
+    *,
+    environment: Mapping[str, str] | None = None,
+    deadline: float = 900,
+    **arguments: Any,
+) -> Any:
+    """Call ``part`` in each process of a world, and return what it returns on the rank that returns something.
+
+    Args:
+        world: the launcher, and how many processes.
+        part: a function of the script that is running, which ends in ``call_part()``.
+        environment: variables of the processes, beside this one's.
+        deadline: seconds until they must have ended.
+        **arguments: the part's, fit for JSON.
+
+    Raises:
+        RuntimeError: the processes failed, with what they printed.
+        subprocess.TimeoutExpired: they had not ended in time.
+    """
+    if world == ALONE and environment is None and "--short" in sys.argv:
+        return json.loads(json.dumps(part(**arguments)))  # a new process would only take time
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder, "result.json")
+        script = str(Path(part.__code__.co_filename).resolve())
+        called = [script, "--part", part.__name__, json.dumps(arguments), str(result)]
+        command = launch_command(*world, called)
+        print(f"{Path(script).stem}: {part.__name__} in {world_name(world)} {arguments or ''}", file=sys.stderr)
+        with running(command, {**launch_environment(), **(environment or {})}) as process:
+            printed, _ = process.communicate(timeout=deadline)
+        if process.returncode != 0 or not result.exists():
+            raise RuntimeError(f"{part.__name__} left with exit code {process.returncode}:\n{printed}")
+        return json.loads(result.read_text())
+
+
+def call_part() -> bool:
+    """Where this process was started by ``in_processes``, run the part, and return True."""
+    if sys.argv[1:2] != ["--part"]:
+        return False
+    name, arguments, result = sys.argv[2:]
+    returned = getattr(sys.modules["__main__"], name)(**json.loads(arguments))
+    if returned is not None:
+        Path(result).write_text(json.dumps(returned))
+    return True

@@ -1,0 +1,105 @@
+"""What it costs to watch over the processes, to compare what they are about to run, and to hash a checkpoint.
+
+    python benchmarks/watch.py
+
+Two processes train a tiny MLP as fast as they can. The threads of the watch and of the hub are asked for the processor
+time that they took meanwhile: all that a step can lose to them, for the step itself communicates nothing for their
+sake. A ten-minute run compares once, and is taken to save 10 checkpoints of 100 MB.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import unitrain
+from shared.processes import GLOO, HOROVOD_GLOO, HOROVOD_MPI, in_processes, startable, world_name
+from shared.report import Found, run, table
+from shared.workloads import mlp
+from unitrain.health.introduction import introduce
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+RUN_S, CHECKPOINTS, CHECKPOINT_BYTES = 600.0, 10, 100_000_000
+
+
+def _seconds_of_watching() -> float:
+    """Return the processor time that this process's threads of the watch and the hub have taken."""
+    ours = [thread for thread in threading.enumerate() if thread.name in ("unitrain watch", "unitrain hub")]
+    assert ours
+    return sum(time.clock_gettime(time.pthread_getcpuclockid(int(thread.ident or 0))) for thread in ours)
+
+
+def measure_world(seconds: float) -> Found | None:
+    """Train for so long, and return what watching took, on the rank that has the hub."""
+    with unitrain.init(device="cpu", threads_per_process=1) as strategy:
+        task = mlp(strategy.rank)
+        model, optimizer = strategy.prepare(*task.make())
+        strategy.step(task.loss(model(task.inputs)), optimizer)
+        begin, watching_before = time.perf_counter(), _seconds_of_watching()
+        steps = 0
+        while strategy.broadcast_object(time.perf_counter() - begin < seconds):
+            for _ in range(100):
+                strategy.step(task.loss(model(task.inputs)), optimizer)
+            steps += 100
+        lasted, watching = time.perf_counter() - begin, _seconds_of_watching() - watching_before
+        begin = time.perf_counter()
+        introduce(strategy)
+        compared = time.perf_counter() - begin
+        begin = time.perf_counter()
+        hashlib.sha256(bytes(CHECKPOINT_BYTES)).digest()
+        found = {
+            "step_s": lasted / steps,
+            "watching_s_of_a_step": watching / steps,
+            "watching": watching / lasted,
+            "comparing_s": compared,
+            "hashing_s": time.perf_counter() - begin,
+        }
+        return found if strategy.is_main else None
+
+
+def measure(short: bool) -> Found:
+    worlds = startable(GLOO) if short else startable(GLOO, HOROVOD_MPI, HOROVOD_GLOO)
+    return {"worlds": [(world, in_processes(world, measure_world, seconds=1 if short else 30)) for world in worlds]}
+
+
+def shares(one: Found) -> dict[str, float]:
+    """Return each cost as a share of a step, or of a run of ten minutes."""
+    return {
+        "heartbeats": one["watching"],
+        "comparing before the first step": one["comparing_s"] / RUN_S,
+        "hashing checkpoints": one["hashing_s"] * CHECKPOINTS / RUN_S,
+    }
+
+
+def tables(found: Found) -> str:
+    rows = [
+        [
+            world_name(world),
+            f"{one['step_s'] * 1e6:.0f}",
+            f"{one['watching_s_of_a_step'] * 1e6:.2f} ({one['watching']:.3%})",
+            *(f"{share:.3%}" for share in list(shares(one).values())[1:]),
+        ]
+        for world, one in found["worlds"]
+    ]
+    head = ["world", "a step, us", "of it heartbeats, us", "comparing, of 10 minutes", "hashing, of 10 minutes"]
+    return table(head, rows)
+
+
+def plot(found: Found, figure: Figure) -> None:
+    axis = figure.subplots()
+    for i, (world, one) in enumerate(found["worlds"]):
+        costs = shares(one)
+        axis.barh([y + 0.25 * i for y in range(len(costs))], [100 * share for share in costs.values()], 0.2,
+                  label=world_name(world))  # fmt: skip
+    axis.set_yticks(range(len(costs)), list(costs), fontsize=7)
+    axis.axvline(1.0, color="grey", linestyle=":")
+    axis.set_xlabel("% (the bound is 1)")
+    axis.legend(fontsize=7)
+
+
+if __name__ == "__main__":
+    run(measure, tables, plot)
