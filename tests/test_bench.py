@@ -1,0 +1,221 @@
+"""``unitrain bench``: a tiny recipe in real worlds, what is written of it, and arithmetic on made-up records."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs import run_job
+
+from unitrain.bench.candidates import LEVERS, Candidate, levers_of
+from unitrain.bench.command import bench
+from unitrain.bench.measuring import Measurement, evaluate, measure
+from unitrain.bench.report import efficiency, recommendation
+from unitrain.bench.search import Levers
+from unitrain.config import Section, StrategyConfig
+from unitrain.errors import UsageError
+from unitrain.settings import parse_command_line
+from unitrain.verify.worlds import World
+
+RECIPE = """
+import sys
+import torch
+import unitrain
+from unitrain.config import Section
+from unitrain.settings import parse_command_line
+
+
+class Settings(Section):
+    epochs: int = 50
+    output_dir: str = "out"
+    strategy: unitrain.StrategyConfig = unitrain.StrategyConfig()
+
+
+settings = parse_command_line(Settings, sys.argv[1:], prog="tiny.py", description="Train.")
+with unitrain.init(settings.strategy) as strategy:
+    if strategy.launch.launcher == "mpirun":
+        raise RuntimeError("this recipe dislikes mpirun")
+    model = torch.nn.Linear(4, 1)
+    model, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    loader = strategy.dataloader(torch.utils.data.TensorDataset(torch.ones(40, 4)), global_batch_size=8)
+    for epoch in loader.epochs(settings.epochs):
+        for (inputs,) in loader:
+            strategy.step(model(inputs).square().mean(), optimizer)
+"""
+
+
+class Recommended(Section):
+    """What every recipe can be given."""
+
+    strategy: StrategyConfig = StrategyConfig()
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.py"
+    path.write_text(RECIPE)
+    return path
+
+
+# ----------------------------------------------------------------------------------------------------- real processes
+
+
+@pytest.mark.launcher
+def test_every_world_is_measured_and_what_is_recommended_can_be_used(recipe: Path, tmp_path: Path) -> None:
+    pytest.importorskip("horovod")
+    command = [sys.executable, "-m", "unitrain.cli", "bench", "--backend", "horovod", "--processes", "2"]
+    job = run_job([*command, "--steps", "9", "--levers", "none", str(recipe), "--", "--epochs", "9"], tmp_path)
+    assert job.code == 0, job.output
+    alone, mpirun, horovodrun = json.loads((tmp_path / "bench" / "results.json").read_text())
+    for row, where in (
+        (alone, ("python", 1, "single")),
+        (mpirun, ("mpirun", 2, "horovod")),
+        (horovodrun, ("horovodrun", 2, "horovod")),
+    ):
+        assert (row["launcher"], row["processes"], row["backend"]) == where
+    for row in (alone, horovodrun):
+        assert row["problem"] == ""
+        assert row["samples_per_second"] == pytest.approx(8 / row["step_seconds"])
+        assert sum(row["split"].values()) == pytest.approx(row["step_seconds"])
+    assert alone["split"]["communication"] == alone["split"]["idle"] == 0
+    assert horovodrun["split"]["communication"] > 0.0005  # it waits for Horovod's cycle, of 1 ms
+    assert "RuntimeError: this recipe dislikes mpirun" in mpirun["problem"]
+    assert "RuntimeError: this recipe dislikes mpirun" in " ".join(job.stdout.split())
+    assert (tmp_path / "bench" / "results.png").read_bytes().startswith(b"\x89PNG")
+    recommended = tmp_path / "bench" / "recommended.yaml"
+    read = parse_command_line(Recommended, ["--config", str(recommended)], prog="tiny.py", description="Train.")
+    fastest = max((alone, horovodrun), key=lambda row: row["samples_per_second"])
+    assert read.strategy.backend == fastest["backend"]
+
+
+@pytest.mark.launcher
+def test_a_lever_reaches_the_run(recipe: Path) -> None:
+    candidate = Candidate(World("torchrun", 2, "ddp")).with_lever("ddp.static_graph", True)
+    found = measure(candidate, recipe, (), steps=9)
+    assert found.problem == ""
+    assert found.samples_per_second > 0
+    assert found.split is None  # a static graph can't leave its reduction out
+
+
+def test_a_recipe_that_fails_alone_is_one_message(recipe: Path) -> None:
+    with pytest.raises(UsageError, match=r"as one process, ended with status 2: .*--epoks is not a flag"):
+        bench(recipe, flags=["--epoks", "3"], processes=1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--epochs", "1"), "it took 5 optimizer steps of 9"),
+        (("--strategy.threads-per-process", "1"), "threads_per_process is 1 by the recipe's own flags or code"),
+    ],
+)
+def test_a_run_that_is_not_the_candidate_s_is_none(recipe: Path, flags: tuple[str, ...], said: str) -> None:
+    candidate = Candidate(World("python", 1, "single"), (("threads_per_process", 2),))
+    assert said in measure(candidate, recipe, flags, steps=9).problem
+
+
+# --------------------------------------------------------------------------------------------------------- arithmetic
+
+
+def record(step: float, data: float, alone: float) -> dict[str, Any]:
+    """Return what a rank writes of 4 samples a step, in steps of equal length."""
+    steps = [(4 * i, step * i, data * i, 0.0) for i in range(7)]
+    return {"steps": steps, "alone": [(4 * i, alone * i, data * i, 0.0) for i in range(4)]}
+
+
+def test_a_step_is_split_by_what_it_takes_without_communication() -> None:
+    candidate = Candidate(World("torchrun", 2, "ddp"))
+    found = evaluate(candidate, [record(0.10, 0.01, 0.05), record(0.10, 0.03, 0.09)], skipped=2)
+    assert found.samples_per_second == pytest.approx(80)
+    assert (found.step_seconds, found.spread) == pytest.approx((0.1, 0.0))
+    assert found.split is not None
+    # Computing takes them 40 and 60 ms: one waits for 20, which is 10 on the mean.
+    assert found.split.data == pytest.approx(0.02)
+    assert found.split.compute == pytest.approx(0.05)
+    assert found.split.idle == pytest.approx(0.01)
+    assert found.split.communication == pytest.approx(0.02)
+    alone = evaluate(Candidate(World("python", 1, "single")), [record(0.08, 0.01, 0.0)], skipped=2)
+    assert efficiency(found, alone) == pytest.approx(80 / (2 * 50))
+
+
+def test_levers_are_those_that_do_something_in_a_world() -> None:
+    names = {name for name, _ in levers_of(World("mpirun", 2, "horovod"), list(LEVERS))}
+    assert names == {"horovod.cycle_time_ms", "horovod.fusion_threshold_mb", "threads_per_process", "compression"}
+    assert {name for name, _ in levers_of(World("python", 1, "single"), list(LEVERS))} == {"threads_per_process"}
+    assert dict(levers_of(World("mpirun", 2, "horovod"), ["compression"])) == {"compression": "fp16"}
+
+
+def test_a_candidate_is_variables_that_a_recipe_reads() -> None:
+    candidate = Candidate(World("torchrun", 2, "ddp")).with_setting("ddp.static_graph", True)
+    candidate = candidate.with_setting("ddp.bucket_cap_mb", 1.0).with_setting("ddp.bucket_cap_mb", 100.0)
+    assert candidate.variables() == {
+        "UNITRAIN_BACKEND": "ddp",
+        "UNITRAIN_DDP__STATIC_GRAPH": "true",
+        "UNITRAIN_DDP__BUCKET_CAP_MB": "100.0",
+    }
+
+
+def test_a_recommendation_holds_the_settings_and_how_to_start_them(tmp_path: Path) -> None:
+    candidate = Candidate(World("torchrun", 2, "ddp")).with_setting("threads_per_process", 2)
+    best = Measurement(candidate.with_setting("ddp.bucket_cap_mb", 1.0), 1234.5)
+    file = tmp_path / "recommended.yaml"
+    file.write_text(recommendation(best, Path("train.py"), ["--model", "a b"], file))
+    read = parse_command_line(Recommended, ["--config", str(file)], prog="train.py", description="Train.")
+    assert read.strategy == StrategyConfig(backend="ddp", threads_per_process=2, ddp={"bucket_cap_mb": 1.0})
+    said = file.read_text()
+    assert "python -m torch.distributed.run --standalone --nproc-per-node 2 train.py --model 'a b' --config" in said
+    assert "UNITRAIN_BACKEND=ddp UNITRAIN_THREADS_PER_PROCESS=2 UNITRAIN_DDP__BUCKET_CAP_MB=1.0" in said
+
+
+def test_a_lever_is_kept_only_where_it_helps_twice_and_changes_no_result() -> None:
+    base = Candidate(World("torchrun", 2, "ddp"))
+    small = base.with_setting("ddp.bucket_cap_mb", 1.0)
+    speeds = {
+        base: [110.0],  # after 100 the first time
+        base.with_setting("ddp.static_graph", True): [120.0, 105.0],  # once by luck
+        small: [130.0, 125.0],
+        small.with_setting("ddp.bucket_cap_mb", 100.0): [90.0],
+    }
+    speeds[base].append(100.0)
+    for _, compression in levers_of(base.world, ["compression"]):
+        speeds[small.with_lever("compression", compression)] = [500.0]
+
+    def measured(candidate: Candidate) -> Measurement:
+        return Measurement(candidate, speeds[candidate].pop(0))
+
+    levers = Levers(Measurement(base, 100.0), ["ddp.static_graph", "ddp.bucket_cap_mb", "compression"], measured)
+    assert [found.samples_per_second for found in levers][:3] == [120.0, 130.0, 90.0]
+    assert levers.best == Measurement(small, 125.0)
+    assert not any(speeds.values())
+
+
+# ------------------------------------------------------------------------------------------------------ what it refuses
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"steps": 5}, "--steps is 5, but must be 6 or more"),
+        ({"processes": 0}, "--processes is 0"),
+        ({"levers": ["bucket"]}, "'bucket' is no lever; those are ddp.static_graph, "),
+    ],
+)
+def test_a_wrong_argument_is_one_message(recipe: Path, settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        bench(recipe, **settings)
+
+
+def test_without_matplotlib_nothing_is_measured_before_it_is_said(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(UsageError, match="pip install matplotlib, or leave the picture out with --no-picture"):
+        bench(recipe)
+
+
+def test_a_target_that_is_not_there_is_one_message(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="is no file"):
+        bench(tmp_path / "nowhere.py")
