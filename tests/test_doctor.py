@@ -6,7 +6,6 @@ import subprocess
 import sys
 import sysconfig
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import psutil
 import pytest
 import torch
 from bare_environment import BareEnvironment
+from needs import HOROVOD
 
 from unitrain.machine import doctor
 from unitrain.machine.doctor import Finding, examine
@@ -75,7 +75,7 @@ def test_it_has_mpi4py_tried_by_mpirun(report: dict[str, Any]) -> None:
     assert report["mpi"]["details"]["version"] in report["mpi4py"]["details"]["library"]
 
 
-@pytest.mark.skipif(find_spec("horovod") is None, reason="Horovod is not installed: unitrain install-horovod")
+@HOROVOD
 def test_it_tells_the_truth_about_horovod(report: dict[str, Any]) -> None:
     assert report["horovod"]["status"] == "ok"
     assert metadata.version("horovod").startswith(report["horovod"]["details"]["version"])

@@ -6,13 +6,13 @@ import sys
 import sysconfig
 import tarfile
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
 from bare_environment import BareEnvironment
+from needs import HOROVOD
 from packaging.version import Version
 
 from unitrain.errors import BackendError, ConfigError
@@ -21,10 +21,6 @@ from unitrain.machine.horovod_build import Edit, apply_edits, check_tools, edits
 from unitrain.machine.horovod_check import find_horovod, prove
 from unitrain.machine.install_horovod import cache_folder, combine, install_horovod
 from unitrain.machine.toolchain import Mpi, find_mpi
-
-needs_horovod = pytest.mark.skipif(
-    find_spec("horovod") is None, reason="Horovod is not installed: unitrain install-horovod"
-)
 
 OPEN_MPI = Mpi("Open MPI", "4.1.8", Path("/opt/mpi/bin/mpirun"), Path("/opt/mpi/bin/mpicxx"))
 
@@ -247,7 +243,7 @@ def _unitrain(*arguments: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.launcher
-@needs_horovod
+@HOROVOD
 def test_a_second_install_has_nothing_to_do_even_when_two_run_at_once() -> None:
     with _unitrain("install-horovod") as first, _unitrain("install-horovod") as second:
         said = [process.communicate()[0] for process in (first, second)]
@@ -255,12 +251,12 @@ def test_a_second_install_has_nothing_to_do_even_when_two_run_at_once() -> None:
     assert all("Nothing to do." in text for text in said), said
 
 
-@needs_horovod
+@HOROVOD
 def test_what_is_installed_says_which_combination_it_is() -> None:
     assert metadata.version("horovod") == combine("0.28.1", find_mpi(), None).version
 
 
-@needs_horovod
+@HOROVOD
 def test_the_installed_horovod_tells_what_it_was_built_with() -> None:
     found = find_horovod()
     assert found is not None
@@ -268,14 +264,14 @@ def test_the_installed_horovod_tells_what_it_was_built_with() -> None:
 
 
 @pytest.mark.launcher
-@needs_horovod
+@HOROVOD
 @pytest.mark.parametrize("controller", ["mpi", "gloo"])
 def test_two_processes_add_up(controller: str) -> None:
     prove(controller)
 
 
 @pytest.mark.launcher
-@needs_horovod
+@HOROVOD
 def test_a_proof_that_fails_says_what_the_processes_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(horovod_check, "_PROOF", "import sys; sys.exit('a bad build')")
     with pytest.raises(
@@ -285,7 +281,7 @@ def test_a_proof_that_fails_says_what_the_processes_said(monkeypatch: pytest.Mon
 
 
 @pytest.mark.launcher
-@needs_horovod
+@HOROVOD
 @pytest.mark.parametrize("controller", ["mpi", "gloo"])
 def test_a_proof_that_hangs_is_stopped_with_all_its_processes(
     controller: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
