@@ -1,10 +1,14 @@
 # make train   train a small ResNet on two processes
 # make test    run the whole test suite
+# make soak    run every fault under every launcher, kills at random moments and all benchmarks' short forms (about
+#              40 minutes), and write docs/faults.md
+# make bench   measure speed beside hand-written loops and other frameworks, into benchmarks/results/
 # make lint    check style and types
 # make docs    build the documentation into site/
 # make clean   remove the virtual environment and what tools left (not runs/)
 #
-# Settings: PYTHON makes the virtual environment VENV; ARGS is added to the recipe's command, or to pytest's.
+# Settings: PYTHON makes the virtual environment VENV; ARGS is added to the recipe's command, pytest's, or each
+# benchmark's (--short, say).
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -17,7 +21,7 @@ PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --ro
 export PATH := $(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint docs clean
+.PHONY: help train test soak bench lint docs clean
 .NOTPARALLEL:
 
 help:
@@ -31,6 +35,16 @@ test: $(VENV)/.has-test
 	@.ci/install-system-parts
 	@$(BIN)/unitrain install-horovod || echo "Horovod could not be installed: its tests will be skipped." >&2
 	$(BIN)/pytest $(ARGS)
+
+soak: $(VENV)/.has-test
+	@$(BIN)/unitrain install-horovod
+	rm -f ends.jsonl
+	TESTS_ENDS=$(CURDIR)/ends.jsonl $(BIN)/pytest tests/faults tests/test_benchmarks.py tests/test_launchers.py -m "soak or not soak" $(ARGS)
+	$(BIN)/python tests/faults/report.py ends.jsonl > docs/faults.md
+
+bench: $(VENV)/.has-bench
+	@$(BIN)/unitrain install-horovod || echo "Horovod could not be installed: it will not be measured." >&2
+	@set -e; for script in benchmarks/*.py; do echo "== $$script" >&2; $(BIN)/python $$script $(ARGS); done
 
 lint: $(VENV)/.has-test
 	$(BIN)/ruff check .
