@@ -59,10 +59,10 @@ def loops(task: Task, style: str, strategy: unitrain.Strategy) -> dict[str, Loop
 def measure_world(style: str, tasks: list[str], lengths: tuple[int, int] | None = None) -> Found | None:
     """Measure all loops of one style in this process's world: in so many rounds, of so many steps."""
     settings: dict[str, Any] = ours.FULL_SETTINGS if style == "full" else {}
-    with unitrain.init(device="cpu", threads_per_process=1, **settings) as strategy:
-        clock = time.thread_time if strategy.world_size == 1 else time.perf_counter
-        found = {}
-        for name in tasks:
+    found = {}
+    for name in tasks:
+        with unitrain.init(device="cpu", threads_per_process=1, **settings) as strategy:  # that knows one optimizer
+            clock = time.thread_time if strategy.world_size == 1 else time.perf_counter
             rounds, steps = LENGTHS[name][strategy.world_size > 1] if lengths is None else lengths
             steps = max(1, steps // ACCUMULATE) if style == "full" else steps
             made = loops(getattr(workloads, name)(strategy.rank), style, strategy)
@@ -71,7 +71,7 @@ def measure_world(style: str, tasks: list[str], lengths: tuple[int, int] | None 
             found[name] = compared(seconds, BASE, steps)
             for label, loop in made.items():
                 found[name][label]["weights_bit_equal"] = bit_equal(made[BASE].model, loop.model)
-        return found if strategy.is_main else None
+    return found if strategy.is_main else None
 
 
 def measure(short: bool) -> Found:

@@ -71,6 +71,9 @@ def main(folder: Path, last_step: int, kind: str, rank: int, at: int) -> None:
     checkpoint = strategy.checkpoint(folder / "checkpoints", model=model, optimizer=optimizer, loader=loader)
     checkpoint.resume()
     strategy.print(f"began after step {strategy.steps}")
+    if strategy.steps == last_step:  # it was killed after its last save
+        strategy.close()
+        return
     with (folder / f"{strategy.steps}.{strategy.rank}.notes").open("w") as notes:
         for epoch in loader.epochs(EPOCHS):
             for ids, inputs, targets in loader:

@@ -49,13 +49,14 @@ class _Window:
     """The accumulation window of one optimizer: what has been gathered since its last step."""
 
     __slots__ = (
-        "complete", "finishers", "fresh", "late", "loss_is_finite", "losses", "micro_batch", "micro_batches", "name",
-        "optimizer", "parameters", "reduced", "total_wait", "trained", "weight",
+        "complete", "finishers", "fresh", "groups", "late", "loss_is_finite", "losses", "micro_batch", "micro_batches",
+        "name", "optimizer", "parameters", "reduced", "total_wait", "trained", "weight",
     )  # fmt: skip
 
     def __init__(self, optimizer: Optimizer, name: str) -> None:
         self.optimizer = optimizer
         self.name = name
+        self.groups = 0  # how many parameter groups the parameters are of
         self.parameters: list[Parameter] = []
         self.trained: list[Parameter] = []
         self.finishers: list[Callable[[bool], None]] = []
@@ -103,11 +104,13 @@ class TrainingStep:
         self._windows: dict[Optimizer, _Window] = {}
         self._finishers: dict[Parameter, Callable[[bool], None]] = {}
         self._seeds: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
+        self._on_host = strategy.device.type == "cpu"
         self._found = torch.zeros((), device=strategy.device)
+        self._found_now = self._found.numpy().item if self._on_host else self._found.item  # numpy's is the quicker
         self._one = torch.ones((), device=strategy.device)
+        self._all_dense_and_real = True
         self._unscaled = False
         self._armed = True
-        self._on_host = strategy.device.type == "cpu"
         self.micro_batch: MicroBatch | None = None
         self.steps = 0
         self._at_window_end: list[Callable[[], None]] = []
@@ -138,7 +141,7 @@ class TrainingStep:
             self._strategy._arm(sync)
 
     def _arm_counted(self, window: _Window) -> None:
-        if self.micro_batch is None:
+        if self._distributed and self.micro_batch is None:
             self._arm(self._counted_last(window))
 
     # ------------------------------------------------------------------------------------------------- backward
@@ -212,7 +215,8 @@ class TrainingStep:
         product with its NaN loss may spoil what the others have to say.
         """
         make = partial(torch.full_like, fill_value=fill)
-        hooks = [p.register_hook(make) for window in windows for p in window.trained]  # type: ignore[no-untyped-call]
+        parameters = [p for window in windows for p in window.parameters if p.requires_grad]
+        hooks = [p.register_hook(make) for p in parameters]  # type: ignore[no-untyped-call]
         try:
             loss.backward(seed, inputs=inputs)  # type: ignore[no-untyped-call]
         finally:
@@ -231,13 +235,19 @@ class TrainingStep:
         return [self._watched(self._windows[optimizer]) for optimizer in optimizers]
 
     def _watched(self, window: _Window) -> _Window:
-        """Bring the window's parameters up to date with its optimizer's groups, and with what is frozen."""
+        """Bring the window's parameters up to date with its optimizer's groups, and with what is frozen.
+
+        One optimizer in one process need not know of what is frozen: it has no gradient.
+        """
+        if not self._distributed and len(self._windows) == 1 and len(window.optimizer.param_groups) == window.groups:
+            return window
         trained = [p for group in window.optimizer.param_groups for p in group["params"] if p.requires_grad]
         if len(trained) != len(window.trained) or not all(map(is_, trained, window.trained)):
             self._watch(window, trained)
         return window
 
     def _watch(self, window: _Window, trained: list[Parameter]) -> None:
+        window.groups = len(window.optimizer.param_groups)
         window.parameters = [p for group in window.optimizer.param_groups for p in group["params"]]
         self._strategy.check_prepared(window.parameters)
         known = set(map(id, window.trained))
@@ -384,9 +394,18 @@ class TrainingStep:
             return False
         if not gradients:
             return True
-        plain = [_plain(g) if g.is_sparse or g.is_complex() else g for g in gradients]
-        torch._amp_foreach_non_finite_check_and_unscale_(plain, self._found.zero_(), self._one)
-        return not self._found.item()
+        if self._all_dense_and_real:
+            try:
+                torch._amp_foreach_non_finite_check_and_unscale_(gradients, self._found, self._one)
+            except NotImplementedError:  # asking each gradient beforehand costs every model for the few that have such
+                self._all_dense_and_real = False
+        if not self._all_dense_and_real:
+            plain = [_plain(g) for g in gradients]
+            torch._amp_foreach_non_finite_check_and_unscale_(plain, self._found, self._one)
+        if not self._found_now():
+            return True
+        self._found.zero_()
+        return False
 
     def _clip(self, window: _Window, gradients: list[Tensor]) -> Tensor | None:
         """Clip finite gradients, for of an infinite one clipping would make a large one; return their norm."""
@@ -448,7 +467,7 @@ def _weighs(share: Weight) -> bool:
 
 
 def _plain(gradient: Tensor) -> Tensor:
-    """Return a dense and real view of all numbers in a sparse or complex gradient."""
+    """Return a dense and real view of all numbers in a gradient, which may be sparse or complex."""
     values = gradient._values() if gradient.is_sparse else gradient
     return torch.view_as_real(values) if values.is_complex() else values
 
