@@ -215,6 +215,17 @@ def test_port_is_taken() -> None:
             rendezvous(rank_0_of_2(f"127.0.0.1:{port}"), 5)
 
 
+@pytest.mark.launcher
+def test_port_is_taken_by_one_that_says_nothing(script: list[str]) -> None:
+    """The others find it out too; torch's client would wait for ever."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        place = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        done = run(script, {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+    assert done.returncode != 0
+    assert f"LaunchError: env says that the ranks meet at 127.0.0.1:{port}, but what listens there" in done.stderr
+
+
 def test_host_is_unknown() -> None:
     with pytest.raises(LaunchError, match=r"at nowhere\.invalid:29500.*no host 'nowhere\.invalid'.*MASTER_ADDR"):
         rendezvous(rank_0_of_2("nowhere.invalid:29500"), 5)

@@ -6,8 +6,10 @@ import http.client
 import itertools
 import json
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -23,6 +25,7 @@ from unitrain.launching.launch import Launch
 _stores: dict[Launch, Store] = {}
 _calls = itertools.count()
 
+_ANSWER_S = 5.0
 _KEY_VALUE_PATH = "/unitrain/store"
 
 
@@ -65,7 +68,12 @@ def _at_address(launch: Launch, timeout: timedelta) -> Store:
         ) from error
     opens = launch.rank == 0 and launch.meeting == "tcp"
     try:
-        store = TCPStore(host, int(port), launch.world_size, is_master=opens, timeout=timeout, wait_for_workers=False)
+        if opens:
+            store = TCPStore(
+                host, int(port), launch.world_size, is_master=True, timeout=timeout, wait_for_workers=False
+            )
+        else:
+            store = _join(host, int(port), launch, timeout)
         _wait_for_all(store, launch, timeout)
         return store
     except DistError as error:
@@ -79,6 +87,37 @@ def _at_address(launch: Launch, timeout: timedelta) -> Store:
             f"meet all others. Are all {launch.world_size} processes running, and can their hosts reach that address "
             f"(firewall, MASTER_ADDR)? What torch said: {str(error).splitlines()[0]}"
         ) from error
+
+
+def _join(host: str, port: int, launch: Launch, timeout: timedelta) -> TCPStore:
+    """Return a client of the store that comes to be at an address.
+
+    torch's own client waits for ever for a word of a program that takes connections and says nothing.
+    """
+    joined: Future[TCPStore] = Future()
+
+    def join() -> None:
+        try:
+            joined.set_result(TCPStore(host, port, launch.world_size, timeout=timeout, wait_for_workers=False))
+        except DistError as error:
+            joined.set_exception(error)
+
+    threading.Thread(target=join, daemon=True).start()
+    taken_since = None
+    while not wait([joined], 1.0).done:
+        try:
+            socket.create_connection((host, port), 1.0).close()
+        except OSError:
+            taken_since = None
+            continue
+        taken_since = taken_since or time.monotonic()
+        if time.monotonic() - taken_since > _ANSWER_S:
+            raise LaunchError(
+                f"{launch.launcher} says that the ranks meet at {host}:{port}, but what listens there is not rank 0: "
+                "the port is another program's. End that program (ss -ltnp on that host shows it), or set MASTER_ADDR "
+                "and MASTER_PORT to another."
+            )
+    return joined.result()
 
 
 def _wait_for_all(store: TCPStore, launch: Launch, timeout: timedelta) -> None:
