@@ -182,7 +182,7 @@ class TrainingStep:
         if self._distributed or self._accumulate > 1 or weight is not None or self._scaler is not None:
             seed_tensor = self._seed(loss, seed)
         inputs = None
-        if optimizers is not None and len(self._windows) > 1:
+        if len(windows) < len(self._windows):
             inputs = [p for window in windows for p in window.trained]
         if weighs and finite:
             loss.backward(seed_tensor, inputs=inputs)  # type: ignore[no-untyped-call]
