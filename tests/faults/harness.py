@@ -10,6 +10,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -165,14 +166,15 @@ def when_step(folder: Path, step: int, action: Callable[[subprocess.Popen[bytes]
 
 
 def ranks_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    """Return the processes of a job that train, by rank."""
+    """Return the processes of a job that train, by rank; of one that has ended, none."""
     found = {}
-    for child in psutil.Process(process.pid).children(recursive=True):
-        command = child.cmdline()
-        if len(command) > 1 and command[1] == str(PROGRAM):
-            environ = child.environ()
-            names = ("RANK", "OMPI_COMM_WORLD_RANK", "HOROVOD_RANK")
-            found[int(next(environ[name] for name in names if name in environ))] = child
+    with suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(process.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):  # a launcher's helpers come and go
+                command, environ = child.cmdline(), child.environ()
+                if str(PROGRAM) in command[1:3]:  # a launcher has it further behind; torchrun gives python a -u
+                    names = ("RANK", "OMPI_COMM_WORLD_RANK", "HOROVOD_RANK")
+                    found[int(next(environ[name] for name in names if name in environ))] = child
     return [found[rank] for rank in sorted(found)]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import subprocess
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -51,26 +52,34 @@ def test_one_rank_then_two_then_three_then_one(world: World, tmp_path: Path, alo
     assert_same_training(tmp_path, alone)
 
 
+def killer(folder: Path, drawn: random.Random) -> Callable[[subprocess.Popen[bytes]], None]:
+    """Return what kills one rank or more of a job that is about to start, while it starts or while it trains."""
+    within_start, moment, began = drawn.random() < 0.2, drawn.uniform(0, 3), time.time()
+
+    def trains() -> bool:
+        return any(file.stat().st_mtime > began and file.stat().st_size > 0 for file in folder.glob("*.notes"))
+
+    def kill(process: subprocess.Popen[bytes]) -> None:
+        while process.poll() is None and not (ranks_of(process) if within_start else trains()):
+            time.sleep(0.02)
+        time.sleep(moment)
+        alive = ranks_of(process)
+        for rank in drawn.sample(alive, k=drawn.randint(min(1, len(alive)), len(alive))):
+            with suppress(psutil.NoSuchProcess):  # it has ended by itself
+                rank.kill()
+
+    return kill
+
+
 @pytest.mark.timeout(900)
 @worlds(soak=[PLAIN, MPIRUN, TORCHRUN, HOROVODRUN])
 def test_kills_at_random_moments(world: World, tmp_path: Path, alone: Path) -> None:
     """At moments that no test chose, until it comes to its end: within a start, a step, a save."""
     drawn = random.Random(f"{world}")
-    kills = 0
-    for _ in range(30):
-        moment = drawn.uniform(1, 8)  # of these about 4 are the start, and 40 steps with their pauses another 6
-
-        def kill(process: subprocess.Popen[bytes], moment: float = moment) -> None:
-            time.sleep(moment)
-            with suppress(psutil.NoSuchProcess):  # it has ended by itself
-                alive = ranks_of(process)
-                for rank in drawn.sample(alive, k=drawn.randint(min(1, len(alive)), len(alive))):
-                    rank.kill()
-
-        end = run(world, tmp_path, pause=0.15, meanwhile=kill)
-        if end.job.code == 0:
-            break
-        kills += 1
-    assert end.job.code == 0, end.job.output
-    assert kills >= 2, "a run that is not killed proves nothing"
+    codes: list[int] = []
+    while 0 not in codes and len(codes) < 30:
+        end = run(world, tmp_path, pause=0.15, meanwhile=killer(tmp_path, drawn))  # its 40 steps take 6 seconds
+        codes.append(end.job.code)
+    assert codes[-1] == 0, end.job.output
+    assert len(codes) > 2, "a run that is not killed proves nothing"
     assert_same_training(tmp_path, alone)
