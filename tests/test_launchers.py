@@ -131,7 +131,10 @@ def parity() -> Parity:
     return Parity()
 
 
-@pytest.mark.parametrize("name", [*PAIRS, "torch.distributed.launch", "torchrun 3", "horovodrun gloo 3"])
+@pytest.mark.parametrize(
+    "name",
+    [*PAIRS, "torch.distributed.launch", pytest.param("torchrun 3", marks=pytest.mark.soak), "horovodrun gloo 3"],
+)
 def test_training_is_the_same_in_float64(launchers: Launchers, parity: Parity, name: str) -> None:
     flags = "--max-steps 20 --batch-size 50 --strategy.precision fp64 --strategy.sync-batchnorm true"
     parity.check(launchers, name, tuple(flags.split()), rel=1e-9)
@@ -143,6 +146,7 @@ def test_training_is_the_same_in_float32(launchers: Launchers, parity: Parity, n
     parity.check(launchers, name, tuple(flags.split()), rel=1e-4)
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(600)  # eight times torch and scikit-learn are imported on these cores
 def test_eight_processes_on_few_cores(launchers: Launchers) -> None:
     assert launchers.train("horovodrun 8", ["--max-steps", "5"], deadline=550)["step"] == 5

@@ -106,7 +106,7 @@ class End:
         """Append a line for the report."""
         found = self._lines(r"unitrain: (.*stopped because .*|stopped by .*|a second .*)")
         said = re.sub(r" on \S+ \(pid \d+\)", "", found[0]).split(". Rank")[0].split('", line')[0] if found else ""
-        said = re.sub(r"/\S+/checkpoints", "FOLDER", said)
+        said = re.sub(r"\[/\S+\] ", "", re.sub(r"/\S+/checkpoints", "FOLDER", said))  # places in gloo's source
         row = {
             "fault": self.fault,
             "world": str(self.world),

@@ -29,7 +29,7 @@ __all__ = ["alone"]  # the fixture
 pytestmark = pytest.mark.launcher
 
 
-@worlds(MPIRUN, HOROVODRUN, soak=[PLAIN, TORCHRUN])
+@worlds(MPIRUN, soak=[PLAIN, TORCHRUN, HOROVODRUN])
 def test_sigterm_to_one_rank(world: World, tmp_path: Path, alone: Path) -> None:
     end = run(world, tmp_path, fault="term:1:7")
     assert end.job.code == (143 if world.launcher in ("plain", "mpirun") else 1), end.job.output
@@ -96,7 +96,7 @@ def test_sigterm_to_torchrun(world: World, tmp_path: Path) -> None:
     assert len(saved(tmp_path)) >= 1
 
 
-@worlds(TORCHRUN)
+@worlds(soak=[TORCHRUN])
 def test_torchrun_restarts_it(world: World, tmp_path: Path, alone: Path) -> None:
     command = World.command
 
