@@ -21,9 +21,9 @@ status 0 while the others train, `term` and `int` a signal to one rank. Heartbea
 where the defaults are 30 and 600. Nothing was lost but the steps since the last checkpoint, after a signal none, and no
 process was left. `make soak` writes this page; `make test` runs the quick ones.
 
-`make soak` also kills ranks at moments drawn at random, within starts, steps and saves, and starts the job again until it
-comes to its end: under each of plain processes, torchrun, mpirun and horovodrun it was then the training to which nothing
-had happened, each sample once and the losses equal to 1e-9.
+`make soak` also kills ranks at moments drawn at random, within starts, steps and saves, and starts the job again until
+it comes to its end: under each of plain processes, torchrun, mpirun and horovodrun it was then the training to which
+nothing had happened, each sample once and the losses equal to 1e-9.
 
 """
 
