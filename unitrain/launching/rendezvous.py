@@ -99,7 +99,7 @@ def _join(host: str, port: int, launch: Launch, timeout: timedelta) -> TCPStore:
     def join() -> None:
         try:
             joined.set_result(TCPStore(host, port, launch.world_size, timeout=timeout, wait_for_workers=False))
-        except DistError as error:
+        except BaseException as error:  # whatever it is: who waits for the future would wait for ever
             joined.set_exception(error)
 
     threading.Thread(target=join, daemon=True).start()
