@@ -130,10 +130,12 @@ class Checkpoint:
 
     def discard(self) -> None:
         """Remove the checkpoints that an earlier run has left in the folder: this run begins anew. Collective."""
-        if self._strategy.is_main:
+
+        def remove() -> None:
             for folder in list(storage.found(self._folder)):
                 storage.discard(folder)
-        self._strategy.barrier()
+
+        self._strategy.on_main(remove)
 
     def _report(self, writing: Future[Path]) -> None:
         """Let a failure in the background be one of all ranks, at their next boundary."""
