@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -366,6 +367,59 @@ def test_nonfinite_gradient_of_a_finite_loss_is_caught(settings: dict[str, Any],
     with pytest.raises(NonFiniteError, match=r"a gradient \(every rank's loss was finite\); first bad parameter: 2.b"):  # noqa: PT012
         for _ in range(2 if settings.get("accumulate") else 1):
             strategy.step(model(x).sum(), optimizer)
+    assert torch.equal(weights(model), before)
+
+
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+# On a GPU the optimizer's own kernels leave the weights alone, before the host knows. Fused ones on a CPU do so too.
+ON_DEVICE = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])]
+
+
+def on_device(device: str, make: Callable[..., Optimizer], **settings: Any) -> tuple[Strategy, nn.Module, Optimizer]:
+    strategy = unitrain.init(backend="single", precision="fp64", device=device, **settings)
+    strategy._training_step._on_host = False  # as on a GPU
+    strategy._training_step._guarded_step._may_flag = True
+    model = model_of()
+    prepared, optimizer = strategy.prepare(model, make(model.parameters(), lr=0.1, weight_decay=0.01, fused=True))
+    return strategy, prepared, optimizer
+
+
+def fused_sgd(parameters: Any, **options: Any) -> SGD:
+    return SGD(parameters, momentum=0.9, **options)
+
+
+@pytest.mark.parametrize("device", ON_DEVICE)
+@pytest.mark.parametrize("make", [fused_sgd, AdamW])
+def test_a_step_given_up_on_the_device_leaves_no_trace(device: str, make: Callable[..., Optimizer]) -> None:
+    ends = []
+    for factors in ([1, math.nan, 2, -math.inf, 1], [1, 2, 1], [math.nan, 1, 2, 1]):
+        strategy, model, optimizer = on_device(device, make, on_nonfinite="skip", clip_norm=0.5)
+        hook = Mock(return_value=None)
+        optimizer.register_step_pre_hook(hook)
+        x = torch.ones(2, 4, dtype=torch.float64, device=device)
+        results = [strategy.step(model(x).sum() * factor, optimizer) for factor in factors]
+        assert hook.call_count == len(factors) - (not math.isfinite(factors[0])), (
+            "only the first step waits for the host"
+        )
+        assert [result.stepped for result in results] == [math.isfinite(factor) for factor in factors]
+        assert [result.grad_norm is None for result in results] == [not result.stepped for result in results]
+        state = [value for its in optimizer.state.values() for value in its.values()]
+        ends.append(torch.cat([weights(model), *(value.reshape(-1).double() for value in state)]))
+        strategy.close()
+    assert torch.equal(ends[0], ends[1])
+    assert torch.equal(ends[2], ends[1])
+
+
+@pytest.mark.parametrize("device", ON_DEVICE)
+@pytest.mark.parametrize("settings", [{}, {"clip_norm": 0.1}])
+def test_a_gradient_found_on_the_device_is_named(device: str, settings: dict[str, Any]) -> None:
+    strategy, model, optimizer = on_device(device, fused_sgd, on_nonfinite="raise", **settings)
+    x = torch.ones(2, 4, dtype=torch.float64, device=device)
+    strategy.step(model(x).sum(), optimizer)
+    before = weights(model)
+    model[2].bias.register_hook(lambda g: torch.full_like(g, math.nan))  # type: ignore[index]
+    with pytest.raises(NonFiniteError, match=r"step 2: a gradient \(every rank's loss was finite\); .*parameter: 2.b"):
+        strategy.step(model(x).sum(), optimizer)
     assert torch.equal(weights(model), before)
 
 

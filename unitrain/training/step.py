@@ -22,6 +22,7 @@ from unitrain.data.sharding import MicroBatch
 from unitrain.errors import NonFiniteError, UsageError
 from unitrain.health.pulse import OWN_CODE
 from unitrain.stopping import Stopped
+from unitrain.training.guard import GuardedStep
 
 if TYPE_CHECKING:
     from unitrain.strategy import Strategy
@@ -95,7 +96,6 @@ class TrainingStep:
         self._world = strategy.world_size
         self._distributed = self._world > 1
         self._accumulate = config.accumulate
-        self._clip_norm, self._clip_value = config.clip_norm, config.clip_value
         self._policy = config.on_nonfinite
         self._check_every = config.check_in_sync_every
         self._scaler = strategy.precision.scaler
@@ -105,10 +105,7 @@ class TrainingStep:
         self._finishers: dict[Parameter, Callable[[bool], None]] = {}
         self._seeds: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
         self._on_host = strategy.device.type == "cpu"
-        self._found = torch.zeros((), device=strategy.device)
-        self._found_now = self._found.numpy().item if self._on_host else self._found.item  # numpy's is the quicker
-        self._one = torch.ones((), device=strategy.device)
-        self._all_dense_and_real = True
+        self._guarded_step = GuardedStep(strategy.device, config.clip_norm, config.clip_value)
         self._unscaled = False
         self._armed = True
         self.micro_batch: MicroBatch | None = None
@@ -341,11 +338,10 @@ class TrainingStep:
         if self._scaler is not None and gradients:
             self._scaler.unscale_(optimizer)
             self._unscaled = True
-        stepped, norm = self._finite(window, gradients), None
-        if stepped:
-            norm = self._clip(window, gradients)
-            optimizer.step()
-        elif self._scaler is None or self._scaler.get_scale() <= 1.0:
+        stepped, norm = False, None
+        if self._distributed or window.loss_is_finite:  # reduced gradients know of every rank's loss
+            stepped, norm = self._guarded_step(optimizer, window.parameters, gradients)
+        if not stepped and (self._scaler is None or self._scaler.get_scale() <= 1.0):
             self._not_finite(window)
         # else an overflow, which is the loss scale's business until the scale has nothing left to give
         if self._distributed:
@@ -387,34 +383,6 @@ class TrainingStep:
         elif window.micro_batch is None and window.micro_batches != self._accumulate:
             # A window that sync=True ended early: each seed was one part of `accumulate`.
             torch._foreach_mul_(gradients, self._accumulate / window.micro_batches)
-
-    def _finite(self, window: _Window, gradients: list[Tensor]) -> bool:
-        """Whether losses and gradients were finite: on all ranks alike, for reduced gradients know of every loss."""
-        if not (self._distributed or window.loss_is_finite):
-            return False
-        if not gradients:
-            return True
-        if self._all_dense_and_real:
-            try:
-                torch._amp_foreach_non_finite_check_and_unscale_(gradients, self._found, self._one)
-            except NotImplementedError:  # asking each gradient beforehand costs every model for the few that have such
-                self._all_dense_and_real = False
-        if not self._all_dense_and_real:
-            plain = [_plain(g) for g in gradients]
-            torch._amp_foreach_non_finite_check_and_unscale_(plain, self._found, self._one)
-        if not self._found_now():
-            return True
-        self._found.zero_()
-        return False
-
-    def _clip(self, window: _Window, gradients: list[Tensor]) -> Tensor | None:
-        """Clip finite gradients, for of an infinite one clipping would make a large one; return their norm."""
-        if self._clip_value is not None and gradients:
-            torch._foreach_clamp_max_(gradients, self._clip_value)
-            torch._foreach_clamp_min_(gradients, -self._clip_value)
-        if self._clip_norm is None:
-            return None
-        return torch.nn.utils.clip_grad_norm_(window.parameters, self._clip_norm)
 
     def _update_scale(self) -> None:
         """Adapt the loss scale, but not while gradients made with the present one wait for their update."""
@@ -464,12 +432,6 @@ def _checked(loss: Tensor) -> Tensor:
 def _weighs(share: Weight) -> bool:
     """Whether a loss counts at all; a tensor on a GPU is taken to, as asking would wait for it."""
     return bool(share != 0) if not isinstance(share, Tensor) or share.device.type == "cpu" else True
-
-
-def _plain(gradient: Tensor) -> Tensor:
-    """Return a dense and real view of all numbers in a gradient, which may be sparse or complex."""
-    values = gradient._values() if gradient.is_sparse else gradient
-    return torch.view_as_real(values) if values.is_complex() else values
 
 
 def _gradients(parameters: Iterable[Parameter]) -> list[Tensor]:
