@@ -15,16 +15,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 backend, stamp = sys.argv[1:]
 rank = 0
-model: nn.Module = nn.Linear(64, 10)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 if backend == "ddp":
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    model = DistributedDataParallel(model)
 elif backend == "horovod":
     hvd = import_module("horovod.torch")
     hvd.init()
     rank = hvd.rank()
+model: nn.Module = nn.Linear(64, 10)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+if backend == "ddp":
+    model = DistributedDataParallel(model)
+elif backend == "horovod":
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
