@@ -143,10 +143,18 @@ def _narrow(dtype: torch.dtype) -> None:
         synced, plain = nn.BatchNorm2d(CHANNELS), nn.BatchNorm2d(CHANNELS)
         batch_norm.synchronise(synced, strategy)
         whole = _batch(6, (2, 2), 0).to(dtype)
-        output = synced(whole[strategy.rank :: 2])
+        share, exact = whole[strategy.rank :: 2].requires_grad_(), whole.float().requires_grad_()
+        output, expected = synced(share), plain(exact)
         assert output.dtype == dtype
-        exact = plain(whole.float())[strategy.rank :: 2]
-        torch.testing.assert_close(output.float(), exact, rtol=torch.finfo(dtype).eps, atol=torch.finfo(dtype).eps)
+        tolerance = {"rtol": torch.finfo(dtype).eps, "atol": torch.finfo(dtype).eps}
+        torch.testing.assert_close(output.float(), expected[strategy.rank :: 2], **tolerance)
+        seed = _batch(6, (2, 2), 1).to(dtype)
+        output.backward(seed[strategy.rank :: 2])
+        expected.backward(seed.float())
+        assert share.grad is not None
+        assert exact.grad is not None
+        assert share.grad.dtype == dtype
+        torch.testing.assert_close(share.grad.float(), exact.grad[strategy.rank :: 2], **tolerance)
         assert synced.running_var is not None
         assert plain.running_var is not None
         torch.testing.assert_close(synced.running_var, plain.running_var)

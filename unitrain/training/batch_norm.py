@@ -3,6 +3,7 @@
 Each rank computes mean, variance and count of its share; one all-gather brings them together, and they are merged by
 Chan, Golub and LeVeque's pairwise formula ("Algorithms for computing the sample variance", 1983) in float64. Shares
 may be uneven, and empty. The backward needs one all-reduce. Both block: there is no other work to overlap them with.
+The passes over the batch itself are torch's kernels for given statistics, those of eval.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import batch_norm
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from unitrain.errors import ConfigError
@@ -29,14 +31,11 @@ class _SyncedNormalise(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, layer: SyncBatchNorm
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         channels = x.size(1)
-        dims = [d for d in range(x.dim()) if d != 1]
-        shape = [1, channels] + [1] * (x.dim() - 2)
-        # Half-precision sums would lose what float64 merging is to keep.
-        wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
+        kind = _computed_in(x)
         count = x.numel() // channels if channels else 0
         local = torch.zeros(2 * channels + 1, dtype=torch.float64, device=x.device)
         if count:
-            variance, mean = torch.var_mean(wide, dims, correction=0)
+            variance, mean = torch.var_mean(x.to(kind), [d for d in range(x.dim()) if d != 1], correction=0)
             local[:channels] = mean
             local[channels : 2 * channels] = variance
             local[-1] = count
@@ -49,40 +48,51 @@ class _SyncedNormalise(torch.autograd.Function):
         share = counts / total.clamp(min=1)
         mean = (means * share).sum(0)
         variance = ((variances + (means - mean) ** 2) * share).sum(0)
-        inverse_std = torch.rsqrt(variance + layer.eps)
-        kind = wide.dtype
-        normalised = (wide - mean.to(kind).view(shape)) * inverse_std.to(kind).view(shape)
-        ctx.save_for_backward(normalised, weight, inverse_std, total)
-        ctx.layer, ctx.dims, ctx.shape, ctx.dtype = layer, dims, shape, x.dtype
-        output = normalised
-        if weight is not None:
-            output = output * weight.to(kind).view(shape)
-        if bias is not None:
-            output = output + bias.to(kind).view(shape)
+        statistics = mean.to(kind), variance.to(kind)
+        ctx.save_for_backward(x, weight, *statistics, total)
+        ctx.layer = layer
         ctx.mark_non_differentiable(mean, variance, total)
-        return output.to(x.dtype), mean, variance, total
+        # By given statistics, as in eval: torch's kernel makes one pass of it.
+        output = batch_norm(x, *statistics, _to(weight, kind), _to(bias, kind), eps=layer.eps)
+        return output, mean, variance, total
 
     @staticmethod
     @once_differentiable  # autograd can't see through the reduction, and would give a wrong second derivative
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        normalised, weight, inverse_std, total = ctx.saved_tensors
-        kind, channels = normalised.dtype, normalised.size(1)
-        grad = grad.to(kind)
-        grad_bias = grad.sum(ctx.dims)
-        grad_weight = (grad * normalised).sum(ctx.dims)
+        x, weight, mean, variance, total = ctx.saved_tensors
+        layer, kind, channels = ctx.layer, mean.dtype, x.size(1)
+        if x.numel():
+            # The gradients by given statistics; that of the input lacks what flows through the statistics.
+            grad_input, grad_weight, grad_bias = torch.ops.aten.native_batch_norm_backward(
+                grad.to(kind), x.to(kind), _to(weight, kind), mean, variance, None, None, False, layer.eps, [True] * 3
+            )
+        else:
+            grad_input, grad_weight, grad_bias = x.to(kind), torch.zeros_like(mean), torch.zeros_like(mean)
         sums = torch.cat([grad_bias, grad_weight]).double()
-        ctx.layer.strategy._all_reduce(sums, "sum", f"{ctx.layer.sync_name}.backward")()
-        means = (sums / total.clamp(min=1)).to(kind)
-        scale = inverse_std.to(kind) if weight is None else inverse_std.to(kind) * weight.to(kind)
-        grad_input = grad - means[:channels].view(ctx.shape) - normalised * means[channels:].view(ctx.shape)
-        grad_input = (grad_input * scale.view(ctx.shape)).to(ctx.dtype)
+        layer.strategy._all_reduce(sums, "sum", f"{layer.sync_name}.backward")()
         needs = ctx.needs_input_grad
+        if needs[0] and x.numel():
+            inverse_std = torch.rsqrt(variance + layer.eps)
+            scale = inverse_std if weight is None else inverse_std * weight.to(kind)
+            by_bias, by_weight = (sums / total).to(kind).neg_().mul_(scale.repeat(2)).split(channels)
+            shape = [1, channels] + [1] * (x.dim() - 2)
+            centred = x.to(kind) - mean.view(shape)
+            grad_input.addcmul_(centred, (by_weight * inverse_std).view(shape)).add_(by_bias.view(shape))
         return (
-            grad_input if needs[0] else None,
+            grad_input.to(x.dtype) if needs[0] else None,
             grad_weight.to(weight.dtype) if weight is not None and needs[1] else None,
             grad_bias.to(weight.dtype) if weight is not None and needs[2] else None,
             None,
         )
+
+
+def _computed_in(x: Tensor) -> torch.dtype:
+    """Return what a layer computes in: half-precision sums would lose what float64 merging is to keep."""
+    return x.dtype if x.dtype in (torch.float32, torch.float64) else torch.float32
+
+
+def _to(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if tensor is None else tensor.to(dtype)
 
 
 class SyncBatchNorm(_BatchNorm):
