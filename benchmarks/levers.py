@@ -1,4 +1,4 @@
-"""What each lever gives here: DDP's options, optimizers, channels_last, freed memory that is kept, Horovod's timing.
+"""What each lever gives here: DDP's options, optimizers, channels_last, threads, kept memory, Horovod's timing.
 
     python benchmarks/levers.py
 
@@ -14,6 +14,7 @@ import tempfile
 import time
 from contextlib import nullcontext
 from functools import partial
+from os import cpu_count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -95,6 +96,23 @@ def measure_channels_last(rounds: int, steps: int, small: bool) -> Found:
     return compared(alternate(ways, rounds, clock=time.thread_time), DEFAULT, steps)
 
 
+def measure_threads(rounds: int, steps: int, small: bool) -> Found | None:
+    """Measure our step on ResNet-18 with the host's cores shared out to its processes, and with all for each."""
+    with unitrain.init(device="cpu") as strategy:
+        loop = ours.plain((mlp if small else resnet18)(0), strategy)
+
+        def way(threads: int) -> Way:
+            def run() -> None:
+                torch.set_num_threads(threads)
+                loop.run(steps)
+
+            return run
+
+        ways = {DEFAULT: way(torch.get_num_threads()), "every process computes on all cores": way(cpu_count() or 1)}
+        found = compared(alternate(ways, rounds, before=strategy.barrier), DEFAULT, steps)
+        return found if strategy.is_main else None
+
+
 def measure_kept_memory(keep: bool, rounds: int, steps: int, small: bool) -> Found:
     """Measure our step on ResNet-18 where glibc keeps freed memory, as ``init`` tells it to, or gives it back."""
     with (
@@ -149,6 +167,7 @@ def measure(short: bool) -> Found:
         groups[f"{name}, ResNet-50's tensors"] = in_processes(ALONE, measure_optimizer, name=name, **how)
     if not short:
         groups["memory format, ResNet-18"] = in_processes(ALONE, measure_channels_last, **how)
+    groups["two processes, ResNet-18"] = in_processes(GLOO, measure_threads, **how)
     kept = {
         name: in_processes(ALONE, measure_kept_memory, keep=keep, **how)["seconds"]
         for name, keep in ((DEFAULT, True), ("glibc gives freed memory back", False))

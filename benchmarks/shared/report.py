@@ -77,7 +77,7 @@ def about() -> Found:
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         },
         "versions": versions,
-        "busy_cores_before": os.getloadavg()[0],
+        "busy_cores_before": psutil.cpu_percent(interval=2) / 100 * (psutil.cpu_count() or 1),
     }
 
 
@@ -87,8 +87,8 @@ def heading(found: Found, script: str) -> str:
     versions = ", ".join(f"{name} {number}" for name, number in found["versions"].items())
     return (
         f"`python benchmarks/{script}`: {machine['cores']} cores of an {machine['processor']}, "
-        f"{machine['memory_gb']} GB, {machine['gpu'] or 'no GPU'}; {found['busy_cores_before']:.1f} busy before it "
-        f"began; {versions}."
+        f"{machine['memory_gb']} GB, {machine['gpu'] or 'no GPU'}; {found['busy_cores_before']:.1f} of its "
+        f"cores busy before it began; {versions}."
     )
 
 
