@@ -114,7 +114,7 @@ def main() -> None:
         batch_size=settings.batch_size, reference_batch=settings.lr_reference_batch,
     )  # fmt: skip
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.SGD(trained, rate.peak, settings.momentum, weight_decay=settings.weight_decay)
+    optimizer = torch.optim.SGD(trained, rate.peak, settings.momentum, weight_decay=settings.weight_decay, fused=True)
     model, optimizer, scheduler = strategy.prepare(model, optimizer, rate.scheduler(optimizer))
 
     folder = RunFolder(strategy, settings.output_dir, "resnet")
