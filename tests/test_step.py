@@ -370,6 +370,20 @@ def test_nonfinite_gradient_of_a_finite_loss_is_caught(settings: dict[str, Any],
     assert torch.equal(weights(model), before)
 
 
+def test_a_norm_that_overflows_is_not_a_gradient_that_does() -> None:
+    """The norm speaks for the gradients only where it is finite."""
+    strategy = strategy_of(precision="fp32", clip_norm=1.0, on_nonfinite="raise")
+    parameter = nn.Parameter(torch.ones(2))
+    model = nn.Module()
+    model.register_parameter("parameter", parameter)
+    model, optimizer = strategy.prepare(model, SGD([parameter], lr=0.1))
+    result = strategy.step(parameter.sum() * 1e30, optimizer)
+    assert result.stepped
+    assert result.grad_norm is not None
+    assert math.isinf(result.grad_norm)
+    assert parameter.isfinite().all()
+
+
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 # On a GPU the optimizer's own kernels leave the weights alone, before the host knows. Fused ones on a CPU do so too.
 ON_DEVICE = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])]

@@ -7,11 +7,13 @@ tells them (``found_inf``) is the protocol between torch's ``GradScaler`` and th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 
@@ -39,17 +41,24 @@ class GuardedStep:
         self, optimizer: Optimizer, parameters: Iterable[Parameter], gradients: list[Tensor]
     ) -> tuple[bool, Tensor | None]:
         """Step if all gradients are finite; return whether they were, and their norm where ``clip_norm`` is set."""
-        if not gradients:
-            norm = self._clip(parameters, gradients)
-            optimizer.step()
-            return True, norm
-        self._look(gradients)
-        if self._may_flag and _heeds_a_flag(optimizer):
+        if self._may_flag and gradients and _heeds_a_flag(optimizer):
             return self._step_flagged(optimizer, parameters, gradients)
-        if self._found_now():
-            self._found.zero_()
-            return False, None
-        norm = self._clip(parameters, gradients)
+        norm = None
+        if self._clip_norm is not None and self._clip_value is None:
+            norm = get_total_norm(gradients)
+        # A norm that is finite speaks for every gradient; one that is not may have overflowed.
+        if gradients and (norm is None or not math.isfinite(norm.item())):
+            self._look(gradients)
+            if self._found_now():
+                self._found.zero_()
+                return False, None
+        if self._clip_value is not None and gradients:
+            torch._foreach_clamp_max_(gradients, self._clip_value)
+            torch._foreach_clamp_min_(gradients, -self._clip_value)
+        if self._clip_norm is not None:
+            if norm is None:
+                norm = get_total_norm(gradients)
+            clip_grads_with_norm_(parameters, self._clip_norm, norm)
         optimizer.step()
         return True, norm
 
@@ -68,9 +77,14 @@ class GuardedStep:
         self, optimizer: Optimizer, parameters: Iterable[Parameter], gradients: list[Tensor]
     ) -> tuple[bool, Tensor | None]:
         """Let the optimizer look at the flag, and read it while its kernels run."""
+        self._look(gradients)
         self._found_on_host.copy_(self._found, non_blocking=True)
         copied = torch.cuda.current_stream().record_event() if self._found.is_cuda else None
-        norm = self._clip(parameters, gradients, flagged=True)
+        norm = None
+        if self._clip_norm is not None:
+            norm = get_total_norm(gradients)
+            # By a norm of NaN, clipping would make every gradient NaN: none could be named as the first.
+            clip_grads_with_norm_(parameters, self._clip_norm, torch.where(self._found > 0, 0.0, norm))
         optimizer.found_inf = self._found  # type: ignore[attr-defined]
         try:
             optimizer.step()
@@ -82,23 +96,6 @@ class GuardedStep:
             return True, norm
         self._found.zero_()
         return False, None
-
-    def _clip(
-        self, parameters: Iterable[Parameter], gradients: list[Tensor], *, flagged: bool = False
-    ) -> Tensor | None:
-        """Clip gradients, and return their norm. They are finite, or the flag says that they are not.
-
-        Of an infinite one clipping would make a large one, and of a single NaN, NaN everywhere: no name would be left.
-        """
-        if self._clip_value is not None and gradients:
-            torch._foreach_clamp_max_(gradients, self._clip_value)
-            torch._foreach_clamp_min_(gradients, -self._clip_value)
-        if self._clip_norm is None:
-            return None
-        norm = torch.nn.utils.get_total_norm(gradients)
-        scaled_by = torch.where(self._found > 0, 0.0, norm) if flagged else norm
-        torch.nn.utils.clip_grads_with_norm_(parameters, self._clip_norm, scaled_by)
-        return norm
 
 
 def _heeds_a_flag(optimizer: Optimizer) -> bool:
