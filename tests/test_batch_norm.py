@@ -146,7 +146,7 @@ def _narrow(dtype: torch.dtype) -> None:
         share, exact = whole[strategy.rank :: 2].requires_grad_(), whole.float().requires_grad_()
         output, expected = synced(share), plain(exact)
         assert output.dtype == dtype
-        tolerance = {"rtol": torch.finfo(dtype).eps, "atol": torch.finfo(dtype).eps}
+        tolerance: dict[str, Any] = {"rtol": torch.finfo(dtype).eps, "atol": torch.finfo(dtype).eps}
         torch.testing.assert_close(output.float(), expected[strategy.rank :: 2], **tolerance)
         seed = _batch(6, (2, 2), 1).to(dtype)
         output.backward(seed[strategy.rank :: 2])
