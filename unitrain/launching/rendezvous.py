@@ -25,7 +25,7 @@ from unitrain.launching.launch import Launch
 _stores: dict[Launch, Store] = {}
 _calls = itertools.count()
 
-_ANSWER_S = 5.0
+_ANSWER_S, _AGAIN_S = 5.0, 0.1
 _KEY_VALUE_PATH = "/unitrain/store"
 
 
@@ -92,8 +92,18 @@ def _at_address(launch: Launch, timeout: timedelta) -> Store:
 def _join(host: str, port: int, launch: Launch, timeout: timedelta) -> TCPStore:
     """Return a client of the store that comes to be at an address.
 
-    torch's own client waits for ever for a word of a program that takes connections and says nothing.
+    Where nobody listens, torch's own client waits for up to twice its time and then fills the screen; for a word of a
+    program that takes connections and says nothing it waits for ever. So it is started once somebody listens.
     """
+    deadline = time.monotonic() + timeout.total_seconds()
+    while not _listens(host, port):
+        if time.monotonic() > deadline:
+            raise CommunicationError(
+                f"rank {launch.rank} of {launch.world_size} waited {timeout.total_seconds():g} s for rank 0 at "
+                f"{host}:{port}, and nobody listens there. Was rank 0 started, and does it still run? Can this host "
+                "reach that address (firewall, MASTER_ADDR)?"
+            )
+        time.sleep(_AGAIN_S)
     joined: Future[TCPStore] = Future()
 
     def join() -> None:
@@ -103,21 +113,22 @@ def _join(host: str, port: int, launch: Launch, timeout: timedelta) -> TCPStore:
             joined.set_exception(error)
 
     threading.Thread(target=join, daemon=True).start()
-    taken_since = None
-    while not wait([joined], 1.0).done:
-        try:
-            socket.create_connection((host, port), 1.0).close()
-        except OSError:
-            taken_since = None
-            continue
-        taken_since = taken_since or time.monotonic()
-        if time.monotonic() - taken_since > _ANSWER_S:
-            raise LaunchError(
-                f"{launch.launcher} says that the ranks meet at {host}:{port}, but what listens there is not rank 0: "
-                "the port is another program's. End that program (ss -ltnp on that host shows it), or set MASTER_ADDR "
-                "and MASTER_PORT to another."
-            )
+    if wait([joined], _ANSWER_S).not_done and _listens(host, port):
+        raise LaunchError(
+            f"{launch.launcher} says that the ranks meet at {host}:{port}, but what listens there is not rank 0: "
+            "the port is another program's. End that program (ss -ltnp on that host shows it), or set MASTER_ADDR "
+            "and MASTER_PORT to another."
+        )
     return joined.result()
+
+
+def _listens(host: str, port: int) -> bool:
+    """Whether a connection is taken at an address."""
+    try:
+        socket.create_connection((host, port), 1.0).close()
+    except OSError:
+        return False
+    return True
 
 
 def _wait_for_all(store: TCPStore, launch: Launch, timeout: timedelta) -> None:
