@@ -1,8 +1,9 @@
 """Train a small model for a number of steps, and meet with a fault on the way: what the fault tests put on trial.
 
-    python program.py FOLDER STEPS [KIND:RANK:STEP]
+    python program.py FOLDER STEPS [KIND:RANK:STEP | KIND:RANK:PLACE]
 
 It is written as a user would write it, but for its notes (a line for each micro-batch of each rank) and its fault.
+A place is where ranks meet outside of steps: init, prepare, evaluation or close. The others are there by then.
 """
 
 from __future__ import annotations
@@ -60,12 +61,26 @@ FAULTS: dict[str, Callable[[], object]] = {
 }
 
 
-def main(folder: Path, last_step: int, kind: str, rank: int, at: int) -> None:
+RANK = int(
+    next((os.environ[name] for name in ("RANK", "OMPI_COMM_WORLD_RANK", "HOROVOD_RANK") if name in os.environ), 0)
+)
+
+
+def main(folder: Path, last_step: int, kind: str, rank: int, at: str) -> None:
     pause, workers = float(os.environ.get("TESTS_PAUSE", "0")), int(os.environ.get("TESTS_WORKERS", "0"))
+
+    def come_to(place: str) -> None:
+        if at == place and rank == RANK:
+            time.sleep(0 if place.isdigit() else 1.5)
+            (folder / "fault").write_text(str(time.time()))
+            FAULTS[kind]()
+
+    come_to("init")
     strategy = unitrain.init(precision="fp64", accumulate=2, seed=7)
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+    come_to("prepare")
     model, optimizer = strategy.prepare(model, optimizer)
     loader = strategy.dataloader(Noisy(), global_batch_size=GLOBAL_BATCH, shuffle=True, num_workers=workers)
     checkpoint = strategy.checkpoint(folder / "checkpoints", model=model, optimizer=optimizer, loader=loader)
@@ -86,9 +101,7 @@ def main(folder: Path, last_step: int, kind: str, rank: int, at: int) -> None:
                 strategy.step(loss, optimizer)
                 if strategy.steps > before:
                     time.sleep(pause)
-                    if strategy.rank == rank and strategy.steps == at:
-                        (folder / "fault").write_text(str(time.time()))
-                        FAULTS[kind]()
+                    come_to(str(strategy.steps))
                     if strategy.steps % 5 == 0:
                         checkpoint.save()
                 if strategy.steps == last_step:
@@ -96,9 +109,13 @@ def main(folder: Path, last_step: int, kind: str, rank: int, at: int) -> None:
             if strategy.steps == last_step:
                 break
     checkpoint.save()
+    with strategy.evaluation(model):
+        come_to("evaluation")
+        strategy.mean(model(inputs).detach().sum(), len(inputs))
+    come_to("close")
     strategy.close()
 
 
 if __name__ == "__main__":
     kind, rank, at = (sys.argv[3] if len(sys.argv) > 3 else "none:0:0").split(":")
-    main(Path(sys.argv[1]), int(sys.argv[2]), kind, int(rank), int(at))
+    main(Path(sys.argv[1]), int(sys.argv[2]), kind, int(rank), at)

@@ -32,6 +32,26 @@ def test_rank_0_killed(world: World, tmp_path: Path) -> None:
     assert said, end.job.output
 
 
+@worlds(PLAIN, soak=[TORCHRUN, MPIRUN, MPIRUN_DDP, HOROVODRUN])
+@pytest.mark.parametrize(
+    "place", ["close", *(pytest.param(place, marks=pytest.mark.soak) for place in ("prepare", "evaluation"))]
+)
+def test_rank_0_killed_where_the_others_wait_for_it(world: World, place: str, tmp_path: Path) -> None:
+    end = run(world, tmp_path, fault=f"kill:0:{place}", ranks=3, steps=3)
+    assert end.job.code != 0
+    assert end.seconds < SLACK_S
+    said = re.findall(r"rank \d on \S+ \(pid \d+\): stopped because rank 0 on \S+ \(pid \d+\) ended", end.job.output)
+    assert said, end.job.output
+
+
+@worlds(soak=[PLAIN, TORCHRUN, MPIRUN, MPIRUN_DDP, HOROVODRUN])
+def test_rank_0_killed_before_it_met_the_others(world: World, tmp_path: Path) -> None:
+    """Processes that nobody started together learn of it by waiting; a launcher ends them."""
+    end = run(world, tmp_path, fault="kill:0:init", ranks=3)
+    assert end.job.code != 0
+    assert end.seconds < TIMEOUT_S + SLACK_S
+
+
 @worlds(PLAIN, MPIRUN, soak=[TORCHRUN, MPIRUN_DDP, HOROVODRUN])
 def test_frozen(world: World, tmp_path: Path) -> None:
     end = run(world, tmp_path, fault="stop:1:7")

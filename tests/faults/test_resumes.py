@@ -22,6 +22,7 @@ from harness import (
     alone,
     assert_same_training,
     losses,
+    note,
     ranks_of,
     run,
     worlds,
@@ -54,7 +55,7 @@ def test_one_rank_then_two_then_three_then_one(world: World, tmp_path: Path, alo
 
 def killer(folder: Path, drawn: random.Random) -> Callable[[subprocess.Popen[bytes]], None]:
     """Return what kills one rank or more of a job that is about to start, while it starts or while it trains."""
-    within_start, moment, began = drawn.random() < 0.2, drawn.uniform(0, 3), time.time()
+    within_start, moment, began = drawn.random() < 0.2, drawn.uniform(0, 1.8), time.time()
 
     def trains() -> bool:
         return any(file.stat().st_mtime > began and file.stat().st_size > 0 for file in folder.glob("*.notes"))
@@ -83,3 +84,4 @@ def test_kills_at_random_moments(world: World, tmp_path: Path, alone: Path) -> N
     assert codes[-1] == 0, end.job.output
     assert len(codes) > 2, "a run that is not killed proves nothing"
     assert_same_training(tmp_path, alone)
+    note(world=str(world), kills=len(codes) - 1)
