@@ -74,7 +74,8 @@ def test_a_reading_begins_anew_and_an_evaluation_after_the_epoch_is_not_counted(
             time.sleep(WAIT_S)
     nothing = throughput.read()
     del nothing["peak_memory_mb"]
-    assert nothing == {"samples_per_second": 0.0, "data_seconds": 0.0, "step_seconds": 0.0, "rest_seconds": 0.0}
+    times = {"data_seconds": 0.0, "step_seconds": 0.0, "rest_seconds": 0.0}
+    assert nothing == {"samples_per_second": 0.0, **times, "slowest_rank": 0, "slowest_ratio": 1.0}
 
 
 def test_it_can_be_read_within_an_epoch_and_after_a_loop_that_was_broken_off() -> None:
@@ -120,3 +121,5 @@ def test_all_ranks_read_what_they_did_together() -> None:
     assert one["rest_seconds"] >= 6 * WAIT_S / 2
     assert one["step_seconds"] >= 5 * WAIT_S / 2
     assert one["samples_per_second"] < 40 / (6 * WAIT_S)
+    assert one["slowest_rank"] == 1
+    assert one["slowest_ratio"] > 1.5

@@ -68,7 +68,9 @@ class Throughput:
             ``samples_per_second`` of all ranks together; ``data_seconds`` (waiting for a loader), ``step_seconds``
             (backward, averaging and optimizer, as the host sees them) and ``rest_seconds`` (all else within the
             training loop, forward included), means over the ranks; ``peak_memory_mb``, the largest of any rank since
-            its start in MiB: allocated on its GPU, or resident where there is none.
+            its start in MiB: allocated on its GPU, or resident where there is none. ``slowest_rank`` is the one that
+            took longest to come to its steps, and ``slowest_ratio`` that time over the ranks' median: the others wait
+            for it in theirs.
         """
         if self._iterations:
             self._await_device()
@@ -78,12 +80,16 @@ class Throughput:
         ranks = self._strategy.all_gather(torch.tensor([*since, self._peak_memory()], dtype=torch.float64))
         samples, seconds, memory = ranks[:, 0].sum().item(), ranks[:, 1].max().item(), ranks[:, 4].max().item()
         _, mean_seconds, data, step, _ = ranks.mean(0).tolist()
+        own = ranks[:, 1] - ranks[:, 3]
+        slowest, median = own.max(0), own.median().item()
         return {
             "samples_per_second": samples / seconds if seconds else 0.0,
             "data_seconds": data,
             "step_seconds": step,
             "rest_seconds": mean_seconds - data - step,
             "peak_memory_mb": memory / 2**20,
+            "slowest_rank": slowest.indices.item(),
+            "slowest_ratio": slowest.values.item() / median if median > 0 else 1.0,
         }
 
     def batches(self, fed: Iterator[tuple[MicroBatch, Any]]) -> Iterator[tuple[MicroBatch, Any]]:
