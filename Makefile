@@ -1,7 +1,7 @@
 # make train   train a small ResNet on two processes
 # make test    run the whole test suite
 # make soak    run every fault under every launcher, kills at random moments and all benchmarks' short forms (about
-#              40 minutes), and write docs/faults.md
+#              half an hour), and write docs/faults.md
 # make bench   measure speed beside hand-written loops and other frameworks, into benchmarks/results/
 # make lint    check style and types
 # make docs    build the documentation into site/

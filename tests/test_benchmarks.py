@@ -161,7 +161,7 @@ def test_watch(tmp_path: Path) -> None:
 @pytest.mark.soak
 def test_levers(tmp_path: Path) -> None:
     found = short("levers", tmp_path)
-    assert len(found["groups"]) == 4
+    assert len(found["groups"]) == 5
     assert all(its["default"]["ratio"] == 1 for its in found["groups"].values())
     [horovod] = found["horovod"]
     assert horovod["ratio"] > 0

@@ -12,6 +12,7 @@ import platform
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from textwrap import fill
 
 HEAD = """# Faults
 
@@ -22,17 +23,17 @@ and `int` a signal to one rank. Heartbeats had 3 seconds and collectives 8, wher
 Nothing was lost but the steps since the last checkpoint, after a signal none, and no process was left. `make soak`
 writes this page; `make test` runs the quick ones.
 """
-KILLS = """
-Ranks were also killed at moments drawn at random, within starts, steps and saves, and the job was started again
-until it came to its end: {}. It was then the training to which nothing had happened, each sample once and the
-losses equal to 1e-9.
-"""
+KILLS = (
+    "Ranks were also killed at moments drawn at random, within starts, steps and saves, and the job was started again "
+    "until it came to its end: {}. It was then the training to which nothing had happened, each sample once and the "
+    "losses equal to 1e-9."
+)
 
 
 def main(file: Path) -> None:
     ends = [json.loads(line) for line in file.read_text().splitlines()]
     kills = [f"{end['kills']} times under {end['world']}" for end in ends if "kills" in end]
-    print(HEAD + KILLS.format(", ".join(kills)))
+    print(f"{HEAD}\n{fill(KILLS.format(', '.join(kills)), 120, break_on_hyphens=False)}\n")
     print(f"Seen on {os.cpu_count()} cores ({platform.machine()}), torch {version('torch')}.\n")
     print("| fault:rank:step or place | launcher-backend | seconds to the end | exit code | what was said first |")
     print("|---|---|---|---|---|")

@@ -55,7 +55,7 @@ def test_one_rank_then_two_then_three_then_one(world: World, tmp_path: Path, alo
 
 def killer(folder: Path, drawn: random.Random) -> Callable[[subprocess.Popen[bytes]], None]:
     """Return what kills one rank or more of a job that is about to start, while it starts or while it trains."""
-    within_start, moment, began = drawn.random() < 0.2, drawn.uniform(0, 1.8), time.time()
+    within_start, moment, began = drawn.random() < 0.2, drawn.uniform(0, 1.6), time.time()
 
     def trains() -> bool:
         return any(file.stat().st_mtime > began and file.stat().st_size > 0 for file in folder.glob("*.notes"))
