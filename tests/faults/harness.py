@@ -104,7 +104,7 @@ class End:
 
     def note(self) -> None:
         """Note it for the report."""
-        found = self._lines(r"unitrain: (.*stopped because .*|stopped by .*|a second .*)")
+        found = self._lines(r"unitrain: (.*stopped because .*|stopped by .*|a second .*|error: .*)")
         said = re.sub(r" on \S+ \(pid \d+\)", "", found[0]).split(". Rank")[0].split('", line')[0] if found else ""
         said = re.sub(r"\[/\S+\] ", "", re.sub(r"/\S+/checkpoints", "FOLDER", said))  # places in gloo's source
         note(fault=self.fault, world=str(self.world), seconds=self.seconds, code=self.job.code, said=said)
