@@ -122,6 +122,24 @@ def test_sequences() -> None:
     run_ranks(_sequences)
 
 
+def _channels_last() -> None:
+    """The layer keeps the memory format, and its gradients; here the first layer, whose input needs none."""
+    with _open() as strategy:
+        synced, plain = _layer(nn.BatchNorm2d, {}), _layer(nn.BatchNorm2d, {})
+        batch_norm.synchronise(synced, strategy)
+        whole = _batch(4, (2, 3), 0).to(memory_format=torch.channels_last)
+        output = synced(whole[strategy.rank * 2 :][:2])
+        assert output.is_contiguous(memory_format=torch.channels_last)
+        output.square().sum().backward()
+        plain(whole).square().sum().backward()
+        for ours, its in zip(synced.parameters(), plain.parameters(), strict=True):
+            _close_to(strategy.all_reduce(_gradient(ours)), _gradient(its))
+
+
+def test_channels_last() -> None:
+    run_ranks(_channels_last)
+
+
 def _one_value() -> None:
     with _open() as strategy:
         layer = _layer(nn.BatchNorm1d, {})

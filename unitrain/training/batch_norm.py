@@ -60,17 +60,17 @@ class _SyncedNormalise(torch.autograd.Function):
     @once_differentiable  # autograd can't see through the reduction, and would give a wrong second derivative
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x, weight, mean, variance, total = ctx.saved_tensors
-        layer, kind, channels = ctx.layer, mean.dtype, x.size(1)
+        layer, kind, channels, needs = ctx.layer, mean.dtype, x.size(1), ctx.needs_input_grad
         if x.numel():
             # The gradients by given statistics; that of the input lacks what flows through the statistics.
             grad_input, grad_weight, grad_bias = torch.ops.aten.native_batch_norm_backward(
-                grad.to(kind), x.to(kind), _to(weight, kind), mean, variance, None, None, False, layer.eps, [True] * 3
-            )
+                grad.to(kind), x.to(kind), _to(weight, kind), mean, variance, None, None, False, layer.eps,
+                [needs[0], True, True],
+            )  # fmt: skip
         else:
             grad_input, grad_weight, grad_bias = x.to(kind), torch.zeros_like(mean), torch.zeros_like(mean)
         sums = torch.cat([grad_bias, grad_weight]).double()
         layer.strategy._all_reduce(sums, "sum", f"{layer.sync_name}.backward")()
-        needs = ctx.needs_input_grad
         if needs[0] and x.numel():
             inverse_std = torch.rsqrt(variance + layer.eps)
             scale = inverse_std if weight is None else inverse_std * weight.to(kind)
