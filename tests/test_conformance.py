@@ -100,7 +100,7 @@ def test_different_models(world: World) -> None:
 
 
 def test_collective_of_one_rank(world: World) -> None:
-    if world.processes > 1:
+    if world.processes == 2:  # each world of it takes what a collective may wait
         # Horovod's gloo may not give up by itself; then the ranks that do not come are ended.
         said = r"rank 0 .*all_reduce: .*rank 1 on .* is in its own code|rank \d .* left with exit code 1"
         with pytest.raises(CommunicationError, match=said):

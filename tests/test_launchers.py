@@ -52,7 +52,7 @@ STARTS = {
     "horovodrun gloo 3": Start(("horovodrun", "--gloo", "-np", "3", PYTHON), "horovodrun", "horovod", 3),
     "horovodrun 8": Start(("horovodrun", "-np", "8", PYTHON), "mpirun", "horovod", 8),
 }
-THREES = ["torchrun 3", "horovodrun gloo 3"]
+MORE = ["torch.distributed.launch", "torchrun 3", "horovodrun gloo 3"]
 PAIRS = ["torchrun", "mpirun", "mpirun ddp", "horovodrun", "horovodrun gloo", "srun"]
 
 
@@ -134,7 +134,7 @@ def parity() -> Parity:
 
 @pytest.mark.parametrize(
     "name",
-    [*PAIRS, *(pytest.param(name, marks=pytest.mark.soak) for name in THREES), "torch.distributed.launch"],
+    [*PAIRS, *(pytest.param(name, marks=pytest.mark.soak) for name in MORE)],
 )
 def test_training_is_the_same_in_float64(launchers: Launchers, parity: Parity, name: str) -> None:
     flags = "--max-steps 20 --batch-size 50 --strategy.precision fp64 --strategy.sync-batchnorm true"
