@@ -3,7 +3,9 @@
 from importlib.util import find_spec
 
 import pytest
+import torch
 
 HOROVOD = pytest.mark.skipif(
     find_spec("horovod") is None, reason="Horovod is not installed: unitrain install-horovod adds it"
 )
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

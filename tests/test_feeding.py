@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from needs import GPU
 from torch import Tensor
 
 import unitrain
 from unitrain.data.feeding import feed, to_device
 
 META = torch.device("meta")  # a device that any machine has, and on which it shows where a tensor is
-GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 
 class Pair(NamedTuple):

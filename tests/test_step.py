@@ -11,6 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from needs import GPU
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.optim import SGD, Adam, AdamW, Optimizer
@@ -384,9 +385,8 @@ def test_a_norm_that_overflows_is_not_a_gradient_that_does() -> None:
     assert parameter.isfinite().all()
 
 
-NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 # On a GPU the optimizer's own kernels leave the weights alone, before the host knows. Fused ones on a CPU do so too.
-ON_DEVICE = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])]
+ON_DEVICE = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, GPU])]
 
 
 def on_device(device: str, make: Callable[..., Optimizer], **settings: Any) -> tuple[Strategy, nn.Module, Optimizer]:
