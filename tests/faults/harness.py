@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 import pytest
 from jobs import Job, run_job
+from program import RANK_VARIABLES
 
 from unitrain.machine.toolchain import find_program
 
@@ -172,8 +173,7 @@ def ranks_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
             with suppress(psutil.NoSuchProcess):  # a launcher's helpers come and go
                 command, environ = child.cmdline(), child.environ()
                 if str(PROGRAM) in command[1:3]:  # a launcher has it further behind; torchrun gives python a -u
-                    names = ("RANK", "OMPI_COMM_WORLD_RANK", "HOROVOD_RANK")
-                    found[int(next(environ[name] for name in names if name in environ))] = child
+                    found[int(next(environ[name] for name in RANK_VARIABLES if name in environ))] = child
     return [found[rank] for rank in sorted(found)]
 
 

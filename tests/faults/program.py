@@ -61,9 +61,8 @@ FAULTS: dict[str, Callable[[], object]] = {
 }
 
 
-RANK = int(
-    next((os.environ[name] for name in ("RANK", "OMPI_COMM_WORLD_RANK", "HOROVOD_RANK") if name in os.environ), 0)
-)
+RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "HOROVOD_RANK")
+RANK = int(next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), 0))
 
 
 def main(folder: Path, last_step: int, kind: str, rank: int, at: str) -> None:
