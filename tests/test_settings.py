@@ -564,6 +564,7 @@ SECTIONS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "clip_value": or_none(positive()),
         "on_nonfinite": st.sampled_from(["stop", "skip", "raise"]),
         "check_in_sync_every": st.integers(0, 10**9),
+        "debug": st.booleans(),
         "compression": st.sampled_from(["none", "fp16", "bf16"]),
         "timeout_s": positive(1_000_000),
         "heartbeat_timeout_s": positive(1_000_000),

@@ -365,7 +365,8 @@ def test_nonfinite_gradient_of_a_finite_loss_is_caught(settings: dict[str, Any],
     before = weights(model)
     model[2].bias.register_hook(lambda g: torch.full_like(g, bad))
     x = torch.ones(2, 4, dtype=torch.float64)
-    with pytest.raises(NonFiniteError, match=r"a gradient \(every rank's loss was finite\); first bad parameter: 2.b"):  # noqa: PT012
+    said = r"a gradient of rank 0 \(every rank's loss was finite\); first bad parameter: 2.bias"
+    with pytest.raises(NonFiniteError, match=said):  # noqa: PT012
         for _ in range(2 if settings.get("accumulate") else 1):
             strategy.step(model(x).sum(), optimizer)
     assert torch.equal(weights(model), before)
@@ -432,9 +433,20 @@ def test_a_gradient_found_on_the_device_is_named(device: str, settings: dict[str
     strategy.step(model(x).sum(), optimizer)
     before = weights(model)
     model[2].bias.register_hook(lambda g: torch.full_like(g, math.nan))  # type: ignore[index]
-    with pytest.raises(NonFiniteError, match=r"step 2: a gradient \(every rank's loss was finite\); .*parameter: 2.b"):
+    with pytest.raises(
+        NonFiniteError, match=r"step 2: a gradient of rank 0 \(every rank's loss was finite\); .*parameter: 2.b"
+    ):
         strategy.step(model(x).sum(), optimizer)
     assert torch.equal(weights(model), before)
+
+
+def test_a_sparse_gradient_that_is_not_finite_is_named() -> None:
+    strategy = strategy_of(on_nonfinite="raise")
+    model = nn.Embedding(5, 3, sparse=True)
+    model, optimizer = strategy.prepare(model, SGD(model.parameters(), lr=0.1))
+    model.weight.register_hook(lambda g: g * math.inf)
+    with pytest.raises(NonFiniteError, match="first bad parameter: weight"):
+        strategy.step(model(torch.tensor([1, 2])).sum(), optimizer)
 
 
 def test_nonfinite_loss_in_the_midst_of_a_window_gives_up_the_window() -> None:

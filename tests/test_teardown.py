@@ -60,3 +60,16 @@ def test_no_descriptor_and_no_thread_is_left(launcher: Any, tmp_path: Path, monk
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     for first, *later in run_ranks(_open_and_close_again_and_again, launcher=launcher):
         assert not any(_exceed(counts, first) for counts in later), f"at first {first}, then {later}"
+
+
+def _train_and_close() -> list[int]:
+    model = torch.nn.Linear(2, 1)
+    with unitrain.init() as strategy:
+        prepared, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        strategy.step(prepared(torch.ones(1, 2)).sum(), optimizer)
+        hooked = sum(len(p._backward_hooks or ()) for p in model.parameters())
+    return [hooked, *(len(p._backward_hooks or ()) for p in model.parameters())]
+
+
+def test_no_hook_is_left_on_the_parameters() -> None:
+    assert run_ranks(_train_and_close) == [[1, 0, 0]] * 2

@@ -449,6 +449,7 @@ class Strategy(Collectives):
                     self.watch.close()
         finally:
             self.stopping.close()
+            self._training_step.close()
             for reducer in self._reducers:
                 reducer.close()
             self._preparation.release()

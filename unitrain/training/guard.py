@@ -70,8 +70,8 @@ class GuardedStep:
             except NotImplementedError:  # asking each gradient beforehand costs every model for the few that have such
                 self._all_dense_and_real = False
         if not self._all_dense_and_real:
-            plain = [_plain(g) for g in gradients]
-            torch._amp_foreach_non_finite_check_and_unscale_(plain, self._found, self._one)
+            numbers = [plain_numbers(g) for g in gradients]
+            torch._amp_foreach_non_finite_check_and_unscale_(numbers, self._found, self._one)
 
     def _step_flagged(
         self, optimizer: Optimizer, parameters: Iterable[Parameter], gradients: list[Tensor]
@@ -106,7 +106,7 @@ def _heeds_a_flag(optimizer: Optimizer) -> bool:
     return bool(optimizer.state) and getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
-def _plain(gradient: Tensor) -> Tensor:
+def plain_numbers(gradient: Tensor) -> Tensor:
     """Return a dense and real view of all numbers in a gradient, which may be sparse or complex."""
     values = gradient._values() if gradient.is_sparse else gradient
     return torch.view_as_real(values) if values.is_complex() else values

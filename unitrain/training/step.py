@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from operator import is_
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,6 +24,8 @@ from unitrain.errors import NonFiniteError, UsageError
 from unitrain.health.pulse import OWN_CODE
 from unitrain.stopping import Stopped
 from unitrain.training.guard import GuardedStep
+from unitrain.training.nonfinite import LocalGradients, describe
+from unitrain.training.window import Window
 
 if TYPE_CHECKING:
     from unitrain.strategy import Strategy
@@ -46,39 +49,6 @@ _WITHIN_WINDOW = StepResult(False)
 _PLAIN_STEP = StepResult(True)
 
 
-class _Window:
-    """The accumulation window of one optimizer: what has been gathered since its last step."""
-
-    __slots__ = (
-        "complete", "finishers", "fresh", "groups", "late", "loss_is_finite", "losses", "micro_batch", "micro_batches",
-        "name", "optimizer", "parameters", "reduced", "total_wait", "trained", "weight",
-    )  # fmt: skip
-
-    def __init__(self, optimizer: Optimizer, name: str) -> None:
-        self.optimizer = optimizer
-        self.name = name
-        self.groups = 0  # how many parameter groups the parameters are of
-        self.parameters: list[Parameter] = []
-        self.trained: list[Parameter] = []
-        self.finishers: list[Callable[[bool], None]] = []
-        self.clear()
-
-    def clear(self) -> None:
-        """Give up what was gathered, gradients included, and begin anew."""
-        for p in self.parameters:
-            p.grad = None
-        self.micro_batch: MicroBatch | None = None  # of the last backward
-        self.micro_batches = 0  # those that update() has closed
-        self.fresh = True  # no backward yet for the micro-batch that is open
-        self.loss_is_finite = True
-        self.losses: list[Tensor] = []  # where to look would be to wait for a GPU
-        self.complete = False  # the last backward ended the window
-        self.reduced = False  # its gradients are being reduced, or have been
-        self.late = False  # some of them can't have been reduced by an engine that must be armed before the forward
-        self.weight: Tensor | None = None
-        self.total_wait: Callable[[], None] | None = None
-
-
 class TrainingStep:
     """``step``, ``backward`` and ``update`` of a strategy.
 
@@ -98,10 +68,11 @@ class TrainingStep:
         self._accumulate = config.accumulate
         self._policy = config.on_nonfinite
         self._check_every = config.check_in_sync_every
+        self._debug = config.debug
         self._scaler = strategy.precision.scaler
         # An engine that averages divides by the world size; the seeds make up for it.
         self._unit = self._world if strategy.gradient_reduction == "mean" else 1
-        self._windows: dict[Optimizer, _Window] = {}
+        self._windows: dict[Optimizer, Window] = {}
         self._finishers: dict[Parameter, Callable[[bool], None]] = {}
         self._seeds: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
         self._on_host = strategy.device.type == "cpu"
@@ -115,8 +86,14 @@ class TrainingStep:
     def register(self, optimizer: Optimizer) -> None:
         """Take note of an optimizer, so that a backward without one knows whose gradients it fills."""
         if optimizer not in self._windows:
-            self._windows[optimizer] = _Window(optimizer, f"step.weight.{len(self._windows)}")
+            local = LocalGradients(all_of_them=self._debug)
+            self._windows[optimizer] = Window(optimizer, f"optimizer {len(self._windows)}", local)
             self._arm_counted(self._windows[optimizer])
+
+    def close(self) -> None:
+        """Leave the parameters alone from now on."""
+        for window in self._windows.values():
+            window.local_gradients.close()
 
     @property
     def within_window(self) -> bool:
@@ -137,7 +114,7 @@ class TrainingStep:
             self._armed = sync
             self._strategy._arm(sync)
 
-    def _arm_counted(self, window: _Window) -> None:
+    def _arm_counted(self, window: Window) -> None:
         if self._distributed and self.micro_batch is None:
             self._arm(self._counted_last(window))
 
@@ -191,7 +168,7 @@ class TrainingStep:
         if self._distributed:
             self._pulse.phase = OWN_CODE
 
-    def _looks_finite(self, loss: Tensor, windows: list[_Window]) -> bool:
+    def _looks_finite(self, loss: Tensor, windows: list[Window]) -> bool:
         """Note whether a loss is finite. On a GPU that would have to be waited for: the seed there sees to it."""
         if self._on_host:
             finite = math.isfinite(loss.item())
@@ -203,7 +180,7 @@ class TrainingStep:
         return True
 
     def _backward_filled(
-        self, loss: Tensor, seed: Tensor | None, inputs: list[Parameter] | None, windows: list[_Window], fill: float
+        self, loss: Tensor, seed: Tensor | None, inputs: list[Parameter] | None, windows: list[Window], fill: float
     ) -> None:
         """Run backward, for its collectives, and make every gradient that it yields ``fill``.
 
@@ -213,14 +190,14 @@ class TrainingStep:
         """
         make = partial(torch.full_like, fill_value=fill)
         parameters = [p for window in windows for p in window.parameters if p.requires_grad]
-        hooks = [p.register_hook(make) for p in parameters]  # type: ignore[no-untyped-call]
-        try:
+        with ExitStack() as stack:
+            for window in windows:
+                stack.enter_context(window.local_gradients.ignored())
+            for p in parameters:
+                stack.enter_context(p.register_hook(make))  # type: ignore[no-untyped-call]
             loss.backward(seed, inputs=inputs)  # type: ignore[no-untyped-call]
-        finally:
-            for hook in hooks:
-                hook.remove()
 
-    def _of(self, optimizers: Sequence[Optimizer] | None) -> list[_Window]:
+    def _of(self, optimizers: Sequence[Optimizer] | None) -> list[Window]:
         if optimizers is None:
             if not self._windows:
                 raise UsageError(
@@ -231,7 +208,7 @@ class TrainingStep:
             self.register(optimizer)
         return [self._watched(self._windows[optimizer]) for optimizer in optimizers]
 
-    def _watched(self, window: _Window) -> _Window:
+    def _watched(self, window: Window) -> Window:
         """Bring the window's parameters up to date with its optimizer's groups, and with what is frozen.
 
         One optimizer in one process need not know of what is frozen: it has no gradient.
@@ -243,7 +220,7 @@ class TrainingStep:
             self._watch(window, trained)
         return window
 
-    def _watch(self, window: _Window, trained: list[Parameter]) -> None:
+    def _watch(self, window: Window, trained: list[Parameter]) -> None:
         window.groups = len(window.optimizer.param_groups)
         window.parameters = [p for group in window.optimizer.param_groups for p in group["params"]]
         self._strategy.check_prepared(window.parameters)
@@ -253,15 +230,16 @@ class TrainingStep:
                 p.grad = None  # what a backward for another optimizer has left there
         window.trained = trained
         if self._distributed:
+            window.local_gradients.watch(trained)
             new = [p for p in trained if p not in self._finishers]
             if new:
                 self._finishers.update(dict.fromkeys(new, self._strategy._watch_gradients(new)))
             window.finishers = list(dict.fromkeys(self._finishers[p] for p in trained))
 
-    def _counted_last(self, window: _Window) -> bool:
+    def _counted_last(self, window: Window) -> bool:
         return window.micro_batches + 1 >= self._accumulate
 
-    def _enter(self, window: _Window, micro_batch: MicroBatch | None, weight: Weight | None, last: bool) -> None:
+    def _enter(self, window: Window, micro_batch: MicroBatch | None, weight: Weight | None, last: bool) -> None:
         """Check that a micro-batch belongs to the window that is open, and note its weight."""
         if micro_batch is not None and window.fresh:
             self._check_order(window, micro_batch)
@@ -283,7 +261,7 @@ class TrainingStep:
             if last:
                 self._sum_weights(window)
 
-    def _check_order(self, window: _Window, micro_batch: MicroBatch) -> None:
+    def _check_order(self, window: Window, micro_batch: MicroBatch) -> None:
         """Raise where a micro-batch does not follow the one before."""
         before = window.micro_batch
         if before is micro_batch:
@@ -298,9 +276,9 @@ class TrainingStep:
                 "every batch that the loader hands out needs one (a loss times 0 leaves a batch out)."
             )
 
-    def _sum_weights(self, window: _Window) -> None:
+    def _sum_weights(self, window: Window) -> None:
         if self._distributed and window.weight is not None and window.total_wait is None:
-            window.total_wait = self._strategy._all_reduce(window.weight, "sum", window.name)
+            window.total_wait = self._strategy._all_reduce(window.weight, "sum", f"weight of {window.name}")
 
     def _seed(self, loss: Tensor, share: Weight) -> Tensor:
         """Return what backward starts from: this rank's share of the window; on a GPU, NaN for a NaN loss."""
@@ -365,13 +343,13 @@ class TrainingStep:
             return _PLAIN_STEP
         return StepResult(stepped, norm, not stepped)
 
-    def _finish(self, window: _Window) -> None:
+    def _finish(self, window: Window) -> None:
         if window.reduced:
             for finish in window.finishers:
                 finish(window.late)
             window.reduced = window.late = False
 
-    def _rescale(self, window: _Window, gradients: list[Tensor]) -> None:
+    def _rescale(self, window: Window, gradients: list[Tensor]) -> None:
         if window.weight is not None:
             self._sum_weights(window)
             if window.total_wait is not None:
@@ -392,16 +370,15 @@ class TrainingStep:
             self._scaler.update()
             self._unscaled = False
 
-    def _not_finite(self, window: _Window) -> None:
+    def _not_finite(self, window: Window) -> None:
         """Say once who was not finite, and do what ``on_nonfinite`` says. Every rank gets here at the same step."""
-        finite = window.loss_is_finite and all(bool(loss.isfinite()) for loss in window.losses)
-        ranks = [rank for rank, its in enumerate(self._strategy.all_gather_object(finite)) if not its]
-        bad = next((p for p in window.parameters if p.grad is not None and not p.grad.isfinite().all()), None)
-        where = (
-            f"the loss of rank {', '.join(map(str, ranks))}" if ranks else "a gradient (every rank's loss was finite)"
+        found = describe(
+            self._strategy,
+            window.parameters,
+            losses=window.loss_is_finite and all(bool(loss.isfinite()) for loss in window.losses),
+            gradients=self._distributed and window.local_gradients.are_finite(),
         )
-        first = "" if bad is None else f"; first bad parameter: {self._strategy.parameter_name(bad)}"
-        message = f"not finite at step {self.steps + 1}: {where}{first}."
+        message = f"not finite at step {self.steps + 1}: {found}."
         if self._policy == "skip":
             self._strategy.print(f"unitrain: {message} The step was skipped on all ranks.")
             return

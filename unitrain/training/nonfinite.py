@@ -1,0 +1,103 @@
+"""Whose numbers were not finite: what all ranks find out together, once they have given a step up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from unitrain.training.guard import plain_numbers
+
+if TYPE_CHECKING:
+    from unitrain.strategy import Strategy
+
+_SMALL = 2**16
+
+
+class LocalGradients:
+    """This rank's own gradients of a window, kept until its end, for averaging leaves no trace of whose was bad.
+
+    One tells of nearly all: backward goes through a network from its end, and what is not finite on the way makes
+    every gradient after it so. So it is that of the first parameter which is kept, or the first that is small, since
+    keeping costs a copy. A gradient that goes bad beside that way (in a hook, or in a layer that nothing to be
+    trained stands before) needs ``all_of_them``.
+
+    Args:
+        all_of_them: keep every parameter's gradient, at the price of the memory of another set of them.
+    """
+
+    def __init__(self, *, all_of_them: bool) -> None:
+        self._all_of_them = all_of_them
+        self._hooks: list[Any] = []
+        self._kept: list[Tensor] = []
+        self._keeps = True
+
+    def watch(self, parameters: Sequence[Parameter]) -> None:
+        """Keep the gradients of these from now on, and no others'.
+
+        Args:
+            parameters: those that are trained, in the order of the optimizer.
+        """
+        self.close()
+        if not self._all_of_them:
+            small = (p for p in parameters if p.numel() <= _SMALL)
+            first = next(small, min(parameters, key=Parameter.numel, default=None))
+            parameters = [] if first is None else [first]
+        self._hooks = [p.register_hook(self._keep) for p in parameters]  # type: ignore[no-untyped-call]
+
+    def _keep(self, gradient: Tensor) -> None:
+        if self._keeps:
+            self._kept.append(gradient)
+
+    @contextmanager
+    def ignored(self) -> Iterator[None]:
+        """Keep nothing of a backward that does not count."""
+        self._keeps = False
+        try:
+            yield
+        finally:
+            self._keeps = True
+
+    def clear(self) -> None:
+        """Forget what was kept."""
+        self._kept.clear()
+
+    def are_finite(self) -> bool:
+        """Look at what was kept."""
+        return all(map(_is_finite, self._kept))
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+def describe(strategy: Strategy, parameters: Iterable[Parameter], *, losses: bool, gradients: bool) -> str:
+    """Say of a step that was given up whose loss or gradient it was, and the first bad parameter. Collective.
+
+    Args:
+        strategy: whose ranks all take part.
+        parameters: with the gradients of all ranks, in the order of the optimizer.
+        losses: whether this rank's losses were finite.
+        gradients: whether its own gradients were, before they were averaged, as far as it knows.
+    """
+    told = strategy.all_gather_object((losses, gradients))
+    bad_losses, bad_gradients = ([rank for rank, its in enumerate(one) if not its] for one in zip(*told, strict=True))
+    if bad_losses:
+        where = f"the loss of {_ranks(bad_losses)}"
+    else:
+        whose = f" of {_ranks(bad_gradients)}" if bad_gradients else ""
+        where = f"a gradient{whose} (every rank's loss was finite)"
+    first = next((p for p in parameters if p.grad is not None and not _is_finite(p.grad)), None)
+    return where if first is None else f"{where}; first bad parameter: {strategy.parameter_name(first)}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {', '.join(map(str, ranks))}"
+
+
+def _is_finite(gradient: Tensor) -> bool:
+    return bool(plain_numbers(gradient).isfinite().all())
