@@ -172,6 +172,10 @@ class DDPStrategy(Strategy):
                 self._average(parameters)
             elif others:
                 self._average(others)
+            if self.config.debug:
+                # In the next forward, where it would do so otherwise, ranks meet without having compared their calls.
+                for wrapped in self._wrapped:
+                    wrapped.reducer._rebuild_buckets()
 
         return finish
 

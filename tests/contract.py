@@ -291,6 +291,7 @@ MODES = (
     Mode("token weights", {"accumulate": 2}, weighted=True),
     Mode("deterministic", {"deterministic": True, "sync_batchnorm": True}, norm=True),
     Mode("everything", {"accumulate": 2, "clip_norm": 0.3, "clip_value": 0.2, "on_nonfinite": "raise"}, weighted=True),
+    Mode("debug", {"accumulate": 2, "debug": True}, weighted=True),
 )
 _EPOCHS = 2
 

@@ -206,3 +206,58 @@ def test_nonfinite_loss_ends_every_rank_with_3(tmp_path: Path) -> None:
     assert "stopped: not finite at step 1: the loss of rank 1" in ends[0].out
     assert [end.err for end in ends] == ["", ""]
     assert ends[1].out == ""
+
+
+COMPARED = """
+    import torch
+    strategy = unitrain.init(backend="ddp", debug=True, sync_batchnorm=True)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+    model, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    ones = torch.ones
+    def step():
+        strategy.step(model(ones(4, 2)).sum(), optimizer)
+    step()
+    if strategy.rank == 0:
+        {}
+    else:
+        {}
+    step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("of_rank_0", "of_rank_1", "calls"),
+    [
+        ("strategy.barrier()", "strategy.sum(ones(2))", ["barrier() at 12", "all_reduce(sum) of float32[2] at 14"]),
+        (
+            "strategy.sum(ones(3))",
+            "strategy.sum(ones(2))",
+            ["all_reduce(sum) of float32[3] at 12", "all_reduce(sum) of float32[2] at 14"],
+        ),
+        (
+            "strategy.broadcast(ones(3))",
+            "strategy.broadcast(ones(3), 1)",
+            ["broadcast(src=0) of float32[3] at 12", "broadcast(src=1) of float32[3] at 14"],
+        ),
+        ("pass", "strategy.barrier()", ["forward of batch_norm.1 at 9", "barrier() at 14"]),
+        ("step()", "model(ones(4, 2)); strategy.barrier()", ["backward for optimizer 0 at 9", "barrier() at 14"]),
+        ("pass", "step()", ["barrier() at the end of the script", "forward of batch_norm.1 at 9"]),
+    ],
+)
+def test_debug_names_the_lines_of_calls_that_differ(
+    of_rank_0: str, of_rank_1: str, calls: list[str], tmp_path: Path
+) -> None:
+    ends = run(tmp_path, COMPARED.format(of_rank_0, of_rank_1), world_size=2)
+    assert [end.code for end in ends] == [1, 1]
+    for end in ends:
+        said = end.err.replace(f"{tmp_path}/script.py:", "")
+        found = re.findall(r"rank (\d)(?: on \S+ \(pid \d+\))? called (.*?)(?=, where|: all ranks)", said)
+        assert sorted(found) == list(zip("01", calls, strict=True))
+        assert "Traceback" not in end.err
+
+
+def test_debug_lets_alike_calls_pass(tmp_path: Path) -> None:
+    ends = run(
+        tmp_path, COMPARED.format("step(); strategy.sum(ones(2))", "step(); strategy.sum(ones(2))"), world_size=2
+    )
+    assert [(end.code, end.err) for end in ends] == [(0, "")] * 2

@@ -213,3 +213,26 @@ def test_a_wait_that_failed_stays_noted_until_the_next() -> None:
     with pulse.within("all_reduce"):
         assert pulse.phase == "all_reduce"
     assert pulse.phase == OWN_CODE
+
+
+def call(job: Job, rank: int, what: str, line: int) -> None:
+    job.hear(rank, "call", call=what, place=f"train.py:{line}")
+
+
+def test_calls_that_agree_let_all_ranks_go_on_once_all_have_come(job: Job) -> None:
+    for what in ("barrier()", "all_reduce(sum) of float32[3]"):
+        job.said.clear()
+        for rank in (2, 0):
+            call(job, rank, what, 10 + rank)
+        assert job.said == []
+        call(job, 1, what, 11)
+        assert job.said == [(None, {"kind": "calls agree"})]
+
+
+def test_calls_that_differ_are_the_verdict_with_both_lines(job: Job) -> None:
+    call(job, 0, "barrier()", 10)
+    call(job, 2, "all_gather() of int64[]", 30)
+    assert job.verdict == (
+        "rank 2 on host2 (pid 1002) called all_gather() of int64[] at train.py:30, where rank 0 called barrier() at "
+        "train.py:10: all ranks must make the same calls, in the same order"
+    )

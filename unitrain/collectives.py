@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 import torch
 from torch import Tensor
 
+from unitrain import call_site
 from unitrain.errors import CommunicationError, UnitrainError, UsageError
 
 if TYPE_CHECKING:
+    from unitrain.config import StrategyConfig
     from unitrain.health.pulse import Pulse
     from unitrain.health.watch import Watch
 
@@ -25,6 +27,7 @@ class Collectives(ABC):
     """Communication of one process with the others.
 
     Attributes:
+        config: the resolved configuration.
         rank: number of this process, from 0.
         world_size: number of processes.
         device: where tensors are communicated.
@@ -32,6 +35,7 @@ class Collectives(ABC):
         watch: knows where the other ranks are; None where there are none, or before they have met.
     """
 
+    config: StrategyConfig
     rank: int
     world_size: int
     device: torch.device
@@ -86,7 +90,7 @@ class Collectives(ABC):
             work = work.to(torch.int64 if op == "sum" else torch.uint8)
         if self.world_size > 1 and work.numel():
             engine_op = "sum" if op == "mean" else op
-            self._complete(lambda: self._all_reduce(work, engine_op, f"all_reduce.{op}")(), "all_reduce")
+            self._complete(lambda: self._all_reduce(work, engine_op, f"all_reduce.{op}")(), "all_reduce", work, op)
             if op == "mean":
                 work /= self.world_size
         if tensor.dtype == torch.bool and op != "sum":
@@ -98,7 +102,7 @@ class Collectives(ABC):
         work = self._communicable(tensor, "all_gather")
         if self.world_size == 1 or not work.numel():
             return work.unsqueeze(0).repeat(self.world_size, *[1] * work.dim()).to(tensor.device)
-        gathered = self._complete(lambda: self._all_gather(_as_bytes(work), "all_gather")(), "all_gather")
+        gathered = self._complete(lambda: self._all_gather(_as_bytes(work), "all_gather")(), "all_gather", work)
         return gathered.view(work.dtype).view(self.world_size, *work.shape).to(tensor.device)
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
@@ -107,7 +111,7 @@ class Collectives(ABC):
         work = self._communicable(tensor, "broadcast")
         if self.world_size == 1 or not work.numel():
             return work.to(tensor.device)
-        self._complete(lambda: self._broadcast(_as_bytes(work), src, "broadcast")(), "broadcast")
+        self._complete(lambda: self._broadcast(_as_bytes(work), src, "broadcast")(), "broadcast", work, f"src={src}")
         return work.to(tensor.device)
 
     def barrier(self) -> None:
@@ -161,9 +165,19 @@ class Collectives(ABC):
             raise UsageError(f"{verb} can't communicate sparse tensors: convert it first (to_dense).")
         return tensor.detach().to(self.device, copy=True, memory_format=torch.contiguous_format)
 
-    def _complete(self, collective: Callable[[], T], verb: str) -> T:
-        """Run a collective to its end, and say in our words where it has none."""
+    def _complete(self, collective: Callable[[], T], verb: str, tensor: Tensor | None = None, how: str = "") -> T:
+        """Run a collective to its end, and say in our words where it has none.
+
+        Args:
+            collective: runs it.
+            verb: its name.
+            tensor: what it communicates.
+            how: what else must be the same on all ranks.
+        """
         with self.pulse.within(verb):
+            if self.config.debug:
+                what = "" if tensor is None else f" of {str(tensor.dtype)[6:]}{list(tensor.shape)}"
+                self._compare_calls(f"{verb}({how}){what}")
             try:
                 return collective()
             except RuntimeError as error:  # whatever the engine: all of them raise a kind of it
@@ -175,6 +189,11 @@ class Collectives(ABC):
                     f"not called it in time. {f'{others}. ' if others else ''}"
                     f"What the engine said: {str(error).strip().splitlines()[0]}"
                 ) from error
+
+    def _compare_calls(self, call: str) -> None:
+        """Wait until every rank has come to the same call. Where one comes to another, the job ends."""
+        if self.watch is not None:
+            self.watch.compare_calls(call, call_site.current())
 
     def _check_rank(self, src: int) -> None:
         if not 0 <= src < self.world_size:

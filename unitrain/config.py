@@ -127,7 +127,7 @@ class StrategyConfig(Section):
     check_in_sync_every: Annotated[int, Field(ge=0, le=10**9)] = 0
     """Optimizer steps between checks that all ranks hold the same weights, for debugging; 0: never."""
     debug: bool = False
-    """Keep each rank's own gradients to tell whose is bad."""
+    """Compare every collective call before it is made, and keep each rank's own gradients to tell whose is bad."""
     timeout_s: Annotated[float, Field(gt=0, le=1_000_000)] = 600.0
     """Seconds that a collective may wait for the other ranks before the job ends with an error."""
     heartbeat_timeout_s: Annotated[float, Field(gt=0, le=1_000_000)] = 30.0

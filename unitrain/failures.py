@@ -11,9 +11,10 @@ import socket
 import sys
 import time
 import traceback
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import TYPE_CHECKING, ClassVar
 
+from unitrain.call_site import is_own
 from unitrain.errors import ConfigError, LaunchError, UnitrainError
 from unitrain.health.ending import leave
 from unitrain.launching.launch import Launch, detect
@@ -101,17 +102,11 @@ class _FailureHook:
 
 def _place(trace: TracebackType | None) -> str:
     """Name the last line of the user's own that led to the error."""
-    own = [(frame, line) for frame, line in traceback.walk_tb(trace) if not _is_library(frame)]
+    own = [(frame, line) for frame, line in traceback.walk_tb(trace) if is_own(frame)]
     if not own:
         return ""
     [place] = traceback.StackSummary.extract(own[-1:])
     return f"\n  at {place.filename}:{place.lineno}: {place.line}"
-
-
-def _is_library(frame: FrameType) -> bool:
-    """Whether a frame is UniTrain's (a backend's too, wherever its file stands) or torch's."""
-    module = str(frame.f_globals.get("__name__"))
-    return module.split(".")[0] in ("unitrain", "torch") and not module.startswith("unitrain.recipes.")
 
 
 def _follows_from_another(strategy: Strategy, error: BaseException | None) -> bool:

@@ -108,6 +108,7 @@ class End:
         found = self._lines(r"unitrain: (.*stopped because .*|stopped by .*|a second .*|error: .*)")
         said = re.sub(r" on \S+ \(pid \d+\)", "", found[0]).split(". Rank")[0].split('", line')[0] if found else ""
         said = re.sub(r"\[/\S+\] ", "", re.sub(r"/\S+/checkpoints", "FOLDER", said))  # places in gloo's source
+        said = re.sub(r"/\S+/(?=program\.py:)", "", said)
         note(fault=self.fault, world=str(self.world), seconds=self.seconds, code=self.job.code, said=said)
 
     def _lines(self, pattern: str) -> list[str]:
@@ -144,6 +145,8 @@ def run(
     assert job.left == (), f"it left processes: {job.left}\n{job.output}"
     happened = (folder / "fault").read_text() if (folder / "fault").exists() else ""
     what = "signals from outside" if fault.startswith("none") else fault
+    if "UNITRAIN_DEBUG" in (environ or {}):
+        what += " with debug"
     end = End(job, job.ended - float(happened) if happened else 0.0, world, what)
     if happened:
         end.note()

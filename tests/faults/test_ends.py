@@ -115,3 +115,15 @@ def test_a_collective_that_only_one_calls(world: World, tmp_path: Path) -> None:
     assert end.seconds < TIMEOUT_S + 5 + 2 * SLACK_S
     where = r"rank 1 on \S+ \(pid \d+\) is in barrier after step 7|rank 0 on \S+ \(pid \d+\) is in step after step 7"
     assert re.search(where, end.job.output), end.job.output
+
+
+@worlds(soak=[TORCHRUN, MPIRUN, MPIRUN_DDP, HOROVODRUN])
+def test_a_collective_that_only_one_calls_is_named_at_once_with_debug(world: World, tmp_path: Path) -> None:
+    end = run(world, tmp_path, fault="extra-collective:1:7", environ={"UNITRAIN_DEBUG": "true"})
+    assert end.job.code != 0
+    assert end.seconds < SLACK_S
+    for call in (
+        r"rank 0(?: on \S+ \(pid \d+\))? called backward for",
+        r"rank 1(?: on \S+ \(pid \d+\))? called barrier",
+    ):
+        assert re.search(rf"{call}\S* (?:optimizer 0 )?at \S+program\.py:\d+", end.said(0)), end.job.output

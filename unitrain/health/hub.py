@@ -75,6 +75,7 @@ class Hub:
         self._reasons: list[Message] = []  # to stop for; the first is being agreed on, or acted on
         self._boundaries: dict[int, int] = {}
         self._settled: set[int] = set()
+        self._calls: dict[int, Message] = {}  # of the ranks that have come to their next one
         self.verdict: Message | None = None
 
     @property
@@ -94,6 +95,8 @@ class Hub:
             self._conclude(rank, f": {message['text']}", everywhere=message["everywhere"])
         elif kind == "ask":
             self._say(rank, {"kind": "answer", "text": self._where_the_others_are(rank)})
+        elif kind == "call":
+            self._compare_calls(rank, message)
         elif kind == "stop" and message["reason"] not in self._reasons:
             self._reasons.append(message["reason"])
             if len(self._reasons) == 1:
@@ -117,6 +120,19 @@ class Hub:
         if len(self._present) == len(self._members):  # else the run is at its end
             self._boundaries, self._settled = {}, set()
             self._say(None, {"kind": "hold"})
+
+    def _compare_calls(self, rank: int, mine: Message) -> None:
+        for other, its in self._calls.items():
+            if its["call"] != mine["call"]:
+                self._conclude(
+                    rank,
+                    f" called {mine['call']} at {mine['place']}, where rank {other} called {its['call']} at "
+                    f"{its['place']}: all ranks must make the same calls, in the same order",
+                )
+        self._calls[rank] = mine
+        if len(self._calls) == len(self._members):
+            self._calls = {}
+            self._say(None, {"kind": "calls agree"})
 
     def lost(self, rank: int) -> None:
         """Take note that a rank's connection has ended."""

@@ -58,6 +58,7 @@ class Watch:
         self._changed = threading.Condition()
         self._verdict: Verdict | None = None
         self._answer: str | None = None
+        self._calls_agree = False
         self._ending = False
         self._left = False
         self._state, self._since = ("", 0, 0), 0.0
@@ -137,6 +138,20 @@ class Watch:
         """Say that this process has done what it was agreed to stop for."""
         self._link.send({"kind": "settled"})
 
+    def compare_calls(self, call: str, place: str) -> None:
+        """Return once every rank has come to this call; the job ends where one comes to another.
+
+        Args:
+            call: what all are to call: its name, and all that must be the same on all ranks.
+            place: the line of the script that calls it here, for the message.
+        """
+        with self._changed:
+            self._calls_agree = False
+        self._beat()
+        self._link.send({"kind": "call", "call": call, "place": place})
+        with self._changed:
+            self._changed.wait_for(lambda: self._calls_agree)
+
     def close(self) -> None:
         """Leave, in good order: every rank has come to its end."""
         self._left = True
@@ -194,6 +209,10 @@ class Watch:
         elif kind == "answer":
             with self._changed:
                 self._answer = message["text"]
+                self._changed.notify_all()
+        elif kind == "calls agree":
+            with self._changed:
+                self._calls_agree = True
                 self._changed.notify_all()
         elif kind == "leave":
             self._left = True

@@ -110,6 +110,8 @@ class SyncBatchNorm(_BatchNorm):
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         if not self.training or self.strategy.world_size == 1:
             return self.plain.forward(self, input)
+        if self.strategy.config.debug:
+            self.strategy._compare_calls(f"forward of {self.sync_name}")
         output, mean, variance, total = _SyncedNormalise.apply(input, self.weight, self.bias, self)
         if self.track_running_stats:
             self._update_running(mean, variance, total)

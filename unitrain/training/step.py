@@ -152,6 +152,8 @@ class TrainingStep:
         finite = not weighs or self._looks_finite(loss, windows)
         if self._distributed:
             self._pulse.phase = _WAITING
+            if self._debug and last:
+                self._strategy._compare_calls(f"backward for {' and '.join(window.name for window in windows)}")
         seed_tensor = None
         if self._distributed or self._accumulate > 1 or weight is not None or self._scaler is not None:
             seed_tensor = self._seed(loss, seed)

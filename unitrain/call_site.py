@@ -1,0 +1,22 @@
+"""Which line of the user's own script is behind a call."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+
+_LIBRARIES = frozenset({"unitrain", "torch", "contextlib"})
+
+
+def is_own(frame: FrameType) -> bool:
+    """Whether a frame is of the user's code: not UniTrain's (nor a backend's, wherever its file stands) nor torch's."""
+    module = str(frame.f_globals.get("__name__"))
+    return module.split(".")[0] not in _LIBRARIES or module.startswith("unitrain.recipes.")
+
+
+def current() -> str:
+    """Return the user's line that is being run, as ``file:line``."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and not is_own(frame):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "the end of the script"
