@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -201,13 +202,15 @@ def main(folder, what):
     rank = os.environ["RANK"]
     if what == "raise" and rank == "1":
         raise ValueError("on purpose")
+    if what == "mistake":
+        unitrain.init().all_reduce([rank])
     if what == "wait":
         open(f"{folder}/{os.getpid()}", "w").close()
         time.sleep(600)
     open(f"{folder}/rank{rank}of{os.environ['WORLD_SIZE']}", "w").close()
 
 if __name__ == "__main__":
-    spawn(main, *sys.argv[1:], nprocs=2)
+    spawn(main if sys.argv[2] != "lambda" else lambda: None, *sys.argv[1:], nprocs=2)
 """
 
 
@@ -228,6 +231,20 @@ def test_spawn_raises_what_a_rank_raised(script: list[str]) -> None:
     assert run.returncode == 1
     assert "rank 1: Traceback" in run.stderr
     assert run.stderr.endswith("ValueError: on purpose\n")
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("mistake", r"all_reduce takes a tensor, not list: .*\n  at \S+script\.py:10: .*all_reduce.* \(rank \d\)"),
+        ("lambda", r"unitrain\.spawn hands its function .*: Can't pickle .*\n  at \S+script\.py:\d+: spawn\(.*"),
+    ],
+)
+def test_spawn_tells_of_a_mistake_without_frames_of_the_library(script: list[str], what: str, said: str) -> None:
+    run = subprocess.run([*script, what], timeout=60, capture_output=True, text=True)
+    assert run.returncode == 1
+    told = [line for line in run.stderr.splitlines() if "stopped because" not in line]  # the other rank's, if it can
+    assert re.fullmatch(f"unitrain: error: {said}", "\n".join(told))
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])

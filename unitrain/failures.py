@@ -67,15 +67,14 @@ class _FailureHook:
         if verdict is not None and self.strategy is not None and verdict.rank != launch.rank:
             leave(code, "" if of_all_ranks else f"unitrain: {self.strategy.watch}: stopped because {verdict.text}")
         if isinstance(error, UnitrainError):
-            print(f"unitrain: error: {error}{'' if of_all_ranks else _place(trace)}", file=sys.stderr)
+            where = error.__cause__.place if isinstance(error.__cause__, RankError) else place(trace)
+            print(f"unitrain: error: {error}{'' if of_all_ranks else where}", file=sys.stderr)
         else:
             self._previous(kind, error, trace)
         if launch.world_size > 1 and self.strategy is not None and not of_all_ranks:
-            print(
-                f"unitrain: rank {launch.rank} of {launch.world_size} on {socket.gethostname()} (pid {os.getpid()}) "
-                f"failed: {summary(error)}",
-                file=sys.stderr,
-            )
+            said = "" if isinstance(error, UnitrainError) else f": {summary(error)}"
+            who = f"rank {launch.rank} of {launch.world_size} on {socket.gethostname()} (pid {os.getpid()})"
+            print(f"unitrain: {who} failed{said}", file=sys.stderr)
         if launch.world_size > 1 or isinstance(error, UnitrainError):
             leave(code)
 
@@ -100,8 +99,22 @@ class _FailureHook:
             return Launch("python")
 
 
-def _place(trace: TracebackType | None) -> str:
-    """Name the last line of the user's own that led to the error."""
+class RankError(Exception):
+    """What is known of an exception that another process raised: it can't carry its traceback to this one.
+
+    Args:
+        rank: of the process.
+        trace: the traceback, as text.
+        place: what ``place`` returned there.
+    """
+
+    def __init__(self, rank: int, trace: str, place: str) -> None:
+        super().__init__(f'\n"""\nrank {rank}: {trace}"""')
+        self.place = f"{place} (rank {rank})" if place else f"\n  on rank {rank}"
+
+
+def place(trace: TracebackType | None) -> str:
+    """Name the last line of the user's own that led to an error, in a line to go below its message."""
     own = [(frame, line) for frame, line in traceback.walk_tb(trace) if is_own(frame)]
     if not own:
         return ""

@@ -48,17 +48,25 @@ def spawn(fn: Callable[..., object], *args: Any, nprocs: int | None = None) -> N
         nprocs: the number of ranks; default: one for each visible GPU.
 
     Raises:
-        UsageError: ``nprocs`` is missing where there is no GPU, or less than 1.
+        UsageError: ``nprocs`` is missing where there is no GPU, or less than 1; or something can't be pickled.
         CommunicationError: a rank died without an exception.
         BaseException: what the first rank to fail raised, with its rank and traceback as the cause. The other ranks
             are ended first.
     """
+    failures.install_hook()
     if nprocs is None:
         nprocs = torch.cuda.device_count()
         if nprocs == 0:
             raise UsageError("unitrain.spawn starts one process for each GPU, and there is none: give it nprocs=N.")
     if nprocs < 1:
         raise UsageError(f"unitrain.spawn was given nprocs={nprocs}; it takes 1 or more.")
+    try:
+        pickle.dumps((fn, args))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise UsageError(
+            f"unitrain.spawn hands its function and arguments to other processes, and these can't be: {error}. Define "
+            "the function at the top of a module, and make in it what can't be pickled."
+        ) from error
     with spawn_environments(nprocs) as environments:
         run_processes(fn, args, environments, multiprocessing.get_context("spawn"))
 
@@ -87,15 +95,10 @@ class _Report:
     result: Any = None
     error: BaseException | None = None
     trace: str = ""
+    place: str = ""
+    """The script's own line that led to a UnitrainError."""
     at: float = 0.0
     """When it failed; the clocks of one host's processes can be compared."""
-
-
-class _RankError(Exception):
-    """The traceback of an exception that a rank raised; it can't be carried between processes as an object."""
-
-    def __init__(self, rank: int, trace: str) -> None:
-        super().__init__(f'\n"""\nrank {rank}: {trace}"""')
 
 
 def run_processes(
@@ -190,7 +193,7 @@ def _fail(rank: int, report: _Report, processes: list[BaseProcess]) -> None:
         for process in processes:
             process.join(max(0.0, leave_by - time.monotonic()))
     _end(processes)
-    raise report.error from (_RankError(rank, report.trace) if report.trace else None)
+    raise report.error from (failures.RankError(rank, report.trace, report.place) if report.trace else None)
 
 
 def _end(processes: list[BaseProcess]) -> None:
@@ -220,8 +223,9 @@ def _run(sender: Connection, environ: dict[str, str], fn: Callable[..., object],
         sender.send_bytes(pickle.dumps(_Report(error=failure, at=time.monotonic())))
         raise
     except BaseException as error:
-        at = time.monotonic()
-        sender.send_bytes(pickle.dumps(_Report(error=_portable(error), trace=traceback.format_exc(), at=at)))
+        at, place = time.monotonic(), failures.place(error.__traceback__)
+        report = _Report(error=_portable(error), trace=traceback.format_exc(), place=place, at=at)
+        sender.send_bytes(pickle.dumps(report))
         failures.announce(error)
         # Exit handlers may wait for ranks that will not come.
         sys.stdout.flush()
