@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import re
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from inspect import signature
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -36,13 +37,21 @@ _HOOKS = {"fp16": fp16_compress_hook, "bf16": bf16_compress_hook}
 
 
 class _Wrapped(DistributedDataParallel):
-    """torch's wrapper, whose deep copy (an average of the weights, say) is one of the user's module alone."""
+    """torch's wrapper, whose deep copy (an average of the weights, say) is one of the user's module alone.
+
+    Attributes:
+        averages: whether a forward has gone through it whose backward averages gradients.
+    """
+
+    averages = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         module: nn.Module = copy.deepcopy(self.module, memo)
         return module
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
+        if self.require_backward_grad_sync and torch.is_grad_enabled():
+            self.averages = True
         try:
             return super().forward(*inputs, **keywords)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
@@ -86,7 +95,8 @@ class DDPStrategy(Strategy):
     def _start(self) -> tuple[int, int]:
         timeout = timedelta(seconds=self.config.timeout_s)
         self._wrapped: list[_Wrapped] = []
-        self._averaged: set[Parameter] = set()  # by a wrapper; torch does not look at what was frozen when it was made
+        # By which wrapper; torch does not look at what was frozen when that was made.
+        self._averaged: dict[Parameter, _Wrapped] = {}
         if self.config.deterministic:
             self.gradient_reduction = "sum"  # core's buckets: DDP lays its own out anew after the first step
         self._adopted = dist.is_initialized()
@@ -111,6 +121,7 @@ class DDPStrategy(Strategy):
 
     def _close(self) -> None:
         self._wrapped.clear()
+        self._averaged.clear()
         if not self.failed:
             # gloo's threads end with the last reference to their group. One that drops a finished work's tensor while
             # Python shuts down aborts the process.
@@ -125,13 +136,13 @@ class DDPStrategy(Strategy):
         options = self.config.ddp
         sync_buffers: dict[str, Any] = {_SYNC_BUFFERS: options.broadcast_buffers}
         trained = {p for p in module.parameters() if p.requires_grad}
-        if trained & self._averaged:
-            names = ", ".join(sorted(self.parameter_name(p) for p in trained & self._averaged))
+        shared = trained & self._averaged.keys()
+        if shared:
+            names = ", ".join(sorted(map(self.parameter_name, shared)))
             raise UsageError(
                 f"two prepared modules share parameters ({names}), which DDP would average twice: make both parts of "
                 "one module, and prepare that."
             )
-        self._averaged |= trained
         wrapped = _Wrapped(
             module,
             device_ids=[self.device.index] if self.device.type == "cuda" else None,
@@ -150,6 +161,7 @@ class DDPStrategy(Strategy):
             add_power_sgd(wrapped, rank=options.powersgd_rank, start_step=options.powersgd_start_step, in_turn=in_turn)
         wrapped.require_backward_grad_sync = self._armed
         self._wrapped.append(wrapped)
+        self._averaged.update(dict.fromkeys(trained, wrapped))
         return wrapped
 
     def _arm(self, sync: bool) -> None:
@@ -163,9 +175,15 @@ class DDPStrategy(Strategy):
 
         averaged = [p for p in parameters if p in self._averaged]
         others = [p for p in parameters if p not in self._averaged]
+        # Weak: what a step has to do outlives close(), and torch's reducers must not outlive their process group.
+        wrappers = [cast(_Wrapped, weakref.proxy(one)) for one in dict.fromkeys(self._averaged[p] for p in averaged)]
 
         def finish(late: bool) -> None:
             """DDP has averaged them within backward, unless it was not armed for it, or does not know of them."""
+            for wrapper in wrappers:
+                if not wrapper.averages and not late:
+                    self._check_unused(wrapper)
+                wrapper.averages = False
             if not late and not self.config.ddp.find_unused_parameters:
                 self._check_all_used(averaged)
             if late:
@@ -191,6 +209,15 @@ class DDPStrategy(Strategy):
             gradient = p.grad.contiguous()
             self._all_reduce(gradient, "sum", "gradients.late")()
             p.grad.copy_(gradient.div_(self.world_size))
+
+    def _check_unused(self, wrapper: _Wrapped) -> None:
+        """Refuse gradients that DDP has not averaged, because it was passed by."""
+        name = next((n for n, p in wrapper.module.named_parameters() if p.grad is not None), None)
+        if name is not None:
+            raise UsageError(
+                f"{name} has a gradient that DDP knows nothing of, so the ranks' would not be averaged: the module was "
+                "called itself. Call what prepare() returned: model = strategy.prepare(model)."
+            )
 
     def _check_all_used(self, parameters: Sequence[Parameter]) -> None:
         unused = [p for p in parameters if p.grad is None]

@@ -653,6 +653,44 @@ def several_losses_and_optimizers(world: World) -> None:
             _assert_bit_equal_on_all_ranks(strategy, one)
 
 
+def the_module_itself(world: World) -> None:
+    """A script may go on with the module that it gave to prepare(): trained right, or refused."""
+    with world.open() as strategy:
+        model, expected = Net(), Net()
+        _, optimizer = strategy.prepare(model, _sgd(model))
+        by_hand = _sgd(expected)
+        inputs, targets = _data(2 * strategy.world_size).tensors
+        mine = slice(2 * strategy.rank, 2 * strategy.rank + 2)
+        told = ""
+        try:
+            for _ in range(3):
+                strategy.step(mse_loss(model(inputs[mine]), targets[mine]), optimizer)
+        except UsageError as error:
+            told = str(error)
+        assert ("Call what prepare() returned" in told) == (world.backend == "ddp" and strategy.world_size > 1)
+        if told:
+            return
+        for _ in range(3):
+            by_hand.zero_grad()
+            mse_loss(expected(inputs), targets).backward()  # type: ignore[no-untyped-call]
+            by_hand.step()
+        _assert_same(model, expected)
+
+
+def nothing_after_close(world: World) -> None:
+    """What would go on alone is refused."""
+    with world.open() as strategy:
+        model = Net()
+        prepared, optimizer = strategy.prepare(model, _sgd(model))
+    before = _flat(model)
+    with pytest.raises(UsageError, match="the strategy is closed"):
+        strategy.step(prepared(torch.ones(2, 4, dtype=torch.float64)).sum(), optimizer)
+    assert torch.equal(_flat(model), before)
+    if strategy.world_size > 1:
+        with pytest.raises(UsageError, match=r"all_reduce was called after close\(\)"):
+            strategy.all_reduce(torch.ones(1))
+
+
 def windows_without_a_loader(world: World) -> None:
     """Calls are counted for each optimizer; a window ended early is the mean of what it held."""
     with world.open(accumulate=2) as strategy:

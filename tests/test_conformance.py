@@ -66,6 +66,8 @@ def world(request: pytest.FixtureRequest) -> World:
         contract.optimizers_that_come_and_change,
         contract.several_losses_and_optimizers,
         contract.windows_without_a_loader,
+        contract.the_module_itself,
+        contract.nothing_after_close,
         contract.losses_of_one_trunk,
         contract.nan_in_an_empty_batch_is_no_news,
         contract.nan_of_a_rank_without_tokens_is_no_news,

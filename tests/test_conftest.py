@@ -66,7 +66,7 @@ def test_state_is_restored(suite: pytest.Pytester) -> None:
             assert "UNITRAIN_ONE" not in os.environ and "PATH" in os.environ
             assert torch.get_num_threads() == threads
             assert sys.excepthook is hook
-            assert initialize._current._closed
+            assert initialize._current.closed
         """
     )
     suite.runpytest_subprocess().assert_outcomes(passed=2)

@@ -215,7 +215,7 @@ COMPARED = """
     model, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     ones = torch.ones
     def step():
-        strategy.step(model(ones(4, 2)).sum(), optimizer)
+        strategy.step(model(torch.randn(4, 2)).sum(), optimizer)
     step()
     if strategy.rank == 0:
         {}
@@ -261,3 +261,23 @@ def test_debug_lets_alike_calls_pass(tmp_path: Path) -> None:
         tmp_path, COMPARED.format("step(); strategy.sum(ones(2))", "step(); strategy.sum(ones(2))"), world_size=2
     )
     assert [(end.code, end.err) for end in ends] == [(0, "")] * 2
+
+
+SHARED_OUT = """
+    import torch
+    strategy = unitrain.init(backend="ddp")
+    model = torch.nn.Linear(2, 1)
+    model, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in range(5):
+        strategy.step(model(torch.ones(1, 2) + step * {}).sum(), optimizer)
+"""
+
+
+@pytest.mark.parametrize(("each_rank", "warns"), [("1", True), ("strategy.rank", False)])
+def test_ranks_that_train_on_the_same_samples_are_warned_of(each_rank: str, warns: bool, tmp_path: Path) -> None:
+    """The first loss is the same on all ranks in either case."""
+    ends = run(tmp_path, SHARED_OUT.format(each_rank), world_size=2)
+    assert [end.code for end in ends] == [0, 0]
+    said = r"\S+script\.py:8: UserWarning: the first 3 losses are the same on all 2 ranks, .*\n.*\n"
+    assert re.fullmatch(said if warns else "", ends[0].err)
+    assert ends[1].err == ""

@@ -135,13 +135,13 @@ class Elsewhere(Strategy):
     """An engine that sees another world than the launcher made."""
 
     name = "elsewhere"
-    closed = False
+    ended = False
 
     def _start(self) -> tuple[int, int]:
         return 1, 3
 
     def _close(self) -> None:
-        Elsewhere.closed = True
+        Elsewhere.ended = True
 
     def _all_reduce(self, tensor: torch.Tensor, op: str, name: str) -> Any:
         raise NotImplementedError
@@ -152,7 +152,7 @@ class Elsewhere(Strategy):
 def test_an_engine_that_sees_another_world_is_ended_and_refused() -> None:
     with pytest.raises(LaunchError, match=r"this is rank 0 of 1, but backend elsewhere sees rank 1 of 3"):
         Elsewhere(StrategyConfig(device="cpu"), Launch("python"))
-    assert Elsewhere.closed
+    assert Elsewhere.ended
 
 
 def _adopt(close_twice: bool) -> tuple[str, str, int, float, bool]:

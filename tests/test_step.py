@@ -589,6 +589,18 @@ def test_step_needs_an_optimizer(ready: Ready) -> None:
     strategy, model, _ = ready
     with pytest.raises(UsageError, match="needs an optimizer"):
         strategy.step(model(torch.ones(2, 4)).sum(), [])
+    with pytest.raises(UsageError, match=r"needs an optimizer of torch, .*, not Sequential"):
+        strategy.step(model(torch.ones(2, 4)).sum(), model)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="take optimizers of torch, not str"):
+        strategy.step(model(torch.ones(2, 4)).sum(), ["SGD"])  # type: ignore[list-item]
+
+
+def test_a_backward_of_the_user_s_is_one_too_many(ready: Ready) -> None:
+    strategy, model, optimizer = ready
+    loss = model(torch.ones(2, 4)).pow(2).sum()
+    loss.backward()
+    with pytest.raises(UsageError, match=r"step\(\) does one itself"):
+        strategy.step(loss, optimizer)
 
 
 def test_backward_without_any_optimizer() -> None:

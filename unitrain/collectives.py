@@ -33,6 +33,7 @@ class Collectives(ABC):
         device: where tensors are communicated.
         pulse: where this process notes down what it waits in.
         watch: knows where the other ranks are; None where there are none, or before they have met.
+        closed: whether communication has ended.
     """
 
     config: StrategyConfig
@@ -41,6 +42,7 @@ class Collectives(ABC):
     device: torch.device
     pulse: Pulse
     watch: Watch | None
+    closed: bool
 
     @abstractmethod
     def _all_reduce(self, tensor: Tensor, op: str, name: str) -> Wait:
@@ -174,6 +176,8 @@ class Collectives(ABC):
             tensor: what it communicates.
             how: what else must be the same on all ranks.
         """
+        if self.closed:
+            raise UsageError(f"{verb} was called after close(), which ends communication: call it before.")
         with self.pulse.within(verb):
             if self.config.debug:
                 what = "" if tensor is None else f" of {str(tensor.dtype)[6:]}{list(tensor.shape)}"

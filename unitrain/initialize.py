@@ -47,7 +47,7 @@ def init(config: StrategyConfig | None = None, **settings: Any) -> Strategy:
     global _current
     failures.install_hook()
     print_stacks_when_killed()
-    if _current is not None and not _current._closed:
+    if _current is not None and not _current.closed:
         raise UsageError("unitrain.init() was called while a strategy is open: close() it first; a process has one.")
     launch = _adopted(detect(os.environ))
     resolved = resolve_strategy(config, settings, os.environ)

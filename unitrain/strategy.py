@@ -84,7 +84,8 @@ class Strategy(Collectives):
         self.evaluating = False
         self.failed = False
         """Whether this process is ending because of an error: it then waits for nobody."""
-        self._closed = False
+        self.closed = False
+        self._closing = False
         self._checkpoint: Checkpoint | None = None
         self._armed = True
         self._reducers: list[GradientReducer] = []
@@ -237,8 +238,10 @@ class Strategy(Collectives):
         if isinstance(optimizer, Optimizer):
             self._training_step.backward(loss, [optimizer], weight=weight)
             return self._training_step.update(optimizer, scheduler)
-        if not optimizer:
-            raise UsageError("step() needs an optimizer, or a list of at least one.")
+        if not isinstance(optimizer, Sequence) or not optimizer:
+            raise UsageError(
+                f"step() needs an optimizer of torch, or a list of at least one, not {type(optimizer).__name__}."
+            )
         self._training_step.backward(loss, optimizer, weight=weight)
         results = [self._training_step.update(one) for one in optimizer]
         if scheduler is not None and results[0].stepped:
@@ -436,9 +439,9 @@ class Strategy(Collectives):
 
     def close(self) -> None:
         """End communication. Waits for the other ranks, unless this process is failing. A second call does nothing."""
-        if self._closed:
+        if self._closing:
             return
-        self._closed = True
+        self._closing = True
         try:
             if not self.failed:  # a failing process keeps its watch, to say why it fails
                 with self.pulse.within(CLOSING):
@@ -453,6 +456,7 @@ class Strategy(Collectives):
             for reducer in self._reducers:
                 reducer.close()
             self._preparation.release()
+            self.closed = True
             self._close()
 
     def __enter__(self) -> Strategy:

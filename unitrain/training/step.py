@@ -23,6 +23,7 @@ from unitrain.data.sharding import MicroBatch
 from unitrain.errors import NonFiniteError, UsageError
 from unitrain.health.pulse import OWN_CODE
 from unitrain.stopping import Stopped
+from unitrain.training.copies import CopyCheck
 from unitrain.training.guard import GuardedStep
 from unitrain.training.nonfinite import LocalGradients, describe
 from unitrain.training.window import Window
@@ -77,21 +78,26 @@ class TrainingStep:
         self._seeds: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
         self._on_host = strategy.device.type == "cpu"
         self._guarded_step = GuardedStep(strategy.device, config.clip_norm, config.clip_value)
+        self._copies = CopyCheck(strategy)
         self._unscaled = False
         self._armed = True
         self.micro_batch: MicroBatch | None = None
         self.steps = 0
         self._at_window_end: list[Callable[[], None]] = []
+        self._closed = False
 
     def register(self, optimizer: Optimizer) -> None:
         """Take note of an optimizer, so that a backward without one knows whose gradients it fills."""
         if optimizer not in self._windows:
+            if not isinstance(optimizer, Optimizer):
+                raise UsageError(f"step() and backward() take optimizers of torch, not {type(optimizer).__name__}.")
             local = LocalGradients(all_of_them=self._debug)
             self._windows[optimizer] = Window(optimizer, f"optimizer {len(self._windows)}", local)
             self._arm_counted(self._windows[optimizer])
 
     def close(self) -> None:
-        """Leave the parameters alone from now on."""
+        """Leave the parameters alone from now on, and step no more."""
+        self._closed = True
         for window in self._windows.values():
             window.local_gradients.close()
 
@@ -129,6 +135,8 @@ class TrainingStep:
         weight: Weight | None = None,
     ) -> None:
         """See ``Strategy.backward``; None stands for all prepared optimizers."""
+        if self._closed:
+            raise UsageError("the strategy is closed: train before close().")
         loss = _checked(loss)
         windows = self._of(optimizers)
         micro_batch = self.micro_batch
@@ -152,23 +160,34 @@ class TrainingStep:
         finite = not weighs or self._looks_finite(loss, windows)
         if self._distributed:
             self._pulse.phase = _WAITING
-            if self._debug and last:
-                self._strategy._compare_calls(f"backward for {' and '.join(window.name for window in windows)}")
+            if last:
+                self._look_at_the_ranks(loss, windows)
         seed_tensor = None
         if self._distributed or self._accumulate > 1 or weight is not None or self._scaler is not None:
             seed_tensor = self._seed(loss, seed)
         inputs = None
         if len(windows) < len(self._windows):
             inputs = [p for window in windows for p in window.trained]
-        if weighs and finite:
-            loss.backward(seed_tensor, inputs=inputs)  # type: ignore[no-untyped-call]
-        else:
-            self._backward_filled(loss, seed_tensor, inputs, windows, math.nan if weighs else 0.0)
+        try:
+            if weighs and finite:
+                loss.backward(seed_tensor, inputs=inputs)  # type: ignore[no-untyped-call]
+            else:
+                self._backward_filled(loss, seed_tensor, inputs, windows, math.nan if weighs else 0.0)
+        except RuntimeError as error:
+            _refuse_a_second_backward(error)
+            raise
         for window in windows:
             window.fresh = False
             window.complete = window.reduced = last
         if self._distributed:
             self._pulse.phase = OWN_CODE
+
+    def _look_at_the_ranks(self, loss: Tensor, windows: list[Window]) -> None:
+        """Look whether the ranks are about to average what belongs together."""
+        if self._debug:
+            self._strategy._compare_calls(f"backward for {' and '.join(window.name for window in windows)}")
+        if self._copies.pending and self.micro_batch is None:
+            self._copies.look(loss)
 
     def _looks_finite(self, loss: Tensor, windows: list[Window]) -> bool:
         """Note whether a loss is finite. On a GPU that would have to be waited for: the seed there sees to it."""
@@ -406,6 +425,14 @@ def _checked(loss: Tensor) -> Tensor:
             "the loss has no gradient: it was detached, or computed under no_grad() or from frozen weights."
         )
     return loss.reshape(()) if loss.dim() else loss
+
+
+def _refuse_a_second_backward(error: RuntimeError) -> None:
+    if "backward through the graph a second time" in str(error):
+        raise UsageError(
+            "this loss has been through a backward already, and step() does one itself: leave yours out. Losses that "
+            "share a part of the model are added, and given to step() together."
+        ) from error
 
 
 def _weighs(share: Weight) -> bool:
