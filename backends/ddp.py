@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 import weakref
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ from unitrain.errors import CommunicationError, ConfigError, UsageError
 from unitrain.launching.launch import Launch
 from unitrain.launching.rendezvous import rendezvous
 from unitrain.strategy import Strategy
+from unitrain.training.averaging_module import AveragingModule
 from unitrain.training.power_sgd import add_power_sgd
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -34,33 +34,6 @@ _SYNC_BUFFERS = next(
 # What gloo and NCCL can't reduce, and what stands in for it.
 _WIDER = {torch.int16: torch.int32}
 _HOOKS = {"fp16": fp16_compress_hook, "bf16": bf16_compress_hook}
-
-
-class _Wrapped(DistributedDataParallel):
-    """torch's wrapper, whose deep copy (an average of the weights, say) is one of the user's module alone.
-
-    Attributes:
-        averages: whether a forward has gone through it whose backward averages gradients.
-    """
-
-    averages = False
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        module: nn.Module = copy.deepcopy(self.module, memo)
-        return module
-
-    def forward(self, *inputs: Any, **keywords: Any) -> Any:
-        if self.require_backward_grad_sync and torch.is_grad_enabled():
-            self.averages = True
-        try:
-            return super().forward(*inputs, **keywords)  # type: ignore[no-untyped-call]
-        except RuntimeError as error:
-            if "Expected to have finished reduction" not in str(error):
-                raise
-            raise UsageError(
-                "parameters took no part in the loss of the backward before, and DDP waits for all: add the losses and "
-                "call step() once, set ddp.find_unused_parameters to true, or freeze them before prepare()."
-            ) from error
 
 
 class DDPStrategy(Strategy):
@@ -94,9 +67,9 @@ class DDPStrategy(Strategy):
 
     def _start(self) -> tuple[int, int]:
         timeout = timedelta(seconds=self.config.timeout_s)
-        self._wrapped: list[_Wrapped] = []
+        self._wrapped: list[AveragingModule] = []
         # By which wrapper; torch does not look at what was frozen when that was made.
-        self._averaged: dict[Parameter, _Wrapped] = {}
+        self._averaged: dict[Parameter, AveragingModule] = {}
         if self.config.deterministic:
             self.gradient_reduction = "sum"  # core's buckets: DDP lays its own out anew after the first step
         self._adopted = dist.is_initialized()
@@ -143,7 +116,7 @@ class DDPStrategy(Strategy):
                 f"two prepared modules share parameters ({names}), which DDP would average twice: make both parts of "
                 "one module, and prepare that."
             )
-        wrapped = _Wrapped(
+        wrapped = AveragingModule(
             module,
             device_ids=[self.device.index] if self.device.type == "cuda" else None,
             **sync_buffers,
@@ -176,14 +149,14 @@ class DDPStrategy(Strategy):
         averaged = [p for p in parameters if p in self._averaged]
         others = [p for p in parameters if p not in self._averaged]
         # Weak: what a step has to do outlives close(), and torch's reducers must not outlive their process group.
-        wrappers = [cast(_Wrapped, weakref.proxy(one)) for one in dict.fromkeys(self._averaged[p] for p in averaged)]
+        wrappers = [
+            cast(AveragingModule, weakref.proxy(one)) for one in dict.fromkeys(self._averaged[p] for p in averaged)
+        ]
 
         def finish(late: bool) -> None:
             """DDP has averaged them within backward, unless it was not armed for it, or does not know of them."""
             for wrapper in wrappers:
-                if not wrapper.averages and not late:
-                    self._check_unused(wrapper)
-                wrapper.averages = False
+                wrapper.end_step(late)
             if not late and not self.config.ddp.find_unused_parameters:
                 self._check_all_used(averaged)
             if late:
@@ -209,15 +182,6 @@ class DDPStrategy(Strategy):
             gradient = p.grad.contiguous()
             self._all_reduce(gradient, "sum", "gradients.late")()
             p.grad.copy_(gradient.div_(self.world_size))
-
-    def _check_unused(self, wrapper: _Wrapped) -> None:
-        """Refuse gradients that DDP has not averaged, because it was passed by."""
-        name = next((n for n, p in wrapper.module.named_parameters() if p.grad is not None), None)
-        if name is not None:
-            raise UsageError(
-                f"{name} has a gradient that DDP knows nothing of, so the ranks' would not be averaged: the module was "
-                "called itself. Call what prepare() returned: model = strategy.prepare(model)."
-            )
 
     def _check_all_used(self, parameters: Sequence[Parameter]) -> None:
         unused = [p for p in parameters if p.grad is None]

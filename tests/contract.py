@@ -677,6 +677,27 @@ def the_module_itself(world: World) -> None:
         _assert_same(model, expected)
 
 
+def steps_by_hand(world: World) -> None:
+    """An optimizer that the script steps itself would move each rank its own way."""
+    with world.open() as strategy:
+        model, other = Net(1), Net(2)
+        prepared, optimizer = strategy.prepare(model, _sgd(model))
+        inputs, targets = _data(2).tensors
+        before = _flat(model)
+        mse_loss(prepared(inputs * (strategy.rank + 1)), targets).backward()  # type: ignore[no-untyped-call]
+        if strategy.world_size == 1:
+            optimizer.step()
+            assert not torch.equal(_flat(model), before)
+        else:
+            for one in (optimizer, _sgd(model)):
+                with pytest.raises(UsageError, match="stepped by itself"):
+                    one.step()
+            assert torch.equal(_flat(model), before)
+        alone = _sgd(other)  # a rank may train a model of its own
+        other(inputs).sum().backward()
+        alone.step()
+
+
 def nothing_after_close(world: World) -> None:
     """What would go on alone is refused."""
     with world.open() as strategy:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from unitrain.call_site import is_own
 from unitrain.errors import ConfigError, LaunchError, UnitrainError
-from unitrain.health.ending import leave
+from unitrain.health.ending import leave, tell
 from unitrain.launching.launch import Launch, detect
 
 if TYPE_CHECKING:
@@ -68,13 +68,13 @@ class _FailureHook:
             leave(code, "" if of_all_ranks else f"unitrain: {self.strategy.watch}: stopped because {verdict.text}")
         if isinstance(error, UnitrainError):
             where = error.__cause__.place if isinstance(error.__cause__, RankError) else place(trace)
-            print(f"unitrain: error: {error}{'' if of_all_ranks else where}", file=sys.stderr)
+            tell(f"unitrain: error: {error}{'' if of_all_ranks else where}")
         else:
             self._previous(kind, error, trace)
         if launch.world_size > 1 and self.strategy is not None and not of_all_ranks:
             said = "" if isinstance(error, UnitrainError) else f": {summary(error)}"
             who = f"rank {launch.rank} of {launch.world_size} on {socket.gethostname()} (pid {os.getpid()})"
-            print(f"unitrain: {who} failed{said}", file=sys.stderr)
+            tell(f"unitrain: {who} failed{said}")
         if launch.world_size > 1 or isinstance(error, UnitrainError):
             leave(code)
 

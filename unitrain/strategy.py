@@ -426,6 +426,10 @@ class Strategy(Collectives):
         """Raise UsageError where an optimizer holds parameters of a module that was never prepared."""
         self._preparation.check(parameters)
 
+    def is_prepared(self, parameter: Parameter) -> bool:
+        """Whether a parameter is one of a prepared module."""
+        return self._preparation.knows(parameter)
+
     def parameter_name(self, parameter: Parameter) -> str:
         """Return a prepared parameter's name."""
         return self._preparation.name(parameter)

@@ -17,11 +17,20 @@ _PR_SET_PDEATHSIG = 1  # Linux: the signal that this process gets when its paren
 _libc = ctypes.CDLL(None)
 
 
+def tell(text: str) -> None:
+    """Print on stderr in one piece, whose lines those of other ranks don't come between.
+
+    ``print`` writes a text and its end by themselves where Python is unbuffered, as torchrun starts it.
+    """
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
+
+
 def leave(code: int, line: str = "") -> NoReturn:
     """End this process at once, from any thread: without exit handlers, which may wait for ranks that are gone."""
     with suppress(OSError, ValueError):
         if line:
-            print(line, file=sys.stderr)
+            tell(line)
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)
@@ -35,7 +44,7 @@ def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
 def print_stacks(title: str) -> None:
     """Print where this process's threads are, on stderr, the main thread last."""
     with suppress(OSError, ValueError, AttributeError):  # a stderr without a file, in a notebook say
-        print(title, file=sys.stderr, flush=True)
+        tell(title)
         faulthandler.dump_traceback(all_threads=True)
 
 

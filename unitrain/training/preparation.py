@@ -105,13 +105,17 @@ class Preparation:
         """See ``Strategy.check_prepared``. One process needs no preparation, so nothing is wrong there."""
         if self._strategy.world_size == 1:
             return
-        missing = [p for p in parameters if p not in self._names]
+        missing = [p for p in parameters if not self.knows(p)]
         if missing:
             shapes = ", ".join(str(tuple(p.shape)) for p in missing[:3])
             raise UsageError(
                 f"the optimizer holds {len(missing)} parameters of no prepared module (shapes {shapes}, ...): their "
                 "gradients would differ from rank to rank. Give the module to prepare(), before or with the optimizer."
             )
+
+    def knows(self, parameter: Parameter) -> bool:
+        """Whether a parameter is one of a prepared module."""
+        return parameter in self._names
 
     def name(self, parameter: Parameter) -> str:
         """Return a parameter's name in its module."""

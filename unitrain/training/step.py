@@ -24,6 +24,7 @@ from unitrain.errors import NonFiniteError, UsageError
 from unitrain.health.pulse import OWN_CODE
 from unitrain.stopping import Stopped
 from unitrain.training.copies import CopyCheck
+from unitrain.training.foreign_steps import ForeignSteps
 from unitrain.training.guard import GuardedStep
 from unitrain.training.nonfinite import LocalGradients, describe
 from unitrain.training.window import Window
@@ -79,6 +80,7 @@ class TrainingStep:
         self._on_host = strategy.device.type == "cpu"
         self._guarded_step = GuardedStep(strategy.device, config.clip_norm, config.clip_value)
         self._copies = CopyCheck(strategy)
+        self._foreign_steps = ForeignSteps(strategy.is_prepared) if self._distributed else None
         self._unscaled = False
         self._armed = True
         self.micro_batch: MicroBatch | None = None
@@ -98,6 +100,8 @@ class TrainingStep:
     def close(self) -> None:
         """Leave the parameters alone from now on, and step no more."""
         self._closed = True
+        if self._foreign_steps is not None:
+            self._foreign_steps.close()
         for window in self._windows.values():
             window.local_gradients.close()
 
@@ -339,7 +343,7 @@ class TrainingStep:
             self._unscaled = True
         stepped, norm = False, None
         if self._distributed or window.loss_is_finite:  # reduced gradients know of every rank's loss
-            stepped, norm = self._guarded_step(optimizer, window.parameters, gradients)
+            stepped, norm = self._step(window, gradients)
         if not stepped and (self._scaler is None or self._scaler.get_scale() <= 1.0):
             self._not_finite(window)
         # else an overflow, which is the loss scale's business until the scale has nothing left to give
@@ -363,6 +367,15 @@ class TrainingStep:
         if stepped and norm is None:
             return _PLAIN_STEP
         return StepResult(stepped, norm, not stepped)
+
+    def _step(self, window: Window, gradients: list[Tensor]) -> tuple[bool, Tensor | None]:
+        if self._foreign_steps is None:
+            return self._guarded_step(window.optimizer, window.parameters, gradients)
+        self._foreign_steps.own = True
+        try:
+            return self._guarded_step(window.optimizer, window.parameters, gradients)
+        finally:
+            self._foreign_steps.own = False
 
     def _finish(self, window: Window) -> None:
         if window.reduced:
