@@ -9,7 +9,6 @@ from dataclasses import astuple, fields
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -33,9 +32,7 @@ def efficiency(measurement: Measurement, alone: Measurement) -> float:
 def print_table(measurements: Sequence[Measurement], console: Console) -> None:
     """Print a line for each measurement; the first is of one process, which the others are compared with."""
     caption = "eff.: of as many times one process; comm.: communication; times in ms"
-    table = Table(
-        title="Median optimizer steps", caption=caption, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
-    )
+    table = Table(title="Median optimizer steps", caption=caption, box=None, pad_edge=False)
     table.add_column("", overflow="fold", min_width=21)
     for column in ("samples/s", "eff.", "step", "±", *_SHORT):
         table.add_column(column, justify="right", no_wrap=True)

@@ -48,7 +48,7 @@ class AveragingModule(DistributedDataParallel):
             UsageError: they come from a forward of the module itself.
         """
         averaged, self._averages = self._averages or late, False
-        if averaged:
+        if averaged or not self.require_backward_grad_sync:  # disarmed, where steps without averaging are measured
             return
         name = next((n for n, p in self.module.named_parameters() if p.grad is not None), None)
         if name is not None:

@@ -113,10 +113,11 @@ def _read(folder: Path, case: str, world: World, said: str) -> list[Trace]:
 
 def _print(verdicts: Sequence[Verdict], console: Console) -> None:
     """Print a line for each world and backend, then what is wrong with each case that failed."""
-    table = Table(title=f"Largest deviation from the plain loop in {STEPS} steps", caption="exact: the cases in fp64")
-    table.add_column("world")
-    table.add_column("backend")
-    for column in ("loss, exact", "gradient, exact", "weight, exact", "weight, bf16", "weight, fp16", "same"):
+    title = f"Largest deviation from the plain loop in {STEPS} steps"
+    table = Table(title=title, caption="exact: the cases in fp64", box=None, pad_edge=False)  # 80 columns are enough
+    table.add_column("world", no_wrap=True)
+    table.add_column("backend", no_wrap=True)
+    for column in ("loss,\nexact", "gradient,\nexact", "weight,\nexact", "weight,\nbf16", "weight,\nfp16", "same"):
         table.add_column(column, justify="right")
     for (world, backend), group in groupby(verdicts, key=lambda v: (v.world, v.backend)):
         cases = list(group)
@@ -125,7 +126,7 @@ def _print(verdicts: Sequence[Verdict], console: Console) -> None:
         cells += [max((v.weight for v in cases if v.case.startswith(kind)), default=0.0) for kind in ("bf16", "fp16")]
         same = sum(v.passed for v in cases)
         colour = "green" if same == len(cases) else "red"
-        table.add_row(world, backend, *(f"{c:.0e}" for c in cells), f"[{colour}]{same} of {len(cases)}")
+        table.add_row(world, backend, *(f"{c:.0e}" for c in cells), f"[{colour}]{same}/{len(cases)}")
     console.print(table)
     told: set[tuple[str, ...]] = set()
     for v in verdicts:
