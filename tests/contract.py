@@ -677,6 +677,32 @@ def the_module_itself(world: World) -> None:
         _assert_same(model, expected)
 
 
+def gradients_in_the_step_s_hook(world: World) -> None:
+    """What an optimizer's pre-hook finds is the gradient of all ranks' mean, which it may change."""
+    with world.open() as strategy:
+        model, expected = Net(), Net()
+        prepared, optimizer = strategy.prepare(model, _sgd(model))
+        by_hand = _sgd(expected)
+        inputs, targets = _data(2 * strategy.world_size).tensors
+        mine = slice(2 * strategy.rank, 2 * strategy.rank + 2)
+        found: list[Tensor] = []
+
+        def sign(its: torch.optim.Optimizer, *_: Any) -> None:
+            for p in (p for group in its.param_groups for p in group["params"]):
+                found.append(p.grad.clone())
+                p.grad.sign_()
+
+        for one in (optimizer, by_hand):
+            one.register_step_pre_hook(sign)
+        strategy.step(mse_loss(prepared(inputs[mine]), targets[mine]), optimizer)
+        ours = torch.cat([gradient.reshape(-1) for gradient in found])
+        found.clear()
+        mse_loss(expected(inputs), targets).backward()  # type: ignore[no-untyped-call]
+        by_hand.step()
+        torch.testing.assert_close(ours, torch.cat([g.reshape(-1) for g in found]), rtol=0, atol=1e-12)
+        _assert_same(model, expected)
+
+
 def steps_by_hand(world: World) -> None:
     """An optimizer that the script steps itself would move each rank its own way."""
     with world.open() as strategy:

@@ -67,6 +67,7 @@ def world(request: pytest.FixtureRequest) -> World:
         contract.several_losses_and_optimizers,
         contract.windows_without_a_loader,
         contract.the_module_itself,
+        contract.gradients_in_the_step_s_hook,
         contract.steps_by_hand,
         contract.nothing_after_close,
         contract.losses_of_one_trunk,

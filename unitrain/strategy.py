@@ -258,6 +258,9 @@ class Strategy(Collectives):
     ) -> None:
         """The first half of ``step``: for several losses on one optimizer, or several optimizers.
 
+        Until ``update`` has ended the averaging, gradients are not complete. What is to see or change them is a step
+        pre-hook of the optimizer (``optimizer.register_step_pre_hook``).
+
         Args:
             loss: as in ``step``.
             optimizer: whose parameters get gradients; needed where there are several optimizers (a GAN's), else
