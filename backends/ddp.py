@@ -152,11 +152,14 @@ class DDPStrategy(Strategy):
         wrappers = [
             cast(AveragingModule, weakref.proxy(one)) for one in dict.fromkeys(self._averaged[p] for p in averaged)
         ]
+        calls = [0] * len(wrappers)  # of each wrapper, until the end of the step before
 
         def finish(late: bool) -> None:
             """DDP has averaged them within backward, unless it was not armed for it, or does not know of them."""
-            for wrapper in wrappers:
-                wrapper.end_step(late)
+            for i, wrapper in enumerate(wrappers):
+                if not late:
+                    wrapper.check_called(calls[i])
+                calls[i] = wrapper.calls
             if not late and not self.config.ddp.find_unused_parameters:
                 self._check_all_used(averaged)
             if late:

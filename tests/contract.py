@@ -653,6 +653,24 @@ def several_losses_and_optimizers(world: World) -> None:
             _assert_bit_equal_on_all_ranks(strategy, one)
 
 
+def optimizers_of_one_model(world: World) -> None:
+    """A step of each for every loss."""
+    with world.open() as strategy:
+        model, expected = Net(), Net()
+        optimizers, by_hand = ([_sgd(m.first), _sgd(m.last)] for m in (model, expected))
+        prepared, *optimizers = strategy.prepare(model, *optimizers)
+        inputs, targets = _data(2 * strategy.world_size).tensors
+        mine = slice(2 * strategy.rank, 2 * strategy.rank + 2)
+        for turn in ([0, 1], [1, 0], [0, 1]):
+            strategy.step(mse_loss(prepared(inputs[mine]), targets[mine]), [optimizers[i] for i in turn])
+            expected.zero_grad()
+            mse_loss(expected(inputs), targets).backward()  # type: ignore[no-untyped-call]
+            for i in turn:
+                by_hand[i].step()
+        _assert_same(model, expected)
+        _assert_bit_equal_on_all_ranks(strategy, model)
+
+
 def the_module_itself(world: World) -> None:
     """A script may go on with the module that it gave to prepare(): trained right, or refused."""
     with world.open() as strategy:
@@ -667,7 +685,7 @@ def the_module_itself(world: World) -> None:
                 strategy.step(mse_loss(model(inputs[mine]), targets[mine]), optimizer)
         except UsageError as error:
             told = str(error)
-        assert ("Call what prepare() returned" in told) == (world.backend == "ddp" and strategy.world_size > 1)
+        assert ("call what prepare() returned" in told) == (world.backend == "ddp" and strategy.world_size > 1)
         if told:
             return
         for _ in range(3):

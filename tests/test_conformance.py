@@ -66,6 +66,7 @@ def world(request: pytest.FixtureRequest) -> World:
         contract.optimizers_that_come_and_change,
         contract.several_losses_and_optimizers,
         contract.windows_without_a_loader,
+        contract.optimizers_of_one_model,
         contract.the_module_itself,
         contract.gradients_in_the_step_s_hook,
         contract.steps_by_hand,

@@ -16,9 +16,12 @@ class AveragingModule(DistributedDataParallel):
     """torch's wrapper, which says what would go wrong in silence.
 
     A deep copy of it (an average of the weights, say) is one of the user's module alone.
+
+    Attributes:
+        calls: forwards whose backward averages gradients; torch averages those of the first backward after each.
     """
 
-    _averages = False  # whether a forward has gone through it whose backward averages gradients
+    calls = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         module: nn.Module = copy.deepcopy(self.module, memo)
@@ -27,7 +30,7 @@ class AveragingModule(DistributedDataParallel):
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         """Call the module, and average what the backward of it yields."""
         if self.require_backward_grad_sync and torch.is_grad_enabled():
-            self._averages = True
+            self.calls += 1
         try:
             return super().forward(*inputs, **keywords)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
@@ -38,21 +41,20 @@ class AveragingModule(DistributedDataParallel):
                 "call step() once, set ddp.find_unused_parameters to true, or freeze them before prepare()."
             ) from error
 
-    def end_step(self, late: bool) -> None:
-        """Take note that a step's gradients are complete, and refuse those that were never averaged.
+    def check_called(self, before: int) -> None:
+        """Refuse gradients that were never averaged.
 
         Args:
-            late: whether they are averaged otherwise.
+            before: ``calls`` at the end of the step before.
 
         Raises:
-            UsageError: they come from a forward of the module itself.
+            UsageError: there was no call, but there are gradients.
         """
-        averaged, self._averages = self._averages or late, False
-        if averaged or not self.require_backward_grad_sync:  # disarmed, where steps without averaging are measured
+        if self.calls > before or not self.require_backward_grad_sync:  # disarmed: steps without averaging are measured
             return
         name = next((n for n, p in self.module.named_parameters() if p.grad is not None), None)
         if name is not None:
             raise UsageError(
-                f"{name} has a gradient that DDP knows nothing of, so the ranks' would not be averaged: the module was "
-                "called itself. Call what prepare() returned: model = strategy.prepare(model)."
+                f"{name} has a gradient that DDP knows nothing of, so the ranks' would not be averaged. Before each "
+                "step call what prepare() returned (model = strategy.prepare(model)), and not the module itself."
             )

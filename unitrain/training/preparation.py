@@ -90,7 +90,8 @@ class Preparation:
         strategy = self._strategy
         if isinstance(optimizer, LBFGS):
             raise UsageError(
-                "LBFGS evaluates its loss several times a step, which strategy.step can't do: call it yourself."
+                "LBFGS evaluates its loss several times a step, which strategy.step can't do: call it yourself, in one "
+                "process."
             )
         self.check([p for group in optimizer.param_groups for p in group["params"]])
         if optimizer.state or strategy.world_size > 1:
