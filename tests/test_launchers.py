@@ -141,7 +141,8 @@ def test_training_is_the_same_in_float64(launchers: Launchers, parity: Parity, n
     parity.check(launchers, name, tuple(flags.split()), rel=1e-9)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "torchrun" else pytest.mark.soak) for n in PAIRS])
+@pytest.mark.soak
+@pytest.mark.parametrize("name", PAIRS)
 def test_training_is_the_same_in_float32(launchers: Launchers, parity: Parity, name: str) -> None:
     flags = "--max-steps 12 --lr 0.01 --lr-schedule constant --warmup-epochs 0 --strategy.sync-batchnorm true"
     parity.check(launchers, name, tuple(flags.split()), rel=1e-4)

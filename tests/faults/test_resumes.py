@@ -32,7 +32,7 @@ __all__ = ["alone"]  # the fixture
 pytestmark = pytest.mark.launcher
 
 
-@worlds(HOROVODRUN)
+@worlds(soak=[HOROVODRUN])
 def test_three_ranks_then_two_then_one(world: World, tmp_path: Path, alone: Path) -> None:
     """Ended within epochs; batches that a worker has prefetched do not count as seen."""
     for part, ranks, last, workers in ((world, 3, 13, 0), (TORCHRUN, 2, 21, 1), (ONE, 1, STEPS, 0)):
