@@ -1,7 +1,7 @@
 # make train   train a small ResNet on two processes
 # make test    run the whole test suite
-# make soak    run every fault under every launcher, kills at random moments and all benchmarks' short forms (about
-#              half an hour), and write docs/faults.md
+# make soak    run every fault under every launcher, kills at random moments, and what make test leaves out: every
+#              benchmark's short form, more worlds (about half an hour). Write docs/faults.md
 # make bench   measure speed beside hand-written loops and other frameworks, into benchmarks/results/
 # make lint    check style and types
 # make docs    build the documentation into site/
@@ -39,8 +39,9 @@ test: $(VENV)/.has-test
 soak: $(VENV)/.has-test
 	@$(BIN)/unitrain install-horovod
 	rm -f ends.jsonl
-	TESTS_ENDS=$(CURDIR)/ends.jsonl $(BIN)/pytest tests/faults tests/test_benchmarks.py tests/test_launchers.py -m "soak or not soak" $(ARGS)
+	TESTS_ENDS=$(CURDIR)/ends.jsonl $(BIN)/pytest tests/faults -m "soak or not soak" $(ARGS)
 	$(BIN)/python tests/faults/report.py ends.jsonl > docs/faults.md
+	$(BIN)/pytest tests --ignore tests/faults -m soak $(ARGS)
 
 bench: $(VENV)/.has-bench
 	@$(BIN)/unitrain install-horovod || echo "Horovod could not be installed: it will not be measured." >&2

@@ -185,6 +185,7 @@ def test_mpirun_with_a_failing_rank(capsys: pytest.CaptureFixture[str]) -> None:
     assert "ConfigError: no such thing" in capsys.readouterr().out
 
 
+@pytest.mark.soak
 @pytest.mark.launcher
 def test_mpirun_has_a_deadline() -> None:
     with pytest.raises(TimeoutError, match="did not end within 5 s"):

@@ -24,18 +24,16 @@ MPIRUN = pytest.mark.skipif(find_mpi() is None, reason="there is no mpirun")
 STOPPABLE = """
     import os, signal, sys, time
     def stop(number, frame):
-        started.write(f"told {number}\\n")
-        started.flush()
+        started.write(b"told %d\\n" % number)
         time.sleep(float(sys.argv[1]))
-        started.write("saved\\n")
-        started.flush()
+        started.write(b"saved\\n")
         os._exit(128 + number)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, stop)
     rank = os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("HOROVOD_RANK", os.environ.get("RANK", "0")))
-    started = open(f"rank {rank}", "w")  # a named pipe that the test has made: opened when the test opens it too
-    started.write("started\\n")
-    started.flush()
+    # A named pipe that the test has made: opened when the test opens it too, and written to at once.
+    started = open(f"rank {rank}", "wb", buffering=0)
+    started.write(b"started\\n")
     while True:
         signal.pause()
 """
@@ -183,14 +181,12 @@ def test_a_second_stop_kills(tmp_path: Path, numbers: list[int], code: int) -> N
     program = """
         import os, signal, subprocess, sys, time
         def stop(number, frame):
-            started.write("told\\n")
-            started.flush()
+            started.write(b"told\\n")
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, stop)
         subprocess.Popen(["sleep", "600"], start_new_session=True)
-        started = open("rank 0", "w")
-        started.write("started\\n")
-        started.flush()
+        started = open("rank 0", "wb", buffering=0)
+        started.write(b"started\\n")
         while True:
             signal.pause()
     """
@@ -250,7 +246,7 @@ LAUNCHERS = {
         pytest.param("mpirun", signal.SIGTERM, 5, 143, marks=MPIRUN),
         pytest.param("horovodrun", signal.SIGTERM, 6, 1, marks=HOROVOD),
         # Left to itself, torchrun dies of SIGUSR1 at once. It starts its ranks again when they stop, and is then ended.
-        pytest.param("torchrun", signal.SIGUSR1, 1, 1, id="torchrun that restarts"),
+        pytest.param("torchrun", signal.SIGUSR1, 1, 1, id="torchrun that restarts", marks=pytest.mark.soak),
     ],
 )
 def test_ranks_have_the_time_that_they_need_to_stop(

@@ -107,6 +107,7 @@ def test_everything_installed_trains_as_the_plain_loop_does(tmp_path: Path) -> N
     assert max(max(v["loss"], v["gradient"], v["weight"]) for v in exact) < 1e-9
 
 
+@pytest.mark.soak  # Horovod, in the test above, is averaged by them too
 @pytest.mark.launcher
 def test_a_backend_on_cores_own_buckets_passes(broken_backends: Path) -> None:
     done = run_verify("--backend", "on_buckets", path=broken_backends)
