@@ -12,7 +12,7 @@ import itertools
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -57,6 +57,13 @@ class World:
         return unitrain.init(
             **{"backend": self.backend, "precision": "fp64", "device": "cpu", "timeout_s": 30, **settings}
         )
+
+
+def in_turn(world: World, duties: Sequence[Callable[[World], None]]) -> None:
+    """Do one duty after another; what was printed says which one failed."""
+    for duty in duties:
+        print(duty.__name__)
+        duty(world)
 
 
 # ------------------------------------------------------------------------------------------------------ collectives

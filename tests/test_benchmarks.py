@@ -35,6 +35,7 @@ def short(name: str, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.launcher
+@pytest.mark.soak
 def test_step_overhead(tmp_path: Path) -> None:
     found = short("step_overhead", tmp_path)
     loops = {case["world"][0]: case["loops"] for case in found["cases"]}

@@ -48,41 +48,41 @@ def world(request: pytest.FixtureRequest) -> World:
     return chosen
 
 
-@pytest.mark.parametrize(
-    "duty",
-    [
+# Duties that the same processes do in turn: to start processes takes as long as most duties do.
+DUTIES: dict[str, tuple[Callable[[World], None], ...]] = {
+    "collectives": (
         contract.reductions,
         contract.gathers_and_broadcasts,
         contract.refused_reductions,
         contract.objects,
         contract.meters,
-        contract.trains_as_one_device,
-        contract.precisions,
+    ),
+    "modes": (contract.trains_as_one_device,),
+    "precisions": (contract.precisions,),
+    "parameters": (
         contract.unused_parameters,
         contract.unused_parameters_beside_batch_norm,
         contract.tied_and_frozen,
         contract.complex_weights,
         contract.sparse_gradients,
         contract.optimizers_that_come_and_change,
+    ),
+    "several": (
         contract.several_losses_and_optimizers,
         contract.windows_without_a_loader,
         contract.optimizers_of_one_model,
-        contract.the_module_itself,
-        contract.gradients_in_the_step_s_hook,
-        contract.steps_by_hand,
-        contract.nothing_after_close,
         contract.losses_of_one_trunk,
-        contract.nan_in_an_empty_batch_is_no_news,
-        contract.nan_of_a_rank_without_tokens_is_no_news,
-        contract.preparation,
-        contract.copies_and_exports,
-        contract.compiled,
-        contract.evaluation,
-    ],
-    ids=lambda duty: duty.__name__,
-)
-def test_contract(world: World, duty: Callable[[World], None]) -> None:
-    world.run(duty)
+        contract.gradients_in_the_step_s_hook,
+    ),
+    "batches": (contract.nan_in_an_empty_batch_is_no_news, contract.nan_of_a_rank_without_tokens_is_no_news),
+    "apart": (contract.the_module_itself, contract.steps_by_hand, contract.nothing_after_close),
+    "models": (contract.preparation, contract.copies_and_exports, contract.compiled, contract.evaluation),
+}
+
+
+@pytest.mark.parametrize("kind", DUTIES)
+def test_contract(world: World, kind: str) -> None:
+    world.run(contract.in_turn, DUTIES[kind])
 
 
 def test_rank_0_io(world: World, tmp_path: Path) -> None:

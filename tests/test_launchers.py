@@ -179,7 +179,9 @@ def test_what_every_rank_finds_wrong_is_said_once(launchers: Launchers, name: st
     assert not (launchers.folder / "runs").exists()
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.soak] * (n == "horovodrun")) for n in PAIRS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.soak] * (n in ("horovodrun", "mpirun ddp"))) for n in PAIRS]
+)
 def test_a_rank_that_raises_ends_the_job(launchers: Launchers, name: str) -> None:
     raised = launchers.folder / "raised"
     job = launchers.run(name, RAISES, [str(raised), STARTS[name].backend])

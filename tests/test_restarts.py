@@ -244,7 +244,7 @@ LAUNCHERS = {
     [
         # Left to itself, mpirun kills after 1 s, and horovodrun after 5 s.
         pytest.param("mpirun", signal.SIGTERM, 5, 143, marks=MPIRUN),
-        pytest.param("horovodrun", signal.SIGTERM, 6, 1, marks=HOROVOD),
+        pytest.param("horovodrun", signal.SIGTERM, 6, 1, marks=[HOROVOD, pytest.mark.soak]),
         # Left to itself, torchrun dies of SIGUSR1 at once. It starts its ranks again when they stop, and is then ended.
         pytest.param("torchrun", signal.SIGUSR1, 1, 1, id="torchrun that restarts", marks=pytest.mark.soak),
     ],

@@ -111,6 +111,8 @@ class Watch:
             everywhere: whether all ranks have it (a wrong setting, say), and one need say so.
         """
         with self._changed:
+            if self._verdict is not None and not self._ending:  # the watch's thread ends the process, and says why
+                self._changed.wait(_PARTING_S)
             self._ending = True
             if self._changed.wait_for(lambda: self._verdict is not None, patience_s):
                 return self._verdict
