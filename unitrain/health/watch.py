@@ -57,8 +57,7 @@ class Watch:
         self._link, self._server = self._connect()
         self._changed = threading.Condition()
         self._verdict: Verdict | None = None
-        self._answer: str | None = None
-        self._calls_agree = False
+        self._answers: dict[str, Message] = {}
         self._ending = False
         self._left = False
         self._state, self._since = ("", 0, 0), 0.0
@@ -124,13 +123,18 @@ class Watch:
 
     def whereabouts(self) -> str:
         """Return where the ranks are that this one waits for, or an empty text where rank 0 does not say."""
+        answer = self._ask({"kind": "ask"}, "answer", _ANSWER_S)
+        return "" if answer is None else str(answer["text"])
+
+    def _ask(self, question: Message, kind: str, timeout_s: float | None = None) -> Message | None:
+        """Send rank 0 a message, and return its answer, which is of another kind; None where none comes in time."""
         with self._changed:
-            self._answer = None
+            self._answers.pop(kind, None)
         self._beat()
-        self._link.send({"kind": "ask"})
+        self._link.send(question)
         with self._changed:
-            self._changed.wait_for(lambda: self._answer is not None, _ANSWER_S)
-            return self._answer or ""
+            self._changed.wait_for(lambda: kind in self._answers, timeout_s)
+            return self._answers.get(kind)
 
     def request_stop(self, reason: Message) -> None:
         """Ask all ranks to stop at the same boundary; see ``unitrain.stopping``."""
@@ -147,12 +151,7 @@ class Watch:
             call: what all are to call: its name, and all that must be the same on all ranks.
             place: the line of the script that calls it here, for the message.
         """
-        with self._changed:
-            self._calls_agree = False
-        self._beat()
-        self._link.send({"kind": "call", "call": call, "place": place})
-        with self._changed:
-            self._changed.wait_for(lambda: self._calls_agree)
+        self._ask({"kind": "call", "call": call, "place": place}, "calls agree")
 
     def close(self) -> None:
         """Leave, in good order: every rank has come to its end."""
@@ -208,13 +207,9 @@ class Watch:
             self._link.send({"kind": "held", "boundary": self._strategy.stopping.hold()})
         elif kind == "stop":
             self._strategy.stopping.agree(message["boundary"], message["reason"])
-        elif kind == "answer":
+        elif kind in ("answer", "calls agree"):
             with self._changed:
-                self._answer = message["text"]
-                self._changed.notify_all()
-        elif kind == "calls agree":
-            with self._changed:
-                self._calls_agree = True
+                self._answers[kind] = message
                 self._changed.notify_all()
         elif kind == "leave":
             self._left = True

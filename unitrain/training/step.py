@@ -86,7 +86,6 @@ class TrainingStep:
         self.micro_batch: MicroBatch | None = None
         self.steps = 0
         self._at_window_end: list[Callable[[], None]] = []
-        self._closed = False
 
     def register(self, optimizer: Optimizer) -> None:
         """Take note of an optimizer, so that a backward without one knows whose gradients it fills."""
@@ -98,8 +97,7 @@ class TrainingStep:
             self._arm_counted(self._windows[optimizer])
 
     def close(self) -> None:
-        """Leave the parameters alone from now on, and step no more."""
-        self._closed = True
+        """Leave the parameters alone from now on."""
         if self._foreign_steps is not None:
             self._foreign_steps.close()
         for window in self._windows.values():
@@ -139,7 +137,7 @@ class TrainingStep:
         weight: Weight | None = None,
     ) -> None:
         """See ``Strategy.backward``; None stands for all prepared optimizers."""
-        if self._closed:
+        if self._strategy.closed:
             raise UsageError("the strategy is closed: train before close().")
         loss = _checked(loss)
         windows = self._of(optimizers)
