@@ -118,8 +118,8 @@ def place(trace: TracebackType | None) -> str:
     own = [(frame, line) for frame, line in traceback.walk_tb(trace) if is_own(frame)]
     if not own:
         return ""
-    [place] = traceback.StackSummary.extract(own[-1:])
-    return f"\n  at {place.filename}:{place.lineno}: {place.line}"
+    [last] = traceback.StackSummary.extract(own[-1:])
+    return f"\n  at {last.filename}:{last.lineno}: {last.line}"
 
 
 def _follows_from_another(strategy: Strategy, error: BaseException | None) -> bool:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from unitrain import failures
 from unitrain.config import StrategyConfig
 from unitrain.errors import BackendError, ConfigError, LaunchError, UsageError
-from unitrain.health.ending import print_stacks_when_killed
+from unitrain.health.ending import print_stacks_when_killed, tell
 from unitrain.launching.launch import Launch, detect
 from unitrain.memory import keep_memory
 from unitrain.registry import load_backend
@@ -60,7 +60,7 @@ def init(config: StrategyConfig | None = None, **settings: Any) -> Strategy:
     _set_process_state(resolved, launch)
     if launch.rank == 0:
         for line in advice(launch, resolved, torch.cuda.device_count()):
-            print(f"unitrain: {line}", file=sys.stderr)
+            tell(f"unitrain: {line}")
     strategy = backend(resolved, launch)
     _current = strategy
     failures.install_hook(strategy)

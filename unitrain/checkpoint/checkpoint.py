@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.metadata import version
@@ -16,6 +15,7 @@ from torch.optim import Optimizer
 from unitrain.checkpoint import randomness, storage
 from unitrain.checkpoint.snapshot import snapshot
 from unitrain.errors import CheckpointError, UsageError
+from unitrain.health.ending import tell
 from unitrain.training import batch_norm
 from unitrain.training.seeding import seed_rank
 
@@ -213,7 +213,7 @@ class Checkpoint:
                 return self._read(folder)
             except storage.DamagedError as error:
                 damaged.append(str(error))
-                print(f"unitrain: damaged checkpoint passed over: {error}", file=sys.stderr)
+                tell(f"unitrain: damaged checkpoint passed over: {error}")
         if damaged:
             raise CheckpointError(
                 f"no checkpoint in {self._folder} is whole ({'; '.join(damaged)}). To begin anew, give another folder."

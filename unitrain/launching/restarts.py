@@ -10,7 +10,6 @@ import ctypes
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from pathlib import Path
 import psutil
 
 from unitrain.errors import ConfigError, LaunchError
-from unitrain.health.ending import end_with_parent
+from unitrain.health.ending import end_with_parent, tell
 
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -212,4 +211,4 @@ def _how(code: int) -> str:
 
 
 def _say(line: str) -> None:
-    print(f"unitrain run: {line}", file=sys.stderr, flush=True)
+    tell(f"unitrain run: {line}")
