@@ -238,6 +238,12 @@ def _data(samples: int = SAMPLES) -> TensorDataset:
     return TensorDataset(inputs, torch.randn(samples, 2, generator=generator, dtype=torch.float64))
 
 
+def _two_rows_each(strategy: Strategy) -> tuple[Tensor, Tensor, slice]:
+    """Return the inputs and targets of all ranks, two rows for each, and which of them are this rank's."""
+    inputs, targets = _data(2 * strategy.world_size).tensors
+    return inputs, targets, slice(2 * strategy.rank, 2 * strategy.rank + 2)
+
+
 class Net(nn.Module):
     def __init__(self, seed: int = 0, *, norm: bool = False) -> None:
         super().__init__()
@@ -550,8 +556,7 @@ def _steps(
     strategy: Strategy, prepared: nn.Module, optimizer: Optimizer, expected: nn.Module, by_hand: Optimizer, steps: int
 ) -> None:
     """Train both for some steps: one on this rank's rows, the other on all."""
-    inputs, targets = _data(2 * strategy.world_size).tensors
-    share = slice(2 * strategy.rank, 2 * strategy.rank + 2)
+    inputs, targets, share = _two_rows_each(strategy)
     for _ in range(steps):
         strategy.step(mse_loss(prepared(inputs[share]), targets[share]), optimizer)
         by_hand.zero_grad()
@@ -618,8 +623,7 @@ def _game(models: Any, noise: Tensor, which: int) -> Tensor:
 def several_losses_and_optimizers(world: World) -> None:
     """Two losses of one optimizer, in both orders of forward and backward; one loss of two optimizers, weighted."""
     with world.open(clip_norm=1.0) as strategy:
-        inputs, targets = _data(2 * strategy.world_size).tensors
-        share = slice(2 * strategy.rank, 2 * strategy.rank + 2)
+        inputs, targets, share = _two_rows_each(strategy)
         mine, wanted = inputs[share], targets[share]
 
         model, expected = Net(), Net()
@@ -666,8 +670,7 @@ def optimizers_of_one_model(world: World) -> None:
         model, expected = Net(), Net()
         optimizers, by_hand = ([_sgd(m.first), _sgd(m.last)] for m in (model, expected))
         prepared, *optimizers = strategy.prepare(model, *optimizers)
-        inputs, targets = _data(2 * strategy.world_size).tensors
-        mine = slice(2 * strategy.rank, 2 * strategy.rank + 2)
+        inputs, targets, mine = _two_rows_each(strategy)
         for turn in ([0, 1], [1, 0], [0, 1]):
             strategy.step(mse_loss(prepared(inputs[mine]), targets[mine]), [optimizers[i] for i in turn])
             expected.zero_grad()
@@ -684,8 +687,7 @@ def the_module_itself(world: World) -> None:
         model, expected = Net(), Net()
         _, optimizer = strategy.prepare(model, _sgd(model))
         by_hand = _sgd(expected)
-        inputs, targets = _data(2 * strategy.world_size).tensors
-        mine = slice(2 * strategy.rank, 2 * strategy.rank + 2)
+        inputs, targets, mine = _two_rows_each(strategy)
         told = ""
         try:
             for _ in range(3):
@@ -708,8 +710,7 @@ def gradients_in_the_step_s_hook(world: World) -> None:
         model, expected = Net(), Net()
         prepared, optimizer = strategy.prepare(model, _sgd(model))
         by_hand = _sgd(expected)
-        inputs, targets = _data(2 * strategy.world_size).tensors
-        mine = slice(2 * strategy.rank, 2 * strategy.rank + 2)
+        inputs, targets, mine = _two_rows_each(strategy)
         found: list[Tensor] = []
 
         def sign(its: torch.optim.Optimizer, *_: Any) -> None:
@@ -769,8 +770,7 @@ def windows_without_a_loader(world: World) -> None:
         made, expected = [Net(1), Net(2)], [Net(1), Net(2)]
         prepared = strategy.prepare(*made)
         optimizers, by_hand = [_sgd(m) for m in made], [_sgd(m) for m in expected]
-        inputs, targets = _data(2 * strategy.world_size).tensors
-        mine = slice(2 * strategy.rank, 2 * strategy.rank + 2)
+        inputs, targets, mine = _two_rows_each(strategy)
         counts = [0, 0]
         # The second one's windows begin while the first one's are open; at the end one of its is cut short.
         for which in (0, 1, 1, 0, 0, 1, 0, 1, 0, 1, 1, 0, 1):
@@ -797,8 +797,7 @@ def losses_of_one_trunk(world: World) -> None:
         del model.never, expected.never
         prepared, optimizer = strategy.prepare(model, _sgd(model))
         by_hand = _sgd(expected)
-        inputs, targets = _data(2 * strategy.world_size).tensors
-        share = slice(2 * strategy.rank, 2 * strategy.rank + 2)
+        inputs, targets, share = _two_rows_each(strategy)
         try:
             for branch in (0, 1):
                 strategy.backward(mse_loss(prepared(inputs[share], branch), targets[share]), optimizer)
@@ -925,11 +924,10 @@ def nan_of_a_rank_without_tokens_is_no_news(world: World) -> None:
         model, expected = Net(), Net()
         prepared, optimizer = strategy.prepare(model, _sgd(model))
         by_hand = _sgd(expected)
-        inputs, targets = _data(2 * strategy.world_size).tensors
+        inputs, targets, mine = _two_rows_each(strategy)
         tokens = torch.ones(len(inputs))
         if strategy.world_size > 1:
             tokens[-2:] = 0  # the last rank has none
-        mine = slice(2 * strategy.rank, 2 * strategy.rank + 2)
         for _ in range(3):
             loss = _token_mean(prepared(inputs[mine]), targets[mine], tokens[mine])
             strategy.step(loss, optimizer, weight=tokens[mine].sum())
