@@ -1,7 +1,7 @@
 # make train   train a small ResNet on two processes
 # make test    run the whole test suite
-# make soak    run every fault under every launcher, kills at random moments, and what make test leaves out: every
-#              benchmark's short form, more worlds (about half an hour). Write docs/faults.md
+# make soak    run every fault under every launcher, kills at random moments, and what make test leaves out: most
+#              benchmarks' short forms, more worlds (about half an hour). Write docs/faults.md
 # make bench   measure speed beside hand-written loops and other frameworks, into benchmarks/results/
 # make lint    check style and types
 # make docs    build the documentation into site/
