@@ -13,7 +13,7 @@ from torch import nn
 from unitrain.config import StrategyConfig
 from unitrain.data.structure import rebuilt, tensors
 from unitrain.errors import ConfigError
-from unitrain.launching.launch import Launch
+from unitrain.launch.detect import Launch
 from unitrain.sole_strategy import SoleStrategy
 
 

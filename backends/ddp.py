@@ -18,11 +18,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from unitrain.config import StrategyConfig
 from unitrain.errors import CommunicationError, ConfigError, UsageError
-from unitrain.launching.launch import Launch
-from unitrain.launching.rendezvous import rendezvous
+from unitrain.launch.detect import Launch
+from unitrain.launch.rendezvous import rendezvous
 from unitrain.strategy import Strategy
-from unitrain.training.averaging_module import AveragingModule
-from unitrain.training.power_sgd import add_power_sgd
+
+from .ddp_module import AveragingModule
+from .ddp_powersgd import add_power_sgd
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 # Newer releases of torch call it by another name, and warn of the old one.

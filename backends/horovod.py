@@ -16,7 +16,7 @@ from torch import Tensor
 
 from unitrain.config import StrategyConfig
 from unitrain.errors import BackendError, ConfigError, LaunchError
-from unitrain.launching.launch import Launch
+from unitrain.launch.detect import Launch
 from unitrain.strategy import Strategy
 
 _LAUNCHERS = ("horovodrun", "mpirun")

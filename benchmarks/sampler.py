@@ -24,9 +24,9 @@ from shared.processes import ALONE, in_processes
 from shared.report import Found, run, table
 from unitrain.data.map_style import requests
 from unitrain.data.order import Shuffled
-from unitrain.data.sample_seeding import generators_restored, seed_generators
 from unitrain.data.samplers import OwnOrder
 from unitrain.data.sharding import EpochPlan
+from unitrain.rng import generators_restored, seed_generators
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

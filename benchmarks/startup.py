@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 from shared.processes import ALONE, GLOO, HOROVOD_GLOO, HOROVOD_MPI, World, startable, world_name
 from shared.report import Found, run, table
 from shared.rounds import compared, shown_ratio, turns
-from unitrain.launching.commands import launch_command, launch_environment
-from unitrain.machine.toolchain import running
+from unitrain.commands.launchers import launch_command, launch_environment
+from unitrain.commands.toolchain import running
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -18,7 +18,7 @@ import unitrain
 from shared.processes import GLOO, HOROVOD_GLOO, HOROVOD_MPI, in_processes, startable, world_name
 from shared.report import Found, run, table
 from shared.workloads import mlp
-from unitrain.health.introduction import introduce
+from unitrain.job.handshake import introduce
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

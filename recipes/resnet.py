@@ -27,9 +27,9 @@ from tqdm import tqdm
 import unitrain
 from unitrain.config import Section
 from unitrain.recipes import images, models
+from unitrain.recipes.learning_rate import LearningRate, Scaling, Schedule
 from unitrain.recipes.run_folder import RunFolder, summarise
 from unitrain.settings import parse_command_line
-from unitrain.training.learning_rate import LearningRate, Scaling, Schedule
 
 # Settings that train the same model whatever they are.
 MAY_CHANGE = {

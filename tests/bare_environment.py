@@ -46,7 +46,7 @@ class BareEnvironment:
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("CUDA", "HOROVOD"))}
         environment |= {"PATH": str(self.folder / "programs"), "UNITRAIN_CACHE": str(self.folder / "cache")}
         environment.pop("CXX", None)
-        command = [str(self.folder / "venv" / "bin" / "python"), "-m", "unitrain.cli", *arguments]
+        command = [str(self.folder / "venv" / "bin" / "python"), "-m", "unitrain.commands.cli", *arguments]
         return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from unitrain.config import StrategyConfig
 from unitrain.data import Loader
 from unitrain.data.sharding import MicroBatch
-from unitrain.launching.launch import Launch
+from unitrain.launch.detect import Launch
 from unitrain.strategy import Strategy
 
 

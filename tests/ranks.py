@@ -21,8 +21,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from unitrain.launching.spawning import run_processes, spawn_environments
-from unitrain.machine.toolchain import find_program, running, small_mpi_environment
+from unitrain.commands.toolchain import find_program, running, small_mpi_environment
+from unitrain.job.spawn import run_processes, spawn_environments
 
 _FORKSERVER = multiprocessing.get_context("forkserver")
 # pytest, because every child imports the parent's main module, and this is what that module imports; torch's compiler,

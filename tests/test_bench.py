@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 from jobs import run_job
 
-from unitrain.bench.candidates import LEVERS, Candidate, levers_of
-from unitrain.bench.command import bench
-from unitrain.bench.measuring import Measurement, evaluate, measure
-from unitrain.bench.report import efficiency, recommendation
-from unitrain.bench.search import Levers
+from unitrain.commands.bench.candidates import LEVERS, Candidate, levers_of
+from unitrain.commands.bench.command import bench
+from unitrain.commands.bench.measuring import Measurement, evaluate, measure
+from unitrain.commands.bench.report import efficiency, recommendation
+from unitrain.commands.bench.search import Levers
+from unitrain.commands.verify.worlds import World
 from unitrain.config import Section, StrategyConfig
 from unitrain.errors import UsageError
 from unitrain.settings import parse_command_line
-from unitrain.verify.worlds import World
 
 RECIPE = """
 import sys
@@ -66,7 +66,7 @@ def recipe(tmp_path: Path) -> Path:
 @pytest.mark.launcher
 def test_every_world_is_measured_and_what_is_recommended_can_be_used(recipe: Path, tmp_path: Path) -> None:
     pytest.importorskip("horovod")
-    command = [sys.executable, "-m", "unitrain.cli", "bench", "--backend", "horovod", "--processes", "2"]
+    command = [sys.executable, "-m", "unitrain.commands.cli", "bench", "--backend", "horovod", "--processes", "2"]
     job = run_job([*command, "--steps", "9", "--levers", "none", str(recipe), "--", "--epochs", "9"], tmp_path)
     assert job.code == 0, job.output
     alone, mpirun, horovodrun = json.loads((tmp_path / "bench" / "results.json").read_text())

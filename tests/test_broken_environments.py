@@ -21,7 +21,7 @@ from test_launch import BY_HAND, RECORDED, without_evidence
 
 import unitrain
 from unitrain import CommunicationError, Launch, LaunchError
-from unitrain.launching.launch import detect
+from unitrain.launch.detect import detect
 
 ON_ONE_HOST = {name: value for name, value in BY_HAND.items() if name != "LOCAL_WORLD_SIZE"} | {"MASTER_ADDR": "::1"}
 MASTER = {"MASTER_ADDR": "node0", "MASTER_PORT": "29500"}

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from bare_environment import BareEnvironment
 
-from unitrain.cli import main
+from unitrain.commands.cli import main
 
 
 def test_the_installed_command_knows_its_version() -> None:
@@ -76,6 +76,6 @@ def test_a_termination_ends_what_was_started_too(tmp_path: Path) -> None:
 
 
 def test_the_command_line_imports_no_subcommand() -> None:
-    program = "import sys, unitrain.cli; print([name for name in sys.modules if name.startswith('unitrain.')])"
+    program = "import sys, unitrain.commands.cli; print([name for name in sys.modules if name.startswith('unitrain.')])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert set(ast.literal_eval(done.stdout)) == {"unitrain.cli", "unitrain.errors"}
+    assert set(ast.literal_eval(done.stdout)) == {"unitrain.commands.cli", "unitrain.errors"}

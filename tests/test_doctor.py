@@ -15,9 +15,9 @@ import torch
 from bare_environment import BareEnvironment
 from needs import HOROVOD
 
-from unitrain.machine import doctor
-from unitrain.machine.doctor import Finding, examine
-from unitrain.machine.toolchain import small_mpi_environment
+from unitrain.commands import doctor
+from unitrain.commands.doctor import Finding, examine
+from unitrain.commands.toolchain import small_mpi_environment
 from unitrain.registry import backend_names
 
 UNITRAIN = str(Path(sysconfig.get_path("scripts"), "unitrain"))

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import pytest
 
-from unitrain.launching.spawning import spawn_environments
+from unitrain.job.spawn import spawn_environments
 
 
 class End(NamedTuple):

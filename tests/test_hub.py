@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 import unitrain
-from unitrain.health.hub import Hub, Member
-from unitrain.health.pulse import CLOSING, OWN_CODE, Pulse
+from unitrain.job.hub import Hub, Member
+from unitrain.job.pulse import CLOSING, OWN_CODE, Pulse
 
 TIMEOUT_S, HEARTBEAT_S = 60.0, 10.0
 

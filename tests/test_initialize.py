@@ -24,7 +24,7 @@ import unitrain
 from unitrain import BackendError, ConfigError, Launch, LaunchError, Strategy, StrategyConfig, UsageError
 from unitrain.device import pick_device
 from unitrain.initialize import advice, choose_backend, default_threads
-from unitrain.launching.launch import detect
+from unitrain.launch.detect import detect
 from unitrain.registry import load_backend
 
 RECORDED = {

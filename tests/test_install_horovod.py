@@ -15,12 +15,12 @@ from bare_environment import BareEnvironment
 from needs import HOROVOD
 from packaging.version import Version
 
+from unitrain.commands.horovod import check as horovod_check
+from unitrain.commands.horovod.build import Edit, apply_edits, check_tools, edits_for, fetch, run_logged
+from unitrain.commands.horovod.check import find_horovod, prove
+from unitrain.commands.horovod.install import cache_folder, combine, install_horovod
+from unitrain.commands.toolchain import Mpi, find_mpi
 from unitrain.errors import BackendError, ConfigError
-from unitrain.machine import horovod_check
-from unitrain.machine.horovod_build import Edit, apply_edits, check_tools, edits_for, fetch, run_logged
-from unitrain.machine.horovod_check import find_horovod, prove
-from unitrain.machine.install_horovod import cache_folder, combine, install_horovod
-from unitrain.machine.toolchain import Mpi, find_mpi
 
 OPEN_MPI = Mpi("Open MPI", "4.1.8", Path("/opt/mpi/bin/mpirun"), Path("/opt/mpi/bin/mpicxx"))
 
@@ -80,9 +80,9 @@ def test_an_mpirun_that_starts_nothing_is_refused_in_its_own_words(bare: BareEnv
 def test_an_environment_without_pip_is_told_how_to_get_it(tmp_path: Path) -> None:
     program = (
         "import sys, importlib.util as u; find = u.find_spec\n"
-        "import unitrain.machine.install_horovod as i\n"
+        "import unitrain.commands.horovod.install as i\n"
         "i.find_spec = lambda name: None if name == 'pip' else find(name)\n"
-        "from unitrain.cli import main; sys.exit(main(['install-horovod']))"
+        "from unitrain.commands.cli import main; sys.exit(main(['install-horovod']))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 1

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 import unitrain
 from unitrain.errors import ConfigError, DataError
-from unitrain.health.introduction import difference
+from unitrain.job.handshake import difference
 
 
 def begin(settings: list[dict[str, Any]], script: str | None = None) -> None:

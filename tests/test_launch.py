@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unitrain.errors import LaunchError
-from unitrain.launching.launch import LAUNCHERS, Launch, detect
-from unitrain.launching.slurm import PORTS, first_host, step_port
+from unitrain.launch.detect import LAUNCHERS, Launch, detect
+from unitrain.launch.slurm import PORTS, first_host, step_port
 
 RECORDED: dict[str, list[dict[str, str]]] = {
     path.stem: json.loads(path.read_text())["environments"]
@@ -199,7 +199,7 @@ def test_batch_script_that_inherited_a_step() -> None:
 
 
 def test_detection_imports_no_engine() -> None:
-    script = "import os, sys, unitrain.launching.launch as l; l.detect(os.environ); print(*sys.modules)"
+    script = "import os, sys, unitrain.launch.detect as l; l.detect(os.environ); print(*sys.modules)"
     environ = {**RECORDED["openmpi-4"][0], "PATH": ""}
     run = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, check=True)
     assert not {"mpi4py", "horovod"} & set(run.stdout.split())

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unitrain.errors import ConfigError
-from unitrain.training.learning_rate import LearningRate, Schedule
+from unitrain.recipes.learning_rate import LearningRate, Schedule
 
 
 def _rates(rule: LearningRate) -> list[float]:

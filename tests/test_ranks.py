@@ -19,8 +19,8 @@ from ranks import run_ranks
 
 import unitrain
 from unitrain.errors import CommunicationError, ConfigError, UsageError
-from unitrain.launching.launch import detect
-from unitrain.launching.rendezvous import rendezvous
+from unitrain.launch.detect import detect
+from unitrain.launch.rendezvous import rendezvous
 
 
 def sum_of_ranks(*addends: int) -> tuple[int, int]:

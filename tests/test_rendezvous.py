@@ -17,9 +17,9 @@ from needs import HOROVOD
 from slurm import Slurm, slurm
 
 from unitrain.errors import CommunicationError, LaunchError
-from unitrain.launching.addresses import own_addresses, reach
-from unitrain.launching.launch import Launch
-from unitrain.launching.rendezvous import rendezvous
+from unitrain.launch.addresses import own_addresses, reach
+from unitrain.launch.detect import Launch
+from unitrain.launch.rendezvous import rendezvous
 
 __all__ = ["slurm"]  # the fixture
 
@@ -29,8 +29,8 @@ MPIRUN = [str(BIN / "mpirun"), "--oversubscribe", "-np", "2"]
 
 SCRIPT = """
 import os, sys, time
-from unitrain.launching.launch import detect
-from unitrain.launching.rendezvous import rendezvous
+from unitrain.launch.detect import detect
+from unitrain.launch.rendezvous import rendezvous
 
 def meet(launch):
     store = rendezvous(launch, 30)

@@ -16,9 +16,9 @@ import pytest
 from jobs import Job, run_job
 from needs import HOROVOD
 
-from unitrain.machine.toolchain import find_mpi
+from unitrain.commands.toolchain import find_mpi
 
-RUN = [sys.executable, "-m", "unitrain.cli", "run"]
+RUN = [sys.executable, "-m", "unitrain.commands.cli", "run"]
 MPIRUN = pytest.mark.skipif(find_mpi() is None, reason="there is no mpirun")
 # Takes its time over a signal, then ends as a rank does that was stopped.
 STOPPABLE = """

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset, WeightedRandomSampler
 
 from unitrain.data import Loader
-from unitrain.data.sample_seeding import sample_seeds
+from unitrain.rng import sample_seeds
 
 LENGTH = 23
 

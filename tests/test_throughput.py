@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 import unitrain
 from unitrain import Strategy
-from unitrain.training.throughput import Throughput
+from unitrain.metrics.throughput import Throughput
 
 WAIT_S = 0.02
 

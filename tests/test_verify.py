@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from unitrain.launching.commands import launch_environment
+from unitrain.commands.launchers import launch_environment
+from unitrain.commands.verify.cases import CASES
+from unitrain.commands.verify.worlds import find_worlds
 from unitrain.registry import backend_names
-from unitrain.verify.cases import CASES
-from unitrain.verify.worlds import find_worlds
 
 BROKEN = '''
 from unitrain.registry import load_backend
@@ -85,7 +85,7 @@ def run_verify(*arguments: str, path: Path | None = None) -> subprocess.Complete
     if path is not None:
         environment["PYTHONPATH"] = str(path)
     return subprocess.run(
-        [sys.executable, "-m", "unitrain.cli", "verify", *arguments],
+        [sys.executable, "-m", "unitrain.commands.cli", "verify", *arguments],
         env={**environment, "COLUMNS": "140"},
         capture_output=True,
         text=True,

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
         UsageError,
     )
     from unitrain.initialize import init
-    from unitrain.launching.launch import Launch
-    from unitrain.launching.spawning import spawn
-    from unitrain.stopping import Stopped
+    from unitrain.job.spawn import spawn
+    from unitrain.job.stopping import Stopped
+    from unitrain.launch.detect import Launch
+    from unitrain.metrics.meter import Meter
     from unitrain.strategy import Strategy
-    from unitrain.training.metrics import Meter
     from unitrain.training.step import StepResult
 
 __all__ = [
@@ -53,11 +53,11 @@ _HOMES = {
     "StrategyConfig": "config",
     "Loader": "data",
     "init": "initialize",
-    "Launch": "launching.launch",
-    "spawn": "launching.spawning",
-    "Stopped": "stopping",
+    "Launch": "launch.detect",
+    "spawn": "job.spawn",
+    "Stopped": "job.stopping",
     "Strategy": "strategy",
-    "Meter": "training.metrics",
+    "Meter": "metrics.meter",
     "StepResult": "training.step",
 }
 

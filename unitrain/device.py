@@ -7,7 +7,7 @@ import os
 import torch
 
 from unitrain.errors import ConfigError, LaunchError
-from unitrain.launching.launch import Launch
+from unitrain.launch.detect import Launch
 
 
 def pick_device(setting: str, launch: Launch) -> torch.device:

@@ -13,16 +13,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from unitrain import failures
 from unitrain.config import StrategyConfig
 from unitrain.errors import BackendError, ConfigError, LaunchError, UsageError
-from unitrain.health.ending import print_stacks_when_killed, tell
-from unitrain.launching.launch import Launch, detect
-from unitrain.memory import keep_memory
+from unitrain.job import excepthook
+from unitrain.launch.detect import Launch, detect
+from unitrain.process import keep_memory, print_stacks_when_killed, tell
 from unitrain.registry import load_backend
+from unitrain.rng import seed_all
 from unitrain.settings import resolve_strategy
 from unitrain.strategy import Strategy
-from unitrain.training.seeding import seed_all
 
 _SECTIONS = ("data_parallel", "ddp", "horovod")
 _current: Strategy | None = None
@@ -45,7 +44,7 @@ def init(config: StrategyConfig | None = None, **settings: Any) -> Strategy:
         UsageError: another strategy is still open.
     """
     global _current
-    failures.install_hook()
+    excepthook.install_hook()
     print_stacks_when_killed()
     if _current is not None and not _current.closed:
         raise UsageError("unitrain.init() was called while a strategy is open: close() it first; a process has one.")
@@ -63,7 +62,7 @@ def init(config: StrategyConfig | None = None, **settings: Any) -> Strategy:
             tell(f"unitrain: {line}")
     strategy = backend(resolved, launch)
     _current = strategy
-    failures.install_hook(strategy)
+    excepthook.install_hook(strategy)
     atexit.register(strategy.close)
     return strategy
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from unitrain.collectives import Wait
-from unitrain.launching.launch import Launch
+from unitrain.communicator import Wait
+from unitrain.launch.detect import Launch
 from unitrain.strategy import Strategy
 
 

@@ -19,26 +19,26 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from unitrain import saving
-from unitrain.checkpoint import Checkpoint
-from unitrain.collectives import Collectives
+from unitrain.checkpoint import Checkpoint, files
+from unitrain.communicator import Collectives
 from unitrain.config import StrategyConfig
 from unitrain.data import Loader
 from unitrain.device import pick_device
 from unitrain.errors import LaunchError, UnitrainError, UsageError
-from unitrain.health.introduction import introduce
-from unitrain.health.pulse import CLOSING, Pulse
-from unitrain.health.watch import Watch
-from unitrain.launching.launch import Launch
-from unitrain.stopping import Stopping
-from unitrain.training import batch_norm, metrics
+from unitrain.job.handshake import introduce
+from unitrain.job.pulse import CLOSING, Pulse
+from unitrain.job.stopping import Stopping
+from unitrain.job.watch import Watch
+from unitrain.launch.detect import Launch
+from unitrain.metrics import meter
+from unitrain.metrics.meter import Meter
+from unitrain.metrics.throughput import Throughput
+from unitrain.training import batch_norm
 from unitrain.training.gradients import GradientReducer
 from unitrain.training.in_sync import check_in_sync
-from unitrain.training.metrics import Meter
 from unitrain.training.precision import AUTOCAST_DTYPE, Precision
 from unitrain.training.preparation import Preparation
 from unitrain.training.step import StepResult, TrainingStep, Weight
-from unitrain.training.throughput import Throughput
 
 if TYPE_CHECKING:
     from unitrain.data.progress import ProgressBar
@@ -297,7 +297,7 @@ class Strategy(Collectives):
 
     def metric(self, metric: T) -> T:
         """Let a torchmetrics ``Metric`` synchronise through this strategy, on any backend; it is returned as it is."""
-        return metrics.synchronise(metric, self)
+        return meter.synchronise(metric, self)
 
     def check_in_sync(self, module: nn.Module) -> None:
         """Compare a model's parameters and buffers over the ranks, by checksums of their bits. Collective.
@@ -359,7 +359,7 @@ class Strategy(Collectives):
             CheckpointError: rank 0 could not write, or ``load`` could not read it; raised on every rank.
             UsageError: only some ranks gave modules.
         """
-        saving.save(self, value, Path(path))
+        files.save(self, value, Path(path))
 
     def load(self, path: str | Path) -> Any:
         """Read what ``save`` wrote, on rank 0, and return it on every rank, on the CPU. Collective.
@@ -367,7 +367,7 @@ class Strategy(Collectives):
         Raises:
             CheckpointError: there is no such file, or it holds more than tensors and plain data; on every rank.
         """
-        return saving.load(self, Path(path))
+        return files.load(self, Path(path))
 
     def checkpoint(
         self,

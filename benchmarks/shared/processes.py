@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from unitrain.launching.commands import launch_command, launch_environment, local_launchers
-from unitrain.machine.toolchain import running
+from unitrain.commands.launchers import launch_command, launch_environment, local_launchers
+from unitrain.commands.toolchain import running
 
 # Launcher, processes, and what to call it.
 World = tuple[str, int]

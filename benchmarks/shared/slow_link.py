@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from unitrain.launching.commands import launch_environment
-from unitrain.machine.toolchain import find_program
+from unitrain.commands.launchers import launch_environment
+from unitrain.commands.toolchain import find_program
 
 _ADDRESSES = ("192.0.2.1", "192.0.2.2")  # reserved for documentation: nobody's
 _DEVICE = "wire"

@@ -21,7 +21,7 @@ import pytest
 from jobs import Job, run_job
 from program import RANK_VARIABLES
 
-from unitrain.machine.toolchain import find_program
+from unitrain.commands.toolchain import find_program
 
 PROGRAM = Path(__file__).parent / "program.py"
 STEPS = 40

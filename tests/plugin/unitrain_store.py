@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from unitrain import Strategy
-from unitrain.launching.rendezvous import rendezvous
+from unitrain.launch.rendezvous import rendezvous
 
 
 class StoreStrategy(Strategy):

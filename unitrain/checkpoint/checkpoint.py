@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from unitrain.checkpoint import randomness, storage
+from unitrain import rng
+from unitrain.checkpoint import storage
 from unitrain.checkpoint.snapshot import snapshot
 from unitrain.errors import CheckpointError, UsageError
-from unitrain.health.ending import tell
+from unitrain.process import tell
+from unitrain.rng import seed_rank
 from unitrain.training import batch_norm
-from unitrain.training.seeding import seed_rank
 
 if TYPE_CHECKING:
     from unitrain.strategy import Strategy
@@ -99,7 +100,7 @@ class Checkpoint:
         with self._strategy.pulse.within("checkpoint.save"):
             self.wait()
             batch_norm.average_statistics(self._modules(), self._strategy)
-            randoms = self._strategy.all_gather_object(randomness.capture())
+            randoms = self._strategy.all_gather_object(rng.capture())
             self._strategy.on_main(lambda: self._begin(randoms))
 
     def _begin(self, randoms: list[dict[str, Any]]) -> None:
@@ -277,7 +278,7 @@ class Checkpoint:
         if strategy.precision.scaler is not None and run["scaler"] is not None:
             strategy.precision.scaler.load_state_dict(run["scaler"])
         if len(run["random"]) == strategy.world_size:
-            randomness.restore(run["random"][strategy.rank])
+            rng.restore(run["random"][strategy.rank])
         else:
             seed_rank(strategy.config.seed, run["steps"], strategy.rank)
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import Dataset, Subset, get_worker_info
 
-from unitrain.data.sample_seeding import generators_restored, seed_generators
 from unitrain.data.structure import without_rows
+from unitrain.rng import generators_restored, seed_generators
 
 Collate = Callable[[list[Any]], Any]
 

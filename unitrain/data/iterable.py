@@ -12,11 +12,11 @@ from torch.utils.data import DataLoader
 
 from unitrain.data.agreement import Agreement
 from unitrain.data.fetching import Collate, as_is
-from unitrain.data.sample_seeding import derived_seed
 from unitrain.data.sharding import EpochPlan, MicroBatch
 from unitrain.data.stream import Piece, ShardedStream, WholeStream
 from unitrain.data.workers import with_deaths_explained
 from unitrain.errors import ConfigError, DataError
+from unitrain.rng import derived_seed
 
 if TYPE_CHECKING:
     from unitrain.strategy import Strategy

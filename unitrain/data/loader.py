@@ -18,7 +18,7 @@ from unitrain.data.settings import LoaderSettings
 from unitrain.data.sharding import BatchPlan, EpochPlan
 from unitrain.data.workers import with_defaults
 from unitrain.errors import CheckpointError, ConfigError, DataError, UsageError
-from unitrain.health.introduction import difference
+from unitrain.job.handshake import difference
 
 if TYPE_CHECKING:
     from unitrain.strategy import Strategy

@@ -10,10 +10,10 @@ import torch
 from torch.utils.data import DataLoader
 
 from unitrain.data.fetching import BatchReader, Collate, Request, as_is
-from unitrain.data.sample_seeding import derived_seed, sample_seeds
 from unitrain.data.samplers import Epoch, Orders
 from unitrain.data.sharding import BatchPlan, EpochPlan, MicroBatch
 from unitrain.data.workers import with_deaths_explained
+from unitrain.rng import derived_seed, sample_seeds
 
 # Positions whose samples are looked up at once; one by one, an index costs a hundred times as much.
 _LOOK_UP = 2**15

@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 
 from unitrain.data.order import InOrder, Shuffled
-from unitrain.data.sample_seeding import derived_seed, generators_restored, seed_generators
 from unitrain.data.sharding import BatchPlan, EpochPlan
+from unitrain.rng import derived_seed, generators_restored, seed_generators
 
 
 class Order(Protocol):

@@ -23,9 +23,9 @@ from torch.utils.data._utils import worker as torch_worker
 
 from unitrain.data.fetching import Collate, empty_batch
 from unitrain.data.fingerprint import sample_digest
-from unitrain.data.sample_seeding import SeparateGenerators, derived_seed, seed_generators
 from unitrain.data.sharding import EpochPlan, MicroBatch, cut
 from unitrain.errors import DataError
+from unitrain.rng import SeparateGenerators, derived_seed, seed_generators
 
 T = TypeVar("T")
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from unitrain.errors import DataError
-from unitrain.health.ending import end_with_parent
+from unitrain.process import end_with_parent
 
 if TYPE_CHECKING:
     from unitrain.strategy import Strategy

@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 
-from unitrain import failures
 from unitrain.config import Section, StrategyConfig
 from unitrain.errors import ConfigError
+from unitrain.job import excepthook
 from unitrain.settings.command_line import read_command_line
 from unitrain.settings.schema import did_you_mean, dotted, flag, groups_of, variable
 from unitrain.settings.sources import Source, validate
@@ -78,7 +78,7 @@ def parse_command_line(model: type[RecipeModel], argv: Sequence[str], *, prog: s
         ConfigError: A flag, a variable or the file is wrong; uncaught, the process ends with 2.
         SystemExit: After ``--help``, with 0.
     """
-    failures.install_hook()
+    excepthook.install_hook()
     config_file, flags = read_command_line(groups_of(model), argv, prog=prog, description=description)
     sources = [Source(flags, flag)]
     if environment := _read_environment(os.environ):

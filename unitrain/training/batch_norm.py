@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from unitrain.errors import ConfigError
 
 if TYPE_CHECKING:
-    from unitrain.collectives import Collectives
+    from unitrain.communicator import Collectives
 
 
 class _SyncedNormalise(torch.autograd.Function):

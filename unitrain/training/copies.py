@@ -6,7 +6,7 @@ import warnings
 
 from torch import Tensor
 
-from unitrain.collectives import Collectives
+from unitrain.communicator import Collectives
 
 _LOOKS = 3
 

@@ -11,7 +11,7 @@ from unitrain.errors import CommunicationError
 from unitrain.training.batch_norm import is_unsynchronised
 
 if TYPE_CHECKING:
-    from unitrain.collectives import Collectives
+    from unitrain.communicator import Collectives
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = 2**20

@@ -15,8 +15,8 @@ from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer
 
 from unitrain.errors import CommunicationError, UsageError
+from unitrain.rng import seed_rank
 from unitrain.training import batch_norm, precision
-from unitrain.training.seeding import seed_rank
 
 if TYPE_CHECKING:
     from unitrain.strategy import Strategy

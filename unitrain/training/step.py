@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 
 from unitrain.data.sharding import MicroBatch
 from unitrain.errors import NonFiniteError, UsageError
-from unitrain.health.pulse import OWN_CODE
-from unitrain.stopping import Stopped
+from unitrain.job.pulse import OWN_CODE
+from unitrain.job.stopping import Stopped
 from unitrain.training.copies import CopyCheck
 from unitrain.training.foreign_steps import ForeignSteps
 from unitrain.training.guard import GuardedStep

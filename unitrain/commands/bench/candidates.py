@@ -1,0 +1,94 @@
+"""What is measured: worlds that can be started on this host, and settings that may make one faster."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from unitrain.commands.launchers import local_launchers
+from unitrain.commands.verify.worlds import World, find_worlds
+from unitrain.config import StrategyConfig
+from unitrain.registry import load_backend
+from unitrain.settings.schema import variable
+
+LEVERS: dict[str, tuple[object, ...]] = {
+    "ddp.static_graph": (True,),
+    "ddp.bucket_cap_mb": (1.0, 100.0),
+    "horovod.cycle_time_ms": (0.5, 2.0),
+    "horovod.fusion_threshold_mb": (8.0, 256.0),
+    "threads_per_process": (),
+    "compression": (),
+}
+"""Settings that change a run's speed, and the values that are tried; what those follow from, ``values_of`` knows."""
+
+LOSSY = frozenset({"compression"})
+"""Levers that train another model: measured, but never recommended."""
+
+# PowerSGD's first steps are exact, a thousand of them by default.
+_BESIDE: dict[tuple[str, object], tuple[tuple[str, object], ...]] = {
+    ("compression", "powersgd"): (("ddp.powersgd_start_step", 2),),
+}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A world, and settings other than the recipe's own in it."""
+
+    world: World
+    settings: tuple[tuple[str, object], ...] = ()
+    """Of the strategy, by dotted name."""
+
+    def with_setting(self, name: str, value: object) -> Candidate:
+        """Return the candidate with one more setting, or another value of it."""
+        return replace(self, settings=(*((n, v) for n, v in self.settings if n != name), (name, value)))
+
+    def with_lever(self, name: str, value: object) -> Candidate:
+        """Return the candidate with a lever set, and what shows within a few steps what it does."""
+        candidate = self.with_setting(name, value)
+        for beside in _BESIDE.get((name, value), ()):
+            candidate = candidate.with_setting(*beside)
+        return candidate
+
+    def variables(self) -> dict[str, str]:
+        """Return what makes a run of the recipe this candidate, as variables of the environment."""
+        settings = (("backend", self.world.backend), *self.settings)
+        return {variable(name.split(".")): str(value).lower() for name, value in settings}
+
+    def __str__(self) -> str:
+        return ", ".join([f"{self.world}: {self.world.backend}", *(f"{name} {value}" for name, value in self.settings)])
+
+
+def most_processes() -> int:
+    """Return how many processes this host has GPUs for, or cores where it has none."""
+    return torch.cuda.device_count() or len(os.sched_getaffinity(0))
+
+
+def worlds_to_measure(backends: Sequence[str], most: int) -> list[World]:
+    """Return the worlds of 2, 4, 8 ... ``most`` processes that can be started here, the smaller first."""
+    sizes = sorted({*(2**i for i in range(1, most.bit_length()) if 2**i <= most), most} - {1})
+    found = find_worlds(backends, {launcher: sizes for launcher in local_launchers() if launcher != "python"})
+    return sorted(found, key=lambda world: world.size)
+
+
+def levers_of(world: World, names: Sequence[str]) -> Iterator[tuple[str, object]]:
+    """Yield the levers among ``names`` that do something in a world, each with the values to try, defaults left out."""
+    for name in names:
+        section, _, own = name.rpartition(".")
+        if section and (section != world.backend or world.size == 1):
+            continue
+        for value in values_of(own, world) or LEVERS[name]:
+            yield name, value
+
+
+def values_of(lever: str, world: World) -> tuple[object, ...]:
+    """Return the values of a lever that follow from the world: none for any other."""
+    if lever == "threads_per_process":
+        share = max(1, len(os.sched_getaffinity(0)) // world.size)
+        return tuple(sorted({1, share, 2 * share} - ({2 * share} if world.size == 1 else set())))
+    if lever == "compression" and world.size > 1:
+        allowed = StrategyConfig.model_json_schema()["properties"]["compression"]["enum"]
+        return tuple(c for c in load_backend(world.backend).compressions if c in allowed and c != "none")
+    return ()

@@ -1,0 +1,62 @@
+"""The order in which candidates are measured: every world, then one lever after the other on the fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from unitrain.commands.bench.candidates import LOSSY, Candidate, levers_of
+from unitrain.commands.bench.measuring import Measurement
+from unitrain.commands.verify.worlds import World
+
+Measure = Callable[[Candidate], Measurement]
+
+
+def fastest(measurements: Sequence[Measurement]) -> Measurement:
+    """Return the measurement with the most samples a second."""
+    return max(measurements, key=lambda measurement: measurement.samples_per_second)
+
+
+def try_worlds(worlds: Sequence[World], measure: Measure) -> Iterator[Measurement]:
+    """Yield a measurement of each world, with the recipe's own settings."""
+    for world in worlds:
+        yield measure(Candidate(world))
+
+
+class Levers:
+    """Tries levers on a candidate, one after the other, and keeps what helps.
+
+    Two runs of one candidate differ by more than most levers give. So one that seems to help is measured again, beside
+    what it is to replace, and kept only if the slower of its runs is faster than the faster one without it.
+
+    Args:
+        base: the fastest world, as measured.
+        names: the levers to try.
+        measure: what measures a candidate.
+
+    Attributes:
+        best: what has won so far.
+    """
+
+    def __init__(self, base: Measurement, names: Sequence[str], measure: Measure) -> None:
+        self.best = base
+        self._measure = measure
+        self._tried = list(levers_of(base.candidate.world, names))
+
+    def __len__(self) -> int:
+        """Return how many are to be tried."""
+        return len(self._tried)
+
+    def __iter__(self) -> Iterator[Measurement]:
+        """Yield the measurement of each."""
+        for name, value in self._tried:
+            found = self._measure(self.best.candidate.with_lever(name, value))
+            yield found
+            if name not in LOSSY and found.samples_per_second > self.best.samples_per_second:
+                self._confirm(found)
+
+    def _confirm(self, found: Measurement) -> None:
+        again = [self._measure(self.best.candidate), self._measure(found.candidate)]
+        without = fastest([self.best, again[0]])
+        slower = min(found, again[1], key=lambda measurement: measurement.samples_per_second)
+        if slower.samples_per_second > without.samples_per_second:
+            self.best = slower

@@ -1,0 +1,34 @@
+"""A recipe, run as it is by one process of a measured world, but for what its ``unitrain.init`` returns being watched.
+
+``python -m unitrain.commands.bench.trial FOLDER STEPS ALONE RECIPE [FLAG ...]``, after whatever launcher.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import unitrain
+from unitrain.commands.bench.recording import Recording
+
+
+def main(folder: Path, steps: int, alone: int, recipe: str, flags: Sequence[str]) -> None:
+    """Run the recipe, as ``python RECIPE FLAG ...`` would; see ``Recording`` for the other arguments."""
+    init = unitrain.init
+
+    def recorded(*arguments: Any, **settings: Any) -> unitrain.Strategy:
+        strategy = init(*arguments, **settings)
+        Recording(strategy, folder, steps, alone)
+        return strategy
+
+    unitrain.init = recorded
+    sys.argv = [recipe, *flags]
+    sys.path[0] = str(Path(recipe).parent)
+    runpy.run_path(recipe, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5:])

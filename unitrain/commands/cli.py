@@ -1,0 +1,160 @@
+"""The ``unitrain`` command: reads the command line and hands over to the module of one subcommand."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import NoReturn
+
+from unitrain.errors import UnitrainError
+
+_INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line ``argv`` (default: that of the process) and return the exit status."""
+    arguments = _parser().parse_args(argv)
+    # As an exception, a SIGTERM ends what a subcommand has started too; by itself it would leave a compiler running.
+    before = signal.signal(signal.SIGTERM, _terminate)
+    try:
+        return int(arguments.run(arguments))
+    except UnitrainError as error:
+        print(f"unitrain {arguments.command}: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print(f"unitrain {arguments.command}: interrupted", file=sys.stderr)
+        return _INTERRUPTED
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _terminate(number: int, _frame: object) -> NoReturn:
+    raise SystemExit(128 + number)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="unitrain", description="One PyTorch training script, under every launcher.")
+    parser.add_argument("--version", action="version", version=f"unitrain {version('unitrain')}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    _add_bench(commands)
+    _add_doctor(commands)
+    _add_install_horovod(commands)
+    _add_run(commands)
+    _add_verify(commands)
+    return parser
+
+
+def _sentence(summary: str) -> str:
+    return f"{summary[0].upper()}{summary[1:]}."
+
+
+def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    summary = "measure a recipe under every launcher, backend and lever found here, and write the settings to take"
+    parser = commands.add_parser(
+        "bench", help=summary, description=_sentence(summary), usage="unitrain bench [OPTION ...] TARGET [-- FLAG ...]"
+    )
+    parser.add_argument("--backend", metavar="NAME", help="the only backend for several processes (default: all)")
+    parser.add_argument("--processes", type=int, metavar="N", help="most processes (default: GPUs, else cores)")
+    parser.add_argument("--steps", type=int, default=30, metavar="N", help="of each run (default: %(default)s)")
+    parser.add_argument("--levers", metavar="NAMES", help="settings to try, with commas; none for none (default: all)")
+    parser.add_argument("--output", type=Path, default=Path("bench"), metavar="FOLDER", help="default: %(default)s")
+    parser.add_argument("--no-picture", action="store_true", help="draw none, which needs matplotlib")
+    parser.add_argument("target", type=Path, metavar="TARGET", help="a recipe's path; options of bench stand before it")
+    parser.add_argument("flags", nargs=argparse.REMAINDER, metavar="FLAG", help="flags for the recipe")
+    parser.set_defaults(run=_run_bench)
+
+
+def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    summary = "show what this machine has for distributed training, and the command that adds what is missing"
+    parser = commands.add_parser("doctor", help=summary, description=_sentence(summary))
+    parser.add_argument("--json", action="store_true", help="print one JSON object, for machines")
+    parser.set_defaults(run=_run_doctor)
+
+
+def _add_install_horovod(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    summary = "build Horovod against the installed torch, install it, and prove it on two processes"
+    parser = commands.add_parser("install-horovod", help=summary, description=_sentence(summary))
+    parser.add_argument("--version", default="0.28.1", help="release of Horovod (default: %(default)s)")
+    parser.add_argument("--gpu", choices=["nccl"], help="also build GPU operations, on NCCL (default: CPU only)")
+    parser.add_argument("--without-mpi", action="store_true", help="leave MPI out even where it is installed")
+    parser.add_argument("--force", action="store_true", help="build, install and prove again, whatever is there")
+    parser.set_defaults(run=_run_install_horovod)
+
+
+def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    summary = "run a command, stop it in good order, and start it again where it fails"
+    parser = commands.add_parser(
+        "run", help=summary, description=_sentence(summary), usage="unitrain run [-h] [--max-restarts N] -- COMMAND ..."
+    )
+    parser.add_argument("--max-restarts", type=int, default=0, metavar="N", help="how often (default: %(default)s)")
+    parser.add_argument("program", nargs=argparse.REMAINDER, metavar="COMMAND", help="mpirun, torchrun, python, ...")
+    parser.set_defaults(run=_run_run)
+
+
+def _add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    summary = "train under every launcher and backend found here, and compare each with a plain loop on one device"
+    parser = commands.add_parser("verify", help=summary, description=_sentence(summary))
+    parser.add_argument("--backend", metavar="NAME", help="the only backend to put on trial (default: all)")
+    parser.add_argument("--recipe", type=Path, metavar="PATH", help="a recipe to train instead of the built-in model")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="where to write the deviations as JSON")
+    parser.add_argument("flags", nargs="*", metavar="FLAG", help="after --, flags for the recipe")
+    parser.set_defaults(run=_run_verify)
+
+
+def _after_dashes(remainder: list[str]) -> list[str]:
+    """Return what remains of a command line; some releases of Python leave the first "--" in it, some take it out."""
+    return remainder[1:] if remainder[:1] == ["--"] else remainder
+
+
+# A subcommand's module is imported when it is run, so that --help and the other subcommands don't pay for it.
+
+
+def _run_bench(arguments: argparse.Namespace) -> int:
+    from unitrain.commands.bench.candidates import LEVERS
+    from unitrain.commands.bench.command import bench
+
+    levers = tuple(LEVERS) if arguments.levers is None else tuple(arguments.levers.split(","))
+    return bench(
+        arguments.target,
+        flags=_after_dashes(arguments.flags),
+        backend=arguments.backend,
+        processes=arguments.processes,
+        levers=() if levers == ("none",) else levers,
+        steps=arguments.steps,
+        output=arguments.output,
+        picture=not arguments.no_picture,
+    )
+
+
+def _run_doctor(arguments: argparse.Namespace) -> int:
+    from unitrain.commands.doctor import doctor
+
+    doctor(as_json=arguments.json)
+    return 0
+
+
+def _run_install_horovod(arguments: argparse.Namespace) -> int:
+    from unitrain.commands.horovod.install import install_horovod
+
+    install_horovod(arguments.version, gpu=arguments.gpu, without_mpi=arguments.without_mpi, force=arguments.force)
+    return 0
+
+
+def _run_run(arguments: argparse.Namespace) -> int:
+    from unitrain.job.supervisor import run
+
+    return run(_after_dashes(arguments.program), max_restarts=arguments.max_restarts)
+
+
+def _run_verify(arguments: argparse.Namespace) -> int:
+    from unitrain.commands.verify.command import verify
+
+    return verify(backend=arguments.backend, script=arguments.recipe, flags=arguments.flags, output=arguments.output)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

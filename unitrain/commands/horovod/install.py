@@ -1,0 +1,245 @@
+"""``unitrain install-horovod``: a Horovod that fits the torch of this environment, from the cache or built now.
+
+A wheel is kept for every combination that needs one of its own, under a version that names the combination
+(``0.28.1+unitrain…``): what is installed tells by itself whether it is the right one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from filelock import FileLock, Timeout
+from packaging.version import InvalidVersion, Version
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+from unitrain.commands.horovod.build import (
+    GPU_VARIABLES,
+    KNOWN_SDISTS,
+    Edit,
+    apply_edits,
+    build,
+    check_tools,
+    edits_for,
+    fetch,
+    pip,
+    run_logged,
+)
+from unitrain.commands.horovod.check import find_horovod, prove
+from unitrain.commands.toolchain import Mpi, find_cuda, find_mpi
+from unitrain.errors import BackendError, ConfigError
+
+RUNTIME_REQUIREMENTS = ("cffi", "cloudpickle", "packaging", "psutil", "pyyaml")
+BUILD_REQUIREMENTS = (*RUNTIME_REQUIREMENTS, "setuptools", "wheel")
+
+
+@dataclass(frozen=True)
+class Combination:
+    """All that a built wheel depends on; environments with the same one share the wheel."""
+
+    horovod: str
+    torch: str
+    python: str
+    platform: str
+    mpi: str | None
+    gpu: tuple[str, ...]
+    edits: tuple[Edit, ...]
+
+    @property
+    def label(self) -> str:
+        """A local version label that is this combination's own."""
+        return f"unitrain{_digest(json.dumps(asdict(self), sort_keys=True))}"
+
+    @property
+    def version(self) -> str:
+        """The version that the wheel gets."""
+        return f"{self.horovod}+{self.label}"
+
+    @property
+    def controllers(self) -> tuple[str, ...]:
+        """What can coordinate the processes: gloo, and mpi where it is built in."""
+        return ("mpi", "gloo") if self.mpi else ("gloo",)
+
+    def __str__(self) -> str:
+        operations = "CPU and NCCL" if self.gpu else "CPU"
+        return f"controllers: {', '.join(self.controllers)}; operations: {operations}"
+
+
+def install_horovod(version: str, *, gpu: str | None = None, without_mpi: bool = False, force: bool = False) -> None:
+    """Make sure that this environment has a Horovod that fits its torch, and that it was seen to work.
+
+    Args:
+        version: Horovod's release.
+        gpu: ``"nccl"`` to build GPU operations too.
+        without_mpi: Leave MPI out even where it is installed.
+        force: Build, install and prove again, whatever is there.
+
+    Raises:
+        ConfigError: ``version`` is no version.
+        BackendError: Something is missing, or a step failed; the message says what to do.
+    """
+    console = Console(soft_wrap=True, highlight=False)
+    if find_spec("pip") is None:
+        raise BackendError("This environment has no pip to install with: python -m ensurepip (or: uv pip install pip)")
+    mpi = None if without_mpi else find_mpi()
+    combination = combine(version, mpi, gpu)
+    folder = _writable(cache_folder() / "horovod" / combination.version)
+    proof = folder / f"proved-{_digest(sys.prefix)}"
+    with _alone(folder.parent, console):
+        if not force and proof.is_file() and _installed_version("horovod") == combination.version:
+            console.print(f"Horovod {version} is installed and was proved here ({combination}). Nothing to do.")
+            return
+        proof.unlink(missing_ok=True)
+        if mpi is None:
+            _explain_missing_mpi(console, without_mpi)
+        log = folder / f"install-{os.getpid()}.log"
+        wheel = next(folder.glob("*.whl"), None)
+        if wheel is None or force:
+            check_tools(mpi, gpu)
+            _add_missing(console, BUILD_REQUIREMENTS, log)
+            wheel = _build(console, combination, gpu, folder, log)
+        else:
+            console.print(f"Taking the wheel that was built earlier: {wheel}")
+        _add_missing(console, RUNTIME_REQUIREMENTS, log)
+        _install(console, wheel, combination, log)
+        for controller in combination.controllers:
+            prove(controller)
+            console.print(f"Proved: an allreduce over two processes with the {controller} controller.")
+        proof.touch()
+        log.replace(folder / "install.log")
+        console.print(f"[green]Horovod {version} is ready[/] ({combination}).")
+
+
+def combine(version: str, mpi: Mpi | None, gpu: str | None) -> Combination:
+    """Return the combination that Horovod ``version`` would be built for in this environment."""
+    try:
+        Version(version)
+    except InvalidVersion as error:
+        known = ", ".join(KNOWN_SDISTS)
+        raise ConfigError(f"--version {version!r} is no version of Horovod; known to work: {known}") from error
+    return Combination(
+        horovod=version,
+        torch=f"{torch.__version__} CUDA {torch.version.cuda}",
+        python=str(sys.implementation.cache_tag),
+        platform=f"{sysconfig.get_platform()} {' '.join(platform.libc_ver())}",
+        mpi=f"{mpi} in {_place(mpi.mpirun)}" if mpi else None,
+        gpu=(gpu, *_gpu_parts()) if gpu else (),
+        edits=edits_for(gpu),
+    )
+
+
+def cache_folder() -> Path:
+    """Return where UniTrain keeps what is costly to make: UNITRAIN_CACHE, else ``unitrain`` in the user's cache."""
+    if chosen := os.environ.get("UNITRAIN_CACHE"):
+        return Path(chosen).expanduser().absolute()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "unitrain"
+
+
+def _writable(folder: Path) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError as error:
+        raise BackendError(
+            f"The cache folder {folder} can't be written ({error.strerror}); set UNITRAIN_CACHE to one that can."
+        ) from error
+
+
+@contextmanager
+def _alone(folder: Path, console: Console) -> Iterator[None]:
+    """Hold off other runs of this command in this environment: pip is not made for two at once."""
+    lock = FileLock(folder / f"{_digest(sys.prefix)}.lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        console.print("Another install-horovod is at work in this environment; waiting for it to end.")
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _place(program: Path) -> str:
+    """Name the folder of ``program``, alike in every environment that has its own."""
+    return "the environment" if program.is_relative_to(sys.prefix) else str(program.parent)
+
+
+def _gpu_parts() -> tuple[str, ...]:
+    cuda = find_cuda()
+    settings = [f"{name}={os.environ[name]}" for name in GPU_VARIABLES if os.environ.get(name)]
+    return (f"CUDA {cuda.version}" if cuda else "no CUDA", *settings)
+
+
+def _installed_version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _explain_missing_mpi(console: Console, chosen: bool) -> None:
+    why = "as asked" if chosen else "since there is no mpirun here"
+    cure = "" if chosen else " To have both: pip install 'unitrain\\[mpi]', and run this again."
+    consequence = "'horovodrun --gloo' will work, mpirun won't"
+    console.print(f"[yellow]Horovod will have its gloo controller only, {why}: {consequence}.[/]{cure}")
+
+
+def _add_missing(console: Console, names: tuple[str, ...], log: Path) -> None:
+    missing = [name for name in names if _installed_version(name) is None]
+    if missing:
+        console.print(f"Installing what Horovod needs: {', '.join(missing)}")
+        run_logged(pip("install", *missing), log, f"{', '.join(missing)} could not be installed")
+
+
+def _build(console: Console, combination: Combination, gpu: str | None, folder: Path, log: Path) -> Path:
+    """Build the wheel and put it into the cache, in one move, so that nobody ever sees half of it."""
+    console.print(f"Building Horovod {combination.horovod} for torch {torch.__version__} ({combination}).")
+    console.print(f"It takes some minutes; its output goes to {log}")
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    with (
+        tempfile.TemporaryDirectory(prefix=".build-", dir=folder.parent) as temporary,
+        Progress(*columns, console=console) as progress,
+    ):
+        task = progress.add_task("Compiling", total=100)
+        source = fetch(combination.horovod, Path(temporary), log)
+        apply_edits(source, combination.edits)
+        wheel = build(
+            source,
+            combination.label,
+            mpi=combination.mpi is not None,
+            gpu=gpu,
+            log=log,
+            progress=lambda percentage: progress.update(task, completed=percentage),
+        )
+        return wheel.replace(folder / wheel.name)
+
+
+def _install(console: Console, wheel: Path, combination: Combination, log: Path) -> None:
+    """Install the wheel and see that it can be loaded, and has what it was built to have."""
+    before = _installed_version("horovod")
+    if before not in (None, combination.version):
+        console.print(f"Replacing Horovod {before}.")
+    options = ["--no-deps", "--force-reinstall", "--no-index"]
+    run_logged(pip("install", *options, str(wheel)), log, f"{wheel} could not be installed")
+    found = find_horovod()
+    if found is None or (found.controllers, found.nccl) != (combination.controllers, bool(combination.gpu)):
+        raise BackendError(f"{wheel} was installed, but has not what it was built to have ({combination}): {found}")

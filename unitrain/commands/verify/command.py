@@ -1,0 +1,137 @@
+"""The command: start every world that this host can, compare, and say what was found."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from unitrain.commands.launchers import launch_command, launch_environment
+from unitrain.commands.toolchain import running
+from unitrain.commands.verify import plain, recipe
+from unitrain.commands.verify.cases import CASES, EXACT, STEPS
+from unitrain.commands.verify.comparison import Verdict, compare
+from unitrain.commands.verify.trace import Trace
+from unitrain.commands.verify.worlds import World, find_worlds
+from unitrain.errors import UsageError
+from unitrain.launch.detect import detect
+from unitrain.registry import backend_names, load_backend
+
+
+def verify(
+    *, backend: str | None = None, script: Path | None = None, flags: Sequence[str] = (), output: Path | None = None
+) -> int:
+    """Train everywhere, print the largest deviations, write JSON, and return the exit status.
+
+    Args:
+        backend: the only one to put on trial; default: all that are installed.
+        script: the recipe to put on trial; default: the built-in model, in every mode.
+        flags: what the recipe is given besides.
+        output: where the verdicts go as JSON.
+
+    Raises:
+        UsageError: this process is itself one of a job, or nothing here serves the backend.
+    """
+    if detect(os.environ).world_size > 1:
+        raise UsageError("verify starts processes itself: run it alone, not under a launcher.")
+    if backend is not None:
+        load_backend(backend)
+    worlds = find_worlds([backend] if backend else backend_names())
+    if not worlds:
+        raise UsageError(f"no launcher found here serves backend {backend!r}: `unitrain doctor` says what is missing.")
+    console = Console()
+    with Progress(console=console, transient=True) as progress, TemporaryDirectory() as temporary:
+        folders = Path(temporary)
+        verdicts = list(
+            _recipe_trials(script, flags, worlds, folders, progress) if script else _trials(worlds, folders, progress)
+        )
+    _print(verdicts, console)
+    if output is not None:
+        output.write_text(json.dumps([v.as_dict() for v in verdicts], indent=1) + "\n")
+        console.print(f"written: {output}")
+    failed = sum(not v.passed for v in verdicts)
+    summary = (
+        f"{len(verdicts) - failed} of {len(verdicts)} trained as {'one process' if script else 'the plain loop'} did"
+    )
+    console.print(summary, style="red" if failed else "green")
+    return 1 if failed else 0
+
+
+def _announced(worlds: Sequence[World], progress: Progress) -> Iterator[World]:
+    task = progress.add_task("one process", total=1 + len(worlds))
+    for world in worlds:
+        progress.update(task, advance=1, description=f"{world}: {world.backend}")
+        yield world
+
+
+def _recipe_trials(
+    script: Path, flags: Sequence[str], worlds: Sequence[World], folders: Path, progress: Progress
+) -> Iterator[Verdict]:
+    plain_metrics = recipe.train(script, World("python", 1, "single"), folders / "one process", flags)
+    for world in _announced(worlds, progress):
+        try:
+            found = recipe.train(script, world, folders / f"{world} {world.backend}", flags)
+        except UsageError as error:
+            yield Verdict(str(world), world.backend, "recipe", EXACT, problems=(str(error),))
+        else:
+            yield recipe.compare(world, plain_metrics, found)
+
+
+def _trials(worlds: Sequence[World], folders: Path, progress: Progress) -> Iterator[Verdict]:
+    expected = {case.name: plain.train(case) for case in CASES}
+    for world in _announced(worlds, progress):
+        folder = folders / f"{world} {world.backend}"
+        folder.mkdir()
+        said = _run(world, folder)
+        for case in CASES:
+            ranks = _read(folder, case.name, world, said)
+            yield compare(str(world), world.backend, case, expected[case.name], ranks)
+
+
+def _run(world: World, folder: Path) -> str:
+    """Start the world; return the end of what it printed, or an empty string where all went well."""
+    arguments = ["-m", "unitrain.commands.verify.trial", str(folder), world.backend]
+    with running(launch_command(world.launcher, world.size, arguments), launch_environment()) as process:
+        text, _ = process.communicate()
+    return "" if process.returncode == 0 else f"{world} ended with status {process.returncode}: {text.strip()[-2000:]}"
+
+
+def _read(folder: Path, case: str, world: World, said: str) -> list[Trace]:
+    failed = sorted(folder.glob(f"{case}.failed*.pt"))
+    paths = [folder / f"{case}.{rank}.pt" for rank in range(world.size)]
+    if not failed and not all(path.exists() for path in paths):
+        return [Trace(error=said or "it was not finished")]
+    return [Trace.load(path) for path in failed or paths]
+
+
+def _print(verdicts: Sequence[Verdict], console: Console) -> None:
+    """Print a line for each world and backend, then what is wrong with each case that failed."""
+    title = f"Largest deviation from the plain loop in {STEPS} steps"
+    table = Table(title=title, caption="exact: the cases in fp64", box=None, pad_edge=False)  # 80 columns are enough
+    table.add_column("world", no_wrap=True)
+    table.add_column("backend", no_wrap=True)
+    for column in ("loss,\nexact", "gradient,\nexact", "weight,\nexact", "weight,\nbf16", "weight,\nfp16", "same"):
+        table.add_column(column, justify="right")
+    for (world, backend), group in groupby(verdicts, key=lambda v: (v.world, v.backend)):
+        cases = list(group)
+        exact = [v for v in cases if v.tolerance == EXACT]
+        cells = [max(getattr(v, kind) for v in exact) for kind in ("loss", "gradient", "weight")]
+        cells += [max((v.weight for v in cases if v.case.startswith(kind)), default=0.0) for kind in ("bf16", "fp16")]
+        same = sum(v.passed for v in cases)
+        colour = "green" if same == len(cases) else "red"
+        table.add_row(world, backend, *(f"{c:.0e}" for c in cells), f"[{colour}]{same}/{len(cases)}")
+    console.print(table)
+    told: set[tuple[str, ...]] = set()
+    for v in verdicts:
+        if not v.passed and (not v.problems or v.problems not in told):
+            told.add(v.problems)
+            numbers = f"loss {v.loss:.1e}, gradient {v.gradient:.1e}, weight {v.weight:.1e}, allowed {v.tolerance:.0e}"
+            problems = "; ".join([numbers, *v.problems])
+            console.print(f"{v.world}, {v.backend}, {v.case}: {problems}", style="red", markup=False)

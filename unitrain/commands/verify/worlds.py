@@ -1,0 +1,51 @@
+"""The worlds that can be started on this host, and which backend each serves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from unitrain.commands.launchers import local_launchers
+from unitrain.config import StrategyConfig
+from unitrain.errors import UnitrainError
+from unitrain.launch.detect import Launch
+from unitrain.registry import load_backend
+
+_SIZES = {"python": (1,), "torchrun": (2, 3), "mpirun": (2, 3), "horovodrun": (2,), "srun": (2,)}
+
+
+@dataclass(frozen=True)
+class World:
+    """Processes that one launcher starts on this host, and a backend that would see them as one job."""
+
+    launcher: str
+    size: int
+    backend: str
+
+    def __str__(self) -> str:
+        return f"{self.launcher} x{self.size}"
+
+
+def find_worlds(backends: Sequence[str], sizes: Mapping[str, Sequence[int]] = _SIZES) -> list[World]:
+    """Return the worlds that can be started here and serve any of ``backends``.
+
+    Args:
+        backends: names of backends.
+        sizes: numbers of processes, by launcher.
+    """
+    candidates = [(launcher, size) for launcher in local_launchers() for size in sizes.get(launcher, ())]
+    return [
+        World(launcher, size, backend)
+        for launcher, size in candidates
+        for backend in backends
+        if _serves(backend, Launch(launcher, world_size=size, local_world_size=size))
+    ]
+
+
+def _serves(backend: str, launch: Launch) -> bool:
+    try:
+        found = load_backend(backend)
+        found.check(StrategyConfig(backend=backend, device="cpu"), launch)
+    except UnitrainError:
+        return False
+    return found.expected_world(launch) == launch.world_size

@@ -1,0 +1,296 @@
+"""Each process's watch: a thread that tells the job's hub what the process is doing, and hears what becomes of the job.
+
+Rank 0 has the hub, in a thread of its own, and is a member like the others. A process's end closes its connection, so
+that a death is known at once, and a process that is frozen falls silent. Nothing here takes part in a training step.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import wait
+from typing import TYPE_CHECKING, NamedTuple
+
+from unitrain.errors import CommunicationError, ConfigError
+from unitrain.job.hub import SILENT_END, Hub, Member
+from unitrain.job.link import Link, Message
+from unitrain.launch.addresses import own_addresses, reach
+from unitrain.process import end_frozen, leave, print_stacks
+
+if TYPE_CHECKING:
+    from unitrain.strategy import Strategy
+
+_PARTING_S = 5.0
+_ANSWER_S = 2.0
+
+
+class Verdict(NamedTuple):
+    """Why the job ends."""
+
+    rank: int
+    """The rank that failed first."""
+    text: str
+    """What happened to it, with its place and pid, in one line."""
+
+
+class Watch:
+    """Begins to watch, and to be watched. Collective.
+
+    Args:
+        strategy: what to watch.
+        members: all processes of the job, by rank.
+
+    Raises:
+        CommunicationError: rank 0 can't be reached, or was not reached in time.
+    """
+
+    def __init__(self, strategy: Strategy, members: Sequence[Member]) -> None:
+        config = strategy.config
+        self._strategy = strategy
+        self._members = members
+        self._me = members[strategy.rank]
+        self._heartbeat_timeout_s = min(config.heartbeat_timeout_s, config.timeout_s)
+        self._interval_s = _interval_s(self._heartbeat_timeout_s)
+        self._link, self._server = self._connect()
+        self._changed = threading.Condition()
+        self._verdict: Verdict | None = None
+        self._answers: dict[str, Message] = {}
+        self._ending = False
+        self._left = False
+        self._state, self._since = ("", 0, 0), 0.0
+        self._thread = threading.Thread(target=self._run, name="unitrain watch", daemon=True)
+        self._thread.start()
+
+    def __str__(self) -> str:
+        """Return the process that this is the watch of, for messages."""
+        return str(self._me)
+
+    def _connect(self) -> tuple[Link, threading.Thread | None]:
+        strategy, server = self._strategy, None
+        offer: tuple[list[str], int, str] = ([], 0, "")
+        if strategy.is_main:
+            alone = strategy.local_world_size == strategy.world_size
+            listener = socket.create_server(("127.0.0.1" if alone else "", 0), backlog=strategy.world_size)
+            offer = (
+                ["127.0.0.1"] if alone else own_addresses(), listener.getsockname()[1], secrets.token_hex(16),
+            )  # fmt: skip
+            server = threading.Thread(
+                target=_serve,
+                args=(listener, offer[2], self._members, strategy.config.timeout_s, self._heartbeat_timeout_s),
+                name="unitrain hub",
+                daemon=True,
+            )
+            server.start()
+        hosts, port, token = strategy.broadcast_object(offer)
+        link = Link(reach(hosts, port))
+        link.send({"kind": "hello", "token": token, "rank": strategy.rank})
+        welcome = link.receive(strategy.config.timeout_s)
+        if welcome is None:
+            raise CommunicationError(
+                f"{self._me} was not welcomed by rank 0 within {strategy.config.timeout_s:g} s: not all ranks came."
+            )
+        return link, server
+
+    # --------------------------------------------------------------------------------------- for the main thread
+
+    def fail(
+        self, text: str, *, patience_s: float = 0.0, follows: bool = False, everywhere: bool = False
+    ) -> Verdict | None:
+        """Say that this process is about to end with an error, and return which failure was the job's first.
+
+        From now on the caller ends this process; a verdict no longer does.
+
+        Args:
+            text: the error, in a line.
+            patience_s: how long to wait first for the verdict on another rank.
+            follows: whether the error is an engine's that waited in vain: then a rank is to blame that did not come.
+            everywhere: whether all ranks have it (a wrong setting, say), and one need say so.
+        """
+        with self._changed:
+            if self._verdict is not None and not self._ending:  # the watch's thread ends the process, and says why
+                self._changed.wait(_PARTING_S)
+            self._ending = True
+            if self._changed.wait_for(lambda: self._verdict is not None, patience_s):
+                return self._verdict
+        self._beat()
+        self._link.send({"kind": "failed", "text": text, "follows": follows, "everywhere": everywhere})
+        with self._changed:
+            self._changed.wait_for(lambda: self._verdict is not None, _ANSWER_S)
+            return self._verdict
+
+    def whereabouts(self) -> str:
+        """Return where the ranks are that this one waits for, or an empty text where rank 0 does not say."""
+        answer = self._ask({"kind": "ask"}, "answer", _ANSWER_S)
+        return "" if answer is None else str(answer["text"])
+
+    def _ask(self, question: Message, kind: str, timeout_s: float | None = None) -> Message | None:
+        """Send rank 0 a message, and return its answer, which is of another kind; None where none comes in time."""
+        with self._changed:
+            self._answers.pop(kind, None)
+        self._beat()
+        self._link.send(question)
+        with self._changed:
+            self._changed.wait_for(lambda: kind in self._answers, timeout_s)
+            return self._answers.get(kind)
+
+    def request_stop(self, reason: Message) -> None:
+        """Ask all ranks to stop at the same boundary; see ``unitrain.job.stopping``."""
+        self._link.send({"kind": "stop", "reason": reason})
+
+    def settle(self) -> None:
+        """Say that this process has done what it was agreed to stop for."""
+        self._link.send({"kind": "settled"})
+
+    def compare_calls(self, call: str, place: str) -> None:
+        """Return once every rank has come to this call; the job ends where one comes to another.
+
+        Args:
+            call: what all are to call: its name, and all that must be the same on all ranks.
+            place: the line of the script that calls it here, for the message.
+        """
+        self._ask({"kind": "call", "call": call, "place": place}, "calls agree")
+
+    def close(self) -> None:
+        """Leave, in good order: every rank has come to its end."""
+        self._left = True
+        self._link.send({"kind": "leave"})
+        self._thread.join(_PARTING_S)
+        if self._server is not None:
+            self._server.join(_PARTING_S)
+        self._link.close()
+
+    # --------------------------------------------------------------------------------------------- in the thread
+
+    def _run(self) -> None:
+        heard_at = looked_at = time.monotonic()
+        while not self._left:
+            self._beat()
+            ready = wait([self._link.fileno()], self._interval_s)
+            now = time.monotonic()
+            if now - looked_at > self._heartbeat_timeout_s / 2:
+                heard_at = now  # this process was stopped itself, and perhaps the whole job
+            looked_at = now
+            if ready:
+                heard_at = now
+                message = self._link.receive()
+                if message is None:
+                    if not self._left:
+                        self._decide(0, f"{self._members[0]} {SILENT_END}")
+                    return
+                self._hear(message)
+            elif now - heard_at > self._heartbeat_timeout_s:
+                silence = f"gave no sign of life for {now - heard_at:.0f} s"
+                self._decide(0, f"{self._members[0]} {silence}", frozen=True)
+
+    def _beat(self) -> None:
+        pulse, now = self._strategy.pulse, time.monotonic()
+        state = (pulse.phase, pulse.calls, self._strategy.stopping.boundary)
+        if state != self._state:
+            self._state, self._since = state, now
+        self._link.send(
+            {
+                "kind": "beat",
+                "phase": state[0],
+                "step": self._strategy.steps,
+                "seconds": now - self._since,
+            }
+        )
+
+    def _hear(self, message: Message) -> None:
+        kind = message["kind"]
+        if kind == "verdict":
+            self._decide(message["rank"], message["text"], frozen=message["frozen"], everywhere=message["everywhere"])
+        elif kind == "hold":
+            self._link.send({"kind": "held", "boundary": self._strategy.stopping.hold()})
+        elif kind == "stop":
+            self._strategy.stopping.agree(message["boundary"], message["reason"])
+        elif kind in ("answer", "calls agree"):
+            with self._changed:
+                self._answers[kind] = message
+                self._changed.notify_all()
+        elif kind == "leave":
+            self._left = True
+
+    def _decide(self, rank: int, text: str, *, frozen: bool = False, everywhere: bool = False) -> None:
+        """Learn why the job ends, and end this process with it."""
+        culprit = self._members[rank]
+        with self._changed:
+            self._verdict = Verdict(rank, text)
+            self._changed.notify_all()
+            ending = self._ending
+        if frozen and culprit.host == self._me.host and rank != self._me.rank:
+            neighbours = [m.rank for m in self._members if m.host == culprit.host and m.rank != rank]
+            end_frozen(culprit.pid, culprit.created, asks=self._me.rank == neighbours[0])
+        if ending:
+            return  # the main thread has an error to tell of
+        if everywhere:
+            leave(ConfigError.exit_code)
+        if rank == self._me.rank:
+            print_stacks(f"unitrain: {self._me} was here when the job gave it up:")
+        leave(1, f"unitrain: {self._me}: stopped because {text}")
+
+
+def _interval_s(heartbeat_timeout_s: float) -> float:
+    """Return the seconds between two signs of life."""
+    return min(1.0, heartbeat_timeout_s / 5)
+
+
+def _serve(
+    listener: socket.socket, token: str, members: Sequence[Member], timeout_s: float, heartbeat_timeout_s: float
+) -> None:
+    """Be the hub, until all ranks have left."""
+    links = _welcome(listener, token, len(members), timeout_s)
+    if links is None:
+        return
+
+    def say(rank: int | None, message: Message) -> None:
+        # This process last: a verdict ends it, and the others would be left to guess.
+        for one in sorted(links, reverse=True) if rank is None else [rank]:
+            if one in links:
+                links[one].send(message)
+
+    hub = Hub(members, timeout_s=timeout_s, heartbeat_timeout_s=heartbeat_timeout_s, say=say, now=time.monotonic())
+    interval_s = _interval_s(heartbeat_timeout_s)
+    say(None, {"kind": "welcome"})
+    beat_at = 0.0
+    while not hub.finished and links:
+        ready = wait([link.fileno() for link in links.values()], interval_s)
+        now = time.monotonic()
+        for rank, link in list(links.items()):
+            if link.fileno() in ready:
+                message = link.receive()
+                if message is None:
+                    link.close()
+                    del links[rank]
+                    hub.lost(rank)
+                else:
+                    hub.hear(rank, message, now)
+        hub.look(now)
+        if now - beat_at >= interval_s:
+            beat_at = now
+            say(None, {"kind": "beat"})
+    say(None, {"kind": "leave"})
+    for link in links.values():
+        link.close()
+
+
+def _welcome(listener: socket.socket, token: str, count: int, timeout_s: float) -> dict[int, Link] | None:
+    """Return a link to every rank, or None where they did not all come in time."""
+    links: dict[int, Link] = {}
+    deadline = time.monotonic() + timeout_s
+    with listener:
+        while len(links) < count:
+            listener.settimeout(max(0.01, deadline - time.monotonic()))
+            try:
+                link = Link(listener.accept()[0])
+            except TimeoutError:
+                return None
+            hello = link.receive(_ANSWER_S)
+            if hello is None or not secrets.compare_digest(str(hello.get("token")), token):
+                link.close()  # a stranger, or a port scanner
+                continue
+            links[int(hello["rank"])] = link
+    return links

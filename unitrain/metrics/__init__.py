@@ -1,0 +1,1 @@
+"""What a run measures: means over all ranks, torchmetrics' objects, and throughput."""
