@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from unitrain.backend import LocalBackend
 from unitrain.config import StrategyConfig
 from unitrain.data.structure import rebuilt, tensors
 from unitrain.errors import ConfigError
 from unitrain.launch.detect import Launch
-from unitrain.sole_strategy import SoleStrategy
 
 
 class _Wrapped(nn.DataParallel[nn.Module]):
@@ -47,7 +47,7 @@ class _Wrapped(nn.DataParallel[nn.Module]):
         return copy.deepcopy(self.module, memo)
 
 
-class DataParallelStrategy(SoleStrategy):
+class DataParallelBackend(LocalBackend):
     """Splits each batch over the GPUs of one process and gathers the outputs on one of them.
 
     Without GPUs, or with one, the model is not wrapped: there is nothing to split.
@@ -66,12 +66,15 @@ class DataParallelStrategy(SoleStrategy):
                 f"{len(devices)} ...)."
             )
 
-    def _start(self) -> tuple[int, int]:
-        self.devices = _devices(self.config) or (self.device,)
+    def __init__(self, config: StrategyConfig, launch: Launch, device: torch.device) -> None:
+        super().__init__(config, launch, device)
+        self.devices = _devices(config) or (device,)
         self.device = self.devices[0]
-        return super()._start()
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # streams and events are those of the current device
 
-    def _wrap_model(self, module: nn.Module) -> nn.Module:
+    def wrap_model(self, module: nn.Module) -> nn.Module:
+        """Return torch's wrapper, or the module itself on one device."""
         if len(self.devices) == 1:
             return module
         output = self.config.data_parallel.output_device

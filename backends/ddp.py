@@ -16,11 +16,11 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
+from unitrain.backend import Backend, Wait
 from unitrain.config import StrategyConfig
 from unitrain.errors import CommunicationError, ConfigError, UsageError
 from unitrain.launch.detect import Launch
 from unitrain.launch.rendezvous import rendezvous
-from unitrain.strategy import Strategy
 
 from .ddp_module import AveragingModule
 from .ddp_powersgd import add_power_sgd
@@ -34,18 +34,19 @@ _SYNC_BUFFERS = next(
 )
 # What gloo and NCCL can't reduce, and what stands in for it.
 _WIDER = {torch.int16: torch.int32}
+_COMPILED = "_orig_mod."  # torch.compile's prefix of names
 _HOOKS = {"fp16": fp16_compress_hook, "bf16": bf16_compress_hook}
 
 
-class DDPStrategy(Strategy):
-    """torch's DistributedDataParallel; the strategy's own collectives have a process group of their own.
+class DDPBackend(Backend):
+    """torch's DistributedDataParallel; the core's own collectives have a process group of their own.
 
     Ranks that take different routes through BatchNorm's collectives and DDP's would abort inside gloo on one group.
     """
 
     name = "ddp"
     served_by = "torchrun, mpirun, srun or unitrain.spawn"
-    compressions = (*Strategy.compressions, "powersgd")
+    compressions = (*Backend.compressions, "powersgd")
     gradient_reduction: Literal["sum", "mean"] = "mean"
 
     @classmethod
@@ -66,26 +67,38 @@ class DDPStrategy(Strategy):
                 f"are {torch.cuda.device_count()} GPUs and device is {config.device}. Set it to auto or gloo."
             )
 
-    def _start(self) -> tuple[int, int]:
-        timeout = timedelta(seconds=self.config.timeout_s)
+    def __init__(self, config: StrategyConfig, launch: Launch, device: torch.device) -> None:
+        super().__init__(config, launch, device)
         self._wrapped: list[AveragingModule] = []
         # By which wrapper; torch does not look at what was frozen when that was made.
         self._averaged: dict[Parameter, AveragingModule] = {}
-        if self.config.deterministic:
-            self.gradient_reduction = "sum"  # core's buckets: DDP lays its own out anew after the first step
+        self._names: dict[Parameter, str] = {}
+        self._armed = True
         self._adopted = dist.is_initialized()
+        if config.deterministic:
+            self.gradient_reduction = "sum"  # core's buckets: DDP lays its own out anew after the first step
+
+    def start(self) -> tuple[int, int]:
+        """Join the default process group, or adopt the script's, and make a group for the core."""
+        timeout = timedelta(seconds=self.config.timeout_s)
         if not self._adopted:
-            library = self.config.ddp.communication
+            library = self.settings.communication
             if library == "auto":
                 library = "nccl" if self.device.type == "cuda" else "gloo"
             store = rendezvous(self.launch, self.config.timeout_s)
             try:
                 dist.init_process_group(
-                    library, store=store, rank=self.launch.rank, world_size=self.launch.world_size, timeout=timeout
+                    library,
+                    store=store,
+                    rank=self.rank,
+                    world_size=self.world_size,
+                    timeout=timeout,
+                    # Otherwise NCCL guesses a device from LOCAL_RANK, or from the rank.
+                    device_id=self.device if library == "nccl" else None,
                 )
             except dist.DistError as error:
                 raise CommunicationError(
-                    f"rank {self.launch.rank} of {self.launch.world_size} could not join the others at "
+                    f"rank {self.rank} of {self.world_size} could not join the others at "
                     f"{self.launch.address or 'rank 0'} within {self.config.timeout_s:g} s: {error}"
                 ) from error
         group = dist.new_group(timeout=timeout)
@@ -93,10 +106,14 @@ class DDPStrategy(Strategy):
         self._group = group
         return dist.get_rank(), dist.get_world_size()
 
-    def _close(self) -> None:
+    def close(self, *, failed: bool) -> None:
+        """Destroy the groups that were made here, unless other ranks would have to take part and may be gone."""
         self._wrapped.clear()
         self._averaged.clear()
-        if not self.failed:
+        self._names.clear()
+        if failed and dist.is_initialized() and "nccl" in dist.get_backend():
+            return  # to end NCCL's communicators, the ranks of a host wait for one another
+        if not failed:
             # gloo's threads end with the last reference to their group. One that drops a finished work's tensor while
             # Python shuts down aborts the process.
             dist.destroy_process_group(self._group)
@@ -104,15 +121,16 @@ class DDPStrategy(Strategy):
         if not self._adopted and dist.is_initialized():
             dist.destroy_process_group()
 
-    def _wrap_model(self, module: nn.Module) -> nn.Module:
+    def wrap_model(self, module: nn.Module) -> nn.Module:
+        """Return torch's wrapper; with ``deterministic``, and for a frozen module, the module itself."""
         if self.world_size == 1 or self.config.deterministic or not any(p.requires_grad for p in module.parameters()):
             return module
-        options = self.config.ddp
+        options = self.settings
         sync_buffers: dict[str, Any] = {_SYNC_BUFFERS: options.broadcast_buffers}
         trained = {p for p in module.parameters() if p.requires_grad}
         shared = trained & self._averaged.keys()
         if shared:
-            names = ", ".join(sorted(map(self.parameter_name, shared)))
+            names = ", ".join(sorted(self._names[p] for p in shared))
             raise UsageError(
                 f"two prepared modules share parameters ({names}), which DDP would average twice: make both parts of "
                 "one module, and prepare that."
@@ -134,18 +152,21 @@ class DDPStrategy(Strategy):
             in_turn = "nccl" not in dist.get_backend()
             add_power_sgd(wrapped, rank=options.powersgd_rank, start_step=options.powersgd_start_step, in_turn=in_turn)
         wrapped.require_backward_grad_sync = self._armed
+        self._names.update({p: name.replace(_COMPILED, "") for name, p in module.named_parameters()})
         self._wrapped.append(wrapped)
         self._averaged.update(dict.fromkeys(trained, wrapped))
         return wrapped
 
-    def _arm(self, sync: bool) -> None:
+    def arm(self, sync: bool) -> None:
+        """Tell every wrapper whether its coming backward averages."""
         self._armed = sync
         for wrapped in self._wrapped:
             wrapped.require_backward_grad_sync = sync
 
-    def _watch_gradients(self, parameters: Sequence[Parameter]) -> Callable[[bool], None]:
+    def watch_gradients(self, parameters: Sequence[Parameter]) -> Callable[[bool], None] | None:
+        """Return what averages those that DDP does not know of, or could not average within backward."""
         if self.config.deterministic:
-            return super()._watch_gradients(parameters)
+            return None
 
         averaged = [p for p in parameters if p in self._averaged]
         others = [p for p in parameters if p not in self._averaged]
@@ -161,7 +182,7 @@ class DDPStrategy(Strategy):
                 if not late:
                     wrapper.check_called(calls[i])
                 calls[i] = wrapper.calls
-            if not late and not self.config.ddp.find_unused_parameters:
+            if not late and not self.settings.find_unused_parameters:
                 self._check_all_used(averaged)
             if late:
                 self._average(parameters)
@@ -177,26 +198,27 @@ class DDPStrategy(Strategy):
     def _average(self, parameters: Sequence[Parameter]) -> None:
         """Average what DDP missed. Gradients that it has averaged are equal on all ranks already, and stay so."""
         used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=self.device)
-        self._all_reduce(used, "max", "gradients.used")()
+        self.all_reduce(used, "max", "gradients.used")()
         for p, is_used in zip(parameters, used.tolist(), strict=True):
             if not is_used:
                 continue
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
             gradient = p.grad.contiguous()
-            self._all_reduce(gradient, "sum", "gradients.late")()
+            self.all_reduce(gradient, "sum", "gradients.late")()
             p.grad.copy_(gradient.div_(self.world_size))
 
     def _check_all_used(self, parameters: Sequence[Parameter]) -> None:
         unused = [p for p in parameters if p.grad is None]
         if unused:
-            names = ", ".join(self.parameter_name(p) for p in unused[:3])
+            names = ", ".join(self._names[p] for p in unused[:3])
             raise UsageError(
                 f"{len(unused)} parameters took no part in this step's loss ({names}, ...), and DDP waits for all: set "
                 "ddp.find_unused_parameters to true, or freeze them (requires_grad_(False)) before prepare()."
             )
 
-    def _all_reduce(self, tensor: Tensor, op: str, name: str) -> Callable[[], None]:
+    def all_reduce(self, tensor: Tensor, op: str, name: str) -> Wait:
+        """Reduce in the core's group."""
         wide = tensor.to(_WIDER.get(tensor.dtype, tensor.dtype))
         wait = _wait(dist.all_reduce(wide, _OPS[op], group=self._group, async_op=True))
 
@@ -207,7 +229,8 @@ class DDPStrategy(Strategy):
 
         return finish
 
-    def _all_gather(self, tensor: Tensor, name: str) -> Callable[[], Tensor]:
+    def all_gather(self, tensor: Tensor, name: str) -> Callable[[], Tensor]:
+        """Gather in the core's group."""
         gathered = torch.empty(self.world_size, *tensor.shape, dtype=tensor.dtype, device=tensor.device)
         wait = _wait(dist.all_gather_into_tensor(gathered, tensor.unsqueeze(0), group=self._group, async_op=True))
 
@@ -217,11 +240,12 @@ class DDPStrategy(Strategy):
 
         return finish
 
-    def _broadcast(self, tensor: Tensor, src: int, name: str) -> Callable[[], None]:
+    def broadcast(self, tensor: Tensor, src: int, name: str) -> Wait:
+        """Broadcast in the core's group."""
         return _wait(dist.broadcast(tensor, src, group=self._group, async_op=True))
 
 
-def _wait(work: dist.Work | None) -> Callable[[], None]:
+def _wait(work: dist.Work | None) -> Wait:
     assert work is not None  # it is asynchronous, and this rank belongs to the group
 
     def wait() -> None:

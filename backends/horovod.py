@@ -14,10 +14,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from unitrain.backend import Backend, Wait
 from unitrain.config import StrategyConfig
 from unitrain.errors import BackendError, ConfigError, LaunchError
 from unitrain.launch.detect import Launch
-from unitrain.strategy import Strategy
 
 _LAUNCHERS = ("horovodrun", "mpirun")
 _SERVER = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
@@ -31,7 +31,7 @@ _WIDER = {
 }
 
 
-class HorovodStrategy(Strategy):
+class HorovodBackend(Backend):
     """Horovod's collectives under explicit names; gradients are averaged by core's flat buckets on top of them.
 
     ``hvd.DistributedOptimizer`` is not used: it makes a new optimizer object, which loses loaded state and schedulers,
@@ -82,7 +82,8 @@ class HorovodStrategy(Strategy):
         if controller == "gloo" and _SERVER[0] in os.environ:
             _check_served(*(os.environ[name] for name in _SERVER))
 
-    def _start(self) -> tuple[int, int]:
+    def start(self) -> tuple[int, int]:
+        """Start Horovod, once in a process."""
         self._hvd = _engine()
         self._ops = {"sum": self._hvd.Sum, "max": self._hvd.Max, "min": self._hvd.Min}
         variables = _variables(self.config, _controller(self.config, self.launch))
@@ -93,19 +94,20 @@ class HorovodStrategy(Strategy):
             # gloo again may find one another's old addresses. Unlike atexit, this is heeded by multiprocessing too.
             Finalize(None, self._hvd.shutdown, exitpriority=0)
         elif any(os.environ.get(name) != value for name, value in variables.items()):
-            warnings.warn("Horovod goes on as the process's first strategy started it.", UserWarning, stacklevel=6)
+            warnings.warn("Horovod goes on as the process's first strategy started it.", UserWarning, stacklevel=7)
         return self._hvd.rank(), self._hvd.size()
 
-    def _all_reduce(self, tensor: Tensor, op: str, name: str) -> Callable[[], None]:
+    def all_reduce(self, tensor: Tensor, op: str, name: str) -> Wait:
+        """Reduce; what Horovod can't reduce, in a wider dtype."""
         wider = _WIDER.get(tensor.dtype)
         if wider is not None:
             return self._all_reduce_as(tensor, wider, op, name)
         handle = self._hvd.allreduce_async_(tensor, name=name, op=self._ops[op])
         return lambda: self._wait(handle)
 
-    def _all_reduce_as(self, tensor: Tensor, dtype: torch.dtype, op: str, name: str) -> Callable[[], None]:
+    def _all_reduce_as(self, tensor: Tensor, dtype: torch.dtype, op: str, name: str) -> Wait:
         wide = tensor.to(dtype)
-        wait = self._all_reduce(wide, op, name)
+        wait = self.all_reduce(wide, op, name)
 
         def finish() -> None:
             wait()
@@ -113,11 +115,13 @@ class HorovodStrategy(Strategy):
 
         return finish
 
-    def _all_gather(self, tensor: Tensor, name: str) -> Callable[[], Tensor]:
+    def all_gather(self, tensor: Tensor, name: str) -> Callable[[], Tensor]:
+        """Gather, as rows."""
         handle = self._hvd.allgather_async(tensor.unsqueeze(0), name=name)
         return lambda: cast(Tensor, self._wait(handle))
 
-    def _broadcast(self, tensor: Tensor, src: int, name: str) -> Callable[[], None]:
+    def broadcast(self, tensor: Tensor, src: int, name: str) -> Wait:
+        """Broadcast in place."""
         handle = self._hvd.broadcast_async_(tensor, root_rank=src, name=name)
         return lambda: self._wait(handle)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from unitrain.sole_strategy import SoleStrategy
+from unitrain.backend import LocalBackend
 
 
-class SingleStrategy(SoleStrategy):
+class SingleBackend(LocalBackend):
     """Trains on one device, without a wrapper and without communication."""
 
     name = "single"

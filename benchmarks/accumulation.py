@@ -109,14 +109,14 @@ def measure_world(rounds: int, steps: int, small: bool) -> Found | None:
     """Measure each way in this process's world, then count its reductions."""
     with unitrain.init(device="cpu", threads_per_process=1, accumulate=ACCUMULATE) as strategy:
         task = (mlp if small else resnet18)(strategy.rank)
-        hand = on_ddp if strategy.name == "ddp" else on_horovod
+        hand = on_ddp if strategy.config.backend == "ddp" else on_horovod
         made = {EACH: hand(task, True), ONCE: hand(task, False), OURS: ours(task, strategy)}
         ways = {name: partial(_train, micro_batch, steps) for name, (_, micro_batch) in made.items()}
         found: Found = compared(alternate(ways, rounds, before=strategy.barrier), EACH, steps)
         for name, (_, micro_batch) in made.items():
             found[name]["reductions"] = []
             for number in range(ACCUMULATE):
-                with counted(strategy.name) as count:
+                with counted(strategy.config.backend) as count:
                     micro_batch(number)
                 found[name]["reductions"].append(count())
         found[OURS]["weights_bit_equal"] = bit_equal(made[ONCE][0], made[OURS][0])

@@ -51,7 +51,7 @@ def measure_world(sizes: list[int], rounds: int, meeting: str) -> Found | None:
         reduce_alone = transport(strategy, meeting)
 
         def reduce_by_backend(tensor: torch.Tensor) -> None:
-            strategy._all_reduce(tensor, "sum", "benchmark")()
+            strategy.communicator.all_reduce_async(tensor, "sum", "benchmark")()
 
         found = {}
         for size in sizes:

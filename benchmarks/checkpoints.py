@@ -63,7 +63,7 @@ class Saving:
         state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
         futures: list[Any] = []
         if name in (SYNC, ASYNC):
-            objects = {"model": self.model, "optimizer": self.optimizer}
+            objects: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
             checkpoint = self.strategy.checkpoint(path, background=name == ASYNC, **objects)
             yield checkpoint.save, checkpoint.wait
             checkpoint.close()

@@ -61,7 +61,7 @@ def steps(strategy: unitrain.Strategy, shapes: list[Shape]) -> dict[str, Made]:
 
     def hand(**options: Any) -> Made:
         model, optimizer = make()
-        if strategy.name == "ddp":
+        if strategy.config.backend == "ddp":
             model = DistributedDataParallel(model, **options)
         else:
             named = model.named_parameters()
@@ -69,7 +69,7 @@ def steps(strategy: unitrain.Strategy, shapes: list[Shape]) -> dict[str, Made]:
         return model, step_by_hand(model, optimizer)
 
     made: dict[str, Made] = {BASE: hand(), CONTROL: hand()}
-    if strategy.name == "ddp":
+    if strategy.config.backend == "ddp":
         made[VIEWS] = hand(gradient_as_bucket_view=True)
     model, optimizer = strategy.prepare(*make())
     made[OURS] = (model, lambda: strategy.step(model(scale), optimizer))

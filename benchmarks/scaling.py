@@ -49,7 +49,7 @@ def measure_world(rounds: int, steps: int, small: bool) -> Found | None:
     """Measure a step and its communication in this process's world."""
     with unitrain.init(device="cpu", threads_per_process=1) as strategy:
         task = (mlp if small else resnet18)(strategy.rank)
-        loops = {HAND: by_hand.plain(task, strategy.name), OURS: ours.plain(task, strategy)}
+        loops = {HAND: by_hand.plain(task, strategy.config.backend), OURS: ours.plain(task, strategy)}
         ways: dict[str, Way] = {name: partial(loop.run, steps) for name, loop in loops.items()}
         gradients = torch.zeros(sum(p.numel() for p in loops[HAND].model.parameters()))
         if strategy.world_size > 1:
@@ -62,7 +62,7 @@ def measure_world(rounds: int, steps: int, small: bool) -> Found | None:
 
 def _reduce(strategy: unitrain.Strategy, tensor: torch.Tensor, times: int) -> None:
     for _ in range(times):
-        strategy._all_reduce(tensor, "sum", "benchmark")()
+        strategy.communicator.all_reduce_async(tensor, "sum", "benchmark")()
 
 
 def measure(short: bool) -> Found:

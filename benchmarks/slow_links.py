@@ -103,7 +103,7 @@ def measure_learning(seeds: int, epochs: int) -> Found | None:
                         for inputs, targets in loader:
                             loss = F.cross_entropy(model(inputs), targets)
                             strategy.step(loss, optimizer)
-                            losses.add(loss * len(targets), len(targets))
+                            losses.add(mean=loss, count=len(targets))
                         curve.append(losses.value())
                     with strategy.evaluation(model):
                         right = model(images[:held_out]).argmax(1) == labels[:held_out]

@@ -43,12 +43,12 @@ SHORT_CASES = ((GLOO, "full"), (HOROVOD_GLOO, "plain"))
 def loops(task: Task, style: str, strategy: unitrain.Strategy) -> dict[str, Loop]:
     """Return each framework's loop that runs in this world."""
     hand: Callable[[Task, str], Loop] = getattr(by_hand, style)
-    made = {BASE: hand(task, strategy.name), CONTROL: hand(task, strategy.name)}
+    made = {BASE: hand(task, strategy.config.backend), CONTROL: hand(task, strategy.config.backend)}
     made[OURS] = getattr(ours, style)(task, strategy)
     from loops import ignite
 
     made["Ignite"] = getattr(ignite, style)(task)
-    if strategy.name != "horovod":
+    if strategy.config.backend != "horovod":
         from loops import accelerate, fabric
 
         made["Accelerate"] = getattr(accelerate, style)(task)

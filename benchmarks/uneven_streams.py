@@ -51,7 +51,7 @@ def loops(strategy: unitrain.Strategy) -> dict[str, tuple[Callable[[int], None],
     batch = torch.randn(ROWS, WIDTH)
     ours, optimizer = strategy.prepare(*model())
     agreement = Agreement(
-        strategy, EpochPlan(0, ROWS * strategy.world_size, 1, strategy.rank, strategy.world_size, False)
+        strategy.communicator, EpochPlan(0, ROWS * strategy.world_size, 1, strategy.rank, strategy.world_size, False)
     )
 
     def ahead(steps: int) -> Iterator[Any]:
@@ -60,7 +60,7 @@ def loops(strategy: unitrain.Strategy) -> dict[str, tuple[Callable[[int], None],
 
     def before(steps: int) -> Iterator[Any]:
         return itertools.takewhile(
-            lambda _: strategy.sum(torch.tensor(ROWS)).item() > 0, itertools.repeat(batch, steps)
+            lambda _: strategy.all_reduce(torch.tensor(ROWS)).item() > 0, itertools.repeat(batch, steps)
         )
 
     def trained(batches: Callable[[int], Iterator[Any]]) -> Callable[[int], None]:
@@ -72,7 +72,7 @@ def loops(strategy: unitrain.Strategy) -> dict[str, tuple[Callable[[int], None],
 
     without = trained(lambda steps: itertools.repeat(batch, steps))
     made = {"ahead": (trained(ahead), without), "before": (trained(before), without)}
-    if strategy.name == "ddp":
+    if strategy.config.backend == "ddp":
         plain, its_optimizer = model()
         wrapped = DistributedDataParallel(plain)
 

@@ -109,8 +109,9 @@ def main() -> None:
     if settings.freeze_backbone:
         models.freeze_backbone(model)
     rate = LearningRate(
-        base=settings.lr, total_steps=settings.epochs * train.steps, schedule=settings.lr_schedule,
-        warmup_steps=round(settings.warmup_epochs * train.steps), floor=settings.lr_floor, scaling=settings.lr_scaling,
+        base=settings.lr, total_steps=settings.epochs * train.steps_per_epoch, schedule=settings.lr_schedule,
+        warmup_steps=round(settings.warmup_epochs * train.steps_per_epoch), floor=settings.lr_floor,
+        scaling=settings.lr_scaling,
         batch_size=settings.batch_size, reference_batch=settings.lr_reference_batch,
     )  # fmt: skip
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -131,11 +132,11 @@ def main() -> None:
     if settings.resume == "never":
         checkpoint.discard()
     elif checkpoint.resume(None if settings.resume == "auto" else settings.resume, force=settings.force):
-        strategy.print(f"continuing after step {strategy.steps}, in epoch {train.epoch}")
-    folder.begin(settings, strategy.steps)
+        strategy.print(f"continuing after step {strategy.global_step}, in epoch {train.epoch}")
+    folder.begin(settings, strategy.global_step)
     throughput, profile = strategy.throughput(), folder.profile(settings.profile)
     last_step = settings.max_steps or math.inf
-    for epoch in train.epochs(settings.epochs) if strategy.steps < last_step else ():
+    for epoch in train.epochs(settings.epochs) if strategy.global_step < last_step else ():
         # Meters add up on the device; their values, over all ranks, are read once an epoch.
         learning_rate = scheduler.get_last_lr()[0]
         train_loss, val_loss, val_accuracy = strategy.meter(), strategy.meter(), strategy.meter()
@@ -143,25 +144,27 @@ def main() -> None:
             for pictures, labels in bar:
                 with strategy.autocast():
                     loss = F.cross_entropy(model(pictures), labels)
-                train_loss.add(loss * len(labels), len(labels))
+                train_loss.add(mean=loss, count=len(labels))
                 learning_rate = scheduler.get_last_lr()[0]
                 strategy.step(loss, optimizer, scheduler)
                 profile.step()
-                if strategy.is_main and strategy.steps % 20 == 0:  # not always: to read a loss waits for the device
+                if (
+                    strategy.is_main and strategy.global_step % 20 == 0
+                ):  # not always: to read a loss waits for the device
                     bar.set_postfix(loss=f"{loss.item():.4f}", refresh=False)
-                if settings.checkpoint_every and strategy.steps % settings.checkpoint_every == 0:
+                if settings.checkpoint_every and strategy.global_step % settings.checkpoint_every == 0:
                     checkpoint.save()
-                if strategy.steps >= last_step:
+                if strategy.global_step >= last_step:
                     break
 
         with strategy.evaluation(model), strategy.autocast():
             for pictures, labels in val:
                 logits = model(pictures)
-                val_loss.add(F.cross_entropy(logits, labels, reduction="sum"), len(labels))
-                val_accuracy.add((logits.argmax(1) == labels).sum(), len(labels))
+                val_loss.add(mean=F.cross_entropy(logits, labels), count=len(labels))
+                val_accuracy.add(total=(logits.argmax(1) == labels).sum(), count=len(labels))
         metrics = {
             "epoch": epoch,
-            "step": strategy.steps,
+            "step": strategy.global_step,
             "train_loss": train_loss.value(),
             "val_loss": val_loss.value(),
             "val_accuracy": val_accuracy.value(),
@@ -174,7 +177,7 @@ def main() -> None:
             "epoch {epoch}: loss {train_loss:.4f}, validation loss {val_loss:.4f}, accuracy {val_accuracy:.2%}, "
             "{samples_per_second:.0f} images/s".format(**metrics)
         )
-        ended = strategy.steps >= last_step or epoch + 1 == settings.epochs
+        ended = strategy.global_step >= last_step or epoch + 1 == settings.epochs
         if ended or not settings.checkpoint_every:
             checkpoint.save()
         if ended:

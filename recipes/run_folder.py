@@ -61,7 +61,11 @@ class RunFolder:
         if self._writer is None:
             return
         strategy = self._strategy
-        where = {"backend": strategy.name, "launcher": strategy.launch.launcher, "world_size": strategy.world_size}
+        where = {
+            "backend": strategy.config.backend,
+            "launcher": strategy.launch.launcher,
+            "world_size": strategy.world_size,
+        }
         with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps({**metrics, **where}) + "\n")
         for name, value in metrics.items():
@@ -110,7 +114,7 @@ def summarise(strategy: Strategy, batch_size: int) -> None:
     devices = Counter(str(device) for devices in strategy.all_gather_object(strategy.devices) for device in devices)
     shares = sorted({batch_size // strategy.world_size, -(-batch_size // strategy.world_size)})
     strategy.print(
-        f"launcher {strategy.launch.launcher}, backend {strategy.name}, processes {strategy.world_size}, "
+        f"launcher {strategy.launch.launcher}, backend {strategy.config.backend}, processes {strategy.world_size}, "
         f"devices {', '.join(f'{count} x {device}' for device, count in devices.items())}, "
         f"precision {strategy.config.precision}\n"
         f"batch {batch_size} in all, {' or '.join(map(str, shares))} for each process"

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from unitrain import initialize
+from unitrain import Strategy, initialize
 
 pytest_plugins = ["pytester"]
 
@@ -77,14 +77,21 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Close the strategy that a test opened; fail the test where it left a process, a thread or a process group."""
+def nothing_is_left(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Close the strategies that a test opened; fail the test where it left a process, a thread or a process group."""
+    opened: list[Strategy] = []
+
+    def opening(*arguments: Any) -> Strategy:
+        opened.append(Strategy(*arguments))
+        return opened[-1]
+
+    monkeypatch.setattr(initialize, "Strategy", opening)
     processes, threads = _processes(), set(threading.enumerate())
     yield
     if request.node.stash.get(_FAILED, False):
         return  # its traceback holds what it would have let go of
-    if initialize._current is not None:
-        initialize._current.close()
+    for strategy in opened:
+        strategy.close()
     if _processes() - processes or set(threading.enumerate()) - threads:
         gc.collect()  # an iterator over a DataLoader ends its workers and threads when it goes
     left = [*_left_group(), *_left_processes(processes), *_left_threads(threads)]

@@ -2,46 +2,86 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any, NoReturn, TypeVar
 
+import torch
 from torch import Tensor
 
+from unitrain.backend import Backend
+from unitrain.communicator import Communicator
 from unitrain.config import StrategyConfig
 from unitrain.data import Loader
 from unitrain.data.sharding import MicroBatch
+from unitrain.job.stopping import Boundaries, Stopping
 from unitrain.launch.detect import Launch
-from unitrain.strategy import Strategy
+from unitrain.pulse import Pulse
+from unitrain.training.loop import TrainingLoop
+from unitrain.training.prepared import PreparedModules
+from unitrain.training.step import TrainingStep
+
+T = TypeVar("T")
+CPU = torch.device("cpu")
 
 
-class PretendedRank(Strategy):
-    """A rank without the others."""
+class _Mute(Backend):
+    name = "mute"
 
-    name = "pretended"
+    def start(self) -> NoReturn:
+        raise AssertionError("a pretended rank starts nothing")
 
-    def _start(self) -> tuple[int, int]:
-        return self.launch.rank, self.launch.world_size
-
-    def _meet(self) -> None:
-        """Meet nobody."""
-
-    def _all_reduce(self, tensor: Tensor, op: str, name: str) -> NoReturn:
+    def all_reduce(self, tensor: Tensor, op: str, name: str) -> NoReturn:
         raise AssertionError(f"{name} communicates")
 
-    def _all_gather(self, tensor: Tensor, name: str) -> NoReturn:
+    def all_gather(self, tensor: Tensor, name: str) -> Callable[[], Tensor]:
         raise AssertionError(f"{name} communicates")
 
-    def _broadcast(self, tensor: Tensor, src: int, name: str) -> NoReturn:
+    def broadcast(self, tensor: Tensor, src: int, name: str) -> NoReturn:
         raise AssertionError(f"{name} communicates")
+
+
+class _Alike(Communicator):
+    """Takes the other ranks to hold the same objects, as they do where they are compared before any work."""
+
+    def all_gather_object(self, value: T) -> list[T]:
+        return [value] * self.world_size
+
+
+class PretendedRank:
+    """A rank without the others, and the loaders that its strategy would make."""
+
+    def __init__(self, rank: int, world_size: int, config: StrategyConfig) -> None:
+        launch = Launch("spawn", rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size)
+        backend, pulse = _Mute(config, launch, CPU), Pulse()
+        self.config, self.rank, self.world_size, self.device = config, rank, world_size, CPU
+        self.communicator = _Alike(backend, pulse)
+        stopping = Stopping(Boundaries(pulse), pulse, None, is_main=rank == 0)
+        prepared = PreparedModules(distributed=world_size > 1)
+        self.step = TrainingStep(self.communicator, backend, prepared, None, stopping.pass_boundary, config)
+        self.loop = TrainingLoop(self.step, stopping.pass_boundary)
+
+    def dataloader(self, dataset: Any, **settings: Any) -> Loader:
+        return Loader(self.communicator, self.loop, self.config, self.world_size, dataset, **settings)
 
 
 def pretended_rank(rank: int = 0, world_size: int = 1, **settings: Any) -> PretendedRank:
-    """Return a strategy that takes itself for one rank of many."""
-    launch = Launch("spawn", rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size)
-    return PretendedRank(StrategyConfig(device="cpu", **settings), launch)
+    """Return what takes itself for one rank of many, all on this host."""
+    return PretendedRank(rank, world_size, StrategyConfig(device="cpu", **settings))
 
 
-def handed_out(loader: Loader) -> MicroBatch:
-    """Return the micro-batch that a loader has handed out last, as the training step sees it."""
-    micro_batch = loader._strategy._training_step.micro_batch
+def in_training(loader: Loader) -> MicroBatch:
+    """Return the micro-batch that a loader has yielded last, as the training step sees it."""
+    listener = loader._listener
+    assert isinstance(listener, TrainingLoop)
+    micro_batch = listener._step.micro_batch
     assert micro_batch is not None
     return micro_batch
+
+
+def trained(loader: Loader, count: int | None = None) -> Iterator[Any]:
+    """Yield a loader's batches, ``count`` of them at most, as a loop that gives each to a backward sees them."""
+    for batch in islice(loader, count):
+        assert loader._iteration is not None
+        loader._iteration.trained = True
+        yield batch

@@ -26,11 +26,11 @@ def at(call: Call) -> int:
 CALLS: dict[str, tuple[tuple[Call, str], tuple[Call, str]]] = {
     "verb": (
         (lambda strategy, step: strategy.barrier(), "barrier()"),
-        (lambda strategy, step: strategy.sum(ones(2)), "all_reduce(sum) of float32[2]"),
+        (lambda strategy, step: strategy.all_reduce(ones(2)), "all_reduce(sum) of float32[2]"),
     ),
     "shape": (
-        (lambda strategy, step: strategy.sum(ones(3)), "all_reduce(sum) of float32[3]"),
-        (lambda strategy, step: strategy.sum(ones(2)), "all_reduce(sum) of float32[2]"),
+        (lambda strategy, step: strategy.all_reduce(ones(3)), "all_reduce(sum) of float32[3]"),
+        (lambda strategy, step: strategy.all_reduce(ones(2)), "all_reduce(sum) of float32[2]"),
     ),
     "dtype": (
         (lambda strategy, step: strategy.all_gather(ones(3)), "all_gather() of float32[3]"),

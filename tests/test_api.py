@@ -15,7 +15,7 @@ import pytest
 
 import unitrain
 from unitrain import UnitrainError, errors
-from unitrain.registry import GROUP, backend_names, load_backend
+from unitrain.backend import GROUP, backend_names, load_backend
 
 ROOT = Path(__file__).parent.parent
 FILES = {path.stem for path in (ROOT / "backends").glob("[!_]*.py")}
@@ -34,8 +34,8 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_public_names_are_these() -> None:
     assert sorted(unitrain.__all__) == unitrain.__all__ == [
-        "BackendError", "CheckpointError", "CommunicationError", "ConfigError", "DataError", "Launch", "LaunchError",
-        "Loader", "Meter", "NonFiniteError", "StepResult", "Stopped", "Strategy", "StrategyConfig", "UnitrainError",
+        "Backend", "BackendError", "CheckpointError", "CommunicationError", "ConfigError", "DataError", "Launch",
+        "LaunchError", "Loader", "Meter", "NonFiniteError", "StepResult", "Stopped", "Strategy", "StrategyConfig", "UnitrainError",
         "UsageError", "init", "spawn",
     ]  # fmt: skip
     assert dir(unitrain) == unitrain.__all__
@@ -67,8 +67,8 @@ def test_public_verbs_are_documented(name: str) -> None:
 
 
 def test_import_brings_no_engine_along() -> None:
-    code = "import sys, torch; before = set(sys.modules); from unitrain import *; from unitrain import registry"
-    modules = set(python("-c", f"{code}; registry.backend_names(); print(*set(sys.modules) - before)").stdout.split())
+    code = "import sys, torch; before = set(sys.modules); from unitrain import *; from unitrain import backend"
+    modules = set(python("-c", f"{code}; backend.backend_names(); print(*set(sys.modules) - before)").stdout.split())
     unwanted = {"horovod", "mpi4py", "torchvision", "sklearn", "scipy", "tensorboard", "torchmetrics", "tqdm", "rich"}
     assert not {module.split(".")[0] for module in modules} & unwanted
     assert not {module for module in modules if module.startswith(("unitrain.backends.", "unitrain.recipes"))}
@@ -144,7 +144,7 @@ def imported(tree: ast.Module) -> set[str]:
 def test_nobody_imports_a_backend() -> None:
     for path, tree in sources("unitrain", "recipes", "backends", "benchmarks"):
         bad = {name for name in imported(tree) if re.match(r"(unitrain\.)?backends\b", name)}
-        assert not bad, f"{path} imports {bad}: name the backend, and let unitrain.registry import it"
+        assert not bad, f"{path} imports {bad}: name the backend, and let unitrain.backend import it"
 
 
 def test_only_its_backend_imports_horovod() -> None:
@@ -170,7 +170,7 @@ def asks_for_a_backend(node: ast.AST) -> bool:
 
 def test_nothing_outside_backends_asks_which_backend_it_is() -> None:
     assert asks_for_a_backend(ast.parse("self.backend == 'ddp'").body[0].value)  # type: ignore[attr-defined]
-    assert asks_for_a_backend(ast.parse("strategy.name in ('ddp', 'single')").body[0].value)  # type: ignore[attr-defined]
+    assert asks_for_a_backend(ast.parse("strategy.config.backend in ('ddp', 'single')").body[0].value)  # type: ignore[attr-defined]
     assert not asks_for_a_backend(ast.parse("config.backend == 'auto'").body[0].value)  # type: ignore[attr-defined]
     for path, tree in sources("unitrain", "recipes"):
         for node in ast.walk(tree):

@@ -57,7 +57,7 @@ def train(folder: str, until: int, settings: dict[str, Any], dropout: float = 0.
                 mean = strategy.meter()
                 with strategy.autocast():
                     loss = model(rows).square().mean()
-                mean.add(loss.detach() * len(rows), len(rows))
+                mean.add(mean=loss, count=len(rows))
                 losses.append(mean.value())
                 strategy.step(loss, optimizer, schedule)
                 step += 1
@@ -155,7 +155,7 @@ def test_resume_passes_over_a_damaged_checkpoint_and_says_so(
         checkpoint = strategy.checkpoint(tmp_path, model=model, background=False)
         checkpoint.save()
         weight = model.weight.detach().clone()
-        strategy._training_step.steps = 1
+        strategy.training_step.global_step = 1
         with torch.no_grad():
             model.weight += 1
         checkpoint.save()
@@ -280,8 +280,8 @@ def unwritable(folder: str, look: bool) -> tuple[str, int]:
             for _ in range(10_000):
                 strategy.step(model(torch.ones(1, 2)).sum() * 0, optimizer)
         except unitrain.CheckpointError as error:
-            return str(error), strategy.steps
-        return "nothing", strategy.steps
+            return str(error), strategy.global_step
+        return "nothing", strategy.global_step
 
 
 @pytest.mark.parametrize("look", [False, True])

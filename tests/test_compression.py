@@ -20,14 +20,15 @@ def train(settings: dict[str, Any], dtype: torch.dtype = torch.float32) -> tuple
     """Return the weights after a few steps, and in which types the strategy's own collectives summed gradients."""
     with unitrain.init(**settings) as strategy:
         sent: list[torch.dtype] = []
-        reduce = strategy._all_reduce
+        communicator = strategy.communicator
+        reduce = communicator.all_reduce_async
 
         def noting(tensor: Tensor, op: str, name: str) -> Any:
             if name.startswith("gradients"):
                 sent.append(tensor.dtype)
             return reduce(tensor, op, name)
 
-        strategy._all_reduce = noting  # type: ignore[method-assign]
+        communicator.all_reduce_async = noting
         torch.manual_seed(1)
         model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).to(dtype)
         model, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -102,7 +103,7 @@ def learn(settings: dict[str, Any], steps: int, shares: tuple[int, int] = (8, 8)
                 before = sent
                 loss = (model(own) - own @ truth).square().sum(1).mean() if len(own) else model(own).sum()
                 strategy.step(loss, optimizer, weight=len(own))
-                mean = strategy.sum(loss.detach() * len(own)) / len(rows)
+                mean = strategy.all_reduce(loss.detach() * len(own)) / len(rows)
                 course.losses.append(mean.item())
                 course.sent.append(sent - before)
                 course.weights.append(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))

@@ -123,7 +123,7 @@ def test_backend_of_a_third_party_is_small(plugin: str) -> None:
 def _names_and_modules(path: str) -> Any:
     sys.path.insert(0, path)
     before = set(sys.modules)
-    from unitrain.registry import backend_names
+    from unitrain.backend import backend_names
 
     return backend_names(), sorted(name for name in set(sys.modules) - before if "store" in name)
 

@@ -52,7 +52,7 @@ def test_state_is_restored(suite: pytest.Pytester) -> None:
         """
         import os, sys
         import torch, unitrain
-        from unitrain import initialize
+        from unitrain.job import job
 
         threads, hook = torch.get_num_threads(), sys.excepthook
 
@@ -66,7 +66,7 @@ def test_state_is_restored(suite: pytest.Pytester) -> None:
             assert "UNITRAIN_ONE" not in os.environ and "PATH" in os.environ
             assert torch.get_num_threads() == threads
             assert sys.excepthook is hook
-            assert initialize._current.closed
+            assert job.current().ended
         """
     )
     suite.runpytest_subprocess().assert_outcomes(passed=2)

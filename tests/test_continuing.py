@@ -52,9 +52,9 @@ def test_other_settings_are_listed_and_refused_unless_forced(tmp_path: Path) -> 
     with pytest.raises(CheckpointError, match=said):
         run.checkpoint.resume()
     assert torch.equal(run.model.weight, before)
-    assert run.strategy.steps == 0
+    assert run.strategy.global_step == 0
     assert run.checkpoint.resume(force=True)
-    assert run.strategy.steps == 1
+    assert run.strategy.global_step == 1
 
 
 def test_a_run_of_its_own_does_not_save_among_another_s_checkpoints(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_a_checkpoint_that_was_set_aside_comes_back(tmp_path: Path) -> None:
     os.rename(tmp_path / "step-0000000001", tmp_path / ".step-0000000001.aside.tmp")
     run = Run(tmp_path)
     assert run.checkpoint.resume()
-    assert run.strategy.steps == 1
+    assert run.strategy.global_step == 1
 
 
 def stop_within_an_evaluation(folder: str) -> tuple[int, int, int]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from pretended import handed_out, pretended_rank
+from pretended import in_training, pretended_rank
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, RandomSampler, Subset, TensorDataset
@@ -64,7 +64,7 @@ def test_a_rank_without_samples_gets_the_same_structure(workers: int) -> None:
     batches, counts = [], []
     for batch in loader:
         batches.append(batch)
-        counts.append(handed_out(loader).count)
+        counts.append(in_training(loader).count)
     full, empty = batches
     assert empty.keys() == full.keys()
     assert (empty["image"].shape, empty["image"].dtype) == ((0, 2, 2), torch.float32)
@@ -97,7 +97,7 @@ def test_batch_size_is_that_of_one_process(
     data = TensorDataset(torch.arange(23))
     for rank in range(world_size):
         loader = pretended_rank(rank, world_size, accumulate=accumulate).dataloader(data, batch_size=batch_size)
-        assert (len(loader), loader.steps, len(list(loader))) == (batches, steps, batches)
+        assert (len(loader), loader.steps_per_epoch, len(list(loader))) == (batches, steps, batches)
         assert loader.global_batch_size == world_size * batch_size * accumulate
         assert max(len(rows) for (rows,) in loader) == batch_size
 
@@ -140,7 +140,7 @@ def counted_over_ranks(length: int) -> tuple[int, float]:
         meter = strategy.meter()
         with strategy.evaluation(model):
             for (values,) in strategy.dataloader(data, batch_size=64):
-                meter.add(values.sum(), len(values))
+                meter.add(total=values.sum(), count=len(values))
         return meter.count(), meter.value()
 
 
@@ -155,10 +155,10 @@ def test_an_evaluation_within_an_epoch_is_not_what_is_trained_on(strategy: Strat
     train = strategy.dataloader(TensorDataset(torch.ones(8, 1)), batch_size=4)
     test = strategy.dataloader(TensorDataset(torch.ones(3, 1)), batch_size=1)
     for _ in train:
-        before = handed_out(train)
+        before = in_training(train)
         with strategy.evaluation(model) if how == "evaluation" else torch.no_grad():
             assert len(list(test)) == 3
-        assert handed_out(train) is before
+        assert in_training(train) is before
 
 
 # ------------------------------------------------------------------------------------------------- what is refused

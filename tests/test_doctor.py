@@ -15,10 +15,10 @@ import torch
 from bare_environment import BareEnvironment
 from needs import HOROVOD
 
+from unitrain.backend import backend_names
 from unitrain.commands import doctor
 from unitrain.commands.doctor import Finding, examine
 from unitrain.commands.toolchain import small_mpi_environment
-from unitrain.registry import backend_names
 
 UNITRAIN = str(Path(sysconfig.get_path("scripts"), "unitrain"))
 

@@ -23,7 +23,7 @@ def evaluate() -> tuple[int, int]:
     loader = strategy.dataloader(TensorDataset(inputs, torch.arange(1001) % 5), global_batch_size=64)
     with strategy.evaluation(model):
         for pictures, labels in loader:
-            correct.add((model(pictures).argmax(1) == labels).sum(), len(labels))
+            correct.add(total=(model(pictures).argmax(1) == labels).sum(), count=len(labels))
     return correct.count(), int(correct.sum())
 
 

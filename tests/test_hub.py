@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 import unitrain
+from unitrain.job import messages
 from unitrain.job.hub import Hub, Member
-from unitrain.job.pulse import CLOSING, OWN_CODE, Pulse
+from unitrain.job.messages import Message, StopReason
+from unitrain.job.stopping import Boundaries, Stopping
+from unitrain.pulse import CLOSING, OWN_CODE, Pulse
 
 TIMEOUT_S, HEARTBEAT_S = 60.0, 10.0
 
@@ -17,7 +18,7 @@ class Job:
     """A hub of three ranks, and what it has said."""
 
     def __init__(self) -> None:
-        self.said: list[tuple[int | None, dict[str, Any]]] = []
+        self.said: list[tuple[int | None, Message]] = []
         self.now = 100.0
         members = [Member(rank, f"host{rank}", 1000 + rank, 0.0) for rank in range(3)]
         self.hub = Hub(
@@ -28,11 +29,11 @@ class Job:
             now=self.now,
         )
 
-    def hear(self, rank: int, kind: str, **content: Any) -> None:
-        self.hub.hear(rank, {"kind": kind, **content}, self.now)
+    def hear(self, rank: int, message: Message) -> None:
+        self.hub.hear(rank, message, self.now)
 
     def beat(self, rank: int, phase: str = OWN_CODE, seconds: float = 0.0, step: int = 5) -> None:
-        self.hear(rank, "beat", phase=phase, step=step, seconds=seconds)
+        self.hear(rank, messages.Beat(phase, step, seconds))
 
     def pass_time(self, seconds: float, *silent: int) -> None:
         """Let time pass, in which all ranks but ``silent`` beat once a second."""
@@ -45,7 +46,7 @@ class Job:
 
     @property
     def verdict(self) -> str:
-        return "" if self.hub.verdict is None else str(self.hub.verdict["text"])
+        return "" if self.hub.verdict is None else self.hub.verdict.text
 
 
 @pytest.fixture
@@ -63,7 +64,7 @@ def test_silence_is_judged_after_its_time_and_not_before(job: Job) -> None:
     )
     assert job.hub.verdict == job.said[-1][1]
     assert job.hub.verdict is not None
-    assert job.hub.verdict["frozen"]
+    assert job.hub.verdict.frozen
 
 
 def test_a_hub_that_was_asleep_blames_nobody(job: Job) -> None:
@@ -75,7 +76,7 @@ def test_a_hub_that_was_asleep_blames_nobody(job: Job) -> None:
 
 
 def test_a_connection_that_ends_is_a_death_unless_the_rank_had_left(job: Job) -> None:
-    job.hear(2, "leave")
+    job.hear(2, messages.Leave())
     job.hub.lost(2)
     assert job.verdict == ""
     job.hub.lost(1)
@@ -83,18 +84,18 @@ def test_a_connection_that_ends_is_a_death_unless_the_rank_had_left(job: Job) ->
 
 
 def test_the_first_failure_is_the_verdict_and_there_is_no_second(job: Job) -> None:
-    job.hear(2, "failed", text="ValueError: mine", follows=False, everywhere=False)
-    job.hear(0, "failed", text="CheckpointError: also", follows=False, everywhere=False)
+    job.hear(2, messages.Failed("ValueError: mine", follows=False))
+    job.hear(0, messages.Failed("CheckpointError: also", follows=False))
     job.hub.lost(2)
     assert job.verdict == "rank 2 on host2 (pid 1002): ValueError: mine"
-    assert [rank for rank, message in job.said if message["kind"] == "verdict"] == [None]
+    assert [rank for rank, message in job.said if isinstance(message, messages.Verdict)] == [None]
 
 
 def test_an_engine_s_error_is_the_fault_of_the_rank_that_did_not_come(job: Job) -> None:
     job.beat(0, "step", 9.0)
     job.beat(1, "step", 9.0)
     job.beat(2, OWN_CODE, 30.0, step=4)
-    job.hear(0, "failed", text="RuntimeError: gloo", follows=True)
+    job.hear(0, messages.Failed("RuntimeError: gloo", follows=True))
     assert job.verdict == (
         "rank 2 on host2 (pid 1002) did not come where rank 0 waited for it: rank 2 on host2 (pid 1002) is in its own "
         "code after step 4, for 30 s. Rank 0: RuntimeError: gloo"
@@ -104,7 +105,7 @@ def test_an_engine_s_error_is_the_fault_of_the_rank_that_did_not_come(job: Job) 
 def test_ranks_that_wait_for_different_things(job: Job) -> None:
     for rank, phase in enumerate(["step", "barrier", "step"]):
         job.beat(rank, phase, 9.0)
-    job.hear(0, "failed", text="RuntimeError: gloo", follows=True)
+    job.hear(0, messages.Failed("RuntimeError: gloo", follows=True))
     assert job.verdict.startswith("rank 0 on host0 (pid 1000): RuntimeError: gloo; rank 1 on host1 (pid 1001) is in ")
     assert "in barrier after step 5, for 9 s" in job.verdict
 
@@ -147,37 +148,37 @@ def test_a_rank_at_its_end_waits_for_one_that_still_works(job: Job) -> None:
 
 def test_a_rank_asks_where_the_others_are(job: Job) -> None:
     job.beat(1, "step", 3.0)
-    job.hear(0, "ask")
-    assert job.said == [(0, {"kind": "answer", "text": "rank 2 on host2 (pid 1002) is starting"})]
+    job.hear(0, messages.Ask())
+    assert job.said == [(0, messages.Answer("rank 2 on host2 (pid 1002) is starting"))]
 
 
 def test_all_stop_at_the_furthest_boundary_that_a_rank_has_yet_to_pass(job: Job) -> None:
-    job.hear(1, "stop", reason={"signal": 15})
-    job.hear(2, "stop", reason={"signal": 15})  # every rank got it
-    assert job.said == [(None, {"kind": "hold"})]
+    job.hear(1, messages.RequestStop(StopReason(15)))
+    job.hear(2, messages.RequestStop(StopReason(15)))  # every rank got it
+    assert job.said == [(None, messages.Hold())]
     for rank, boundary in enumerate([8, 7, 8]):
-        job.hear(rank, "held", boundary=boundary)
-    assert job.said[1:] == [(None, {"kind": "stop", "boundary": 8, "reason": {"signal": 15}})]
+        job.hear(rank, messages.Held(boundary))
+    assert job.said[1:] == [(None, messages.Stop(8, StopReason(15)))]
 
 
 def test_one_stop_after_another(job: Job) -> None:
     """A checkpoint failed, was told, and the run goes on; meanwhile somebody asks it to end."""
-    job.hear(0, "stop", reason={"checkpoint": "failed"})
+    job.hear(0, messages.RequestStop(StopReason()))
     for rank in range(3):
-        job.hear(rank, "held", boundary=3)
-    job.hear(1, "stop", reason={"signal": 15})
-    assert [message["kind"] for _, message in job.said] == ["hold", "stop"], "not before all have come to the first"
+        job.hear(rank, messages.Held(3))
+    job.hear(1, messages.RequestStop(StopReason(15)))
+    assert [message.kind for _, message in job.said] == ["hold", "stop"], "not before all have come to the first"
     for rank in range(3):
-        job.hear(rank, "settled")
-    assert job.said[2:] == [(None, {"kind": "hold"})]
+        job.hear(rank, messages.Settled())
+    assert job.said[2:] == [(None, messages.Hold())]
     for rank in range(3):
-        job.hear(rank, "held", boundary=5)
-    assert job.said[3:] == [(None, {"kind": "stop", "boundary": 5, "reason": {"signal": 15}})]
+        job.hear(rank, messages.Held(5))
+    assert job.said[3:] == [(None, messages.Stop(5, StopReason(15)))]
 
 
 def test_nobody_stops_once_one_has_left(job: Job) -> None:
-    job.hear(0, "leave")
-    job.hear(1, "stop", reason={"signal": 15})
+    job.hear(0, messages.Leave())
+    job.hear(1, messages.RequestStop(StopReason(15)))
     assert job.said == []
 
 
@@ -185,17 +186,18 @@ def test_nobody_stops_once_one_has_left(job: Job) -> None:
 
 
 def test_boundaries_are_passed_until_the_one_agreed_on() -> None:
-    with unitrain.init(backend="single") as strategy:
-        stopping = strategy.stopping
-        for _ in range(3):
-            stopping.pass_boundary()
-        assert stopping.hold() == 4
-        stopping.agree(5, {"signal": 15})
+    pulse = Pulse()
+    boundaries = Boundaries(pulse)
+    stopping = Stopping(boundaries, pulse, None, is_main=True)
+    for _ in range(3):
         stopping.pass_boundary()
-        with pytest.raises(unitrain.Stopped) as stopped:
-            stopping.pass_boundary()
-        assert stopped.value.code == 143
+    assert boundaries.hold() == 4
+    boundaries.agree(5, StopReason(15))
+    stopping.pass_boundary()
+    with pytest.raises(unitrain.Stopped) as stopped:
         stopping.pass_boundary()
+    assert stopped.value.code == 143
+    stopping.pass_boundary()
 
 
 def test_the_outermost_wait_says_in_what() -> None:
@@ -216,7 +218,7 @@ def test_a_wait_that_failed_stays_noted_until_the_next() -> None:
 
 
 def call(job: Job, rank: int, what: str, line: int) -> None:
-    job.hear(rank, "call", call=what, place=f"train.py:{line}")
+    job.hear(rank, messages.Call(what, f"train.py:{line}"))
 
 
 def test_calls_that_agree_let_all_ranks_go_on_once_all_have_come(job: Job) -> None:
@@ -226,7 +228,7 @@ def test_calls_that_agree_let_all_ranks_go_on_once_all_have_come(job: Job) -> No
             call(job, rank, what, 10 + rank)
         assert job.said == []
         call(job, 1, what, 11)
-        assert job.said == [(None, {"kind": "calls agree"})]
+        assert job.said == [(None, messages.CallsAgree())]
 
 
 def test_calls_that_differ_are_the_verdict_with_both_lines(job: Job) -> None:

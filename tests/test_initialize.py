@@ -22,10 +22,10 @@ from torch import nn
 
 import unitrain
 from unitrain import BackendError, ConfigError, Launch, LaunchError, Strategy, StrategyConfig, UsageError
+from unitrain.backend import Backend, load_backend
 from unitrain.device import pick_device
 from unitrain.initialize import advice, choose_backend, default_threads
 from unitrain.launch.detect import detect
-from unitrain.registry import load_backend
 
 RECORDED = {
     path.stem: json.loads(path.read_text())["environments"]
@@ -96,15 +96,15 @@ def _choice_under_mpirun(path: str) -> str:
 
 def test_alone_on_a_cpu() -> None:
     strategy = unitrain.init(device="cpu")
-    assert (strategy.name, strategy.rank, strategy.world_size, strategy.is_main) == ("single", 0, 1, True)
-    assert (strategy.local_rank, strategy.local_world_size, strategy.node_rank) == (0, 1, 0)
+    assert (strategy.config.backend, strategy.rank, strategy.world_size, strategy.is_main) == ("single", 0, 1, True)
+    assert (strategy.local_rank, strategy.launch.local_world_size, strategy.node_rank) == (0, 1, 0)
     assert (strategy.device, strategy.devices) == (torch.device("cpu"), (torch.device("cpu"),))
     assert strategy.config.backend == "single"
 
 
 def _places() -> tuple[Any, ...]:
     with unitrain.init() as strategy:
-        return strategy.name, strategy.rank, strategy.world_size, strategy.local_rank, strategy.is_main
+        return strategy.config.backend, strategy.rank, strategy.world_size, strategy.local_rank, strategy.is_main
 
 
 def test_auto_on_several_ranks() -> None:
@@ -131,27 +131,27 @@ def test_n_copies_of_a_job_are_refused(environment: Any, name: str, backend: str
     assert launch.evidence[0] in said
 
 
-class Elsewhere(Strategy):
-    """An engine that sees another world than the launcher made."""
+class Elsewhere(Backend):
+    """A library that sees another world than the launcher made."""
 
     name = "elsewhere"
     ended = False
 
-    def _start(self) -> tuple[int, int]:
+    def start(self) -> tuple[int, int]:
         return 1, 3
 
-    def _close(self) -> None:
+    def close(self, *, failed: bool) -> None:
         Elsewhere.ended = True
 
-    def _all_reduce(self, tensor: torch.Tensor, op: str, name: str) -> Any:
-        raise NotImplementedError
+    def all_reduce(self, tensor: torch.Tensor, op: str, name: str) -> Any:
+        raise AssertionError
 
-    _all_gather = _broadcast = _all_reduce  # type: ignore[assignment]
+    all_gather = broadcast = all_reduce  # type: ignore[assignment]
 
 
-def test_an_engine_that_sees_another_world_is_ended_and_refused() -> None:
+def test_a_library_that_sees_another_world_is_ended_and_refused() -> None:
     with pytest.raises(LaunchError, match=r"this is rank 0 of 1, but backend elsewhere sees rank 1 of 3"):
-        Elsewhere(StrategyConfig(device="cpu"), Launch("python"))
+        Strategy(Elsewhere, StrategyConfig(device="cpu"), Launch("python"))
     assert Elsewhere.ended
 
 
@@ -166,7 +166,7 @@ def _adopt(close_twice: bool) -> tuple[str, str, int, float, bool]:
         strategy.close()
     stays = dist.is_initialized() and dist.group.WORLD is group
     dist.destroy_process_group()
-    return strategy.name, strategy.launch.launcher, strategy.world_size, total, stays
+    return strategy.config.backend, strategy.launch.launcher, strategy.world_size, total, stays
 
 
 @pytest.mark.parametrize("close_twice", [False, True])

@@ -110,7 +110,7 @@ def test_a_whole_stream_is_dealt_out_like_map_style_data(
 def read_stream(workers: int, kind: type[Numbers]) -> list[tuple[list[int], int]]:
     strategy = unitrain.init(accumulate=2)
     loader = strategy.dataloader(kind(25), global_batch_size=8, **of_workers(workers))
-    batches = [(batch.tolist(), strategy._training_step.micro_batch.window) for batch in loader]  # type: ignore[union-attr]
+    batches = [(batch.tolist(), strategy.training_step.micro_batch.window) for batch in loader]  # type: ignore[union-attr]
     assert len(list(loader)) == len(batches), "the next epoch reads it again"
     return batches
 
@@ -179,7 +179,7 @@ def test_a_stream_that_knows_its_length_plans_with_it() -> None:
             return self.length
 
     loader = pretended_rank(accumulate=2).dataloader(Sized(25), global_batch_size=8)
-    assert (len(loader), loader.steps) == (len(list(loader)), 4)
+    assert (len(loader), loader.steps_per_epoch) == (len(list(loader)), 4)
     unsized = pretended_rank().dataloader(Numbers(25), global_batch_size=8)
     with pytest.raises(TypeError, match="no len"):
         len(unsized)
@@ -195,7 +195,7 @@ def read_shards(sizes: list[int], workers: int, drop_last: bool = False) -> dict
     loader = strategy.dataloader(data, global_batch_size=batch, drop_last=drop_last, **of_workers(workers))
     seen, counts, states = [], [], []
     for batch in loader:
-        micro_batch = strategy._training_step.micro_batch
+        micro_batch = strategy.training_step.micro_batch
         assert micro_batch is not None
         assert micro_batch.count == len(batch)
         seen += batch.tolist()
@@ -255,7 +255,7 @@ def train_on_shards(sizes: list[int]) -> list[float]:
         counted = strategy.meter()
         with strategy.evaluation(model):
             for held in held_out:
-                counted.add(held.double().sum(), len(held))
+                counted.add(total=held.double().sum(), count=len(held))
         assert counted.count() == 6
         weights.append(next(model.parameters()).item())
     strategy.check_in_sync(model)

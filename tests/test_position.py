@@ -6,14 +6,13 @@ import io
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pretended import handed_out, pretended_rank
+from pretended import in_training, pretended_rank, trained
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset, WeightedRandomSampler
 
@@ -101,8 +100,8 @@ def play(case: Case, world_size: int, state: dict[str, Any] | None, stop: int | 
             loader.load_state_dict(state)
         whole_epoch = len(loader)
         mine = []
-        for batch in islice(loader, stop):
-            micro_batch = handed_out(loader)
+        for batch in trained(loader, stop):
+            micro_batch = in_training(loader)
             assert len(batch) == micro_batch.count
             mine.append((batch.tolist(), micro_batch.window, micro_batch.last))
         assert stop is not None or state is not None or len(mine) == whole_epoch
@@ -182,7 +181,7 @@ def plain_loader(length: int = 20, **given: Any) -> Loader:
 
 
 def values(loader: Loader, count: int | None = None) -> list[int]:
-    return [sample for batch in islice(loader, count) for sample in batch.tolist()]
+    return [sample for batch in trained(loader, count) for sample in batch.tolist()]
 
 
 def test_a_state_is_plain_data_that_torch_loads_without_running_code() -> None:
@@ -365,7 +364,7 @@ def test_a_billion_samples_start_and_continue_without_a_list_of_them(shuffle: bo
     loader.load_state_dict({**loader.state_dict(), "consumed": 999_999_000})
     (batch,) = loader
     assert len(batch) == 125
-    assert (len(loader), loader.steps) == (10**6, 10**6)
+    assert (len(loader), loader.steps_per_epoch) == (10**6, 10**6)
     loader.epoch = 3
     first = next(iter(loader))
     assert (first.tolist() == list(range(5, 1000, 8))) != shuffle

@@ -172,7 +172,7 @@ def test_autocast_of_a_strategy(name: str) -> None:
 def test_no_autocast(name: str) -> None:
     with open_strategy(name) as strategy, strategy.autocast():
         assert not torch.is_autocast_enabled("cpu")
-    assert strategy.precision.scaler is None
+    assert strategy._precision.scaler is None
 
 
 class Pair(NamedTuple):

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import io
-from itertools import islice
 from typing import Any
 
 import pytest
 import torch
-from pretended import pretended_rank
+from pretended import pretended_rank, trained
 from rich.console import Console
 from torch import Tensor
 from torch.utils.data import IterableDataset
@@ -24,7 +23,7 @@ class Stream(IterableDataset[Tensor]):
 
 def shown(loader: Any, rank: int = 0, terminal: bool = True) -> str:
     console = Console(file=io.StringIO(), force_terminal=terminal, width=120)
-    bar = ProgressBar(pretended_rank(rank, 2), loader, "epoch 0", console=console)
+    bar = ProgressBar(loader, "epoch 0", is_main=rank == 0, console=console)
     for batch in bar:
         bar.show(loss=0.123456, rows=len(batch))
     output: str = console.file.getvalue()  # type: ignore[attr-defined]
@@ -41,10 +40,10 @@ def test_it_counts_the_samples_of_all_ranks() -> None:
 
 def test_it_begins_where_the_epoch_continues() -> None:
     first = pretended_rank().dataloader(list(range(1000)), global_batch_size=10)
-    list(islice(first, 99))
+    list(trained(first, 99))
     loader = pretended_rank().dataloader(list(range(1000)), global_batch_size=10)
     loader.load_state_dict(first.state_dict())
-    assert loader.handed_out == 990
+    assert loader.yielded == 990
     assert "1000/1000" in shown(loader)
 
 
@@ -64,8 +63,9 @@ def test_elsewhere_it_shows_nothing(rank: int, terminal: bool) -> None:
 def test_the_samples_of_an_epoch() -> None:
     def samples(**given: Any) -> int | None:
         loader = pretended_rank().dataloader(list(range(20)), **given)
-        list(islice(loader, 1))
-        assert loader.handed_out == len(next(iter(loader)))
+        batches = iter(loader)
+        assert loader.yielded == 0
+        assert len(next(batches)) == loader.yielded > 0
         return loader.samples
 
     assert samples(batch_size=8) == 20

@@ -20,9 +20,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tqdm import tqdm
 
 import unitrain
+from unitrain.backend import backend_names
 from unitrain.errors import ConfigError
 from unitrain.recipes import images, models, resnet
-from unitrain.registry import backend_names
 
 METRICS = {
     "epoch", "step", "train_loss", "val_loss", "val_accuracy", "val_count", "learning_rate",

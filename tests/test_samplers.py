@@ -98,7 +98,7 @@ def test_a_batch_sampler_yields_global_batches(world_size: int) -> None:
     def make(strategy: Any) -> Loader:
         batches = BatchSampler(RandomSampler(DATA), 6, drop_last=True)
         loader: Loader = strategy.dataloader(DATA, batch_sampler=batches)
-        assert (len(loader), loader.steps, loader.global_batch_size) == (3, 3, None)
+        assert (len(loader), loader.steps_per_epoch, loader.global_batch_size) == (3, 3, None)
         return loader
 
     alone = global_batches(make, 1)
@@ -110,7 +110,7 @@ def test_a_batch_sampler_yields_global_batches(world_size: int) -> None:
 def test_a_batch_is_cut_into_the_micro_batches_of_one_step() -> None:
     loader = pretended_rank(accumulate=3).dataloader(DATA, batch_sampler=[[1, 2], [3, 4, 5, 6, 7, 8, 9], [0]])
     assert [batch.tolist() for batch in loader] == [[1], [2], [3, 4], [5, 6], [7, 8, 9], [0]]
-    assert (len(loader), loader.steps) == (6, 3)
+    assert (len(loader), loader.steps_per_epoch) == (6, 3)
 
 
 def test_a_sampler_leaves_every_generator_as_it_was() -> None:

@@ -342,18 +342,12 @@ def test_nonfinite_loss_raises() -> None:
 
 
 def test_skipped_step_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    model, results = step_with(strategy_of(on_nonfinite="skip"), [1, math.nan, -math.inf, 1])
+    with strategy_of(on_nonfinite="skip") as strategy:
+        model, results = step_with(strategy, [1, math.nan, -math.inf, 1])
     assert [(r.stepped, r.skipped) for r in results] == [(True, False), (False, True), (False, True), (True, False)]
-    expected, _ = step_with_closed([1, 1])
+    expected, _ = step_with(strategy_of(), [1, 1])
     assert_equal(model, expected)
     assert capsys.readouterr().out.count("The step was skipped on all ranks.") == 2
-
-
-def step_with_closed(factors: Sequence[float]) -> tuple[nn.Module, list[Any]]:
-    current = unitrain.initialize._current
-    assert current is not None
-    current.close()
-    return step_with(strategy_of(), factors)
 
 
 @pytest.mark.parametrize("settings", [{}, {"clip_value": 0.1}, {"clip_norm": 0.1}, {"accumulate": 2}])
@@ -363,7 +357,7 @@ def test_nonfinite_gradient_of_a_finite_loss_is_caught(settings: dict[str, Any],
     strategy = strategy_of(on_nonfinite="raise", **settings)
     model, optimizer = strategy.prepare(*(lambda m: (m, sgd(m)))(model_of()))
     before = weights(model)
-    model[2].bias.register_hook(lambda g: torch.full_like(g, bad))
+    model.get_parameter("2.bias").register_hook(lambda g: torch.full_like(g, bad))  # type: ignore[no-untyped-call]
     x = torch.ones(2, 4, dtype=torch.float64)
     said = r"a gradient of rank 0 \(every rank's loss was finite\); first bad parameter: 2.bias"
     with pytest.raises(NonFiniteError, match=said):  # noqa: PT012
@@ -392,8 +386,8 @@ ON_DEVICE = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, GPU])]
 
 def on_device(device: str, make: Callable[..., Optimizer], **settings: Any) -> tuple[Strategy, nn.Module, Optimizer]:
     strategy = unitrain.init(backend="single", precision="fp64", device=device, **settings)
-    strategy._training_step._on_host = False  # as on a GPU
-    strategy._training_step._guarded_step._may_flag = True
+    strategy.training_step._on_host = False  # as on a GPU
+    strategy.training_step._guarded_step._may_flag = True
     model = model_of()
     prepared, optimizer = strategy.prepare(model, make(model.parameters(), lr=0.1, weight_decay=0.01, fused=True))
     return strategy, prepared, optimizer
@@ -444,17 +438,17 @@ def test_a_sparse_gradient_that_is_not_finite_is_named() -> None:
     strategy = strategy_of(on_nonfinite="raise")
     model = nn.Embedding(5, 3, sparse=True)
     model, optimizer = strategy.prepare(model, SGD(model.parameters(), lr=0.1))
-    model.weight.register_hook(lambda g: g * math.inf)
+    model.get_parameter("weight").register_hook(lambda g: g * math.inf)  # type: ignore[no-untyped-call]
     with pytest.raises(NonFiniteError, match="first bad parameter: weight"):
         strategy.step(model(torch.tensor([1, 2])).sum(), optimizer)
 
 
 def test_nonfinite_loss_in_the_midst_of_a_window_gives_up_the_window() -> None:
-    strategy = strategy_of(accumulate=3, on_nonfinite="skip")
-    model, results = step_with(strategy, [1, math.nan, 1, 1, 1, 1])
+    with strategy_of(accumulate=3, on_nonfinite="skip") as strategy:
+        model, results = step_with(strategy, [1, math.nan, 1, 1, 1, 1])
     assert [r.skipped for r in results] == [False, False, True, False, False, False]
     assert [r.stepped for r in results] == [False, False, False, False, False, True]
-    expected, _ = step_with_closed([1])
+    expected, _ = step_with(strategy_of(), [1])
     assert_equal(model, expected)
 
 
@@ -494,7 +488,7 @@ def test_fp16_overflow_halves_the_scale_and_skips() -> None:
     model, optimizer = strategy.prepare(model, SGD(model.parameters(), lr=0.1))
     x = torch.ones(2, 4)
     before = weights(model)
-    scaler = strategy.precision.scaler
+    scaler = strategy._precision.scaler
     assert scaler is not None
     assert strategy.step(model(x).float().mean() * 1e35, optimizer).skipped
     assert torch.equal(weights(model), before)

@@ -24,6 +24,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 
 import unitrain
 from unitrain import CommunicationError, DataError
+from unitrain.config import StrategyConfig
 from unitrain.data.workers import default_workers, with_defaults
 
 
@@ -40,6 +41,9 @@ class Failing(Dataset[int]):
         if index == 13:
             self.fail()
         return index
+
+
+CPU = torch.device("cpu")
 
 
 def raise_error() -> None:
@@ -59,7 +63,7 @@ def read(fail: Callable[[], object], settings: dict[str, Any]) -> int:
     strategy = unitrain.init(timeout_s=60)
     loader = strategy.dataloader(Failing(fail), batch_size=2, num_workers=1, multiprocessing_context="fork", **settings)
     for batch in loader:
-        strategy.sum(batch.sum())  # where the others wait
+        strategy.all_reduce(batch.sum())  # where the others wait
     return strategy.rank
 
 
@@ -166,25 +170,25 @@ def test_errors_of_the_dataset_s_own_pass_as_they_are() -> None:
 
 
 def test_by_default_only_a_gpu_has_workers() -> None:
-    strategy = pretended_rank(0, 2)
     cores = min(len(os.sched_getaffinity(0)), (os.cpu_count() or 1) // 2)
     data = Failing(raise_error)
-    assert default_workers(data, strategy, 8) == 0
-    strategy.device = torch.device("cuda")
-    assert default_workers(data, strategy, 8) == max(0, min(cores - 1, 8))
-    assert default_workers(data, strategy, 0) == 0
+    assert default_workers(data, CPU, 2, 8) == 0
+    gpu = torch.device("cuda")
+    assert default_workers(data, gpu, 2, 8) == max(0, min(cores - 1, 8))
+    assert default_workers(data, gpu, 2, 0) == 0
     in_memory = TensorDataset(torch.zeros(3))
-    assert default_workers(in_memory, strategy, 8) == default_workers(Subset(in_memory, [0]), strategy, 8) == 0
+    assert default_workers(in_memory, gpu, 2, 8) == default_workers(Subset(in_memory, [0]), gpu, 2, 8) == 0
 
 
 def test_defaults_give_way_to_what_was_given() -> None:
-    strategy = pretended_rank(timeout_s=100, pin_memory=True)
+    config = StrategyConfig(timeout_s=100, pin_memory=True)
+    most = {"local_world_size": 1, "most_workers": 8}
     data = Failing(raise_error)
-    assert with_defaults({}, data, strategy, most_workers=8) == {"num_workers": 0, "pin_memory": True}
-    filled = with_defaults({"num_workers": 2, "pin_memory": None}, data, strategy, most_workers=8)
+    assert with_defaults({}, data, CPU, config, **most) == {"num_workers": 0, "pin_memory": True}
+    filled = with_defaults({"num_workers": 2, "pin_memory": None}, data, CPU, config, **most)
     del filled["worker_init_fn"]  # ours, which calls the user's
     assert filled == {"num_workers": 2, "pin_memory": True, "timeout": 50}
     given = {"num_workers": 2, "pin_memory": False, "timeout": 3}
-    taken = with_defaults(given, data, strategy, most_workers=8)
+    taken = with_defaults(given, data, CPU, config, **most)
     del taken["worker_init_fn"]
     assert taken == given

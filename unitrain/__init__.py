@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from unitrain.backend import Backend
     from unitrain.config import StrategyConfig
     from unitrain.data import Loader
     from unitrain.errors import (
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from unitrain.training.step import StepResult
 
 __all__ = [
+    "Backend",
     "BackendError",
     "CheckpointError",
     "CommunicationError",
@@ -50,6 +52,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Backend": "backend",
     "StrategyConfig": "config",
     "Loader": "data",
     "init": "initialize",

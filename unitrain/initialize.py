@@ -13,18 +13,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from unitrain.backend import Backend, load_backend
 from unitrain.config import StrategyConfig
 from unitrain.errors import BackendError, ConfigError, LaunchError, UsageError
 from unitrain.job import excepthook
+from unitrain.job.job import current
 from unitrain.launch.detect import Launch, detect
 from unitrain.process import keep_memory, print_stacks_when_killed, tell
-from unitrain.registry import load_backend
 from unitrain.rng import seed_all
 from unitrain.settings import resolve_strategy
 from unitrain.strategy import Strategy
 
 _SECTIONS = ("data_parallel", "ddp", "horovod")
-_current: Strategy | None = None
 
 
 def init(config: StrategyConfig | None = None, **settings: Any) -> Strategy:
@@ -43,10 +43,10 @@ def init(config: StrategyConfig | None = None, **settings: Any) -> Strategy:
         BackendError: the backend's engine is missing.
         UsageError: another strategy is still open.
     """
-    global _current
     excepthook.install_hook()
     print_stacks_when_killed()
-    if _current is not None and not _current.closed:
+    job = current()
+    if job is not None and not job.ended:
         raise UsageError("unitrain.init() was called while a strategy is open: close() it first; a process has one.")
     launch = _adopted(detect(os.environ))
     resolved = resolve_strategy(config, settings, os.environ)
@@ -60,9 +60,7 @@ def init(config: StrategyConfig | None = None, **settings: Any) -> Strategy:
     if launch.rank == 0:
         for line in advice(launch, resolved, torch.cuda.device_count()):
             tell(f"unitrain: {line}")
-    strategy = backend(resolved, launch)
-    _current = strategy
-    excepthook.install_hook(strategy)
+    strategy = Strategy(backend, resolved, launch)
     atexit.register(strategy.close)
     return strategy
 
@@ -128,7 +126,7 @@ def _horovod_has_mpi(launch: Launch) -> bool:
     return True
 
 
-def _check_world(backend: type[Strategy], launch: Launch) -> None:
+def _check_world(backend: type[Backend], launch: Launch) -> None:
     """Refuse N silent copies of a job, before any work."""
     seen = backend.expected_world(launch)
     if seen == launch.world_size:
@@ -141,7 +139,7 @@ def _check_world(backend: type[Strategy], launch: Launch) -> None:
     )
 
 
-def _check_honoured(backend: type[Strategy], config: StrategyConfig, launch: Launch) -> None:
+def _check_honoured(backend: type[Backend], config: StrategyConfig, launch: Launch) -> None:
     """Refuse what this backend can't do, and warn of what has no effect in this run."""
     idle = []
     if config.compression not in backend.compressions:

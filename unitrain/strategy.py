@@ -1,187 +1,90 @@
-"""The strategy: what a training script talks to, and the narrow interface that a backend fills.
-
-A backend implements ``_start``, ``_all_reduce``, ``_all_gather`` and ``_broadcast``, and ``_close`` where there is
-something to close. All else is derived from these, once, for every backend. A backend overrides ``_wrap_model``,
-``_arm`` and ``_watch_gradients`` only where its engine averages gradients in a way of its own.
-"""
+"""The strategy: what a training script talks to. It builds the parts of a run in order, and delegates to them."""
 
 from __future__ import annotations
 
 import builtins
-from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, final, overload
 
 import torch
 from torch import Tensor, nn
-from torch.nn import Parameter
 from torch.optim import Optimizer
+from typing_extensions import TypeVarTuple, Unpack
 
+from unitrain.backend import Backend
 from unitrain.checkpoint import Checkpoint, files
-from unitrain.communicator import Collectives
+from unitrain.communicator import Communicator, ReduceOp
 from unitrain.config import StrategyConfig
 from unitrain.data import Loader
 from unitrain.device import pick_device
-from unitrain.errors import LaunchError, UnitrainError, UsageError
-from unitrain.job.handshake import introduce
-from unitrain.job.pulse import CLOSING, Pulse
-from unitrain.job.stopping import Stopping
-from unitrain.job.watch import Watch
+from unitrain.errors import UsageError
+from unitrain.job.job import join
 from unitrain.launch.detect import Launch
-from unitrain.metrics import meter
+from unitrain.metrics import torchmetric
 from unitrain.metrics.meter import Meter
 from unitrain.metrics.throughput import Throughput
-from unitrain.training import batch_norm
-from unitrain.training.gradients import GradientReducer
+from unitrain.pulse import CLOSING
+from unitrain.training import batch_norm, preparation
 from unitrain.training.in_sync import check_in_sync
-from unitrain.training.precision import AUTOCAST_DTYPE, Precision
-from unitrain.training.preparation import Preparation
-from unitrain.training.step import StepResult, TrainingStep, Weight
+from unitrain.training.loop import TrainingLoop
+from unitrain.training.loss import Weight
+from unitrain.training.precision import Precision
+from unitrain.training.prepared import PreparedModules
+from unitrain.training.step import StepResult, TrainingStep
 
 if TYPE_CHECKING:
     from unitrain.data.progress import ProgressBar
 
 T = TypeVar("T")
+U = TypeVar("U")
+Ts = TypeVarTuple("Ts")
 
 
-class Strategy(Collectives):
+@final
+class Strategy:
     """How a script's processes, devices and gradients work together. Made by ``unitrain.init``.
 
-    Attributes:
-        config: the resolved configuration.
+    Args:
+        backend: the class of the backend that communicates.
+        config: the resolved settings.
         launch: who started this process.
-        rank: number of this process, from 0.
+
+    Attributes:
+        config: the resolved settings.
+        launch: who started this process, with its local rank and world size.
+        rank: rank of this process.
         world_size: number of processes (1 under DataParallel, whose devices are ``devices``).
-        local_rank: number of this process on its host.
-        local_world_size: number of processes on this host.
+        local_rank: rank of this process among those on its host.
         node_rank: number of this host.
         device: where this process computes.
         devices: all devices that this process computes on.
         is_main: whether this is rank 0.
     """
 
-    name: ClassVar[str]
-    """The backend's name, as in its entry point."""
-    served_by: ClassVar[str] = "see its documentation"
-    """The launchers that start what this backend can use, for messages."""
-    gradient_reduction: Literal["sum", "mean"] = "sum"
-    """Whether the engine's gradients are the ranks' sum, or their mean."""
-    matches_by_name: ClassVar[bool] = False
-    """Whether the engine knows by their names which calls of the ranks belong together, and not by their order."""
-    compressions: ClassVar[tuple[str, ...]] = ("none", "fp16", "bf16")
-    """What ``compression`` may be under this backend."""
-
-    def __init__(self, config: StrategyConfig, launch: Launch) -> None:
+    def __init__(self, backend: type[Backend], config: StrategyConfig, launch: Launch) -> None:
         self.config = config
         self.launch = launch
         self.local_rank = launch.local_rank
-        self.local_world_size = launch.local_world_size
-        self.device = pick_device(config.device, launch)
-        self.devices: tuple[torch.device, ...] = (self.device,)
-        self.precision = Precision(config.precision, self.device)
-        self.evaluating = False
-        self.failed = False
-        """Whether this process is ending because of an error: it then waits for nobody."""
-        self.closed = False
-        self._closing = False
-        self._checkpoint: Checkpoint | None = None
-        self._armed = True
-        self._reducers: list[GradientReducer] = []
-        self.rank, self.world_size = self._start()
-        self.is_main = self.rank == 0
-        self._check_world()
-        self.pulse = Pulse()
-        self.stopping = Stopping(self)
-        self.watch: Watch | None = None
-        self._training_step = TrainingStep(self)
-        self._throughput: Throughput | None = None
-        self._preparation = Preparation(self)
-        self.node_rank = launch.node_rank or 0
-        if self.world_size > 1:
-            self._meet()
-
-    # ----------------------------------------------------------------------------------- what a backend fills in
-
-    @classmethod
-    def expected_world(cls, launch: Launch) -> int:
-        """Return the world size that this backend would see under ``launch``, without starting anything."""
-        return launch.world_size
-
-    @classmethod
-    def check(cls, config: StrategyConfig, launch: Launch) -> None:
-        """Raise where this backend can't run, or can't honour the configuration. Called before any work.
-
-        Raises:
-            BackendError: its engine is missing.
-            ConfigError: a setting can't be honoured.
-        """
-
-    @classmethod
-    def versions(cls) -> dict[str, str]:
-        """Return the versions of the engine's libraries other than torch, by name. No two ranks may differ."""
-        return {}
-
-    @classmethod
-    def is_engine_error(cls, error: BaseException) -> bool:
-        """Whether an error is what the engine says where another rank has gone, or does not come."""
-        return False
-
-    @abstractmethod
-    def _start(self) -> tuple[int, int]:
-        """Start communication and return this process's rank and the world size, as the engine sees them."""
-
-    def _close(self) -> None:
-        """End communication."""
-
-    def _wrap_model(self, module: nn.Module) -> nn.Module:
-        """Return what the user calls instead of ``module``."""
-        return module
-
-    def _arm(self, sync: bool) -> None:
-        """Say whether the coming forward and backward shall communicate. Called before the forward."""
-        self._armed = sync
-
-    def _watch_gradients(self, parameters: Sequence[Parameter]) -> Callable[[bool], None]:
-        """Reduce the gradients of ``parameters`` in every armed backward from now on.
-
-        Returns:
-            What ends a step's reduction: afterwards each ``grad`` holds the reduced gradient, or None where no rank
-            had one. Its argument says that some gradients came from a backward which the engine, to be armed before
-            the forward, may have missed.
-        """
-        reducer = GradientReducer(
-            parameters,
-            all_reduce=self._all_reduce,
-            armed=lambda: self._armed,
-            name=f"gradients.{len(self._reducers)}",
-            wire_dtype=AUTOCAST_DTYPE.get(self.config.compression),
-            overlap=self.matches_by_name or not self.config.sync_batchnorm,
+        engine = backend(config, launch, pick_device(config.device, launch))
+        self.device, self.devices = engine.device, engine.devices
+        self._communicator, self._job = join(engine, config, launch)
+        self.rank, self.world_size = self._communicator.rank, self._communicator.world_size
+        self.is_main = self._communicator.is_main
+        self.node_rank = self._job.node_rank
+        self._precision = Precision(config.precision, self.device)
+        self._prepared = PreparedModules(distributed=self.world_size > 1)
+        pass_boundary = self._job.stopping.pass_boundary
+        self._step = TrainingStep(
+            self._communicator, engine, self._prepared, self._precision.scaler, pass_boundary, config
         )
-        self._reducers.append(reducer)
-        return lambda late: reducer.finish()
-
-    def _check_world(self) -> None:
-        said = (self.launch.rank, self.expected_world(self.launch))
-        if (self.rank, self.world_size) != said:
-            self._close()
-            raise LaunchError(
-                f"{self.launch.launcher} says that this is rank {said[0]} of {said[1]}, but backend {self.name} sees "
-                f"rank {self.rank} of {self.world_size}. Evidence: {', '.join(self.launch.evidence) or 'none'}."
-            )
-
-    def _meet(self) -> None:
-        """Compare notes with the other ranks, and let the processes watch over one another from now on."""
-        try:
-            members = introduce(self)
-            self.watch = Watch(self, members)
-        except UnitrainError:
-            self._close()
-            raise
-        if self.launch.node_rank is None:  # the launcher does not tell: hosts are numbered in the order of the ranks
-            hosts = [member.host for member in members]
-            self.node_rank = list(dict.fromkeys(hosts)).index(hosts[self.rank])
+        self._loop = TrainingLoop(self._step, pass_boundary)
+        self._preparation = preparation.Preparation(
+            self._communicator, engine, self._precision, self._prepared, self._step.register, config
+        )
+        self._checkpoint: Checkpoint | None = None
+        self._throughput: Throughput | None = None
 
     # --------------------------------------------------------------------------------------------------- training
 
@@ -189,26 +92,29 @@ class Strategy(Collectives):
     def prepare(self, one: T, /) -> T: ...
 
     @overload
-    def prepare(self, first: Any, second: Any, /, *more: Any) -> tuple[Any, ...]: ...
+    def prepare(self, first: T, second: U, /, *more: Unpack[Ts]) -> tuple[T, U, Unpack[Ts]]: ...
 
-    def prepare(self, *objects: Any) -> Any:
+    def prepare(self, first: Any, /, *more: Any) -> Any:  # type: ignore[misc]  # mypy on TypeVarTuple
         """Make modules, optimizers and schedulers ready for this run, and return them in the order given.
 
         A module is moved to the device, its BatchNorm is converted (with ``sync_batchnorm``), rank 0's weights and
         buffers are copied to all ranks, its forward enters autocast, and it is wrapped where the backend wraps.
         Parameters stay the same objects, and an optimizer is returned as it was given, with rank 0's state: loaded
-        state and schedulers made before stay valid. A module may be prepared before its optimizer exists.
+        state and schedulers made before stay valid. A module may be prepared before its optimizer exists. Collective.
 
         Raises:
             UsageError: something else was given, or it was prepared before.
             CommunicationError: the ranks' models differ in names, shapes or dtypes.
+
+        Example:
+            >>> model, optimizer, scheduler = strategy.prepare(model, optimizer, scheduler)
         """
-        prepared = self._preparation.prepare(objects)
-        return prepared[0] if len(objects) == 1 else prepared
+        prepared = self._preparation.prepare((first, *more))
+        return prepared if more else prepared[0]
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context to compute a loss in. A prepared model's forward enters it by itself."""
-        return self.precision.autocast()
+        return self._precision.autocast()
 
     def step(
         self,
@@ -218,7 +124,7 @@ class Strategy(Collectives):
         *,
         weight: Weight | None = None,
     ) -> StepResult:
-        """Do all that follows a loss: backward, average, unscale, clip, check, step, zero the gradients.
+        """Do all that follows a loss: backward, average, unscale, clip, check, step, zero the gradients. Collective.
 
         Within an accumulation window only backward runs; the optimizer (and the scheduler) moves at its end. The
         gradient is that of the mean over all samples of the window on all ranks.
@@ -228,7 +134,7 @@ class Strategy(Collectives):
             optimizer: what to step; several share the one loss.
             scheduler: stepped when the optimizer is.
             weight: what this rank's mean counts for: the number of its tokens, say. Default: the number of samples
-                of the batch that the strategy's loader handed out last; without such a loader all ranks are equal.
+                of the batch that the strategy's loader yielded last; without such a loader all ranks are equal.
 
         Raises:
             UsageError: the loss is no scalar with a gradient, or a micro-batch was left out.
@@ -236,14 +142,14 @@ class Strategy(Collectives):
             Stopped: the same under ``on_nonfinite="stop"``.
         """
         if isinstance(optimizer, Optimizer):
-            self._training_step.backward(loss, [optimizer], weight=weight)
-            return self._training_step.update(optimizer, scheduler)
+            self._step.backward(loss, (optimizer,), weight=weight)
+            return self._step.update(optimizer, scheduler)
         if not isinstance(optimizer, Sequence) or not optimizer:
             raise UsageError(
                 f"step() needs an optimizer of torch, or a list of at least one, not {type(optimizer).__name__}."
             )
-        self._training_step.backward(loss, optimizer, weight=weight)
-        results = [self._training_step.update(one) for one in optimizer]
+        self._step.backward(loss, optimizer, weight=weight)
+        results = [self._step.update(one) for one in optimizer]
         if scheduler is not None and results[0].stepped:
             scheduler.step()
         return results[0]
@@ -256,7 +162,7 @@ class Strategy(Collectives):
         sync: bool | None = None,
         weight: Weight | None = None,
     ) -> None:
-        """The first half of ``step``: for several losses on one optimizer, or several optimizers.
+        """The first half of ``step``: for several losses on one optimizer, or several optimizers. Collective.
 
         Until ``update`` has ended the averaging, gradients are not complete. What is to see or change them is a step
         pre-hook of the optimizer (``optimizer.register_step_pre_hook``).
@@ -269,45 +175,21 @@ class Strategy(Collectives):
                 ``update`` calls says.
             weight: as in ``step``; losses of one micro-batch share the first one's.
         """
-        self._training_step.backward(loss, None if optimizer is None else [optimizer], sync=sync, weight=weight)
+        self._step.backward(loss, None if optimizer is None else [optimizer], sync=sync, weight=weight)
 
     def update(self, optimizer: Optimizer, scheduler: Any = None) -> StepResult:
-        """The second half of ``step``, once for each micro-batch and optimizer."""
-        return self._training_step.update(optimizer, scheduler)
+        """The second half of ``step``, once for each micro-batch and optimizer. Collective."""
+        return self._step.update(optimizer, scheduler)
 
-    def dataloader(self, dataset: Any, **settings: Any) -> Loader:
-        """Return a loader of this rank's share of ``dataset``; see ``unitrain.data.Loader`` for its settings."""
-        return Loader(self, dataset, **settings)
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps that the run has made, those before it was resumed included."""
+        return self._step.global_step
 
-    def progress(self, loader: Loader, description: str = "") -> ProgressBar:
-        """Return what iterates over ``loader`` and shows samples a second and the time left on rank 0's terminal."""
-        from unitrain.data.progress import ProgressBar  # it imports rich, which few scripts want
-
-        return ProgressBar(self, loader, description)
-
-    def meter(self) -> Meter:
-        """Return a sum and mean over all ranks that is reduced only when it is read."""
-        return Meter(self)
-
-    def throughput(self) -> Throughput:
-        """Return what measures samples a second, the split of the time and peak memory, from the first call on."""
-        if self._throughput is None:
-            self._throughput = Throughput(self)
-        return self._throughput
-
-    def metric(self, metric: T) -> T:
-        """Let a torchmetrics ``Metric`` synchronise through this strategy, on any backend; it is returned as it is."""
-        return meter.synchronise(metric, self)
-
-    def check_in_sync(self, module: nn.Module) -> None:
-        """Compare a model's parameters and buffers over the ranks, by checksums of their bits. Collective.
-
-        The running statistics of BatchNorm layers that are not synchronised are each rank's own, and left out.
-
-        Raises:
-            CommunicationError: on every rank, naming the first tensor that differs and the ranks where it does.
-        """
-        check_in_sync(self, self.unwrap(module))
+    @property
+    def training_step(self) -> TrainingStep:
+        """What ``step``, ``backward`` and ``update`` call, for tools that measure it."""
+        return self._step
 
     @contextmanager
     def evaluation(self, *modules: nn.Module) -> Iterator[None]:
@@ -319,17 +201,99 @@ class Strategy(Collectives):
         if not modules:
             raise UsageError("evaluation() needs the model, or models, to be evaluated.")
         modes = [(layer, layer.training) for module in modules for layer in module.modules()]
-        batch_norm.average_statistics(modules, self)
-        outer, self.evaluating = self.evaluating, True
+        batch_norm.average_statistics(modules, self._communicator)
+        outer, self._loop.evaluating = self._loop.evaluating, True
         try:
             for module in modules:
                 module.eval()
             with torch.no_grad():
                 yield
         finally:
-            self.evaluating = outer
+            self._loop.evaluating = outer
             for layer, training in modes:
                 layer.training = training
+
+    # ---------------------------------------------------------------------------------------- data and measurement
+
+    def dataloader(self, dataset: Any, **settings: Any) -> Loader:
+        """Return a loader of this rank's share of ``dataset``; see ``unitrain.data.Loader`` for its settings."""
+        return Loader(self._communicator, self._loop, self.config, self.launch.local_world_size, dataset, **settings)
+
+    def progress(self, loader: Loader, description: str = "") -> ProgressBar:
+        """Return what iterates over ``loader`` and shows samples a second and the time left on rank 0's terminal."""
+        from unitrain.data.progress import ProgressBar  # it imports rich, which few scripts want
+
+        return ProgressBar(loader, description, is_main=self.is_main)
+
+    def meter(self) -> Meter:
+        """Return a sum and mean over all ranks that is reduced only when it is read."""
+        return Meter(self._communicator)
+
+    def metric(self, metric: T) -> T:
+        """Let a torchmetrics ``Metric`` synchronise through this strategy, on any backend; it is returned as it is."""
+        return torchmetric.synchronise(metric, self._communicator)
+
+    def throughput(self) -> Throughput:
+        """Return what measures samples a second, the split of the time and peak memory, from the first call on."""
+        if self._throughput is None:
+            self._throughput = Throughput(self._communicator, self.devices)
+            self._step.observe(self._throughput)
+            self._loop.observe(self._throughput)
+        return self._throughput
+
+    def check_in_sync(self, module: nn.Module) -> None:
+        """Compare a model's parameters and buffers over the ranks, by checksums of their bits. Collective.
+
+        The running statistics of BatchNorm layers that are not synchronised are each rank's own, and left out.
+
+        Raises:
+            CommunicationError: on every rank, naming the first tensor that differs and the ranks where it does.
+        """
+        check_in_sync(self._communicator, self._prepared.unwrap(module))
+
+    # ------------------------------------------------------------------------------------ collective communication
+
+    @property
+    def communicator(self) -> Communicator:
+        """What communicates with the other ranks, for code that needs no more of a strategy."""
+        return self._communicator
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
+        """Return a new tensor: the element-wise sum, mean, maximum or minimum over all ranks. Collective.
+
+        Args:
+            tensor: dense and real, of the same shape and dtype on all ranks, on any device. Booleans are counted
+                by ``sum``.
+            op: ``sum``, ``mean`` (of floating-point tensors), ``max`` or ``min``.
+
+        Raises:
+            UsageError: another op, or a tensor that can't be reduced.
+            CommunicationError: the other ranks did not take part within ``timeout_s``.
+        """
+        return self._communicator.all_reduce(tensor, op)
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Return all ranks' tensors (of one shape and dtype), stacked along a new first dimension. Collective."""
+        return self._communicator.all_gather(tensor)
+
+    def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
+        """Return a new tensor: rank ``src``'s. It has the same shape and dtype on all ranks. Collective."""
+        return self._communicator.broadcast(tensor, src)
+
+    def all_gather_object(self, value: T) -> list[T]:
+        """Return all ranks' picklable objects, in rank order; tensors in them are on the CPU. Collective."""
+        return self._communicator.all_gather_object(value)
+
+    def broadcast_object(self, value: T, src: int = 0) -> T:
+        """Return rank ``src``'s picklable object; tensors in it are on the CPU of other ranks. Collective.
+
+        The other ranks' values are not read.
+        """
+        return self._communicator.broadcast_object(value, src)
+
+    def barrier(self) -> None:
+        """Wait until every rank has come here. Collective."""
+        self._communicator.barrier()
 
     # ------------------------------------------------------------------------------------------------ rank-0 I/O
 
@@ -349,6 +313,14 @@ class Strategy(Collectives):
             if self.is_main:
                 self.barrier()
 
+    def on_main(self, action: Callable[[], T]) -> T:
+        """Do something on rank 0, and return on every rank what it returns there. Collective.
+
+        Args:
+            action: returns something picklable, or raises a ``UnitrainError``, which is raised on every rank.
+        """
+        return self._communicator.on_main(action)
+
     def save(self, value: Any, path: str | Path) -> None:
         """Write ``value`` once, from rank 0, so that a reader sees the old file or the whole new one. Collective.
 
@@ -359,7 +331,7 @@ class Strategy(Collectives):
             CheckpointError: rank 0 could not write, or ``load`` could not read it; raised on every rank.
             UsageError: only some ranks gave modules.
         """
-        files.save(self, value, Path(path))
+        files.save(self._communicator, self._prepared, value, Path(path))
 
     def load(self, path: str | Path) -> Any:
         """Read what ``save`` wrote, on rank 0, and return it on every rank, on the CPU. Collective.
@@ -367,7 +339,7 @@ class Strategy(Collectives):
         Raises:
             CheckpointError: there is no such file, or it holds more than tensors and plain data; on every rank.
         """
-        return files.load(self, Path(path))
+        return files.load(self._communicator, Path(path))
 
     def checkpoint(
         self,
@@ -396,85 +368,70 @@ class Strategy(Collectives):
         if self._checkpoint is not None:
             raise UsageError("a strategy has one checkpoint: give it all objects, or close() the first.")
         self._checkpoint = Checkpoint(
-            self, Path(folder), objects, config=config or {}, keep=keep, background=background
+            self._communicator,
+            self._prepared,
+            self._step,
+            self._precision.scaler,
+            self._job.stopping.request,
+            self._release_checkpoint,
+            self.config,
+            Path(folder),
+            objects,
+            config=config or {},
+            keep=keep,
+            background=background,
         )
         # Without a checkpoint there is nothing to save, and a signal does at once what it does to any program.
-        self.stopping.listen()
+        self._job.stopping.listen(self._checkpoint)
         return self._checkpoint
 
-    @property
-    def open_checkpoint(self) -> Checkpoint | None:
-        """What ``checkpoint`` returned, until it is closed."""
-        return self._checkpoint
-
-    def release_checkpoint(self) -> None:
-        """Take note that the checkpoint was closed."""
+    def _release_checkpoint(self) -> None:
         self._checkpoint = None
-        self.stopping.close()
+        self._job.stopping.close()
 
     def unwrap(self, module: nn.Module) -> nn.Module:
         """Return the user's own module behind what ``prepare`` or ``torch.compile`` returned."""
-        return self._preparation.unwrap(module)
+        return self._prepared.unwrap(module)
 
     def export(self, module: nn.Module) -> nn.Module:
         """Return a plain copy on the CPU, in eval mode: no wrapper, no hook of ours, BatchNorm as it was."""
-        return self._preparation.export(module)
-
-    def check_all_in_sync(self) -> None:
-        """``check_in_sync`` of every prepared module."""
-        for module in self._preparation.modules():
-            check_in_sync(self, self.unwrap(module))
-
-    def check_prepared(self, parameters: Sequence[Parameter]) -> None:
-        """Raise UsageError where an optimizer holds parameters of a module that was never prepared."""
-        self._preparation.check(parameters)
-
-    def is_prepared(self, parameter: Parameter) -> bool:
-        """Whether a parameter is one of a prepared module."""
-        return self._preparation.knows(parameter)
-
-    def parameter_name(self, parameter: Parameter) -> str:
-        """Return a prepared parameter's name."""
-        return self._preparation.name(parameter)
+        return preparation.export(self._prepared.unwrap(module))
 
     # -------------------------------------------------------------------------------------------------- life time
 
-    @property
-    def steps(self) -> int:
-        """Optimizer steps that the run has made, those before it was resumed included."""
-        return self._training_step.steps
-
     def close(self) -> None:
         """End communication. Waits for the other ranks, unless this process is failing. A second call does nothing."""
-        if self._closing:
+        job = self._job
+        if job.ended:
             return
-        self._closing = True
+        job.ended = True
         try:
-            if not self.failed:  # a failing process keeps its watch, to say why it fails
-                with self.pulse.within(CLOSING):
+            if not job.failed:  # a failing process keeps its watch, to say why it fails
+                with job.pulse.within(CLOSING):
                     if self._checkpoint is not None:
                         self._checkpoint.close()
                     self.barrier()
-                if self.watch is not None:
-                    self.watch.close()
+                job.leave()
         finally:
-            self.stopping.close()
-            self._training_step.close()
-            for reducer in self._reducers:
-                reducer.close()
-            self._preparation.release()
-            self.closed = True
-            self._close()
+            job.stopping.close()
+            self._step.close()
+            self._prepared.release()
+            self._communicator.close(failed=job.failed)
+
+    @property
+    def closed(self) -> bool:
+        """Whether communication has ended."""
+        return self._communicator.closed
 
     def __enter__(self) -> Strategy:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        self.failed = self.failed or kind is not None
+        self._job.failed = self._job.failed or kind is not None
         self.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Strategy:
-        """A copied model (an average of its weights, say) shares its strategy."""
+        """A copied object that holds its strategy shares it."""
         return self
 
     def __reduce__(self) -> Any:

@@ -31,8 +31,8 @@ def full(task: Task, strategy: Strategy) -> Loop:
             logits = model(task.inputs)
             loss = task.loss(logits)
             strategy.step(loss, optimizer)
-            losses.add(loss * rows, rows)
-            accuracy.add((logits.argmax(1) == task.targets).sum(), rows)
+            losses.add(mean=loss, count=rows)
+            accuracy.add(total=(logits.argmax(1) == task.targets).sum(), count=rows)
         losses.value()
         accuracy.value()
 

@@ -84,33 +84,38 @@ def main(folder: Path, last_step: int, kind: str, rank: int, at: str) -> None:
     loader = strategy.dataloader(Noisy(), global_batch_size=GLOBAL_BATCH, shuffle=True, num_workers=workers)
     checkpoint = strategy.checkpoint(folder / "checkpoints", model=model, optimizer=optimizer, loader=loader)
     checkpoint.resume()
-    strategy.print(f"began after step {strategy.steps}")
-    if strategy.steps == last_step:  # it was killed after its last save
+    strategy.print(f"began after step {strategy.global_step}")
+    if strategy.global_step == last_step:  # it was killed after its last save
         strategy.close()
         return
-    with (folder / f"{strategy.steps}.{strategy.rank}.notes").open("w") as notes:
+    with (folder / f"{strategy.global_step}.{strategy.rank}.notes").open("w") as notes:
         for epoch in loader.epochs(EPOCHS):
             for ids, inputs, targets in loader:
                 loss = nn.functional.mse_loss(model(inputs), targets)
-                note = {"epoch": epoch, "step": strategy.steps, "ids": ids.tolist(), "loss": loss.item() * len(ids)}
+                note = {
+                    "epoch": epoch,
+                    "step": strategy.global_step,
+                    "ids": ids.tolist(),
+                    "loss": loss.item() * len(ids),
+                }
                 if len(ids):
                     notes.write(json.dumps(note) + "\n")
                     notes.flush()
-                before = strategy.steps
+                before = strategy.global_step
                 strategy.step(loss, optimizer)
-                if strategy.steps > before:
+                if strategy.global_step > before:
                     time.sleep(pause)
-                    come_to(str(strategy.steps))
-                    if strategy.steps % 5 == 0:
+                    come_to(str(strategy.global_step))
+                    if strategy.global_step % 5 == 0:
                         checkpoint.save()
-                if strategy.steps == last_step:
+                if strategy.global_step == last_step:
                     break
-            if strategy.steps == last_step:
+            if strategy.global_step == last_step:
                 break
     checkpoint.save()
     with strategy.evaluation(model):
         come_to("evaluation")
-        strategy.mean(model(inputs).detach().sum(), len(inputs))
+        strategy.all_reduce(model(inputs).detach().sum())
     come_to("close")
     strategy.close()
 

@@ -9,24 +9,24 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from unitrain import Strategy
+from unitrain.backend import Backend
 from unitrain.launch.rendezvous import rendezvous
 
 
-class StoreStrategy(Strategy):
+class StoreBackend(Backend):
     """Every rank leaves its tensor in the store under a name, and reads the others'."""
 
     name = "store"
     served_by = "anything that starts processes"
     matches_by_name = True
 
-    def _start(self) -> tuple[int, int]:
+    def start(self) -> tuple[int, int]:
         self._store = rendezvous(self.launch, self.config.timeout_s)
         self._calls: Counter[str] = Counter()
         return self.launch.rank, self.launch.world_size
 
-    def _all_reduce(self, tensor: Tensor, op: str, name: str) -> Callable[[], None]:
-        gather = self._all_gather(tensor, name)
+    def all_reduce(self, tensor: Tensor, op: str, name: str) -> Callable[[], None]:
+        gather = self.all_gather(tensor, name)
 
         def finish() -> None:
             everyone = gather()
@@ -35,12 +35,12 @@ class StoreStrategy(Strategy):
 
         return finish
 
-    def _all_gather(self, tensor: Tensor, name: str) -> Callable[[], Tensor]:
+    def all_gather(self, tensor: Tensor, name: str) -> Callable[[], Tensor]:
         key = self._key(name)
         self._leave(f"{key}/{self.rank}", tensor)
         return lambda: torch.stack([self._take(f"{key}/{rank}") for rank in range(self.world_size)])
 
-    def _broadcast(self, tensor: Tensor, src: int, name: str) -> Callable[[], None]:
+    def broadcast(self, tensor: Tensor, src: int, name: str) -> Callable[[], None]:
         key = self._key(name)
         if self.rank == src:
             self._leave(key, tensor)

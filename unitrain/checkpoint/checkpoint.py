@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +15,15 @@ from torch.optim import Optimizer
 from unitrain import rng
 from unitrain.checkpoint import storage
 from unitrain.checkpoint.snapshot import snapshot
+from unitrain.communicator import Communicator
+from unitrain.config import StrategyConfig
 from unitrain.errors import CheckpointError, UsageError
+from unitrain.job.messages import StopReason
 from unitrain.process import tell
 from unitrain.rng import seed_rank
 from unitrain.training import batch_norm
-
-if TYPE_CHECKING:
-    from unitrain.strategy import Strategy
+from unitrain.training.prepared import PreparedModules
+from unitrain.training.step import TrainingStep
 
 # What another value of would train another model. Launcher, backend, world size, timeouts and the like may change.
 _TRAINING_SETTINGS = ("seed", "precision", "sync_batchnorm", "accumulate", "clip_norm", "clip_value", "compression")
@@ -32,7 +34,13 @@ class Checkpoint:
     """The state of a run: its modules, optimizers, schedulers, loaders and plain values, by the names they were given.
 
     Args:
-        strategy: whose ranks save and resume together.
+        communicator: of this process; all ranks save and resume together.
+        prepared: the modules behind what is saved.
+        step: knows where the run stands.
+        scaler: fp16's loss scale, else None.
+        request_stop: reports what failed in the background to all ranks.
+        released: is called when the checkpoint has been closed.
+        settings: the strategy's.
         folder: holds one folder for each saved step.
         objects: by name; anything with ``state_dict`` and ``load_state_dict``, or a dict of plain values and tensors,
             which ``resume`` updates in place.
@@ -47,7 +55,13 @@ class Checkpoint:
 
     def __init__(
         self,
-        strategy: Strategy,
+        communicator: Communicator,
+        prepared: PreparedModules,
+        step: TrainingStep,
+        scaler: torch.amp.GradScaler | None,
+        request_stop: Callable[[StopReason], None],
+        released: Callable[[], None],
+        settings: StrategyConfig,
         folder: Path,
         objects: dict[str, Any],
         *,
@@ -60,20 +74,26 @@ class Checkpoint:
                 raise UsageError(f"checkpoint: {name}={type(value).__name__} has no state: give an object or a dict.")
         if keep < 1:
             raise UsageError(f"checkpoint keeps at least 1, not {keep}.")
-        self._strategy = strategy
+        self._communicator = communicator
+        self._prepared = prepared
+        self._step = step
+        self._scaler = scaler
+        self._request_stop = request_stop
+        self._released = released
+        self._settings = settings
         self._folder = folder
         self._objects = objects
         self._config = dict(config)
         self._keep = keep
-        self._writer = ThreadPoolExecutor(1, "checkpoint") if background and strategy.is_main else None
+        self._writer = ThreadPoolExecutor(1, "checkpoint") if background and communicator.is_main else None
         self._writing: Future[Path] | None = None
         self._snapshot: dict[str, Any] | None = None
         self._continues_from: int | None = None
         self._began = False
-        strategy.on_main(self._probe)
+        communicator.on_main(self._probe)
 
     def _probe(self) -> None:
-        tensors = [t for module in self._modules() for t in self._strategy.unwrap(module).state_dict().values()]
+        tensors = [t for module in self._modules() for t in self._prepared.unwrap(module).state_dict().values()]
         storage.probe(self._folder, sum(t.nbytes for t in tensors if isinstance(t, Tensor)))
 
     # ------------------------------------------------------------------------------------------------------- save
@@ -84,9 +104,8 @@ class Checkpoint:
         Raises:
             CheckpointError: this one, or one that was written in the background, could not be written; on every rank.
         """
-        step = self._strategy._training_step
-        if step.within_window:
-            step.at_window_end(self._save)
+        if self._step.within_window:
+            self._step.at_window_end(self._save)
         else:
             self._save()
 
@@ -94,18 +113,18 @@ class Checkpoint:
         """Save the state at the end of a step, wait until it is on the disk, and return its folder. Collective."""
         self._save()
         self.wait()
-        return storage.folder_of(self._folder, self._strategy.steps)
+        return storage.folder_of(self._folder, self._step.global_step)
 
     def _save(self) -> None:
-        with self._strategy.pulse.within("checkpoint.save"):
+        with self._communicator.pulse.within("checkpoint.save"):
             self.wait()
-            batch_norm.average_statistics(self._modules(), self._strategy)
-            randoms = self._strategy.all_gather_object(rng.capture())
-            self._strategy.on_main(lambda: self._begin(randoms))
+            batch_norm.average_statistics(self._modules(), self._communicator)
+            randoms = self._communicator.all_gather_object(rng.capture())
+            self._communicator.on_main(lambda: self._begin(randoms))
 
     def _begin(self, randoms: list[dict[str, Any]]) -> None:
         """Write, or take a snapshot and let it be written while training goes on."""
-        number = self._strategy.steps
+        number = self._step.global_step
         if not self._began:
             self._part_with_others()
             self._began = True
@@ -136,12 +155,12 @@ class Checkpoint:
             for folder in list(storage.found(self._folder)):
                 storage.discard(folder)
 
-        self._strategy.on_main(remove)
+        self._communicator.on_main(remove)
 
     def _report(self, writing: Future[Path]) -> None:
         """Let a failure in the background be one of all ranks, at their next boundary."""
         if writing.exception() is not None:
-            self._strategy.stopping.request({"checkpoint": "failed"})
+            self._request_stop(StopReason())
 
     def wait(self) -> None:
         """Wait until what is written in the background is on the disk. Collective.
@@ -149,8 +168,8 @@ class Checkpoint:
         Raises:
             CheckpointError: it could not be written; on every rank.
         """
-        with self._strategy.pulse.within("checkpoint.wait"):
-            self._strategy.on_main(self._finish)
+        with self._communicator.pulse.within("checkpoint.wait"):
+            self._communicator.on_main(self._finish)
 
     def _finish(self) -> None:
         writing, self._writing = self._writing, None
@@ -162,8 +181,8 @@ class Checkpoint:
         about = {
             "unitrain": version("unitrain"),
             "torch": torch.__version__,
-            "world_size": self._strategy.world_size,
-            "strategy": self._strategy.config.model_dump(mode="json"),
+            "world_size": self._communicator.world_size,
+            "strategy": self._settings.model_dump(mode="json"),
             "config": self._config,
         }
         storage.sweep(self._folder)
@@ -176,12 +195,11 @@ class Checkpoint:
 
     def _state(self, value: Any) -> Any:
         if isinstance(value, nn.Module):
-            return self._strategy.unwrap(value).state_dict()
+            return self._prepared.unwrap(value).state_dict()
         return value if isinstance(value, dict) else value.state_dict()
 
     def _scaler_state(self) -> dict[str, Any] | None:
-        scaler = self._strategy.precision.scaler
-        return None if scaler is None else scaler.state_dict()
+        return None if self._scaler is None else self._scaler.state_dict()
 
     # ----------------------------------------------------------------------------------------------------- resume
 
@@ -199,7 +217,7 @@ class Checkpoint:
         Raises:
             CheckpointError: it is damaged, or of another model or run; on every rank, with nothing changed.
         """
-        parts = self._strategy.on_main(self._newest if path is None else lambda: self._given(Path(path)))
+        parts = self._communicator.on_main(self._newest if path is None else lambda: self._given(Path(path)))
         if parts is None:
             return False
         self._check(parts, force)
@@ -258,29 +276,29 @@ class Checkpoint:
                     )
 
     def _changed_settings(self, strategy: dict[str, Any], config: dict[str, Any]) -> list[str]:
-        own = self._strategy.config.model_dump(mode="json")
+        own = self._settings.model_dump(mode="json")
         pairs = [(f"strategy.{name}", strategy.get(name), own[name]) for name in _TRAINING_SETTINGS]
         pairs += [(name, config.get(name), self._config.get(name)) for name in dict.fromkeys([*config, *self._config])]
         return [f"{name} was {before!r} and is {now!r}" for name, before, now in pairs if before != now]
 
     def _apply(self, parts: dict[str, Any]) -> None:
-        strategy, run = self._strategy, parts["_run"]
+        ranks, run = self._communicator, parts["_run"]
         # Loaders refuse other data before the model is touched.
         for name in sorted(self._objects, key=lambda n: isinstance(self._objects[n], (nn.Module, Optimizer))):
             value = self._objects[name]
             if isinstance(value, nn.Module):
-                strategy.unwrap(value).load_state_dict(parts[name])
+                self._prepared.unwrap(value).load_state_dict(parts[name])
             elif isinstance(value, dict):
                 value.update(parts[name])
             else:
                 value.load_state_dict(parts[name])
-        strategy._training_step.steps = self._continues_from = run["steps"]
-        if strategy.precision.scaler is not None and run["scaler"] is not None:
-            strategy.precision.scaler.load_state_dict(run["scaler"])
-        if len(run["random"]) == strategy.world_size:
-            rng.restore(run["random"][strategy.rank])
+        self._step.global_step = self._continues_from = run["steps"]
+        if self._scaler is not None and run["scaler"] is not None:
+            self._scaler.load_state_dict(run["scaler"])
+        if len(run["random"]) == ranks.world_size:
+            rng.restore(run["random"][ranks.rank])
         else:
-            seed_rank(strategy.config.seed, run["steps"], strategy.rank)
+            seed_rank(self._settings.seed, run["steps"], ranks.rank)
 
     def close(self) -> None:
         """Wait for the writer, and end it. Collective."""
@@ -289,7 +307,7 @@ class Checkpoint:
         finally:
             if self._writer is not None:
                 self._writer.shutdown()
-            self._strategy.release_checkpoint()
+            self._released()
 
 
 def _compare_tensors(name: str, ours: dict[str, Any], theirs: dict[str, Any]) -> None:

@@ -7,37 +7,36 @@ import pickle
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from uuid import uuid4
 
 import torch
 from torch import nn
 
+from unitrain.communicator import Communicator
 from unitrain.errors import CheckpointError, UsageError
 from unitrain.training import batch_norm
-
-if TYPE_CHECKING:
-    from unitrain.strategy import Strategy
+from unitrain.training.prepared import PreparedModules
 
 
-def save(strategy: Strategy, value: Any, path: Path) -> None:
+def save(communicator: Communicator, prepared: PreparedModules, value: Any, path: Path) -> None:
     """See ``Strategy.save``."""
     modules = list(_modules(value))
-    if len(set(strategy.all_gather_object(len(modules)))) > 1:
+    if len(set(communicator.all_gather_object(len(modules)))) > 1:
         raise UsageError("save() was given modules on some ranks only: give every rank the same objects.")
     # What is written is rank 0's, and its running statistics shall speak of all ranks' samples.
-    batch_norm.average_statistics(modules, strategy)
+    batch_norm.average_statistics(modules, communicator)
 
     def write() -> None:
         try:
-            _write(_states(strategy, value), path)
+            _write(_states(prepared, value), path)
         except Exception as error:  # what can't be pickled raises whatever it likes
             raise CheckpointError(f"{path} could not be written: {_reason(error)}") from error
 
-    strategy.on_main(write)
+    communicator.on_main(write)
 
 
-def load(strategy: Strategy, path: Path) -> Any:
+def load(communicator: Communicator, path: Path) -> Any:
     """See ``Strategy.load``."""
 
     def read() -> Any:
@@ -48,7 +47,7 @@ def load(strategy: Strategy, path: Path) -> Any:
         except Exception as error:  # a broken file makes torch's reader raise errors of many kinds
             raise CheckpointError(f"{path} could not be read: {_reason(error)}") from error
 
-    return strategy.on_main(read)
+    return communicator.on_main(read)
 
 
 def _modules(value: Any) -> Iterator[nn.Module]:
@@ -61,16 +60,16 @@ def _modules(value: Any) -> Iterator[nn.Module]:
             yield from _modules(item)
 
 
-def _states(strategy: Strategy, value: Any) -> Any:
+def _states(prepared: PreparedModules, value: Any) -> Any:
     """Replace what has a state by its state, keys without the prefixes of wrappers."""
     if isinstance(value, nn.Module):
-        return strategy.unwrap(value).state_dict()
+        return prepared.unwrap(value).state_dict()
     if callable(getattr(value, "state_dict", None)):
         return value.state_dict()
     if isinstance(value, dict):
-        return {key: _states(strategy, item) for key, item in value.items()}
+        return {key: _states(prepared, item) for key, item in value.items()}
     if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-        return type(value)(_states(strategy, item) for item in value)
+        return type(value)(_states(prepared, item) for item in value)
     return value
 
 
@@ -95,5 +94,5 @@ def _reason(error: Exception) -> str:
     if isinstance(error, pickle.UnpicklingError):
         kind = re.search(r"GLOBAL (\S+)", str(error))
         found = f"{kind[1]} is" if kind else "something in it is"
-        return f"{found} neither a tensor nor plain data (numbers, texts, lists, dicts), and code is never run."
+        return f"{found} neither a tensor nor plain data (ints, floats, strings, lists, dicts), and code is never run."
     return f"{type(error).__name__}: {error}"

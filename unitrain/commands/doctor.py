@@ -21,10 +21,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from unitrain.backend import backend_names
 from unitrain.commands.horovod.check import find_horovod
 from unitrain.commands.toolchain import find_mpi, find_program, run_one
 from unitrain.launch.detect import detect
-from unitrain.registry import backend_names
 
 Status = Literal["ok", "absent", "warning", "error"]
 

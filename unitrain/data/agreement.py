@@ -9,16 +9,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from unitrain.communicator import Communicator
 from unitrain.data.sharding import EpochPlan, MicroBatch
 from unitrain.data.stream import Piece
 from unitrain.errors import DataError
-
-if TYPE_CHECKING:
-    from unitrain.strategy import Strategy
 
 # Ranks make their loaders in the same order, so a number names the same one on all.
 _numbers = itertools.count()
@@ -28,17 +26,17 @@ class Agreement:
     """The sums of one loader.
 
     Args:
-        strategy: whose ranks agree.
+        communicator: of this process; all ranks agree.
         plan: the steps' sizes.
     """
 
-    def __init__(self, strategy: Strategy, plan: EpochPlan) -> None:
-        self._strategy = strategy
+    def __init__(self, communicator: Communicator, plan: EpochPlan) -> None:
+        self._communicator = communicator
         self._plan = plan
         self._name = f"stream.{next(_numbers)}"
         self._asked: Callable[[], list[int]] | None = None
         # On a GPU, to read a sum on the stream that computes would be to wait for the computation.
-        self._stream = torch.cuda.Stream(strategy.device) if strategy.device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(communicator.device) if communicator.device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def micro_batches(self, pieces: Iterator[Piece], start: int, step: int) -> Iterator[tuple[MicroBatch, Any]]:
         """Yield this rank's pieces, and empty batches once it has none, for as long as any rank has samples.
@@ -95,11 +93,11 @@ class Agreement:
         if self._plan.world_size == 1:
             return lambda: numbers
         with self._apart():
-            tensor = torch.tensor(numbers, device=self._strategy.device)
-            wait = self._strategy._all_reduce(tensor, "sum", self._name)
+            tensor = torch.tensor(numbers, device=self._communicator.device)
+            wait = self._communicator.all_reduce_async(tensor, "sum", self._name)
 
         def sums() -> list[int]:
-            with self._apart(), self._strategy.pulse.within("the next batch"):
+            with self._apart(), self._communicator.pulse.within("the next batch"):
                 wait()
                 summed: list[int] = tensor.tolist()
                 return summed

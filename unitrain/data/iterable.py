@@ -5,11 +5,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
+from unitrain.communicator import Communicator
 from unitrain.data.agreement import Agreement
 from unitrain.data.fetching import Collate, as_is
 from unitrain.data.sharding import EpochPlan, MicroBatch
@@ -17,9 +18,6 @@ from unitrain.data.stream import Piece, ShardedStream, WholeStream
 from unitrain.data.workers import with_deaths_explained
 from unitrain.errors import ConfigError, DataError
 from unitrain.rng import derived_seed
-
-if TYPE_CHECKING:
-    from unitrain.strategy import Strategy
 
 # Hugging Face's streams are split by their library, WebDataset's by the splitters that they are given.
 _LIBRARIES = ("datasets", "webdataset")
@@ -29,7 +27,7 @@ class Iterable:
     """An iterable dataset, as one rank reads it.
 
     Args:
-        strategy: whose ranks share it.
+        communicator: of this process; the ranks share the dataset.
         dataset: with ``__iter__``.
         plan: the steps' sizes; its number of samples is not used.
         collate: makes a batch of samples.
@@ -39,7 +37,7 @@ class Iterable:
 
     def __init__(
         self,
-        strategy: Strategy,
+        communicator: Communicator,
         dataset: Any,
         plan: EpochPlan,
         collate: Collate,
@@ -47,7 +45,7 @@ class Iterable:
         sharded: bool,
         settings: dict[str, Any],
     ) -> None:
-        self._strategy = strategy
+        self._communicator = communicator
         self._dataset = dataset
         self._plan = plan
         shares = plan.world_size * plan.accumulate
@@ -63,7 +61,7 @@ class Iterable:
             self._stream = ShardedStream(_split(dataset, plan), plan, collate, has_hook=has_hook)
         else:
             self._stream = WholeStream(dataset, plan, collate)
-        self._agreement = Agreement(strategy, plan) if sharded else None
+        self._agreement = Agreement(communicator, plan) if sharded else None
         self._generator = torch.Generator()
         self._loader: DataLoader[Piece] = DataLoader(
             self._stream, batch_size=None, collate_fn=as_is, generator=self._generator, **settings
@@ -106,7 +104,7 @@ class Iterable:
         """Compare the ranks' first samples: the same where all read the whole stream, and only there."""
         first = next(pieces, None)
         if self._plan.world_size > 1:
-            digests = self._strategy.all_gather(torch.tensor(0 if first is None else first.first)).tolist()
+            digests = self._communicator.all_gather(torch.tensor(0 if first is None else first.first)).tolist()
             self._judge(digests)
         if first is not None:
             yield first
@@ -120,7 +118,7 @@ class Iterable:
                 "pass sharded=True where the dataset yields a part of its own on each rank and worker; else let it "
                 "yield the same on all, with random numbers from python's, numpy's or torch's generators."
             )
-        if self._agreement is not None and len(set(digests)) == 1 and digests[0] and self._strategy.is_main:
+        if self._agreement is not None and len(set(digests)) == 1 and digests[0] and self._communicator.is_main:
             warnings.warn(
                 f"this {name} begins with the same sample on every rank: it may not be sharded at all, and is then "
                 "read once by each.",

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 from torch.utils.data import Sampler, default_collate
 
+from unitrain.communicator import Communicator
+from unitrain.config import StrategyConfig
 from unitrain.data.feeding import feed
 from unitrain.data.fingerprint import check_same_data, fingerprint
 from unitrain.data.iterable import Iterable, is_sharded
+from unitrain.data.loop import Iteration, LoopListener
 from unitrain.data.map_style import MapStyle
 from unitrain.data.samplers import BatchSamplerOrder, Orders, OwnOrder, SamplerOrder
 from unitrain.data.settings import LoaderSettings
@@ -20,19 +22,23 @@ from unitrain.data.workers import with_defaults
 from unitrain.errors import CheckpointError, ConfigError, DataError, UsageError
 from unitrain.job.handshake import difference
 
-if TYPE_CHECKING:
-    from unitrain.strategy import Strategy
-
 
 class Loader:
     """Iterates over this rank's share of a dataset. Made by ``strategy.dataloader``.
 
     Every rank gets the same number of batches, already on its device. Where a global batch has fewer samples than
     there are ranks, the others get an empty batch: the same structure with tensors of 0 rows, which weighs nothing in
-    ``strategy.step`` and the meters. Each new iteration begins the next epoch.
+    ``strategy.step`` and the meters.
+
+    An iteration that comes to its end is an epoch. One that is broken off counts as an epoch as well once one of its
+    batches has gone into a backward of the strategy: the next iteration begins the next epoch. One that is broken off
+    before that, ``next(iter(loader))`` say, does not count: the next iteration yields the same batches again.
 
     Args:
-        strategy: whose ranks share the data.
+        communicator: of this process; the ranks share the data.
+        listener: the training loop.
+        config: the strategy's settings.
+        local_world_size: number of processes on this host.
         dataset: map-style (``__getitem__`` and ``__len__``), iterable (``__iter__``), or a torch ``DataLoader`` to be
             converted.
         global_batch_size: samples of one optimizer step over all processes and micro-batches; results then do not
@@ -65,7 +71,10 @@ class Loader:
 
     def __init__(
         self,
-        strategy: Strategy,
+        communicator: Communicator,
+        listener: LoopListener,
+        config: StrategyConfig,
+        local_world_size: int,
         dataset: Any,
         *,
         global_batch_size: int | None = None,
@@ -83,10 +92,13 @@ class Loader:
         )
         self.dataset = given.dataset
         self.global_batch_size: int | None = None
-        self._strategy = strategy
-        self._seed = strategy.config.seed
+        self._communicator = communicator
+        self._listener = listener
+        self._config = config
+        self._local_world_size = local_world_size
+        self._seed = config.seed
+        self._compared = False
         self.epoch = 0
-        self._iteration = 0
         self._source: Iterable | MapStyle
         self._reads_shards = given.is_iterable and (is_sharded(self.dataset) if sharded is None else sharded)
         if given.is_iterable:
@@ -97,23 +109,23 @@ class Loader:
             self._source = self._map_style(given, sample_seeding)
 
     def _iterable(self, given: LoaderSettings, sharded: bool) -> Iterable:
-        settings = with_defaults(given.passed_on, self.dataset, self._strategy, most_workers=8 if sharded else 1)
+        settings = self._with_defaults(given, most_workers=8 if sharded else 1)
         collate = settings.pop("collate_fn", default_collate)
         return Iterable(
-            self._strategy, self.dataset, self._epoch_plan(given, 0), collate, sharded=sharded, settings=settings
+            self._communicator, self.dataset, self._epoch_plan(given, 0), collate, sharded=sharded, settings=settings
         )
 
     def _map_style(self, given: LoaderSettings, seeded: bool) -> MapStyle:
-        strategy = self._strategy
+        ranks = self._communicator
         orders: Orders
         if given.batch_sampler is not None:
-            plan = BatchPlan((), strategy.config.accumulate, strategy.rank, strategy.world_size)
+            plan = BatchPlan((), self._config.accumulate, ranks.rank, ranks.world_size)
             orders = BatchSamplerOrder(plan, given.batch_sampler)
         elif given.sampler is not None:
             orders = SamplerOrder(self._epoch_plan(given, 0), given.sampler)
         else:
             orders = OwnOrder(self._epoch_plan(given, len(self.dataset)), given.shuffle)
-        settings = with_defaults(given.passed_on, self.dataset, strategy, most_workers=8)
+        settings = self._with_defaults(given, most_workers=8)
         collate = settings.pop("collate_fn", default_collate)
         source = MapStyle(self.dataset, orders, collate, seeded=seeded, settings=settings)
         planned = source.plan(self._seed, 0)
@@ -124,13 +136,20 @@ class Loader:
             )
         return source
 
-    def _epoch_plan(self, given: LoaderSettings, samples: int) -> EpochPlan:
-        strategy = self._strategy
-        accumulate = strategy.config.accumulate
-        self.global_batch_size = given.samples_per_step(strategy.world_size, accumulate)
-        return EpochPlan(
-            samples, self.global_batch_size, accumulate, strategy.rank, strategy.world_size, given.drop_last
+    def _with_defaults(self, given: LoaderSettings, most_workers: int) -> dict[str, Any]:
+        return with_defaults(
+            given.passed_on,
+            self.dataset,
+            self._communicator.device,
+            self._config,
+            local_world_size=self._local_world_size,
+            most_workers=most_workers,
         )
+
+    def _epoch_plan(self, given: LoaderSettings, samples: int) -> EpochPlan:
+        ranks, accumulate = self._communicator, self._config.accumulate
+        self.global_batch_size = given.samples_per_step(ranks.world_size, accumulate)
+        return EpochPlan(samples, self.global_batch_size, accumulate, ranks.rank, ranks.world_size, given.drop_last)
 
     def __len__(self) -> int:
         """Return the number of batches (micro-batches) in a whole epoch, the same on every rank.
@@ -141,7 +160,7 @@ class Loader:
         return self._source.plan(self._seed, self.epoch).micro_batches
 
     @property
-    def steps(self) -> int:
+    def steps_per_epoch(self) -> int:
         """Optimizer steps in a whole epoch; TypeError where ``len()`` is one."""
         return self._source.plan(self._seed, self.epoch).steps
 
@@ -154,9 +173,9 @@ class Loader:
             return None
 
     @property
-    def handed_out(self) -> int:
-        """Samples of the epoch under way that were handed out to all ranks, those of an open window included."""
-        return self._handed_out
+    def yielded(self) -> int:
+        """Samples of the epoch under way that were yielded, over all ranks, those of an open window included."""
+        return self._yielded
 
     @property
     def epoch(self) -> int:
@@ -165,51 +184,68 @@ class Loader:
 
     @epoch.setter
     def epoch(self, number: int) -> None:
-        self._epoch, self._started = number, False
-        self._consumed = self._steps = self._handed_out = 0
+        self._epoch = number
+        self._begin_at(0, 0)
+
+    def _begin_at(self, consumed: int, steps: int) -> None:
+        """Let the next iteration begin after so many samples and steps of the epoch."""
+        self._iteration: Iteration | None = None
+        self._start = (consumed, steps)
+        self._consumed, self._steps = self._start
+        self._yielded = consumed
+
+    @property
+    def _under_way(self) -> bool:
+        """Whether an iteration that counts as an epoch has been broken off, or is under way."""
+        return self._iteration is not None and self._iteration.trained
 
     def epochs(self, total: int) -> Iterator[int]:
         """Yield the numbers of the epochs that are left of ``total``, and see to it that each is iterated as such.
 
         The first continues where ``load_state_dict`` says, or follows the one whose iteration was broken off.
         """
-        for number in range(self.epoch + self._started, total):
-            if self._started or number != self.epoch:
+        for number in range(self.epoch + self._under_way, total):
+            if self._under_way or number != self.epoch:
                 self.epoch = number
             yield number
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's batches of an epoch, on the device: the rest of one that was loaded, else the next."""
-        if self._started:
+        if self._under_way:
             self.epoch += 1
-        self._started = True
-        if self._iteration == 0 and self._strategy.watch is not None and not self._reads_shards:
+        elif self._iteration is not None:  # broken off before anything was trained on: it did not count
+            self._begin_at(*self._start)
+        if not self._compared and self._communicator.world_size > 1 and not self._reads_shards:
             self._check_ranks_alike()
-        self._iteration += 1
-        iteration = self._iteration
-        step, device = self._strategy._training_step, self._strategy.device
-        batches = self._source.batches(self._seed, self.epoch, self._consumed, self._steps)
-        fed = feed(batches, device)
-        if self._strategy._throughput is not None and self._trains():
-            fed = self._strategy._throughput.batches(fed)
-        for micro_batch, batch in fed:
+        self._compared = True
+        iteration = self._iteration = Iteration()
+        try:
+            yield from self._batches(iteration)
+        finally:
+            if iteration is self._iteration and not iteration.trained:
+                self._begin_at(*self._start)
+        if self._listener.is_training():
+            self._listener.yields(None, iteration)
+        self.epoch += 1
+
+    def _batches(self, iteration: Iteration) -> Iterator[Any]:
+        listener = self._listener
+        batches = self._source.batches(self._seed, self.epoch, *self._start)
+        for micro_batch, batch in listener.observed(feed(batches, self._communicator.device)):
             # Asked anew for each batch: an evaluation may begin and end within a training epoch.
-            if not self._trains():
-                self._strategy.stopping.pass_boundary()
+            if not listener.is_training():
+                listener.boundary()
             else:
-                if micro_batch.first and not step.within_window:
-                    self._strategy.stopping.pass_boundary()  # all that was handed out has been trained on
-                step.hand_out(micro_batch)
+                if micro_batch.first:
+                    listener.boundary()  # all that was yielded has been trained on
+                listener.yields(micro_batch, iteration)
             # Within an accumulation window nothing is consumed yet: its gradients are in no checkpoint.
             if micro_batch.last:
                 self._consumed, self._steps = micro_batch.stop, micro_batch.step + 1
-            self._handed_out = micro_batch.stop
+            self._yielded = micro_batch.stop
             yield batch
-            if iteration != self._iteration:
+            if iteration is not self._iteration:
                 raise UsageError("this loader is iterated anew elsewhere: it yields one epoch at a time.")
-        if step.micro_batch is not None and self._trains():
-            step.hand_out(None)
-        self.epoch += 1
 
     def _check_ranks_alike(self) -> None:
         """Raise, on all ranks, where they are about to share out different data. Collective."""
@@ -219,21 +255,19 @@ class Loader:
             "its content": own["fingerprint"],
             "its global batch size": own["global_batch_size"],
         }
-        found = difference(self._strategy.all_gather_object(facts))
+        found = difference(self._communicator.all_gather_object(facts))
         if found is not None:
             raise DataError(
                 f"the ranks gave a loader different data: {found[0]} is {found[1]}. Give every rank the whole dataset: "
-                "the loader shares it out. (An iterable dataset that yields each rank's part takes sharded=True.)"
+                "the loader divides it. (An iterable dataset that yields each rank's part takes sharded=True.)"
             )
 
-    def _trains(self) -> bool:
-        return torch.is_grad_enabled() and not self._strategy.evaluating
-
     def state_dict(self) -> dict[str, Any]:
-        """Return where the run stands in its data, in numbers and texts that are equal on all ranks. Not collective.
+        """Return where the run stands in its data, in ints and strings that are equal on all ranks. Not collective.
 
-        A batch is consumed when it has been handed out; one that was only prefetched is not. The batches of an
-        accumulation window are consumed together, with its last: a state from within a window is that of its start.
+        A batch is consumed when it has been yielded; one that was only prefetched is not, nor is one of an iteration
+        that was broken off before anything was trained on. The batches of an accumulation window are consumed
+        together, with its last: a state from within a window is that of its start.
         """
         return {
             "seed": self._seed,
@@ -265,10 +299,10 @@ class Loader:
         check_same_data(state, own)
         if state["consumed"]:
             self._check_position(state, own)
-        if state["seed"] != self._strategy.config.seed:
+        if state["seed"] != self._config.seed:
             self._warn(
                 f"the data keep their order, by the saved run's seed {state['seed']}, though this run's seed is "
-                f"{self._strategy.config.seed}."
+                f"{self._config.seed}."
             )
         if state["global_batch_size"] != self.global_batch_size:
             self._warn(
@@ -276,8 +310,7 @@ class Loader:
                 f"{state['epoch']} continues after {state['consumed']} samples in batches of the new size."
             )
         self._seed, self.epoch = state["seed"], state["epoch"]
-        self._consumed = self._handed_out = state["consumed"]
-        self._steps = state["steps"]
+        self._begin_at(state["consumed"], state["steps"])
 
     def _check_position(self, state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
         """Raise where an epoch can't continue within."""
@@ -296,5 +329,5 @@ class Loader:
             )
 
     def _warn(self, message: str) -> None:
-        if self._strategy.is_main:
+        if self._communicator.is_main:
             warnings.warn(message, UserWarning, stacklevel=3)

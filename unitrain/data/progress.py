@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.progress import (
@@ -19,9 +19,6 @@ from rich.text import Text
 
 from unitrain.data.loader import Loader
 
-if TYPE_CHECKING:
-    from unitrain.strategy import Strategy
-
 
 class ProgressBar:
     """Iterates over a loader and shows how far it is. Made by ``strategy.progress``.
@@ -29,19 +26,17 @@ class ProgressBar:
     Where there is no terminal, and on ranks other than 0, it shows nothing.
 
     Args:
-        strategy: whose rank 0 shows it.
-        loader: of the strategy's.
+        loader: of a strategy.
+        is_main: whether this is rank 0, which shows it.
         description: what stands before the bar.
         console: where it is shown; default: standard error.
     """
 
-    def __init__(
-        self, strategy: Strategy, loader: Loader, description: str = "", *, console: Console | None = None
-    ) -> None:
+    def __init__(self, loader: Loader, description: str = "", *, is_main: bool, console: Console | None = None) -> None:
         self._loader = loader
         self._description = description
         self._console = console or Console(stderr=True)
-        self._shown = strategy.is_main and self._console.is_terminal
+        self._shown = is_main and self._console.is_terminal
         self._values = ""
 
     def show(self, **values: Any) -> None:
@@ -69,10 +64,10 @@ class ProgressBar:
             task = None
             for batch in self._loader:
                 if task is None:  # only now is it known where the epoch began: it may have been continued
-                    done = self._loader.handed_out
+                    done = self._loader.yielded
                     task = progress.add_task(self._description, total=total, completed=done, values="")
                 yield batch
-                progress.update(task, completed=self._loader.handed_out, values=self._values)
+                progress.update(task, completed=self._loader.yielded, values=self._values)
 
 
 class _Pace(ProgressColumn):

@@ -6,31 +6,38 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
+import torch
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
+from unitrain.config import StrategyConfig
 from unitrain.errors import DataError
 from unitrain.process import end_with_parent
-
-if TYPE_CHECKING:
-    from unitrain.strategy import Strategy
 
 T = TypeVar("T")
 
 _NOTICED_S = 2.0
 
 
-def with_defaults(settings: dict[str, Any], dataset: Any, strategy: Strategy, *, most_workers: int) -> dict[str, Any]:
+def with_defaults(
+    settings: dict[str, Any],
+    dataset: Any,
+    device: torch.device,
+    config: StrategyConfig,
+    *,
+    local_world_size: int,
+    most_workers: int,
+) -> dict[str, Any]:
     """Return a DataLoader's settings with this run's defaults for workers and pinning filled in."""
     filled = {name: value for name, value in settings.items() if value is not None}
-    filled.setdefault("num_workers", default_workers(dataset, strategy, most_workers))
+    filled.setdefault("num_workers", default_workers(dataset, device, local_world_size, most_workers))
     if filled["num_workers"] > 0:
         # Less than a collective's: the rank whose worker hangs shall say so before the others give up on it.
-        filled.setdefault("timeout", strategy.config.timeout_s / 2)
+        filled.setdefault("timeout", config.timeout_s / 2)
         filled["worker_init_fn"] = _Worker(filled.get("worker_init_fn"))
-    pinned = strategy.config.pin_memory
-    filled.setdefault("pin_memory", strategy.device.type == "cuda" if pinned is None else pinned)
+    pinned = config.pin_memory
+    filled.setdefault("pin_memory", device.type == "cuda" if pinned is None else pinned)
     return filled
 
 
@@ -63,15 +70,15 @@ def _can_be_ended(batches: Iterator[Any]) -> None:
         worker._popen.terminate = worker._popen.kill
 
 
-def default_workers(dataset: Any, strategy: Strategy, most: int) -> int:
+def default_workers(dataset: Any, device: torch.device, local_world_size: int, most: int) -> int:
     """Return the number of workers of a loader that was given none.
 
     On a GPU: this process's share of the host's cores but one, at most ``most``. On a CPU, whose cores compute, and
     for samples that are in memory: none.
     """
-    if strategy.device.type == "cpu" or _in_memory(dataset):
+    if device.type == "cpu" or _in_memory(dataset):
         return 0
-    cores = min(len(os.sched_getaffinity(0)), (os.cpu_count() or 1) // strategy.local_world_size)
+    cores = min(len(os.sched_getaffinity(0)), (os.cpu_count() or 1) // local_world_size)
     return max(0, min(cores - 1, most))
 
 

@@ -12,16 +12,14 @@ import sys
 import time
 import traceback
 from types import TracebackType
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
+from unitrain.call_site import is_own
 from unitrain.errors import ConfigError, LaunchError, UnitrainError
-from unitrain.job.call_site import is_own
+from unitrain.job.job import Job, current
+from unitrain.job.messages import Verdict
 from unitrain.launch.detect import Launch, detect
 from unitrain.process import leave, tell
-
-if TYPE_CHECKING:
-    from unitrain.job.watch import Verdict
-    from unitrain.strategy import Strategy
 
 # An error of every rank (a bad setting) is rank 0's to tell; the others tell it if they are still there after this.
 _PATIENCE_S = 5.0
@@ -36,7 +34,6 @@ class _FailureHook:
     _at_work: ClassVar[bool] = False
 
     def __init__(self) -> None:
-        self.strategy: Strategy | None = None
         self._previous = sys.excepthook
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -51,52 +48,55 @@ class _FailureHook:
             _FailureHook._at_work = False
 
     def _end(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        launch = self._launch()
-        if self.strategy is not None:
-            self.strategy.failed = True
+        job, launch = current(), _launch()
+        watch = None if job is None else job.watch
+        if job is not None:
+            job.failed = True
         if kind is KeyboardInterrupt and launch.world_size > 1:
             leave(130, "unitrain: interrupted" if launch.rank == 0 else "")
         code = error.exit_code if isinstance(error, UnitrainError) else 130 if kind is KeyboardInterrupt else 1
         # A wrong setting is wrong on every rank, and named in the message, wherever the script met it.
         of_all_ranks = isinstance(error, (ConfigError, LaunchError))
-        if of_all_ranks and launch.rank > 0 and (self.strategy is None or self.strategy.watch is None):
+        if of_all_ranks and launch.rank > 0 and watch is None:
             if launch.launcher == "srun":  # it hands all tasks the same arguments, and does not end those that are left
                 leave(code)
             time.sleep(_PATIENCE_S)
-        verdict = self._verdict(error, of_all_ranks)
-        if verdict is not None and self.strategy is not None and verdict.rank != launch.rank:
-            leave(code, "" if of_all_ranks else f"unitrain: {self.strategy.watch}: stopped because {verdict.text}")
+        verdict = None if job is None else _verdict(job, error, of_all_ranks)
+        if verdict is not None and verdict.rank != launch.rank:
+            leave(code, "" if of_all_ranks else f"unitrain: {watch}: stopped because {verdict.text}")
         if isinstance(error, UnitrainError):
             where = error.__cause__.place if isinstance(error.__cause__, RankError) else place(trace)
             tell(f"unitrain: error: {error}{'' if of_all_ranks else where}")
         else:
             self._previous(kind, error, trace)
-        if launch.world_size > 1 and self.strategy is not None and not of_all_ranks:
+        if launch.world_size > 1 and job is not None and not of_all_ranks:
             said = "" if isinstance(error, UnitrainError) else f": {summary(error)}"
             who = f"rank {launch.rank} of {launch.world_size} on {socket.gethostname()} (pid {os.getpid()})"
             tell(f"unitrain: {who} failed{said}")
         if launch.world_size > 1 or isinstance(error, UnitrainError):
             leave(code)
 
-    def _verdict(self, error: BaseException, of_all_ranks: bool) -> Verdict | None:
-        """Tell the other ranks of this error, and learn which failure was the job's first; None where nobody knows."""
-        strategy = self.strategy
-        if strategy is None or strategy.watch is None:
-            return None
-        patience, follows = 0.0, _follows_from_another(strategy, error)
-        if follows:
-            patience = _CAUSE_S
-        elif strategy.rank > 0:  # an error of all ranks is rank 0's to tell
-            patience = _PATIENCE_S if of_all_ranks else _RANK_0_FIRST_S if isinstance(error, UnitrainError) else 0.0
-        return strategy.watch.fail(summary(error), patience_s=patience, follows=follows, everywhere=of_all_ranks)
 
-    def _launch(self) -> Launch:
-        if self.strategy is not None:
-            return self.strategy.launch
-        try:
-            return detect(os.environ)
-        except LaunchError:
-            return Launch("python")
+def _verdict(job: Job, error: BaseException, of_all_ranks: bool) -> Verdict | None:
+    """Report this error to the other ranks, and learn which failure was the job's first; None where nobody knows."""
+    if job.watch is None:
+        return None
+    patience, follows = 0.0, job.follows_from_another(error)
+    if follows:
+        patience = _CAUSE_S
+    elif job.launch.rank > 0:  # an error of all ranks is rank 0's to report
+        patience = _PATIENCE_S if of_all_ranks else _RANK_0_FIRST_S if isinstance(error, UnitrainError) else 0.0
+    return job.watch.fail(summary(error), patience_s=patience, follows=follows, everywhere=of_all_ranks)
+
+
+def _launch() -> Launch:
+    job = current()
+    if job is not None:
+        return job.launch
+    try:
+        return detect(os.environ)
+    except LaunchError:
+        return Launch("python")
 
 
 class RankError(Exception):
@@ -122,15 +122,6 @@ def place(trace: TracebackType | None) -> str:
     return f"\n  at {last.filename}:{last.lineno}: {last.line}"
 
 
-def _follows_from_another(strategy: Strategy, error: BaseException | None) -> bool:
-    """Whether an error is, or comes from, what the engine says where another rank has gone."""
-    while error is not None:
-        if strategy.is_engine_error(error):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
-
-
 def summary(error: BaseException) -> str:
     """Return an error in one line."""
     lines = str(error).strip().splitlines()
@@ -138,17 +129,15 @@ def summary(error: BaseException) -> str:
 
 
 def announce(error: BaseException) -> None:
-    """Tell the other ranks of an error that is reported otherwise than by the hook, before this process ends."""
-    strategy = sys.excepthook.strategy if isinstance(sys.excepthook, _FailureHook) else None
-    if strategy is not None and strategy.watch is not None:
-        strategy.failed = True
-        follows = _follows_from_another(strategy, error)
-        strategy.watch.fail(summary(error), patience_s=_CAUSE_S if follows else 0.0, follows=follows)
+    """Report to the other ranks an error that is shown otherwise than by the hook, before this process ends."""
+    job = current()
+    if job is not None and job.watch is not None:
+        job.failed = True
+        follows = job.follows_from_another(error)
+        job.watch.fail(summary(error), patience_s=_CAUSE_S if follows else 0.0, follows=follows)
 
 
-def install_hook(strategy: Strategy | None = None) -> None:
-    """Let uncaught errors end the way this module says, from now on; with ``strategy``, once it has started."""
+def install_hook() -> None:
+    """Let uncaught errors end the way this module says, from now on."""
     if not isinstance(sys.excepthook, _FailureHook):
         sys.excepthook = _FailureHook()
-    if strategy is not None:
-        sys.excepthook.strategy = strategy

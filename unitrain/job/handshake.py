@@ -9,45 +9,49 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import torch
 
+from unitrain.backend import Backend
+from unitrain.communicator import Communicator
 from unitrain.config import StrategyConfig
 from unitrain.errors import ConfigError
 from unitrain.job.hub import Member
-
-if TYPE_CHECKING:
-    from unitrain.strategy import Strategy
 
 # What each process may have to itself.
 _OWN_SETTINGS = frozenset({"device", "threads_per_process", "pin_memory"})
 
 
-def introduce(strategy: Strategy) -> list[Member]:
+def introduce(communicator: Communicator, config: StrategyConfig, backend: type[Backend]) -> list[Member]:
     """Return all processes of the job, by rank. Collective.
+
+    Args:
+        communicator: of this process.
+        config: its settings.
+        backend: the backend's class.
 
     Raises:
         ConfigError: the ranks have other settings, other versions or other code; on every rank, naming what differs.
     """
-    own = (socket.gethostname(), os.getpid(), psutil.Process().create_time(), _facts(strategy))
-    told = strategy.all_gather_object(own)
+    own = (socket.gethostname(), os.getpid(), psutil.Process().create_time(), _facts(config, backend))
+    told = communicator.all_gather_object(own)
     _check_alike([facts for *_, facts in told])
     return [Member(rank, host, pid, created) for rank, (host, pid, created, _) in enumerate(told)]
 
 
-def _facts(strategy: Strategy) -> dict[str, Any]:
+def _facts(config: StrategyConfig, backend: type[Backend]) -> dict[str, Any]:
     """Return what must be the same on all ranks, by the name that a message gives it."""
-    config = {name: value for name, value in strategy.config.model_dump().items() if name not in _OWN_SETTINGS}
+    settings = {name: value for name, value in config.model_dump().items() if name not in _OWN_SETTINGS}
     script = Path(sys.argv[0]) if sys.argv else Path()
-    backend = Path(str(sys.modules[type(strategy).__module__].__file__))
+    backend_file = Path(str(sys.modules[backend.__module__].__file__))
     return {
-        **_flat(config),
+        **_flat(settings),
         "UniTrain": version("unitrain"),
         "torch": torch.__version__,
-        **strategy.versions(),
-        "the code of UniTrain": _digest(*sorted(Path(__file__).parents[1].rglob("*.py")), backend),
+        **backend.versions(),
+        "the code of UniTrain": _digest(*sorted(Path(__file__).parents[1].rglob("*.py")), backend_file),
         f"the script {script.name}": _digest(script) if script.is_file() else None,
     }
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from unitrain.job.link import Message
-from unitrain.job.pulse import CLOSING, OWN_CODE
+from unitrain.job import messages
+from unitrain.job.messages import Message, StopReason, Verdict
+from unitrain.pulse import CLOSING
 
 # A rank at its end and another that waits for it elsewhere: after this, neither is merely late in saying so.
 _CROSSED_S = 3.0
@@ -27,20 +28,6 @@ class Member:
 
     def __str__(self) -> str:
         return f"rank {self.rank} on {self.host} (pid {self.pid})"
-
-
-@dataclass(frozen=True)
-class _Beat:
-    phase: str
-    step: int
-    seconds: float
-
-    @property
-    def waits(self) -> bool:
-        return self.phase != OWN_CODE
-
-    def __str__(self) -> str:
-        return f"in {self.phase} after step {self.step}, for {self.seconds:.0f} s"
 
 
 class Hub:
@@ -70,13 +57,13 @@ class Hub:
         self._say = say
         self._heard_at = dict.fromkeys(range(len(members)), now)
         self._looked_at = now
-        self._beats: dict[int, _Beat] = {}
+        self._beats: dict[int, messages.Beat] = {}
         self._present = set(self._heard_at)
-        self._reasons: list[Message] = []  # to stop for; the first is being agreed on, or acted on
+        self._reasons: list[StopReason] = []  # to stop for; the first is being agreed on, or acted on
         self._boundaries: dict[int, int] = {}
         self._settled: set[int] = set()
-        self._calls: dict[int, Message] = {}  # of the ranks that have come to their next one
-        self.verdict: Message | None = None
+        self._calls: dict[int, messages.Call] = {}  # of the ranks that have come to their next one
+        self.verdict: Verdict | None = None
 
     @property
     def finished(self) -> bool:
@@ -86,53 +73,52 @@ class Hub:
     def hear(self, rank: int, message: Message, now: float) -> None:
         """Take note of what a rank says."""
         self._heard_at[rank] = now
-        kind = message["kind"]
-        if kind == "beat":
-            self._beats[rank] = _Beat(message["phase"], message["step"], message["seconds"])
-        elif kind == "failed" and message["follows"]:
-            self._conclude_in_vain(rank, message["text"])
-        elif kind == "failed":
-            self._conclude(rank, f": {message['text']}", everywhere=message["everywhere"])
-        elif kind == "ask":
-            self._say(rank, {"kind": "answer", "text": self._where_the_others_are(rank)})
-        elif kind == "call":
-            self._compare_calls(rank, message)
-        elif kind == "stop" and message["reason"] not in self._reasons:
-            self._reasons.append(message["reason"])
-            if len(self._reasons) == 1:
-                self._hold()
-        elif kind == "held":
-            self._boundaries[rank] = message["boundary"]
-            if len(self._boundaries) == len(self._members):
-                # Nobody is beyond the boundary that it named, so all can still come to the furthest of them.
-                last = max(self._boundaries.values())
-                self._say(None, {"kind": "stop", "boundary": last, "reason": self._reasons[0]})
-        elif kind == "settled":
-            self._settled.add(rank)
-            if len(self._settled) == len(self._members):
-                self._reasons.pop(0)
-                if self._reasons:
+        match message:
+            case messages.Beat():
+                self._beats[rank] = message
+            case messages.Failed(text=text, follows=True):
+                self._conclude_unanswered(rank, text)
+            case messages.Failed(text=text, everywhere=everywhere):
+                self._conclude(rank, f": {text}", everywhere=everywhere)
+            case messages.Ask():
+                self._say(rank, messages.Answer(self._where_the_others_are(rank)))
+            case messages.Call():
+                self._compare_calls(rank, message)
+            case messages.RequestStop(reason=reason) if reason not in self._reasons:
+                self._reasons.append(reason)
+                if len(self._reasons) == 1:
                     self._hold()
-        elif kind == "leave":
-            self._present.discard(rank)
+            case messages.Held(boundary=boundary):
+                self._boundaries[rank] = boundary
+                if len(self._boundaries) == len(self._members):
+                    # Nobody is beyond the boundary that it named, so all can still come to the furthest of them.
+                    self._say(None, messages.Stop(max(self._boundaries.values()), self._reasons[0]))
+            case messages.Settled():
+                self._settled.add(rank)
+                if len(self._settled) == len(self._members):
+                    self._reasons.pop(0)
+                    if self._reasons:
+                        self._hold()
+            case messages.Leave():
+                self._present.discard(rank)
 
     def _hold(self) -> None:
         if len(self._present) == len(self._members):  # else the run is at its end
             self._boundaries, self._settled = {}, set()
-            self._say(None, {"kind": "hold"})
+            self._say(None, messages.Hold())
 
-    def _compare_calls(self, rank: int, mine: Message) -> None:
+    def _compare_calls(self, rank: int, mine: messages.Call) -> None:
         for other, its in self._calls.items():
-            if its["call"] != mine["call"]:
+            if its.call != mine.call:
                 self._conclude(
                     rank,
-                    f" called {mine['call']} at {mine['place']}, where rank {other} called {its['call']} at "
-                    f"{its['place']}: all ranks must make the same calls, in the same order",
+                    f" called {mine.call} at {mine.place}, where rank {other} called {its.call} at {its.place}: all "
+                    "ranks must make the same calls, in the same order",
                 )
         self._calls[rank] = mine
         if len(self._calls) == len(self._members):
             self._calls = {}
-            self._say(None, {"kind": "calls agree"})
+            self._say(None, messages.CallsAgree())
 
     def lost(self, rank: int) -> None:
         """Take note that a rank's connection has ended."""
@@ -141,7 +127,7 @@ class Hub:
             self._conclude(rank, f" {SILENT_END}")
 
     def look(self, now: float) -> None:
-        """Look for ranks that say nothing, and for ranks that wait in vain."""
+        """Look for ranks that say nothing, and for ranks that wait for longer than they may."""
         asleep, self._looked_at = now - self._looked_at, now
         if asleep > self._heartbeat_timeout_s / 2:  # this process was stopped itself, and perhaps the whole job
             self._heard_at = dict.fromkeys(self._heard_at, now)
@@ -155,10 +141,10 @@ class Hub:
         waits = {rank: beat for rank, beat in self._beats.items() if rank in self._present and beat.waits}
         longest = max(waits, key=lambda rank: waits[rank].seconds, default=None)
         if longest is not None and waits[longest].seconds > self._timeout_s + _AFTER_ENGINES_S:
-            self._conclude_in_vain(longest, f"timeout_s is over for it, {waits[longest]}")
+            self._conclude_unanswered(longest, f"timeout_s is over for it, {waits[longest]}")
 
-    def _conclude_in_vain(self, rank: int, text: str) -> None:
-        """Conclude that a rank has waited in vain: for one that does not wait, or for the same as another thing."""
+    def _conclude_unanswered(self, rank: int, text: str) -> None:
+        """Conclude that nobody came where a rank waited: another does not wait at all, or waits for something else."""
         away = self._away(rank)
         others = self._where_the_others_are(rank)
         if away:
@@ -184,11 +170,11 @@ class Hub:
     def _conclude(self, rank: int, text: str, *, frozen: bool = False, everywhere: bool = False) -> None:
         if self.verdict is None:
             text = f"{self._members[rank]}{text}"
-            self.verdict = {"kind": "verdict", "rank": rank, "text": text, "frozen": frozen, "everywhere": everywhere}
+            self.verdict = Verdict(rank, text, frozen, everywhere)
             self._say(None, self.verdict)
 
     def _place(self, rank: int) -> str:
-        return str(self._beats.get(rank, "starting"))
+        return str(self._beats[rank]) if rank in self._beats else "starting"
 
     def _away(self, asking: int) -> list[int]:
         """Return the other ranks that do not wait."""

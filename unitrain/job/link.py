@@ -1,16 +1,14 @@
-"""Messages between a process and the hub of its job: small JSON objects over one TCP connection."""
+"""One TCP connection between a process and the hub of its job, for messages."""
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import threading
 import weakref
 from multiprocessing.connection import Connection
-from typing import Any
 
-Message = dict[str, Any]
+from unitrain.job.messages import Message, decode, encode
 
 _links: weakref.WeakSet[Link] = weakref.WeakSet()
 
@@ -34,10 +32,10 @@ class Link:
         return self._connection.fileno()
 
     def send(self, message: Message) -> None:
-        """Send a message; to an end that has gone, it is sent in vain."""
+        """Send a message; where the other end has gone, it is lost."""
         with self._sending:
             try:
-                self._connection.send_bytes(json.dumps(message).encode())
+                self._connection.send_bytes(encode(message))
             except OSError:
                 return  # whoever receives here finds that out too
 
@@ -46,10 +44,9 @@ class Link:
         try:
             if timeout_s is not None and not self._connection.poll(timeout_s):
                 return None
-            message = json.loads(self._connection.recv_bytes(maxlength=2**20))
-        except (OSError, EOFError, ValueError):
+            return decode(self._connection.recv_bytes(maxlength=2**20))
+        except (OSError, EOFError):
             return None
-        return message if isinstance(message, dict) else None
 
     def close(self) -> None:
         """Close this end."""

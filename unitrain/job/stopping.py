@@ -16,12 +16,12 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any, Protocol
 
+from unitrain.job.messages import StopReason
 from unitrain.process import leave
-
-if TYPE_CHECKING:
-    from unitrain.strategy import Strategy
+from unitrain.pulse import Pulse
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 # Launchers pass on the signal that the terminal has sent to all; that is the same wish, and no second one.
@@ -37,45 +37,97 @@ class Stopped(SystemExit):
     """
 
 
-class Stopping:
-    """The boundaries that this process passes, and the one at which it shall stop.
+class Saves(Protocol):
+    """The open checkpoint, as far as stopping needs it."""
+
+    def wait(self) -> None:
+        """Raise what failed in the background; collective."""
+
+    def save_now(self) -> Path:
+        """Save on all ranks, and return the folder; collective."""
+
+
+class Coordinator(Protocol):
+    """What lets all ranks agree on where to stop."""
+
+    def request_stop(self, reason: StopReason) -> None:
+        """Ask for a common boundary."""
+
+    def settle(self) -> None:
+        """Say that what the stop was for has been done."""
+
+
+class Boundaries:
+    """The boundaries that this process passes, and the one at which it is to stop.
 
     Args:
-        strategy: what runs.
-
-    Attributes:
-        boundary: how many it has passed.
+        pulse: where they are counted.
     """
 
-    def __init__(self, strategy: Strategy) -> None:
-        self.boundary = 0
-        self._strategy = strategy
-        self._signals: StopSignals | None = None
-        self._held = False
+    def __init__(self, pulse: Pulse) -> None:
+        self._pulse = pulse
         self._agreed = threading.Event()
         self._stop_at = 0
-        self._reason: dict[str, Any] = {}
+        self._reason = StopReason()
+        self.held = False
+        """Whether no boundary may be passed without asking ``due``."""
 
-    def listen(self) -> None:
-        """Let SIGTERM, SIGINT and SIGUSR1 stop the run from now on."""
-        self._signals = StopSignals(lambda number: self.request({"signal": number}))
+    def hold(self) -> int:
+        """Let no boundary be passed before it is agreed where to stop, and return the next one. From any thread."""
+        self.held = True  # first: a boundary that is passed meanwhile waits, and is none beyond the one returned
+        return self._pulse.boundary + 1
+
+    def agree(self, boundary: int, reason: StopReason) -> None:
+        """Learn where to stop, and why. From any thread."""
+        self._stop_at, self._reason = boundary, reason
+        self._agreed.set()
+
+    def due(self) -> StopReason | None:
+        """Return why to stop at the boundary that is being passed, or None where it is not the one."""
+        self._agreed.wait()  # for rank 0's answer, which comes at once, or the end of the process
+        if self._pulse.boundary < self._stop_at:
+            return None
+        self.held = False
+        self._agreed.clear()
+        return self._reason
+
+
+class Stopping:
+    """Stops this process at the boundary that all ranks agree on.
+
+    Args:
+        boundaries: those of this process.
+        pulse: where they are counted.
+        coordinator: lets all ranks agree; None where there is one process.
+        is_main: whether this is rank 0, which prints.
+    """
+
+    def __init__(self, boundaries: Boundaries, pulse: Pulse, coordinator: Coordinator | None, *, is_main: bool) -> None:
+        self._boundaries = boundaries
+        self._pulse = pulse
+        self._coordinator = coordinator
+        self._is_main = is_main
+        self._checkpoint: Saves | None = None
+        self._signals: StopSignals | None = None
+
+    def listen(self, checkpoint: Saves) -> None:
+        """Let SIGTERM, SIGINT and SIGUSR1 save a checkpoint and stop the run, from now on."""
+        self._checkpoint = checkpoint
+        self._signals = StopSignals(lambda number: self.request(StopReason(number)))
 
     def close(self) -> None:
         """Let signals do what they did before."""
+        self._checkpoint = None
         if self._signals is not None:
             self._signals.close()
             self._signals = None
 
-    def request(self, reason: dict[str, Any]) -> None:
-        """Ask for all ranks to stop at their next common boundary. Not collective; from any thread.
-
-        Args:
-            reason: ``{"signal": number}``, or ``{"checkpoint": "failed"}`` where one could not be written meanwhile.
-        """
-        if self._strategy.watch is None:
-            self.agree(self.hold(), reason)
+    def request(self, reason: StopReason) -> None:
+        """Ask for all ranks to stop at their next common boundary. Not collective; from any thread."""
+        if self._coordinator is None:
+            self._boundaries.agree(self._boundaries.hold(), reason)
         else:
-            self._strategy.watch.request_stop(reason)
+            self._coordinator.request_stop(reason)
 
     def pass_boundary(self) -> None:
         """Pass a boundary, in the main thread, or stop at it, where it is the one that was agreed on.
@@ -84,29 +136,32 @@ class Stopping:
             Stopped: for a signal; the open checkpoint has been saved.
             CheckpointError: a checkpoint could not be written in the background.
         """
-        self.boundary += 1
-        if not self._held:
+        self._pulse.boundary += 1
+        if self._boundaries.held:
+            self._stop_if_due()
+
+    def _stop_if_due(self) -> None:
+        reason = self._boundaries.due()
+        if reason is None:
             return
-        self._agreed.wait()  # for rank 0's answer, which comes at once, or the end of the process
-        if self.boundary < self._stop_at:
-            return
-        self._held = False
-        self._agreed.clear()
         try:
-            _act_on(self._strategy, self._reason)
+            self._act_on(reason)
         finally:
-            if self._strategy.watch is not None:
-                self._strategy.watch.settle()
+            if self._coordinator is not None:
+                self._coordinator.settle()
 
-    def hold(self) -> int:
-        """Let no boundary be passed before it is agreed where to stop, and return the next one. From any thread."""
-        self._held = True  # first: a boundary that is passed meanwhile waits, and is none beyond the one returned
-        return self.boundary + 1
-
-    def agree(self, boundary: int, reason: dict[str, Any]) -> None:
-        """Learn where to stop, and why. From any thread."""
-        self._stop_at, self._reason = boundary, reason
-        self._agreed.set()
+    def _act_on(self, reason: StopReason) -> None:
+        """Do, at an agreed boundary, what it was agreed on for. Collective."""
+        if reason.signal is None:
+            if self._checkpoint is not None:
+                self._checkpoint.wait()  # raises what failed, unless that was reported already
+            return
+        number = signal.Signals(reason.signal)
+        where = f" and saved in {self._checkpoint.save_now()}" if self._checkpoint is not None else ""
+        if self._is_main:
+            requeued = _requeue() if number == signal.SIGUSR1 else ""
+            print(f"unitrain: stopped by {number.name} after step {self._pulse.step}{where}.{requeued}", flush=True)
+        raise Stopped(128 + number)
 
 
 class StopSignals:
@@ -178,21 +233,6 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 def _wake_up(number: int, frame: object) -> None:
     """Do nothing: that there is a handler is what makes the interpreter write to its wake-up descriptor."""
-
-
-def _act_on(strategy: Strategy, reason: dict[str, Any]) -> None:
-    """Do, at an agreed boundary, what it was agreed on for. Collective."""
-    checkpoint = strategy.open_checkpoint
-    if "signal" not in reason:
-        if checkpoint is not None:
-            checkpoint.wait()  # raises what failed, unless that was told already
-        return
-    number = signal.Signals(reason["signal"])
-    where = f" and saved in {checkpoint.save_now()}" if checkpoint is not None else ""
-    if strategy.is_main:
-        requeued = _requeue() if number == signal.SIGUSR1 else ""
-        strategy.print(f"unitrain: stopped by {number.name} after step {strategy.steps}{where}.{requeued}")
-    raise Stopped(128 + number)
 
 
 def _requeue() -> str:

@@ -12,52 +12,59 @@ import threading
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import wait
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TypeVar
 
+from unitrain.communicator import Communicator
+from unitrain.config import StrategyConfig
 from unitrain.errors import CommunicationError, ConfigError
+from unitrain.job import messages
 from unitrain.job.hub import SILENT_END, Hub, Member
-from unitrain.job.link import Link, Message
+from unitrain.job.link import Link
+from unitrain.job.messages import Message, StopReason, Verdict
+from unitrain.job.stopping import Boundaries
 from unitrain.launch.addresses import own_addresses, reach
 from unitrain.process import end_frozen, leave, print_stacks
 
-if TYPE_CHECKING:
-    from unitrain.strategy import Strategy
+A = TypeVar("A", messages.Answer, messages.CallsAgree)
 
 _PARTING_S = 5.0
 _ANSWER_S = 2.0
-
-
-class Verdict(NamedTuple):
-    """Why the job ends."""
-
-    rank: int
-    """The rank that failed first."""
-    text: str
-    """What happened to it, with its place and pid, in one line."""
 
 
 class Watch:
     """Begins to watch, and to be watched. Collective.
 
     Args:
-        strategy: what to watch.
+        communicator: of this process.
         members: all processes of the job, by rank.
+        boundaries: those of this process, at which it can be stopped.
+        config: the settings.
+        one_host: whether all ranks are on this host.
 
     Raises:
         CommunicationError: rank 0 can't be reached, or was not reached in time.
     """
 
-    def __init__(self, strategy: Strategy, members: Sequence[Member]) -> None:
-        config = strategy.config
-        self._strategy = strategy
+    def __init__(
+        self,
+        communicator: Communicator,
+        members: Sequence[Member],
+        boundaries: Boundaries,
+        config: StrategyConfig,
+        *,
+        one_host: bool,
+    ) -> None:
+        self._pulse = communicator.pulse
+        self._boundaries = boundaries
         self._members = members
-        self._me = members[strategy.rank]
+        self._me = members[communicator.rank]
+        self._timeout_s = config.timeout_s
         self._heartbeat_timeout_s = min(config.heartbeat_timeout_s, config.timeout_s)
         self._interval_s = _interval_s(self._heartbeat_timeout_s)
-        self._link, self._server = self._connect()
+        self._link, self._server = self._connect(communicator, one_host)
         self._changed = threading.Condition()
         self._verdict: Verdict | None = None
-        self._answers: dict[str, Message] = {}
+        self._answer: messages.Answer | messages.CallsAgree | None = None
         self._ending = False
         self._left = False
         self._state, self._since = ("", 0, 0), 0.0
@@ -68,29 +75,26 @@ class Watch:
         """Return the process that this is the watch of, for messages."""
         return str(self._me)
 
-    def _connect(self) -> tuple[Link, threading.Thread | None]:
-        strategy, server = self._strategy, None
+    def _connect(self, communicator: Communicator, one_host: bool) -> tuple[Link, threading.Thread | None]:
+        server = None
         offer: tuple[list[str], int, str] = ([], 0, "")
-        if strategy.is_main:
-            alone = strategy.local_world_size == strategy.world_size
-            listener = socket.create_server(("127.0.0.1" if alone else "", 0), backlog=strategy.world_size)
-            offer = (
-                ["127.0.0.1"] if alone else own_addresses(), listener.getsockname()[1], secrets.token_hex(16),
-            )  # fmt: skip
+        if communicator.is_main:
+            listener = socket.create_server(("127.0.0.1" if one_host else "", 0), backlog=communicator.world_size)
+            addresses = ["127.0.0.1"] if one_host else own_addresses()
+            offer = (addresses, listener.getsockname()[1], secrets.token_hex(16))
             server = threading.Thread(
                 target=_serve,
-                args=(listener, offer[2], self._members, strategy.config.timeout_s, self._heartbeat_timeout_s),
+                args=(listener, offer[2], self._members, self._timeout_s, self._heartbeat_timeout_s),
                 name="unitrain hub",
                 daemon=True,
             )
             server.start()
-        hosts, port, token = strategy.broadcast_object(offer)
+        hosts, port, token = communicator.broadcast_object(offer)
         link = Link(reach(hosts, port))
-        link.send({"kind": "hello", "token": token, "rank": strategy.rank})
-        welcome = link.receive(strategy.config.timeout_s)
-        if welcome is None:
+        link.send(messages.Hello(token, communicator.rank))
+        if link.receive(self._timeout_s) is None:
             raise CommunicationError(
-                f"{self._me} was not welcomed by rank 0 within {strategy.config.timeout_s:g} s: not all ranks came."
+                f"rank 0 did not answer {self._me} within {self._timeout_s:g} s: not all ranks have connected to it."
             )
         return link, server
 
@@ -116,33 +120,33 @@ class Watch:
             if self._changed.wait_for(lambda: self._verdict is not None, patience_s):
                 return self._verdict
         self._beat()
-        self._link.send({"kind": "failed", "text": text, "follows": follows, "everywhere": everywhere})
+        self._link.send(messages.Failed(text, follows, everywhere))
         with self._changed:
             self._changed.wait_for(lambda: self._verdict is not None, _ANSWER_S)
             return self._verdict
 
     def whereabouts(self) -> str:
         """Return where the ranks are that this one waits for, or an empty text where rank 0 does not say."""
-        answer = self._ask({"kind": "ask"}, "answer", _ANSWER_S)
-        return "" if answer is None else str(answer["text"])
+        answer = self._ask(messages.Ask(), messages.Answer, _ANSWER_S)
+        return answer.text if answer is not None else ""
 
-    def _ask(self, question: Message, kind: str, timeout_s: float | None = None) -> Message | None:
-        """Send rank 0 a message, and return its answer, which is of another kind; None where none comes in time."""
+    def _ask(self, question: Message, expected: type[A], timeout_s: float | None = None) -> A | None:
+        """Send rank 0 a question, from the main thread, and return the answer; None where none comes in time."""
         with self._changed:
-            self._answers.pop(kind, None)
+            self._answer = None
         self._beat()
         self._link.send(question)
         with self._changed:
-            self._changed.wait_for(lambda: kind in self._answers, timeout_s)
-            return self._answers.get(kind)
+            self._changed.wait_for(lambda: isinstance(self._answer, expected), timeout_s)
+            return self._answer if isinstance(self._answer, expected) else None
 
-    def request_stop(self, reason: Message) -> None:
+    def request_stop(self, reason: StopReason) -> None:
         """Ask all ranks to stop at the same boundary; see ``unitrain.job.stopping``."""
-        self._link.send({"kind": "stop", "reason": reason})
+        self._link.send(messages.RequestStop(reason))
 
     def settle(self) -> None:
         """Say that this process has done what it was agreed to stop for."""
-        self._link.send({"kind": "settled"})
+        self._link.send(messages.Settled())
 
     def compare_calls(self, call: str, place: str) -> None:
         """Return once every rank has come to this call; the job ends where one comes to another.
@@ -151,12 +155,12 @@ class Watch:
             call: what all are to call: its name, and all that must be the same on all ranks.
             place: the line of the script that calls it here, for the message.
         """
-        self._ask({"kind": "call", "call": call, "place": place}, "calls agree")
+        self._ask(messages.Call(call, place), messages.CallsAgree)
 
     def close(self) -> None:
         """Leave, in good order: every rank has come to its end."""
         self._left = True
-        self._link.send({"kind": "leave"})
+        self._link.send(messages.Leave())
         self._thread.join(_PARTING_S)
         if self._server is not None:
             self._server.join(_PARTING_S)
@@ -178,59 +182,52 @@ class Watch:
                 message = self._link.receive()
                 if message is None:
                     if not self._left:
-                        self._decide(0, f"{self._members[0]} {SILENT_END}")
+                        self._decide(Verdict(0, f"{self._members[0]} {SILENT_END}"))
                     return
                 self._hear(message)
             elif now - heard_at > self._heartbeat_timeout_s:
                 silence = f"gave no sign of life for {now - heard_at:.0f} s"
-                self._decide(0, f"{self._members[0]} {silence}", frozen=True)
+                self._decide(Verdict(0, f"{self._members[0]} {silence}", frozen=True))
 
     def _beat(self) -> None:
-        pulse, now = self._strategy.pulse, time.monotonic()
-        state = (pulse.phase, pulse.calls, self._strategy.stopping.boundary)
+        pulse, now = self._pulse, time.monotonic()
+        state = (pulse.phase, pulse.calls, pulse.boundary)
         if state != self._state:
             self._state, self._since = state, now
-        self._link.send(
-            {
-                "kind": "beat",
-                "phase": state[0],
-                "step": self._strategy.steps,
-                "seconds": now - self._since,
-            }
-        )
+        self._link.send(messages.Beat(pulse.phase, pulse.step, now - self._since))
 
     def _hear(self, message: Message) -> None:
-        kind = message["kind"]
-        if kind == "verdict":
-            self._decide(message["rank"], message["text"], frozen=message["frozen"], everywhere=message["everywhere"])
-        elif kind == "hold":
-            self._link.send({"kind": "held", "boundary": self._strategy.stopping.hold()})
-        elif kind == "stop":
-            self._strategy.stopping.agree(message["boundary"], message["reason"])
-        elif kind in ("answer", "calls agree"):
-            with self._changed:
-                self._answers[kind] = message
-                self._changed.notify_all()
-        elif kind == "leave":
-            self._left = True
+        match message:
+            case Verdict():
+                self._decide(message)
+            case messages.Hold():
+                self._link.send(messages.Held(self._boundaries.hold()))
+            case messages.Stop(boundary=boundary, reason=reason):
+                self._boundaries.agree(boundary, reason)
+            case messages.Answer() | messages.CallsAgree():
+                with self._changed:
+                    self._answer = message
+                    self._changed.notify_all()
+            case messages.Leave():
+                self._left = True
 
-    def _decide(self, rank: int, text: str, *, frozen: bool = False, everywhere: bool = False) -> None:
+    def _decide(self, verdict: Verdict) -> None:
         """Learn why the job ends, and end this process with it."""
-        culprit = self._members[rank]
+        rank, culprit = verdict.rank, self._members[verdict.rank]
         with self._changed:
-            self._verdict = Verdict(rank, text)
+            self._verdict = verdict
             self._changed.notify_all()
             ending = self._ending
-        if frozen and culprit.host == self._me.host and rank != self._me.rank:
+        if verdict.frozen and culprit.host == self._me.host and rank != self._me.rank:
             neighbours = [m.rank for m in self._members if m.host == culprit.host and m.rank != rank]
             end_frozen(culprit.pid, culprit.created, asks=self._me.rank == neighbours[0])
         if ending:
-            return  # the main thread has an error to tell of
-        if everywhere:
+            return  # the main thread has an error to report
+        if verdict.everywhere:
             leave(ConfigError.exit_code)
         if rank == self._me.rank:
             print_stacks(f"unitrain: {self._me} was here when the job gave it up:")
-        leave(1, f"unitrain: {self._me}: stopped because {text}")
+        leave(1, f"unitrain: {self._me}: stopped because {verdict.text}")
 
 
 def _interval_s(heartbeat_timeout_s: float) -> float:
@@ -254,7 +251,7 @@ def _serve(
 
     hub = Hub(members, timeout_s=timeout_s, heartbeat_timeout_s=heartbeat_timeout_s, say=say, now=time.monotonic())
     interval_s = _interval_s(heartbeat_timeout_s)
-    say(None, {"kind": "welcome"})
+    say(None, messages.Welcome())
     beat_at = 0.0
     while not hub.finished and links:
         ready = wait([link.fileno() for link in links.values()], interval_s)
@@ -271,8 +268,8 @@ def _serve(
         hub.look(now)
         if now - beat_at >= interval_s:
             beat_at = now
-            say(None, {"kind": "beat"})
-    say(None, {"kind": "leave"})
+            say(None, messages.HubBeat())
+    say(None, messages.Leave())
     for link in links.values():
         link.close()
 
@@ -289,8 +286,8 @@ def _welcome(listener: socket.socket, token: str, count: int, timeout_s: float) 
             except TimeoutError:
                 return None
             hello = link.receive(_ANSWER_S)
-            if hello is None or not secrets.compare_digest(str(hello.get("token")), token):
+            if not isinstance(hello, messages.Hello) or not secrets.compare_digest(hello.token, token):
                 link.close()  # a stranger, or a port scanner
                 continue
-            links[int(hello["rank"])] = link
+            links[hello.rank] = link
     return links

@@ -1,18 +1,14 @@
-"""Sums and means over all ranks that cost nothing until they are read, and torchmetrics' objects."""
+"""Sums and means over all ranks that cost nothing until they are read."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import overload
 
 import torch
 from torch import Tensor
 
+from unitrain.communicator import Communicator
 from unitrain.errors import UsageError
-
-if TYPE_CHECKING:
-    from unitrain.communicator import Collectives
-
-M = TypeVar("M")
 
 
 class Meter:
@@ -22,28 +18,64 @@ class Meter:
     of means.
     """
 
-    def __init__(self, strategy: Collectives) -> None:
-        self._strategy = strategy
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
         self._total = torch.zeros((), dtype=torch.float64)
         self._count = 0
 
-    def add(self, total: Tensor | float, count: int = 1) -> None:
-        """Add the ``total`` of ``count`` samples, a scalar. Without samples, as in an empty batch, nothing is added."""
+    @overload
+    def add(self, *, total: Tensor | float, count: int = 1) -> None: ...
+
+    @overload
+    def add(self, *, mean: Tensor | float, count: int) -> None: ...
+
+    def add(
+        self,
+        *unnamed: object,
+        total: Tensor | float | None = None,
+        mean: Tensor | float | None = None,
+        count: int = 1,
+    ) -> None:
+        """Add what was found of ``count`` samples: their sum, or their mean. Nothing is communicated.
+
+        Args:
+            *unnamed: nothing; a value without a name is refused, since a sum and a mean could not be told apart.
+            total: the sum over the samples, a scalar.
+            mean: the mean over the samples, a scalar: what a criterion returned, say.
+            count: how many samples. Of 0, as in an empty batch, nothing is added, whatever the value.
+
+        Raises:
+            UsageError: the value was not named, or both were given.
+
+        Example:
+            >>> losses.add(mean=loss, count=len(labels))
+            >>> accuracy.add(total=(logits.argmax(1) == labels).sum(), count=len(labels))
+        """
+        if unnamed or (total is None) == (mean is None):
+            raise UsageError(
+                "a meter's add() takes one of total= (a sum over the samples) and mean= (a mean over them), by name, "
+                "and count= (how many samples): meter.add(mean=loss, count=len(labels))."
+            )
         if count == 0:
             return
-        if isinstance(total, Tensor):
-            total = total.detach()
-            if self._total.device != total.device:
-                self._total = self._total.to(total.device)
-        self._total += total
+        value = total if mean is None else mean
+        assert value is not None  # one of them was given
+        if isinstance(value, Tensor):
+            value = value.detach()
+            if self._total.device != value.device:
+                self._total = self._total.to(value.device)
+        if mean is not None:
+            # In float64: a float32 product of a large count would lose digits that the sum keeps.
+            value = value.to(torch.float64) * count if isinstance(value, Tensor) else value * count
+        self._total += value
         self._count += count
 
     def _reduced(self) -> Tensor:
-        device = self._strategy.device
+        device = self._communicator.device
         pair = torch.stack(
             [self._total.to(device), torch.tensor(float(self._count), dtype=torch.float64, device=device)]
         )
-        return self._strategy.all_reduce(pair)
+        return self._communicator.all_reduce(pair)
 
     def value(self) -> float:
         """Return the mean over all samples of all ranks, NaN where there were none. Collective."""
@@ -62,29 +94,3 @@ class Meter:
         """Begin anew."""
         self._total.zero_()
         self._count = 0
-
-
-def synchronise(metric: M, strategy: Collectives) -> M:
-    """See ``Strategy.metric``."""
-    # torchmetrics is no dependency: its objects are known by the three attributes that they synchronise through.
-    if not all(hasattr(metric, name) for name in ("dist_sync_fn", "distributed_available_fn", "_to_sync")):
-        raise UsageError(f"metric() takes a torchmetrics Metric, not {type(metric).__name__}; for a mean, see meter().")
-    made: Any = metric
-
-    def gather(state: Tensor, group: object = None) -> list[Tensor]:
-        return gather_rows(state, strategy)
-
-    made.dist_sync_fn = gather
-    made.distributed_available_fn = lambda: strategy.world_size > 1
-    made.to(strategy.device)
-    return metric
-
-
-def gather_rows(tensor: Tensor, strategy: Collectives) -> list[Tensor]:
-    """Return every rank's tensor, in rank order; they may differ in the length of their first dimension. Collective."""
-    if tensor.dim() == 0:
-        return list(strategy.all_gather(tensor))
-    lengths = strategy.all_gather(torch.tensor(len(tensor))).tolist()
-    padded = tensor.new_zeros(max(lengths), *tensor.shape[1:])
-    padded[: len(tensor)] = tensor
-    return [rows[:length] for rows, length in zip(strategy.all_gather(padded), lengths, strict=True)]

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
+from unitrain.communicator import Communicator
 from unitrain.data.sharding import MicroBatch
-
-if TYPE_CHECKING:
-    from unitrain.strategy import Strategy
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 class Totals(NamedTuple):
@@ -38,21 +33,19 @@ class Throughput:
     for training. An evaluation after the epoch takes none of that time; one within it is part of the rest.
 
     Args:
-        strategy: whose loaders and steps are measured from now on.
+        communicator: of this process.
+        devices: all devices that this process computes on.
     """
 
-    def __init__(self, strategy: Strategy) -> None:
-        self._strategy = strategy
+    def __init__(self, communicator: Communicator, devices: Sequence[torch.device]) -> None:
+        self._communicator = communicator
+        self._gpus = [device for device in devices if device.type == "cuda"]
         self._samples = 0
         self._seconds = self._data = self._step = 0.0
         self._iterations = 0  # that are under way
         self._iterating_since = 0.0
         self._stepping_since: float | None = None
         self._read = Totals()
-        # On the one object, so that a run that nobody measures has nothing in its step that asks whether to.
-        step = strategy._training_step
-        step.backward = self._timed(step.backward)  # type: ignore[method-assign]
-        step.update = self._timed(step.update)  # type: ignore[method-assign]
 
     def totals(self) -> Totals:
         """Return what this process has measured since the beginning. Not collective; waits for no device."""
@@ -77,7 +70,7 @@ class Throughput:
         totals = self.totals()
         since = [now - before for now, before in zip(totals, self._read, strict=True)]
         self._read = totals
-        ranks = self._strategy.all_gather(torch.tensor([*since, self._peak_memory()], dtype=torch.float64))
+        ranks = self._communicator.all_gather(torch.tensor([*since, self._peak_memory()], dtype=torch.float64))
         samples, seconds, memory = ranks[:, 0].sum().item(), ranks[:, 1].max().item(), ranks[:, 4].max().item()
         _, mean_seconds, data, step, _ = ranks.mean(0).tolist()
         own = ranks[:, 1] - ranks[:, 3]
@@ -111,25 +104,21 @@ class Throughput:
                 self._await_device()  # what it computes still belongs to the samples that were counted
                 self._seconds += perf_counter() - self._iterating_since
 
-    def _timed(self, verb: Callable[P, R]) -> Callable[P, R]:
-        def timed(*arguments: P.args, **keywords: P.kwargs) -> R:
-            self._stepping_since = since = perf_counter()
-            try:
-                return verb(*arguments, **keywords)
-            finally:
-                self._stepping_since = None
-                self._step += perf_counter() - since
+    def began(self) -> None:
+        """``backward`` or ``update`` was called. The training step calls this."""
+        self._stepping_since = perf_counter()
 
-        return timed
+    def ended(self) -> None:
+        """It has ended. The training step calls this."""
+        if self._stepping_since is not None:
+            self._step += perf_counter() - self._stepping_since
+            self._stepping_since = None
 
     def _await_device(self) -> None:
-        for device in self._gpus():
+        for device in self._gpus:
             torch.cuda.synchronize(device)
 
     def _peak_memory(self) -> int:
         """In bytes."""
-        on_gpus = [torch.cuda.max_memory_allocated(device) for device in self._gpus()]
+        on_gpus = [torch.cuda.max_memory_allocated(device) for device in self._gpus]
         return max(on_gpus, default=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
-
-    def _gpus(self) -> list[torch.device]:
-        return [device for device in self._strategy.devices if device.type == "cuda"]

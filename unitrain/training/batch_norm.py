@@ -1,4 +1,4 @@
-"""BatchNorm over the global batch, on any strategy's collectives: CPU and GPU, gloo, MPI and Horovod alike.
+"""BatchNorm over the global batch, on any backend's collectives: CPU and GPU, gloo, MPI and Horovod alike.
 
 Each rank computes mean, variance and count of its share; one all-gather brings them together, and they are merged by
 Chan, Golub and LeVeque's pairwise formula ("Algorithms for computing the sample variance", 1983) in float64. Shares
@@ -9,7 +9,7 @@ The passes over the batch itself are torch's kernels for given statistics, those
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +17,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import batch_norm
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from unitrain.communicator import Communicator
 from unitrain.errors import ConfigError
-
-if TYPE_CHECKING:
-    from unitrain.communicator import Collectives
 
 
 class _SyncedNormalise(torch.autograd.Function):
@@ -39,8 +37,8 @@ class _SyncedNormalise(torch.autograd.Function):
             local[:channels] = mean
             local[channels : 2 * channels] = variance
             local[-1] = count
-        with layer.strategy.pulse.within(layer.sync_name):
-            gathered = layer.strategy._all_gather(local, f"{layer.sync_name}.forward")()
+        with layer.communicator.pulse.within(layer.sync_name):
+            gathered = layer.communicator.all_gather_async(local, f"{layer.sync_name}.forward")()
         means, variances, counts = gathered[:, :channels], gathered[:, channels:-1], gathered[:, -1:]
         total = counts.sum()
         if count <= 1 and total.item() <= 1:
@@ -70,7 +68,7 @@ class _SyncedNormalise(torch.autograd.Function):
         else:
             grad_input, grad_weight, grad_bias = x.to(kind), torch.zeros_like(mean), torch.zeros_like(mean)
         sums = torch.cat([grad_bias, grad_weight]).double()
-        layer.strategy._all_reduce(sums, "sum", f"{layer.sync_name}.backward")()
+        layer.communicator.all_reduce_async(sums, "sum", f"{layer.sync_name}.backward")()
         if needs[0] and x.numel():
             inverse_std = torch.rsqrt(variance + layer.eps)
             scale = inverse_std if weight is None else inverse_std * weight.to(kind)
@@ -102,16 +100,15 @@ class SyncBatchNorm(_BatchNorm):
     """
 
     plain: ClassVar[type[_BatchNorm]]
-    strategy: Collectives
+    communicator: Communicator
     sync_name: str
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's own name for it)
         """Normalise ``input`` (rows, channels, ...) by the statistics of all ranks, or the running ones in eval."""
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
-        if not self.training or self.strategy.world_size == 1:
+        if not self.training or self.communicator.world_size == 1:
             return self.plain.forward(self, input)
-        if self.strategy.config.debug:
-            self.strategy._compare_calls(f"forward of {self.sync_name}")
+        self.communicator.compare_calls(f"forward of {self.sync_name}")
         output, mean, variance, total = _SyncedNormalise.apply(input, self.weight, self.bias, self)
         if self.track_running_stats:
             self._update_running(mean, variance, total)
@@ -154,7 +151,7 @@ def is_unsynchronised(layer: nn.Module) -> bool:
     return isinstance(layer, _BatchNorm) and not isinstance(layer, (SyncBatchNorm, nn.SyncBatchNorm))
 
 
-def synchronise(module: nn.Module, strategy: Collectives) -> None:
+def synchronise(module: nn.Module, communicator: Communicator) -> None:
     """Make every BatchNorm layer in ``module`` compute its training statistics over all ranks, in place.
 
     Only a layer's class changes: its parameters stay the same objects, and its buffers, hooks and keys stay.
@@ -172,19 +169,19 @@ def synchronise(module: nn.Module, strategy: Collectives) -> None:
                 "2d and 3d themselves can be synchronised. Replace the layer, or set sync_batchnorm to false."
             )
         layer.__class__ = synced
-        layer.__dict__.update(strategy=strategy, sync_name=f"batch_norm.{name}")
+        layer.__dict__.update(communicator=communicator, sync_name=f"batch_norm.{name}")
 
 
 def revert(module: nn.Module) -> None:
     """Make layers that ``synchronise`` converted plain again, in place, with their statistics as they are."""
     for layer in module.modules():
         if isinstance(layer, SyncBatchNorm):
-            del layer.strategy, layer.sync_name
+            del layer.communicator, layer.sync_name
             layer.__class__ = layer.plain  # type: ignore[assignment]
 
 
 @torch.no_grad()
-def average_statistics(modules: Iterable[nn.Module], strategy: Collectives) -> None:
+def average_statistics(modules: Iterable[nn.Module], communicator: Communicator) -> None:
     """Give all ranks the mean of their running means and variances, for layers that are not synchronised."""
     buffers = [
         buffer
@@ -194,11 +191,11 @@ def average_statistics(modules: Iterable[nn.Module], strategy: Collectives) -> N
         for buffer in (layer.running_mean, layer.running_var)
         if isinstance(buffer, Tensor)
     ]
-    if strategy.world_size == 1 or not buffers:
+    if communicator.world_size == 1 or not buffers:
         return
     flat = torch.cat([b.double().reshape(-1) for b in buffers])
-    with strategy.pulse.within("the statistics of BatchNorm"):
-        strategy._all_reduce(flat, "sum", "batch_norm.statistics")()
-    flat /= strategy.world_size
+    with communicator.pulse.within("the statistics of BatchNorm"):
+        communicator.all_reduce_async(flat, "sum", "batch_norm.statistics")()
+    flat /= communicator.world_size
     for buffer, mean in zip(buffers, torch.split(flat, [b.numel() for b in buffers]), strict=True):
         buffer.copy_(mean.view_as(buffer))

@@ -6,7 +6,7 @@ import warnings
 
 from torch import Tensor
 
-from unitrain.communicator import Collectives
+from unitrain.communicator import Communicator
 
 _LOOKS = 3
 
@@ -21,7 +21,7 @@ class CopyCheck:
         pending: whether there is still something to compare.
     """
 
-    def __init__(self, ranks: Collectives) -> None:
+    def __init__(self, ranks: Communicator) -> None:
         self._ranks = ranks
         self._looks_left = _LOOKS
         self.pending = True
@@ -37,5 +37,5 @@ class CopyCheck:
                 f"the first {_LOOKS} losses are the same on all {self._ranks.world_size} ranks, to the bit: each seems "
                 "to train on the same samples, which gains nothing. Let strategy.dataloader share them out.",
                 UserWarning,
-                stacklevel=5,
+                stacklevel=6,
             )

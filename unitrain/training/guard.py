@@ -8,7 +8,7 @@ tells them (``found_inf``) is the protocol between torch's ``GradScaler`` and th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -38,7 +38,11 @@ class GuardedStep:
         self._all_dense_and_real = True
 
     def __call__(
-        self, optimizer: Optimizer, parameters: Iterable[Parameter], gradients: list[Tensor]
+        self,
+        optimizer: Optimizer,
+        parameters: Iterable[Parameter],
+        gradients: list[Tensor],
+        losses: Sequence[Tensor] = (),
     ) -> tuple[bool, Tensor | None]:
         """Step if all gradients are finite; return whether they were, and their norm where ``clip_norm`` is set."""
         if self._may_flag and gradients and _heeds_a_flag(optimizer):

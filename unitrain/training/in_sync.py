@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor, nn
 
+from unitrain.communicator import Communicator
 from unitrain.errors import CommunicationError
 from unitrain.training.batch_norm import is_unsynchronised
-
-if TYPE_CHECKING:
-    from unitrain.communicator import Collectives
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = 2**20
 
 
 @torch.no_grad()
-def check_in_sync(strategy: Collectives, module: nn.Module) -> None:
+def check_in_sync(communicator: Communicator, module: nn.Module) -> None:
     """See ``Strategy.check_in_sync``."""
     local = [f"{name}.{key}" if name else key for name, layer in module.named_modules() if is_unsynchronised(layer)
              for key, _ in layer.named_buffers()]  # fmt: skip
     named = [(n, t) for n, t in (*module.named_parameters(), *module.named_buffers()) if n not in set(local)]
-    if strategy.world_size == 1 or not named:
+    if communicator.world_size == 1 or not named:
         return
     ours = torch.stack([_checksum(tensor) for _, tensor in named])
-    everyone = strategy.all_gather(ours).cpu()
+    everyone = communicator.all_gather(ours).cpu()
     for i, (name, tensor) in enumerate(named):
-        ranks = [rank for rank in range(1, strategy.world_size) if everyone[rank, i] != everyone[0, i]]
+        ranks = [rank for rank in range(1, communicator.world_size) if everyone[rank, i] != everyone[0, i]]
         if ranks:
             raise CommunicationError(
                 f"the ranks have drifted apart: {name} {tuple(tensor.shape)} of rank {', '.join(map(str, ranks))} "

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from unitrain.communicator import Communicator
 from unitrain.training.guard import plain_numbers
-
-if TYPE_CHECKING:
-    from unitrain.strategy import Strategy
+from unitrain.training.prepared import PreparedModules
 
 _SMALL = 2**16
 
@@ -34,6 +35,7 @@ class LocalGradients:
         self._hooks: list[Any] = []
         self._kept: list[Tensor] = []
         self._keeps = True
+        self._nan: Tensor | None = None
 
     def watch(self, parameters: Sequence[Parameter]) -> None:
         """Keep the gradients of these from now on, and no others'.
@@ -48,9 +50,17 @@ class LocalGradients:
             parameters = [] if first is None else [first]
         self._hooks = [p.register_hook(self._keep) for p in parameters]  # type: ignore[no-untyped-call]
 
-    def _keep(self, gradient: Tensor) -> None:
+    def _keep(self, gradient: Tensor) -> Tensor | None:
         if self._keeps:
             self._kept.append(gradient)
+        return None if self._nan is None else gradient + self._nan.to(gradient.dtype)
+
+    def add_nan_unless_finite(self, loss: Tensor) -> None:
+        """Let the gradients that are kept become NaN in the coming backward where ``loss`` is not finite.
+
+        The device does so, where the host does not know yet; reduced, they tell all ranks.
+        """
+        self._nan = torch.where(loss.isfinite(), 0.0, math.nan)
 
     @contextmanager
     def ignored(self) -> Iterator[None]:
@@ -64,6 +74,7 @@ class LocalGradients:
     def clear(self) -> None:
         """Forget what was kept."""
         self._kept.clear()
+        self._nan = None
 
     def are_finite(self) -> bool:
         """Look at what was kept."""
@@ -75,16 +86,24 @@ class LocalGradients:
             hook.remove()
 
 
-def describe(strategy: Strategy, parameters: Iterable[Parameter], *, losses: bool, gradients: bool) -> str:
+def describe(
+    communicator: Communicator,
+    prepared: PreparedModules,
+    parameters: Iterable[Parameter],
+    *,
+    losses: bool,
+    gradients: bool,
+) -> str:
     """Say of a step that was given up whose loss or gradient it was, and the first bad parameter. Collective.
 
     Args:
-        strategy: whose ranks all take part.
+        communicator: of this process; all ranks take part.
+        prepared: knows the parameters' names.
         parameters: with the gradients of all ranks, in the order of the optimizer.
         losses: whether this rank's losses were finite.
         gradients: whether its own gradients were, before they were averaged, as far as it knows.
     """
-    told = strategy.all_gather_object((losses, gradients))
+    told = communicator.all_gather_object((losses, gradients))
     bad_losses, bad_gradients = ([rank for rank, its in enumerate(one) if not its] for one in zip(*told, strict=True))
     if bad_losses:
         where = f"the loss of {_ranks(bad_losses)}"
@@ -92,7 +111,7 @@ def describe(strategy: Strategy, parameters: Iterable[Parameter], *, losses: boo
         whose = f" of {_ranks(bad_gradients)}" if bad_gradients else ""
         where = f"a gradient{whose} (every rank's loss was finite)"
     first = next((p for p in parameters if p.grad is not None and not _is_finite(p.grad)), None)
-    return where if first is None else f"{where}; first bad parameter: {strategy.parameter_name(first)}"
+    return where if first is None else f"{where}; first bad parameter: {prepared.name(first)}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from unitrain.backend import load_backend
 from unitrain.commands.launchers import local_launchers
 from unitrain.commands.verify.worlds import World, find_worlds
 from unitrain.config import StrategyConfig
-from unitrain.registry import load_backend
 from unitrain.settings.schema import variable
 
 LEVERS: dict[str, tuple[object, ...]] = {

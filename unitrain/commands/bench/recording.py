@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import atexit
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
 
 from unitrain.metrics.throughput import Totals
 from unitrain.strategy import Strategy
-from unitrain.training.step import StepResult
 
 
 class Recording:
@@ -36,36 +31,26 @@ class Recording:
         config = strategy.config
         runs_alone = strategy.world_size > 1 and not (config.ddp.static_graph or config.check_in_sync_every)
         self._alone = alone if runs_alone else 0
-        self._muted = False
         self._throughput = strategy.throughput()
         self._rows: list[Totals] = []
-        self._seen = strategy.steps
-        self._update, self._all_reduce = strategy._training_step.update, strategy._all_reduce
-        strategy._training_step.update = self._recorded  # type: ignore[method-assign]
-        strategy._all_reduce = self._all_reduce_unless_muted  # type: ignore[method-assign]
+        self._seen = strategy.global_step
+        strategy.training_step.observe(self)
         atexit.register(self._write)
 
-    def _recorded(self, *arguments: Any, **keywords: Any) -> StepResult:
-        result = self._update(*arguments, **keywords)
-        if self._strategy.steps != self._seen:
-            self._seen = self._strategy.steps
-            self._rows.append(self._throughput.totals())
-            if len(self._rows) == self._steps + self._alone:
-                self._strategy.close()
-                raise SystemExit(0)
-            if len(self._rows) == self._steps:
-                self._mute()
-        return result
+    def began(self) -> None:
+        """``backward`` or ``update`` was called."""
 
-    def _mute(self) -> None:
-        self._muted = True
-        self._strategy._arm(False)
-        self._strategy._arm = _ignore  # type: ignore[method-assign]
-
-    def _all_reduce_unless_muted(self, tensor: Tensor, op: str, name: str) -> Callable[[], None]:
-        if self._muted and name.startswith("gradients"):
-            return _nothing_to_wait_for
-        return self._all_reduce(tensor, op, name)
+    def ended(self) -> None:
+        """It has ended: take note of a step that was made, and end the run after enough of them."""
+        if self._strategy.global_step == self._seen:
+            return
+        self._seen = self._strategy.global_step
+        self._rows.append(self._throughput.totals())
+        if len(self._rows) == self._steps + self._alone:
+            self._strategy.close()
+            raise SystemExit(0)
+        if len(self._rows) == self._steps:
+            self._strategy.training_step.stop_averaging()
 
     def _write(self) -> None:
         record = {
@@ -74,11 +59,3 @@ class Recording:
             "alone": self._rows[self._steps - 1 :],  # from the end of the last step that is none of them
         }
         (self._folder / f"rank{self._strategy.rank}.json").write_text(json.dumps(record), encoding="utf-8")
-
-
-def _ignore(sync: bool) -> None:
-    """Stand in for a strategy's ``_arm``."""
-
-
-def _nothing_to_wait_for() -> None:
-    """Stand in for the wait of a reduction that was never begun."""

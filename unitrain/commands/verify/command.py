@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from unitrain.backend import backend_names, load_backend
 from unitrain.commands.launchers import launch_command, launch_environment
 from unitrain.commands.toolchain import running
 from unitrain.commands.verify import plain, recipe
@@ -22,7 +23,6 @@ from unitrain.commands.verify.trace import Trace
 from unitrain.commands.verify.worlds import World, find_worlds
 from unitrain.errors import UsageError
 from unitrain.launch.detect import detect
-from unitrain.registry import backend_names, load_backend
 
 
 def verify(

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from unitrain.backend import load_backend
 from unitrain.commands.launchers import local_launchers
 from unitrain.config import StrategyConfig
 from unitrain.errors import UnitrainError
 from unitrain.launch.detect import Launch
-from unitrain.registry import load_backend
 
 _SIZES = {"python": (1,), "torchrun": (2, 3), "mpirun": (2, 3), "horovodrun": (2,), "srun": (2,)}
 

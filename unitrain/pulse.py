@@ -15,11 +15,14 @@ class Pulse:
     Attributes:
         phase: what it is waiting for the other ranks in, else ``OWN_CODE``.
         calls: how many waits it has begun, so that two that follow one another can be told from one that lasts.
+        step: optimizer steps that the run has made.
+        boundary: how many boundaries it has passed, at which a run can be stopped.
     """
 
-    __slots__ = ("_failed", "calls", "phase")
+    __slots__ = ("_failed", "boundary", "calls", "phase", "step")
 
     def __init__(self) -> None:
+        self.step = self.boundary = 0
         self.phase = OWN_CODE
         self.calls = 0
         self._failed = False
