@@ -13,7 +13,7 @@ from torch import nn
 from unitrain.backend import LocalBackend
 from unitrain.config import StrategyConfig
 from unitrain.data.structure import rebuilt, tensors
-from unitrain.errors import ConfigError
+from unitrain.errors import ConfigError, UsageError
 from unitrain.launch.detect import Launch
 
 
@@ -77,6 +77,11 @@ class DataParallelBackend(LocalBackend):
         """Return torch's wrapper, or the module itself on one device."""
         if len(self.devices) == 1:
             return module
+        if hasattr(module, "_orig_mod"):
+            raise UsageError(
+                f"a module that was compiled can't be copied to {len(self.devices)} devices: each copy would run the "
+                "first one's code. Compile nothing, or use backend ddp, one process for each GPU."
+            )
         output = self.config.data_parallel.output_device
         return _Wrapped(module, list(self.devices), self.device if output is None else output)
 

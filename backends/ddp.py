@@ -22,6 +22,7 @@ from unitrain.errors import CommunicationError, ConfigError, UsageError
 from unitrain.launch.detect import Launch
 from unitrain.launch.rendezvous import rendezvous
 
+from .ddp_devices import any_shared, gpu_id
 from .ddp_module import AveragingModule
 from .ddp_powersgd import add_power_sgd
 
@@ -34,6 +35,7 @@ _SYNC_BUFFERS = next(
 )
 # What gloo and NCCL can't reduce, and what stands in for it.
 _WIDER = {torch.int16: torch.int32}
+_AFTER_WATCH_S = 60.0
 _COMPILED = "_orig_mod."  # torch.compile's prefix of names
 _HOOKS = {"fp16": fp16_compress_hook, "bf16": bf16_compress_hook}
 
@@ -82,10 +84,11 @@ class DDPBackend(Backend):
         """Join the default process group, or adopt the script's, and make a group for the core."""
         timeout = timedelta(seconds=self.config.timeout_s)
         if not self._adopted:
-            library = self.settings.communication
-            if library == "auto":
-                library = "nccl" if self.device.type == "cuda" else "gloo"
             store = rendezvous(self.launch, self.config.timeout_s)
+            library = self._library(store)
+            if library == "nccl":
+                # NCCL's own watchdog aborts the process: the job's watch, which says why, comes first.
+                timeout += timedelta(seconds=_AFTER_WATCH_S)
             try:
                 dist.init_process_group(
                     library,
@@ -105,6 +108,20 @@ class DDPBackend(Backend):
         assert isinstance(group, dist.ProcessGroup)  # every rank is in it
         self._group = group
         return dist.get_rank(), dist.get_world_size()
+
+    def _library(self, store: dist.Store) -> str:
+        """Return the communication library that all ranks take."""
+        wanted = str(self.settings.communication)
+        if self.device.type != "cuda":
+            return "gloo" if wanted == "auto" else wanted
+        shared = self.world_size > 1 and any_shared(store, gpu_id(self.device), self.world_size)
+        if shared and wanted == "nccl":
+            raise ConfigError(
+                "ddp.communication is nccl, which needs a GPU of its own for every process, but some of the "
+                f"{self.world_size} processes share one (device is {self.config.device!r}): start as many processes on "
+                "a host as it has GPUs, or set ddp.communication to auto or gloo."
+            )
+        return "gloo" if shared else "nccl" if wanted == "auto" else wanted
 
     def close(self, *, failed: bool) -> None:
         """Destroy the groups that were made here, unless other ranks would have to take part and may be gone."""

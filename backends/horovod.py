@@ -62,6 +62,12 @@ class HorovodBackend(Backend):
     def check(cls, config: StrategyConfig, launch: Launch) -> None:
         """Refuse to start without Horovod, or with a controller that it lacks or that the launcher does not serve."""
         hvd = _engine()
+        if config.device != "cpu" and torch.cuda.is_available() and not hvd.nccl_built():
+            # Horovod would copy to the CPU without waiting for the GPU, and throw in a thread of its own.
+            raise BackendError(
+                f"this Horovod was built for CPUs only, and device is {config.device!r} on a host with GPUs: rebuild "
+                "it with `unitrain install-horovod --gpu nccl`, set device to cpu, or use backend ddp."
+            )
         controller = _controller(config, launch)
         built = {"mpi": hvd.mpi_built(), "gloo": hvd.gloo_built()}
         if not built[controller]:

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from unitrain.errors import ConfigError
+from unitrain import ConfigError
 
 # A server that gives no answer is a failure after this, and not a wait without end.
 _TIMEOUT_S = 15.0

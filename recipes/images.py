@@ -12,7 +12,7 @@ import torch
 from pydantic import Field
 from torch.utils.data import TensorDataset
 
-from unitrain.errors import ConfigError, DataError
+from unitrain import ConfigError, DataError
 from unitrain.recipes.downloads import downloading
 
 DataName = Annotated[

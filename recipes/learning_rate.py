@@ -9,7 +9,7 @@ from typing import Literal
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from unitrain.errors import ConfigError
+from unitrain import ConfigError
 
 Scaling = Literal["none", "linear", "sqrt"]
 Schedule = Literal["cosine", "step", "constant"]

@@ -9,8 +9,7 @@ from typing import Literal, cast
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from unitrain import Strategy
-from unitrain.errors import CheckpointError, ConfigError
+from unitrain import CheckpointError, ConfigError, Strategy
 from unitrain.recipes.downloads import downloading
 
 ModelName = Literal[

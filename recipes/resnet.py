@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
@@ -25,11 +25,10 @@ from pydantic import Field
 from tqdm import tqdm
 
 import unitrain
-from unitrain.config import Section
+from unitrain import Section, parse_command_line
 from unitrain.recipes import images, models
 from unitrain.recipes.learning_rate import LearningRate, Scaling, Schedule
 from unitrain.recipes.run_folder import RunFolder, summarise
-from unitrain.settings import parse_command_line
 
 # Settings that train the same model whatever they are.
 MAY_CHANGE = {
@@ -98,7 +97,7 @@ def main() -> None:
     with strategy.main_first():  # one process downloads; then the others find the files
         data = images.load(settings.data, settings.data_dir, models.image_size(settings.model))
     # The global batch is fixed, so that a run does not depend on how many processes share it.
-    loading = {"num_workers": settings.workers, "persistent_workers": settings.workers > 0}
+    loading: dict[str, Any] = {"num_workers": settings.workers, "persistent_workers": settings.workers > 0}
     train = strategy.dataloader(data.train, global_batch_size=settings.batch_size, shuffle=True, **loading)
     val = strategy.dataloader(data.validation, global_batch_size=settings.batch_size, **loading)
 

@@ -11,11 +11,8 @@ from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
-from unitrain import Strategy
-from unitrain.config import Section
-from unitrain.errors import ConfigError
+from unitrain import ConfigError, Section, Strategy, dump_yaml
 from unitrain.recipes.profiling import Profile
-from unitrain.settings import dump_yaml
 
 
 class RunFolder:

@@ -35,8 +35,8 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_public_names_are_these() -> None:
     assert sorted(unitrain.__all__) == unitrain.__all__ == [
         "Backend", "BackendError", "CheckpointError", "CommunicationError", "ConfigError", "DataError", "Launch",
-        "LaunchError", "Loader", "Meter", "NonFiniteError", "StepResult", "Stopped", "Strategy", "StrategyConfig", "UnitrainError",
-        "UsageError", "init", "spawn",
+        "LaunchError", "Loader", "Meter", "NonFiniteError", "Section", "StepResult", "Stopped", "Strategy",
+        "StrategyConfig", "UnitrainError", "UsageError", "dump_yaml", "init", "parse_command_line", "spawn",
     ]  # fmt: skip
     assert dir(unitrain) == unitrain.__all__
     assert all(getattr(unitrain, name).__module__.startswith("unitrain.") for name in unitrain.__all__)

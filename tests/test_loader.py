@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from itertools import chain
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from torch.utils.data import TensorDataset
 
 import unitrain
 from unitrain.data import Loader
+from unitrain.data.options import LoaderOptions
+from unitrain.data.settings import PASSED_ON
 
 ROWS = TensorDataset(torch.arange(12.0).unsqueeze(1))
 
@@ -90,3 +93,10 @@ def test_an_evaluation_that_was_broken_off_begins_again() -> None:
         first = rows(next(iter(loader)))
         assert next(iter([rows(batch) for batch in loader])) == first
     assert loader.epoch == 1
+
+
+def test_the_options_that_type_checkers_know_are_those_of_the_loader() -> None:
+    named = {
+        name for name, one in inspect.signature(Loader).parameters.items() if one.kind is inspect.Parameter.KEYWORD_ONLY
+    }
+    assert set(LoaderOptions.__annotations__) == named | set(PASSED_ON)

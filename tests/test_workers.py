@@ -119,7 +119,7 @@ def signal_from_elsewhere(number: int, pids: set[int]) -> None:
 
 def read_under_signals(context: str) -> tuple[int, float]:
     strategy = unitrain.init(timeout_s=60)
-    settings = {"num_workers": 2, "multiprocessing_context": context, "prefetch_factor": 1}
+    settings: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": context, "prefetch_factor": 1}
     pids: set[int] = set()
     samples = 0
     for batch in strategy.dataloader(Pids(), batch_size=1, **settings):

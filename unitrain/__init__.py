@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from unitrain.backend import Backend
-    from unitrain.config import StrategyConfig
+    from unitrain.config import Section, StrategyConfig
     from unitrain.data import Loader
     from unitrain.errors import (
         BackendError,
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from unitrain.job.stopping import Stopped
     from unitrain.launch.detect import Launch
     from unitrain.metrics.meter import Meter
+    from unitrain.settings import dump_yaml, parse_command_line
     from unitrain.strategy import Strategy
     from unitrain.training.step import StepResult
 
@@ -41,19 +42,25 @@ __all__ = [
     "Loader",
     "Meter",
     "NonFiniteError",
+    "Section",
     "StepResult",
     "Stopped",
     "Strategy",
     "StrategyConfig",
     "UnitrainError",
     "UsageError",
+    "dump_yaml",
     "init",
+    "parse_command_line",
     "spawn",
 ]
 
 _HOMES = {
     "Backend": "backend",
+    "Section": "config",
     "StrategyConfig": "config",
+    "dump_yaml": "settings",
+    "parse_command_line": "settings",
     "Loader": "data",
     "init": "initialize",
     "Launch": "launch.detect",

@@ -18,6 +18,7 @@ from unitrain.checkpoint import Checkpoint, files
 from unitrain.communicator import Communicator, ReduceOp
 from unitrain.config import StrategyConfig
 from unitrain.data import Loader
+from unitrain.data.options import LoaderOptions
 from unitrain.device import pick_device
 from unitrain.errors import UsageError
 from unitrain.job.job import join
@@ -215,9 +216,13 @@ class Strategy:
 
     # ---------------------------------------------------------------------------------------- data and measurement
 
-    def dataloader(self, dataset: Any, **settings: Any) -> Loader:
-        """Return a loader of this rank's share of ``dataset``; see ``unitrain.data.Loader`` for its settings."""
-        return Loader(self._communicator, self._loop, self.config, self.launch.local_world_size, dataset, **settings)
+    def dataloader(self, dataset: Any, **options: Unpack[LoaderOptions]) -> Loader:
+        """Return a loader of this rank's share of ``dataset``; ``unitrain.data.Loader`` describes its options.
+
+        Example:
+            >>> train = strategy.dataloader(train_set, global_batch_size=256, shuffle=True, num_workers=4)
+        """
+        return Loader(self._communicator, self._loop, self.config, self.launch.local_world_size, dataset, **options)
 
     def progress(self, loader: Loader, description: str = "") -> ProgressBar:
         """Return what iterates over ``loader`` and shows samples a second and the time left on rank 0's terminal."""

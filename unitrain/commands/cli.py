@@ -79,7 +79,12 @@ def _add_install_horovod(commands: argparse._SubParsersAction[argparse.ArgumentP
     summary = "build Horovod against the installed torch, install it, and prove it on two processes"
     parser = commands.add_parser("install-horovod", help=summary, description=_sentence(summary))
     parser.add_argument("--version", default="0.28.1", help="release of Horovod (default: %(default)s)")
-    parser.add_argument("--gpu", choices=["nccl"], help="also build GPU operations, on NCCL (default: CPU only)")
+    parser.add_argument(
+        "--gpu",
+        choices=["auto", "nccl", "none"],
+        default="auto",
+        help="nccl also builds GPU operations; auto does so where torch sees a GPU (default: %(default)s)",
+    )
     parser.add_argument("--without-mpi", action="store_true", help="leave MPI out even where it is installed")
     parser.add_argument("--force", action="store_true", help="build, install and prove again, whatever is there")
     parser.set_defaults(run=_run_install_horovod)
@@ -99,6 +104,7 @@ def _add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     summary = "train under every launcher and backend found here, and compare each with a plain loop on one device"
     parser = commands.add_parser("verify", help=summary, description=_sentence(summary))
     parser.add_argument("--backend", metavar="NAME", help="the only backend to put on trial (default: all)")
+    parser.add_argument("--device", default="cpu", help="where to train: cpu, cuda or cuda:N (default: %(default)s)")
     parser.add_argument("--recipe", type=Path, metavar="PATH", help="a recipe to train instead of the built-in model")
     parser.add_argument("--output", type=Path, metavar="FILE", help="where to write the deviations as JSON")
     parser.add_argument("flags", nargs="*", metavar="FLAG", help="after --, flags for the recipe")
@@ -140,7 +146,8 @@ def _run_doctor(arguments: argparse.Namespace) -> int:
 def _run_install_horovod(arguments: argparse.Namespace) -> int:
     from unitrain.commands.horovod.install import install_horovod
 
-    install_horovod(arguments.version, gpu=arguments.gpu, without_mpi=arguments.without_mpi, force=arguments.force)
+    gpu = None if arguments.gpu == "none" else arguments.gpu
+    install_horovod(arguments.version, gpu=gpu, without_mpi=arguments.without_mpi, force=arguments.force)
     return 0
 
 
@@ -153,7 +160,13 @@ def _run_run(arguments: argparse.Namespace) -> int:
 def _run_verify(arguments: argparse.Namespace) -> int:
     from unitrain.commands.verify.command import verify
 
-    return verify(backend=arguments.backend, script=arguments.recipe, flags=arguments.flags, output=arguments.output)
+    return verify(
+        backend=arguments.backend,
+        device=arguments.device,
+        script=arguments.recipe,
+        flags=arguments.flags,
+        output=arguments.output,
+    )
 
 
 if __name__ == "__main__":

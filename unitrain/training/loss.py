@@ -17,6 +17,8 @@ def checked(loss: Tensor) -> Tensor:
     Raises:
         UsageError: it is no tensor of one element, or has no gradient.
     """
+    if isinstance(loss, Tensor) and loss.requires_grad and not loss.dim():
+        return loss
     if not isinstance(loss, Tensor):
         raise UsageError(f"a loss is a tensor, not {type(loss).__name__}: give step() what the criterion returned.")
     if loss.numel() != 1:
@@ -25,7 +27,7 @@ def checked(loss: Tensor) -> Tensor:
         raise UsageError(
             "the loss has no gradient: it was detached, or computed under no_grad() or from frozen weights."
         )
-    return loss.reshape(()) if loss.dim() else loss
+    return loss.reshape(())
 
 
 def refuse_a_second_backward(error: RuntimeError) -> None:

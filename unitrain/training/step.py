@@ -113,7 +113,7 @@ class TrainingStep:
         self._unscaled = False
         self.micro_batch: MicroBatch | None = None
         self.averages = True
-        self._iteration: Iteration | None = None
+        self._untrained: list[Iteration] = []  # of which batches were yielded, and nothing was trained on yet
         self._global_step = 0
         self._at_window_end: list[Callable[[], None]] = []
         self._observers: list[StepObserver] = []
@@ -159,7 +159,9 @@ class TrainingStep:
 
     def take(self, micro_batch: MicroBatch | None, iteration: Iteration) -> None:
         """Take note of the micro-batch that a loader yields for training, before its forward; None at the end."""
-        self.micro_batch, self._iteration = micro_batch, iteration
+        self.micro_batch = micro_batch
+        if not iteration.trained and micro_batch is not None:
+            self._untrained.append(iteration)
         self._reduction.arm(self.averages and (micro_batch is None or micro_batch.last))
 
     def stop_averaging(self) -> None:
@@ -195,23 +197,13 @@ class TrainingStep:
             raise UsageError("the strategy is closed: train before close().")
         loss = checked(loss)
         windows = self._of(optimizers)
-        micro_batch = self.micro_batch
-        if micro_batch is None:
-            last = self._counted_last(windows[0])
-            share = self._unit / (self._world * self._accumulate)
-        else:
-            last = micro_batch.last
-            share = micro_batch.count * self._unit / micro_batch.window
-        if self._iteration is not None:
-            self._iteration.trained = True
-        if sync is not None:
-            if sync and not last and micro_batch is not None:
-                raise UsageError(
-                    "sync=True can't end a window that a loader cut: it ends with its own last micro-batch."
-                )
-            last = sync
+        last, share = self._place_in_window(windows[0], sync)
         for window in windows:
-            self._enter(window, micro_batch, weight, last)
+            self._enter(window, self.micro_batch, weight, last)
+        if self._untrained:
+            for iteration in self._untrained:
+                iteration.trained = True
+            self._untrained.clear()
         counts: Weight = share if weight is None else weight
         scale = None
         if self._distributed or self._accumulate > 1 or weight is not None or self._scaler is not None:
@@ -234,6 +226,17 @@ class TrainingStep:
             window.complete = window.reduced = last
         if self._distributed:
             self._pulse.phase = OWN_CODE
+
+    def _place_in_window(self, window: Window, sync: bool | None) -> tuple[bool, float]:
+        """Return whether this backward ends the window, and what part of the window's mean this rank's loss is."""
+        micro_batch = self.micro_batch
+        if micro_batch is None:
+            last = self._counted_last(window)
+            return last if sync is None else sync, self._unit / (self._world * self._accumulate)
+        if sync and not micro_batch.last:
+            raise UsageError("sync=True can't end a window that a loader cut: it ends with its own last micro-batch.")
+        last = micro_batch.last if sync is None else sync
+        return last, micro_batch.count * self._unit / micro_batch.window
 
     def _run_backward(
         self, loss: Tensor, scale: Tensor | None, inputs: list[Parameter] | None, windows: list[Window], counts: Weight
@@ -299,7 +302,8 @@ class TrainingStep:
                 )
             return [self._watched(window) for window in self._windows.values()]
         for optimizer in optimizers:
-            self.register(optimizer)
+            if optimizer not in self._windows:
+                self.register(optimizer)
         return [self._watched(self._windows[optimizer]) for optimizer in optimizers]
 
     def _watched(self, window: Window) -> Window:

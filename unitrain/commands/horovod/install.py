@@ -83,7 +83,7 @@ def install_horovod(version: str, *, gpu: str | None = None, without_mpi: bool =
 
     Args:
         version: Horovod's release.
-        gpu: ``"nccl"`` to build GPU operations too.
+        gpu: ``"nccl"`` to build GPU operations too; ``"auto"`` does so where torch sees a GPU.
         without_mpi: Leave MPI out even where it is installed.
         force: Build, install and prove again, whatever is there.
 
@@ -94,6 +94,8 @@ def install_horovod(version: str, *, gpu: str | None = None, without_mpi: bool =
     console = Console(soft_wrap=True, highlight=False)
     if find_spec("pip") is None:
         raise BackendError("This environment has no pip to install with: python -m ensurepip (or: uv pip install pip)")
+    if gpu == "auto":
+        gpu = "nccl" if torch.cuda.is_available() else None
     mpi = None if without_mpi else find_mpi()
     combination = combine(version, mpi, gpu)
     folder = _writable(cache_folder() / "horovod" / combination.version)

@@ -21,36 +21,48 @@ from unitrain.commands.verify.cases import CASES, EXACT, STEPS
 from unitrain.commands.verify.comparison import Verdict, compare
 from unitrain.commands.verify.trace import Trace
 from unitrain.commands.verify.worlds import World, find_worlds
+from unitrain.device import pick_device
 from unitrain.errors import UsageError
-from unitrain.launch.detect import detect
+from unitrain.launch.detect import Launch, detect
 
 
 def verify(
-    *, backend: str | None = None, script: Path | None = None, flags: Sequence[str] = (), output: Path | None = None
+    *,
+    backend: str | None = None,
+    device: str = "cpu",
+    script: Path | None = None,
+    flags: Sequence[str] = (),
+    output: Path | None = None,
 ) -> int:
     """Train everywhere, print the largest deviations, write JSON, and return the exit status.
 
     Args:
         backend: the only one to put on trial; default: all that are installed.
+        device: where the built-in model is trained: ``cpu``, ``cuda`` (a GPU for each process) or ``cuda:N``. The
+            plain loop that it is compared with runs on the CPU.
         script: the recipe to put on trial; default: the built-in model, in every mode.
         flags: what the recipe is given besides.
         output: where the verdicts go as JSON.
 
     Raises:
+        ConfigError: there is no such device.
         UsageError: this process is itself one of a job, or nothing here serves the backend.
     """
     if detect(os.environ).world_size > 1:
         raise UsageError("verify starts processes itself: run it alone, not under a launcher.")
     if backend is not None:
         load_backend(backend)
-    worlds = find_worlds([backend] if backend else backend_names())
+    pick_device(device, Launch("python"))  # raises where there is none
+    worlds = find_worlds([backend] if backend else backend_names(), device=device)
     if not worlds:
         raise UsageError(f"no launcher found here serves backend {backend!r}: `unitrain doctor` says what is missing.")
     console = Console()
     with Progress(console=console, transient=True) as progress, TemporaryDirectory() as temporary:
         folders = Path(temporary)
         verdicts = list(
-            _recipe_trials(script, flags, worlds, folders, progress) if script else _trials(worlds, folders, progress)
+            _recipe_trials(script, flags, worlds, folders, progress)
+            if script
+            else _trials(worlds, device, folders, progress)
         )
     _print(verdicts, console)
     if output is not None:
@@ -84,20 +96,20 @@ def _recipe_trials(
             yield recipe.compare(world, plain_metrics, found)
 
 
-def _trials(worlds: Sequence[World], folders: Path, progress: Progress) -> Iterator[Verdict]:
+def _trials(worlds: Sequence[World], device: str, folders: Path, progress: Progress) -> Iterator[Verdict]:
     expected = {case.name: plain.train(case) for case in CASES}
     for world in _announced(worlds, progress):
         folder = folders / f"{world} {world.backend}"
         folder.mkdir()
-        said = _run(world, folder)
+        said = _run(world, device, folder)
         for case in CASES:
             ranks = _read(folder, case.name, world, said)
             yield compare(str(world), world.backend, case, expected[case.name], ranks)
 
 
-def _run(world: World, folder: Path) -> str:
+def _run(world: World, device: str, folder: Path) -> str:
     """Start the world; return the end of what it printed, or an empty string where all went well."""
-    arguments = ["-m", "unitrain.commands.verify.trial", str(folder), world.backend]
+    arguments = ["-m", "unitrain.commands.verify.trial", str(folder), world.backend, device]
     with running(launch_command(world.launcher, world.size, arguments), launch_environment()) as process:
         text, _ = process.communicate()
     return "" if process.returncode == 0 else f"{world} ended with status {process.returncode}: {text.strip()[-2000:]}"

@@ -1,6 +1,6 @@
 """The loop on trial, run by every rank of a launched world: all cases under one backend.
 
-``python -m unitrain.commands.verify.trial FOLDER BACKEND``, after whatever launcher.
+``python -m unitrain.commands.verify.trial FOLDER BACKEND DEVICE``, after whatever launcher.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from unitrain.commands.verify.cases import CASES, STEPS, Case, Digits, build, me
 from unitrain.commands.verify.trace import Trace
 
 
-def train(case: Case, backend: str) -> tuple[int, Trace]:
+def train(case: Case, backend: str, device: str) -> tuple[int, Trace]:
     """Train a case under a strategy, and return this process's rank and record."""
     trace = Trace()
-    with unitrain.init(backend=backend, device="cpu", **{"precision": "fp64", **case.settings}) as strategy:
+    with unitrain.init(backend=backend, device=device, **{"precision": "fp64", **case.settings}) as strategy:
         model, optimizer = strategy.prepare(*build(case))
         trace.watch(optimizer)
         loader = strategy.dataloader(Digits(case.samples), global_batch_size=case.global_batch)
@@ -41,11 +41,11 @@ def train(case: Case, backend: str) -> tuple[int, Trace]:
     raise AssertionError("a case has at least one step an epoch")
 
 
-def main(folder: Path, backend: str) -> None:
+def main(folder: Path, backend: str, device: str) -> None:
     """Train every case; one that fails ends the world, after saying why."""
     for case in CASES:
         try:
-            rank, trace = train(case, backend)
+            rank, trace = train(case, backend, device)
         except Exception:
             Trace(error=traceback.format_exc()).save(folder / f"{case.name}.failed{os.getpid()}.pt")
             raise
@@ -53,4 +53,4 @@ def main(folder: Path, backend: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3])

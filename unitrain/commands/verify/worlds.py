@@ -26,26 +26,29 @@ class World:
         return f"{self.launcher} x{self.size}"
 
 
-def find_worlds(backends: Sequence[str], sizes: Mapping[str, Sequence[int]] = _SIZES) -> list[World]:
+def find_worlds(
+    backends: Sequence[str], sizes: Mapping[str, Sequence[int]] = _SIZES, *, device: str = "cpu"
+) -> list[World]:
     """Return the worlds that can be started here and serve any of ``backends``.
 
     Args:
         backends: names of backends.
         sizes: numbers of processes, by launcher.
+        device: where the processes are to compute.
     """
     candidates = [(launcher, size) for launcher in local_launchers() for size in sizes.get(launcher, ())]
     return [
         World(launcher, size, backend)
         for launcher, size in candidates
         for backend in backends
-        if _serves(backend, Launch(launcher, world_size=size, local_world_size=size))
+        if _serves(backend, device, Launch(launcher, world_size=size, local_world_size=size))
     ]
 
 
-def _serves(backend: str, launch: Launch) -> bool:
+def _serves(backend: str, device: str, launch: Launch) -> bool:
     try:
         found = load_backend(backend)
-        found.check(StrategyConfig(backend=backend, device="cpu"), launch)
+        found.check(StrategyConfig(backend=backend, device=device), launch)
     except UnitrainError:
         return False
     return found.expected_world(launch) == launch.world_size

@@ -1,0 +1,31 @@
+"""Whether ranks share a GPU is found out through a store; here real stores and made-up names of devices."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from importlib import import_module
+from typing import Any
+
+import pytest
+from torch.distributed import TCPStore
+
+ddp_devices: Any = import_module("unitrain.backends.ddp_devices")
+
+
+@pytest.mark.parametrize(
+    ("devices", "shared"),
+    [(["a", "b", "c"], False), (["a", "b", "a"], True), (["a"], False), (["a", "a", "a", "a"], True)],
+)
+def test_ranks_agree_on_whether_they_share_a_device(
+    devices: list[str], shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ddp_devices, "_starts", iter([0] * len(devices)))  # one of each rank's own process
+    master = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
+
+    def rank(own: str) -> bool:
+        store = TCPStore("127.0.0.1", master.port, is_master=False, timeout=timedelta(seconds=20))
+        return bool(ddp_devices.any_shared(store, own, len(devices)))
+
+    with ThreadPoolExecutor(len(devices)) as ranks:
+        assert list(ranks.map(rank, devices)) == [shared] * len(devices)
