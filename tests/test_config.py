@@ -85,7 +85,7 @@ def test_accepts_device(device: str) -> None:
     assert StrategyConfig(device=device).device == device
 
 
-def test_reads_what_flags_and_variables_write_as_text() -> None:
+def test_reads_what_flags_and_variables_write_as_strings() -> None:
     config = StrategyConfig.model_validate(
         {"accumulate": "4", "clip_norm": "null", "tf32": "false", "data_parallel": {"device_ids": "0, 2"}}
     )
@@ -93,12 +93,12 @@ def test_reads_what_flags_and_variables_write_as_text() -> None:
     assert config.data_parallel.device_ids == (0, 2)
 
 
-def test_a_text_setting_may_hold_a_comma_and_the_word_null() -> None:
-    class Texts(Section):
+def test_a_string_may_hold_a_comma_and_the_word_null() -> None:
+    class Strings(Section):
         one: str = ""
         either: str | list[str] = ""
 
-    assert Texts(one="null", either="a,b") == Texts.model_construct(one="null", either="a,b")
+    assert Strings(one="null", either="a,b") == Strings.model_construct(one="null", either="a,b")
 
 
 @pytest.mark.parametrize(

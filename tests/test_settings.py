@@ -281,7 +281,7 @@ def test_a_required_setting() -> None:
         strategy: StrategyConfig = StrategyConfig()
 
     assert parse_command_line(Needy, ["--data", "x"], prog="needy", description="").data == "x"
-    with pytest.raises(ConfigError, match=r"^--data is required: text\.$"):
+    with pytest.raises(ConfigError, match=r"^--data is required: a string\.$"):
         parse_command_line(Needy, [], prog="needy", description="")
 
 
@@ -343,11 +343,11 @@ def test_help_needs_neither_torch_nor_a_backend() -> None:
         (["--lr", "nan"], "--lr is 'nan', but must be a number > 0."),
         (["--lr=-inf"], "--lr is '-inf', but must be a number > 0."),
         (["--lr="], "--lr is '', but must be a number > 0."),
-        (["--batch-size", "1.5"], "--batch-size is '1.5', but must be a whole number >= 1."),
-        (["--seed", "-3"], "--strategy.seed is '-3', but must be a whole number >= 0, < 4294967296."),
+        (["--batch-size", "1.5"], "--batch-size is '1.5', but must be an integer >= 1."),
+        (["--seed", "-3"], "--strategy.seed is '-3', but must be an integer >= 0, < 4294967296."),
         (["--freeze", "maybe"], "--freeze is 'maybe', but must be true or false."),
         (["--strategy.device", "gpu"], "--strategy.device is 'gpu', but must be auto, cpu, cuda or cuda:N."),
-        (["--milestones", "3,x"], "--milestones is '3,x', but must be a list (0,1 or [0, 1]), each a whole number."),
+        (["--milestones", "3,x"], "--milestones is '3,x', but must be a list (0,1 or [0, 1]), each an integer."),
         (
             ["--strategy.data-parallel.device-ids", "0,0"],
             "--strategy.data-parallel.device-ids is '0,0': names a GPU twice; each holds one replica.",
@@ -411,7 +411,7 @@ def test_what_powersgd_cannot_be_combined_with(name: str, value: Any, shown: str
     ("settings", "message"),
     [
         ({"precision": "bf17"}, "precision is 'bf17', but must be fp32, fp64, bf16 or fp16."),
-        ({"accumulate": True}, "accumulate is true, but must be a whole number >= 1."),
+        ({"accumulate": True}, "accumulate is true, but must be an integer >= 1."),
         ({"timeout_s": float("inf")}, "timeout_s is inf, but must be a number > 0, <= 1000000."),
         ({"presicion": "bf16"}, "presicion is not a setting. Did you mean 'precision'?"),
         ({"static_graph": True}, "static_graph is not a setting. Did you mean 'ddp.static_graph'?"),
@@ -420,7 +420,7 @@ def test_what_powersgd_cannot_be_combined_with(name: str, value: Any, shown: str
             {"horovod": {"q": 1}},
             "horovod.q is not a setting. The settings here: controller, fusion_threshold_mb, cycle_time_ms.",
         ),
-        ({"ddp": {None: 1}}, "ddp has the key null, but a setting's name is a text."),
+        ({"ddp": {None: 1}}, "ddp has the key null, but a setting's name is a string."),
         (
             {"horovod": 3},
             "horovod is 3, but must be a section with controller, fusion_threshold_mb, cycle_time_ms.",
@@ -463,11 +463,11 @@ def test_a_long_value_is_shortened() -> None:
         (b"strategy:\n  presicion: bf16\n", "line 2) is not a setting. Did you mean 'strategy.precision'?"),
         (b"startegy: {}\n", "line 1) is not a setting. Did you mean 'strategy'?"),
         (b"seed: 1\n", "line 1) is not a setting. Did you mean 'strategy.seed'?"),
-        (b"strategy: {accumulate: yes}\n", "line 1) is true, but must be a whole number >= 1."),
+        (b"strategy: {accumulate: yes}\n", "line 1) is true, but must be an integer >= 1."),
         (b"strategy: {precision: null}\n", "line 1) is null, but must be fp32, fp64, bf16 or fp16."),
         (b"strategy: {ddp: 3}\n", "line 1) is 3, but must be a section with communication, "),
         (b"lr: .nan\n", "line 1) is nan, but must be a number > 0."),
-        (b"model: 3\n", "line 1) is 3, but must be text."),
+        (b"model: 3\n", "line 1) is 3, but must be a string."),
         (b"on: 3\n", "line 1: not valid settings in YAML: the key 'on' is not a name"),
         (b"? [a]\n: 3\n", "line 1: not valid settings in YAML: while constructing a mapping: found unhashable key."),
         (b"", " must hold 'name: value' settings, but is empty."),

@@ -18,8 +18,8 @@ Precision = Literal["fp32", "fp64", "bf16", "fp16"]
 class Section(BaseModel):
     """A frozen model that refuses unknown keys; base of every part of a configuration, a recipe's own included.
 
-    Fields hold plain values (numbers, texts, paths, choices, lists of them) or further sections, so that each can be
-    written as a flag, as a variable and in YAML.
+    Fields hold plain values (ints, floats, strings, paths, choices, lists of them) or further sections, so that each
+    can be written as a flag, as a variable and in YAML.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
@@ -27,7 +27,7 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _read_plain(cls, value: Any, info: ValidationInfo) -> Any:
-        """Read what a flag or a variable can only write as text, and refuse a truth value where a number belongs."""
+        """Parse what a flag or a variable can only write as a string, and refuse a boolean where a number belongs."""
         members = _union_members(cls.model_fields[str(info.field_name)].annotation)
         if value == "null" and type(None) in members:
             return None
@@ -39,7 +39,7 @@ class Section(BaseModel):
             return [item.strip() for item in value.split(",")]
         if isinstance(value, bool) and bool not in members and {int, float} & set(members):
             # YAML reads yes and on as true, which pydantic would take for 1.
-            raise PydanticCustomError("bool_for_number", "Input should be a number, not a truth value")
+            raise PydanticCustomError("bool_for_number", "Input should be a number, not a boolean")
         return value
 
 

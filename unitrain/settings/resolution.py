@@ -101,7 +101,7 @@ class _Environment(StrategyConfig, BaseSettings):
 
 
 def _read_environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Return a strategy's settings from the environment, nested and still as text; warn of unknown variables."""
+    """Return a strategy's settings from the environment, nested and still as strings; warn of unknown variables."""
     known = {variable(setting.path) for group in groups_of(StrategyConfig) for setting in group.settings}
     for name in sorted(environ):
         if name.startswith("UNITRAIN_") and name not in known and name not in OTHER_VARIABLES:

@@ -83,7 +83,7 @@ class _Messages:
         if kind == "extra_forbidden":
             return self._unknown(path)
         if kind == "invalid_key":
-            return f"{dotted(path[:-1])} has the key {_shown(details['input'])}, but a setting's name is a text."
+            return f"{dotted(path[:-1])} has the key {_shown(details['input'])}, but a setting's name is a string."
         # A list's item or a union's alternative adds to the path of the setting.
         while path not in self._settings and path not in self._groups:
             path = path[:-1]
