@@ -253,7 +253,7 @@ def test_nested_switches_and_lists_and_null() -> None:
     assert recipe.strategy.sync_batchnorm
     assert recipe.strategy.ddp.static_graph
     assert recipe.strategy.pin_memory is True
-    assert not recipe.strategy.tf32
+    assert recipe.strategy.tf32 is False
     assert recipe.strategy.data_parallel.device_ids == (0, 1)
     assert (recipe.milestones, recipe.output_dir, recipe.optimizer.momentum) == ([30, 60], None, 0)
 
@@ -569,8 +569,8 @@ SECTIONS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "timeout_s": positive(1_000_000),
         "heartbeat_timeout_s": positive(1_000_000),
         "threads_per_process": or_none(st.integers(1, 4096)),
-        "cudnn_benchmark": st.booleans(),
-        "tf32": st.booleans(),
+        "cudnn_benchmark": or_none(st.booleans()),
+        "tf32": or_none(st.booleans()),
         "pin_memory": or_none(st.booleans()),
     },
 }

@@ -134,10 +134,10 @@ class StrategyConfig(Section):
     """Seconds that a process may give no sign of life before the job ends; at most timeout_s is taken."""
     threads_per_process: Annotated[int, Field(ge=1, le=4096)] | None = None
     """Compute threads of each process; null leaves OMP_NUM_THREADS or takes cores // processes on this host."""
-    cudnn_benchmark: bool = True
-    """Let cuDNN time its algorithms and keep the fastest (best for inputs of one size)."""
-    tf32: bool = True
-    """Let CUDA compute float32 matrix products and convolutions in TF32."""
+    cudnn_benchmark: bool | None = None
+    """Let cuDNN time its algorithms and keep the fastest (best for inputs of one size); null leaves torch's setting."""
+    tf32: bool | None = None
+    """Let CUDA compute float32 matrix products and convolutions in TF32; null leaves torch's: convolutions only."""
     pin_memory: bool | None = None
     """Load batches into page-locked memory, for faster copies to a GPU; null does when training on a GPU."""
     data_parallel: DataParallelConfig = DataParallelConfig()

@@ -170,8 +170,24 @@ def _set_process_state(config: StrategyConfig, launch: Launch) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if torch.are_deterministic_algorithms_enabled() != config.deterministic:  # setting it imports torch's compiler
         torch.use_deterministic_algorithms(config.deterministic)
-    torch.backends.cudnn.benchmark = config.cudnn_benchmark and not config.deterministic
-    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = config.tf32
+    if config.deterministic or config.cudnn_benchmark is not None:
+        torch.backends.cudnn.benchmark = bool(config.cudnn_benchmark) and not config.deterministic
+    if config.tf32 is not None:
+        _set_tf32(config.tf32)
+
+
+def _set_tf32(allowed: bool) -> None:
+    """Allow or forbid TF32 for CUDA's matrix products and convolutions.
+
+    Both of torch's interfaces are set: after a change through ``fp32_precision`` alone, whoever reads ``allow_tf32``
+    gets a RuntimeError, and torch.compile reads it. After ``allow_tf32 = False`` alone, convolutions follow a
+    ``torch.backends.fp32_precision`` that allows it.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch 2.9 deprecates the older one; later releases don't
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = allowed
+    cudnn: Any = torch.backends.cudnn
+    cudnn.conv.fp32_precision = cudnn.rnn.fp32_precision = "tf32" if allowed else "ieee"
 
 
 def default_threads(local_world_size: int) -> int:
