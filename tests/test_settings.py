@@ -562,6 +562,7 @@ SECTIONS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "accumulate": st.integers(1),
         "clip_norm": or_none(positive()),
         "clip_value": or_none(positive()),
+        "grad_norm": st.booleans(),
         "on_nonfinite": st.sampled_from(["stop", "skip", "raise"]),
         "check_in_sync_every": st.integers(0, 10**9),
         "debug": st.booleans(),

@@ -120,6 +120,8 @@ class StrategyConfig(Section):
     """Scale the gradients so that their total 2-norm is at most this; null doesn't."""
     clip_value: Annotated[float, Field(gt=0)] | None = None
     """Clamp every element of the gradients to plus or minus this; null doesn't."""
+    grad_norm: bool = False
+    """Return the gradients' 2-norm in every StepResult, though nothing is clipped."""
     on_nonfinite: Literal["stop", "skip", "raise"] = "stop"
     """What all ranks do when a loss or gradient is NaN or infinite: stop the run, skip the step, or raise."""
     compression: Literal["none", "fp16", "bf16", "powersgd"] = "none"
