@@ -5,16 +5,33 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 import torch
+from pydantic import Field, field_validator
 from torch import nn
 
-from unitrain.config import StrategyConfig
+from unitrain.config import Section, StrategyConfig
 from unitrain.data.structure import rebuilt, tensors
 from unitrain.errors import ConfigError
 from unitrain.launch.detect import Launch
 from unitrain.sole_strategy import SoleStrategy
+
+
+class DataParallelSettings(Section):
+    """Settings of the backend data_parallel (torch's DataParallel)."""
+
+    device_ids: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] | None = None
+    """GPUs that hold a replica, each once; null takes every visible one."""
+    output_device: Annotated[int, Field(ge=0)] | None = None
+    """GPU that gathers the outputs; null takes the first of device_ids."""
+
+    @field_validator("device_ids")
+    @classmethod
+    def _each_device_once(cls, device_ids: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        if device_ids and len(set(device_ids)) < len(device_ids):
+            raise ValueError("names a GPU twice; each holds one replica")
+        return device_ids
 
 
 class _Wrapped(nn.DataParallel[nn.Module]):
@@ -54,6 +71,7 @@ class DataParallelStrategy(SoleStrategy):
     """
 
     name = "data_parallel"
+    Settings: ClassVar[type[Section]] = DataParallelSettings
 
     @classmethod
     def check(cls, config: StrategyConfig, launch: Launch) -> None:
@@ -74,14 +92,15 @@ class DataParallelStrategy(SoleStrategy):
     def _wrap_model(self, module: nn.Module) -> nn.Module:
         if len(self.devices) == 1:
             return module
-        output = self.config.data_parallel.output_device
+        output = self.config.section(self.name, DataParallelSettings).output_device
         return _Wrapped(module, list(self.devices), self.device if output is None else output)
 
 
 def _devices(config: StrategyConfig) -> tuple[torch.device, ...]:
     """Return the GPUs that hold a replica: none where the CPU is used."""
     visible = 0 if config.device == "cpu" else torch.cuda.device_count()
-    wanted = config.data_parallel.device_ids
+    settings = config.section("data_parallel", DataParallelSettings)
+    wanted = settings.device_ids
     if wanted is None:
         if ":" in config.device:
             return (torch.device(config.device),)
@@ -91,7 +110,7 @@ def _devices(config: StrategyConfig) -> tuple[torch.device, ...]:
         raise ConfigError(
             f"data_parallel.device_ids is {list(wanted)}, but must name different GPUs of the {visible} visible ones."
         )
-    output = config.data_parallel.output_device
+    output = settings.output_device
     if output is not None and output not in wanted:
         raise ConfigError(f"data_parallel.output_device is {output}, but must be one of device_ids {list(wanted)}.")
     return tuple(torch.device("cuda", i) for i in wanted)

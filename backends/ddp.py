@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from inspect import signature
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
-from unitrain.config import StrategyConfig
+from unitrain.config import Section, StrategyConfig
 from unitrain.errors import CommunicationError, ConfigError, UsageError
 from unitrain.launch.detect import Launch
 from unitrain.launch.rendezvous import rendezvous
@@ -24,6 +24,7 @@ from unitrain.strategy import Strategy
 
 from .ddp_module import AveragingModule
 from .ddp_powersgd import add_power_sgd
+from .ddp_settings import DDPSettings as DDPSettings
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 # Newer releases of torch call it by another name, and warn of the old one.
@@ -44,6 +45,7 @@ class DDPStrategy(Strategy):
     """
 
     name = "ddp"
+    Settings: ClassVar[type[Section]] = DDPSettings
     served_by = "torchrun, mpirun, srun or unitrain.spawn"
     compressions = (*Strategy.compressions, "powersgd")
     gradient_reduction: Literal["sum", "mean"] = "mean"
@@ -57,8 +59,14 @@ class DDPStrategy(Strategy):
 
     @classmethod
     def check(cls, config: StrategyConfig, launch: Launch) -> None:
-        """Refuse NCCL where it can't be had."""
-        if config.ddp.communication != "nccl":
+        """Refuse NCCL where it can't be had, and accumulation over a static graph."""
+        settings = config.section(cls.name, DDPSettings)
+        if settings.static_graph and config.accumulate > 1:
+            raise ConfigError(
+                f"ddp.static_graph is true, and accumulate is {config.accumulate}; they exclude each other: DDP aborts "
+                "when a static graph skips a reduction."
+            )
+        if settings.communication != "nccl":
             return
         if not (dist.is_nccl_available() and torch.cuda.is_available()) or config.device == "cpu":
             raise ConfigError(
@@ -67,6 +75,7 @@ class DDPStrategy(Strategy):
             )
 
     def _start(self) -> tuple[int, int]:
+        self.settings = self.config.section(self.name, DDPSettings)
         timeout = timedelta(seconds=self.config.timeout_s)
         self._wrapped: list[AveragingModule] = []
         # By which wrapper; torch does not look at what was frozen when that was made.
@@ -75,7 +84,7 @@ class DDPStrategy(Strategy):
             self.gradient_reduction = "sum"  # core's buckets: DDP lays its own out anew after the first step
         self._adopted = dist.is_initialized()
         if not self._adopted:
-            library = self.config.ddp.communication
+            library = self.settings.communication
             if library == "auto":
                 library = "nccl" if self.device.type == "cuda" else "gloo"
             store = rendezvous(self.launch, self.config.timeout_s)
@@ -107,7 +116,7 @@ class DDPStrategy(Strategy):
     def _wrap_model(self, module: nn.Module) -> nn.Module:
         if self.world_size == 1 or self.config.deterministic or not any(p.requires_grad for p in module.parameters()):
             return module
-        options = self.config.ddp
+        options = self.settings
         sync_buffers: dict[str, Any] = {_SYNC_BUFFERS: options.broadcast_buffers}
         trained = {p for p in module.parameters() if p.requires_grad}
         shared = trained & self._averaged.keys()
@@ -161,7 +170,7 @@ class DDPStrategy(Strategy):
                 if not late:
                     wrapper.check_called(calls[i])
                 calls[i] = wrapper.calls
-            if not late and not self.config.ddp.find_unused_parameters:
+            if not late and not self.settings.find_unused_parameters:
                 self._check_all_used(averaged)
             if late:
                 self._average(parameters)

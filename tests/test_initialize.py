@@ -22,6 +22,7 @@ from torch import nn
 
 import unitrain
 from unitrain import BackendError, ConfigError, Launch, LaunchError, Strategy, StrategyConfig, UsageError
+from unitrain.config import Precision
 from unitrain.device import pick_device
 from unitrain.initialize import advice, choose_backend, default_threads
 from unitrain.launch.detect import detect
@@ -246,6 +247,16 @@ def test_nccl_without_a_gpu() -> None:
         unitrain.init(backend="data_parallel", data_parallel={"device_ids": [0, 1]})
 
 
+def test_a_static_graph_and_accumulation_exclude_each_other_under_ddp_alone() -> None:
+    settings: dict[str, Any] = {"ddp": {"static_graph": True}, "accumulate": 2}
+    with pytest.raises(
+        ConfigError, match=r"^ddp\.static_graph is true, and accumulate is 2; they exclude each other: "
+    ):
+        unitrain.init(backend="ddp", **settings)
+    with pytest.warns(UserWarning, match=r"^without effect under backend 'single': ddp\.$"):
+        unitrain.init(backend="single", **settings)
+
+
 def test_auto_device_is_the_cpu_where_there_is_no_gpu() -> None:
     assert pick_device("cpu", Launch("python")) == torch.device("cpu")
     assert pick_device("auto", Launch("python")).type == ("cuda" if torch.cuda.is_available() else "cpu")
@@ -275,7 +286,7 @@ def _drawn() -> tuple[float, float, float]:
     return random.random(), float(np.random.rand()), float(torch.rand(()))
 
 
-def _draws(precision: str) -> tuple[Any, ...]:
+def _draws(precision: Precision) -> tuple[Any, ...]:
     with unitrain.init(seed=7, precision=precision) as strategy:
         before = _drawn()
         strategy.prepare(nn.Linear(1, 1))

@@ -7,7 +7,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from unitrain.config import StrategyConfig
     from unitrain.data import Loader
     from unitrain.errors import (
         BackendError,
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from unitrain.job.stopping import Stopped
     from unitrain.launch.detect import Launch
     from unitrain.metrics.meter import Meter
+    from unitrain.settings.strategy_config import StrategyConfig
     from unitrain.strategy import Strategy
     from unitrain.training.step import StepResult
 
@@ -50,7 +50,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "StrategyConfig": "config",
+    "StrategyConfig": "settings.strategy_config",
     "Loader": "data",
     "init": "initialize",
     "Launch": "launch.detect",

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from typing_extensions import Unpack
 
-from unitrain.config import StrategyConfig
+from unitrain.config import Section, StrategyConfig
 from unitrain.errors import BackendError, ConfigError, LaunchError, UsageError
 from unitrain.job import excepthook
 from unitrain.launch.detect import Launch, detect
@@ -21,13 +22,13 @@ from unitrain.process import keep_memory, print_stacks_when_killed, tell
 from unitrain.registry import load_backend
 from unitrain.rng import seed_all
 from unitrain.settings import resolve_strategy
+from unitrain.settings.keywords import StrategySettings
 from unitrain.strategy import Strategy
 
-_SECTIONS = ("data_parallel", "ddp", "horovod")
 _current: Strategy | None = None
 
 
-def init(config: StrategyConfig | None = None, **settings: Any) -> Strategy:
+def init(config: StrategyConfig | None = None, **settings: Unpack[StrategySettings]) -> Strategy:
     """Find out who started this process, choose a backend, and start it.
 
     Args:
@@ -151,8 +152,8 @@ def _check_honoured(backend: type[Strategy], config: StrategyConfig, launch: Lau
                 f"{', '.join(backend.compressions)}."
             )
         idle.append(f"compression={config.compression}")
-    defaults = StrategyConfig()
-    idle += [s for s in _SECTIONS if s != backend.name and getattr(config, s) != getattr(defaults, s)]
+    sections = {name: value for name, value in config if isinstance(value, Section)}
+    idle += [name for name, section in sections.items() if name != backend.name and section != type(section)()]
     if idle:
         warnings.warn(f"without effect under backend {backend.name!r}: {', '.join(idle)}.", UserWarning, stacklevel=3)
 

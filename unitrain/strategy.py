@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from unitrain.checkpoint import Checkpoint, files
 from unitrain.communicator import Collectives
-from unitrain.config import StrategyConfig
+from unitrain.config import Section, StrategyConfig
 from unitrain.data import Loader
 from unitrain.device import pick_device
 from unitrain.errors import LaunchError, UnitrainError, UsageError
@@ -64,6 +64,8 @@ class Strategy(Collectives):
 
     name: ClassVar[str]
     """The backend's name, as in its entry point."""
+    Settings: ClassVar[type[Section]] = Section
+    """What only this backend has to set: ``strategy.NAME.option`` on the command line and in YAML."""
     served_by: ClassVar[str] = "see its documentation"
     """The launchers that start what this backend can use, for messages."""
     gradient_reduction: Literal["sum", "mean"] = "sum"

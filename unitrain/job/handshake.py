@@ -6,7 +6,7 @@ import hashlib
 import os
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import torch
 
-from unitrain.config import StrategyConfig
+from unitrain.config import Section
 from unitrain.errors import ConfigError
 from unitrain.job.hub import Member
 
@@ -33,17 +33,19 @@ def introduce(strategy: Strategy) -> list[Member]:
     """
     own = (socket.gethostname(), os.getpid(), psutil.Process().create_time(), _facts(strategy))
     told = strategy.all_gather_object(own)
-    _check_alike([facts for *_, facts in told])
+    _check_alike([facts for *_, facts in told], set(type(strategy.config).model_fields))
     return [Member(rank, host, pid, created) for rank, (host, pid, created, _) in enumerate(told)]
 
 
 def _facts(strategy: Strategy) -> dict[str, Any]:
     """Return what must be the same on all ranks, by the name that a message gives it."""
-    config = {name: value for name, value in strategy.config.model_dump().items() if name not in _OWN_SETTINGS}
+    # Another backend's section may be missing on a host, where that backend is not installed.
+    others = {name for name, value in strategy.config if isinstance(value, Section) and name != strategy.name}
+    settings = strategy.config.model_dump(exclude={*_OWN_SETTINGS, *others})
     script = Path(sys.argv[0]) if sys.argv else Path()
     backend = Path(str(sys.modules[type(strategy).__module__].__file__))
     return {
-        **_flat(config),
+        **_flat(settings),
         "UniTrain": version("unitrain"),
         "torch": torch.__version__,
         **strategy.versions(),
@@ -66,12 +68,12 @@ def _digest(*files: Path) -> str:
     return digest.hexdigest()[:12]
 
 
-def _check_alike(facts: list[dict[str, Any]]) -> None:
+def _check_alike(facts: list[dict[str, Any]], settings: Collection[str]) -> None:
     found = difference(facts)
     if found is None:
         return
     name, said = found
-    if name.split(".")[0] in StrategyConfig.model_fields:
+    if name.split(".")[0] in settings:
         hint = "Give all ranks the same (environment, arguments and files)"
     else:
         hint = "Install and start the same on every host"

@@ -9,6 +9,7 @@ from typing import Any
 
 from unitrain.errors import ConfigError
 from unitrain.settings.schema import Group, Setting, did_you_mean, dotted, flag
+from unitrain.settings.strategy_config import why_unknown
 
 _SOURCES = """\
 A setting is taken from the first of these that has it: this command line, a variable (UNITRAIN_PRECISION for
@@ -108,6 +109,8 @@ def _refuse_unknown(words: list[str], known: Sequence[str]) -> None:
     """Raise for what no flag took; words that follow an unknown flag are its values and not named."""
     names = [word.partition("=")[0] for word in words if word.startswith("-")]
     if names:
-        raise ConfigError("\n".join(f"{name} is not a flag.{did_you_mean(name, known)}" for name in names))
+        raise ConfigError(
+            "\n".join(f"{name} is not a flag.{why_unknown(name) or did_you_mean(name, known)}" for name in names)
+        )
     if words:
         raise ConfigError(f"{words[0]!r} stands where a flag (--name) is expected.")

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from unitrain.errors import ConfigError
 from unitrain.metrics.throughput import Totals
 from unitrain.strategy import Strategy
 from unitrain.training.step import StepResult
@@ -32,10 +33,7 @@ class Recording:
         self._strategy = strategy
         self._folder = folder
         self._steps = steps
-        # A static graph must be reduced in each step, and ranks that are compared must not drift apart.
-        config = strategy.config
-        runs_alone = strategy.world_size > 1 and not (config.ddp.static_graph or config.check_in_sync_every)
-        self._alone = alone if runs_alone else 0
+        self._alone = alone if _may_run_alone(strategy) else 0
         self._muted = False
         self._throughput = strategy.throughput()
         self._rows: list[Totals] = []
@@ -74,6 +72,17 @@ class Recording:
             "alone": self._rows[self._steps - 1 :],  # from the end of the last step that is none of them
         }
         (self._folder / f"rank{self._strategy.rank}.json").write_text(json.dumps(record), encoding="utf-8")
+
+
+def _may_run_alone(strategy: Strategy) -> bool:
+    """Whether the ranks can take steps without averaging their gradients."""
+    if strategy.world_size == 1 or strategy.config.check_in_sync_every:  # ranks that are compared must not drift apart
+        return False
+    try:  # a backend that must reduce in each backward refuses accumulation
+        type(strategy).check(strategy.config.model_copy(update={"accumulate": 2}), strategy.launch)
+    except ConfigError:
+        return False
+    return True
 
 
 def _ignore(sync: bool) -> None:
