@@ -5,16 +5,31 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 import torch
+from pydantic import Field, field_validator
 from torch import nn
 
 from unitrain.backend import LocalBackend
-from unitrain.config import StrategyConfig
+from unitrain.config import Section, StrategyConfig
 from unitrain.data.structure import rebuilt, tensors
 from unitrain.errors import ConfigError, UsageError
 from unitrain.launch.detect import Launch
+
+
+class DataParallelSettings(Section):
+    """Settings of the backend data_parallel (torch's DataParallel)."""
+
+    device_ids: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] | None = None
+    """GPUs that hold a replica, each once; null takes every visible one."""
+
+    @field_validator("device_ids")
+    @classmethod
+    def _each_device_once(cls, device_ids: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        if device_ids and len(set(device_ids)) < len(device_ids):
+            raise ValueError("names a GPU twice; each holds one replica")
+        return device_ids
 
 
 class _Wrapped(nn.DataParallel[nn.Module]):
@@ -54,6 +69,7 @@ class DataParallelBackend(LocalBackend):
     """
 
     name = "data_parallel"
+    Settings: ClassVar[type[Section]] = DataParallelSettings
 
     @classmethod
     def check(cls, config: StrategyConfig, launch: Launch) -> None:
@@ -82,14 +98,14 @@ class DataParallelBackend(LocalBackend):
                 f"a module that was compiled can't be copied to {len(self.devices)} devices: each copy would run the "
                 "first one's code. Compile nothing, or use backend ddp, one process for each GPU."
             )
-        output = self.config.data_parallel.output_device
-        return _Wrapped(module, list(self.devices), self.device if output is None else output)
+        return _Wrapped(module, list(self.devices), self.device)
 
 
 def _devices(config: StrategyConfig) -> tuple[torch.device, ...]:
     """Return the GPUs that hold a replica: none where the CPU is used."""
     visible = 0 if config.device == "cpu" else torch.cuda.device_count()
-    wanted = config.data_parallel.device_ids
+    settings = config.section("data_parallel", DataParallelSettings)
+    wanted = settings.device_ids
     if wanted is None:
         if ":" in config.device:
             return (torch.device(config.device),)
@@ -99,7 +115,4 @@ def _devices(config: StrategyConfig) -> tuple[torch.device, ...]:
         raise ConfigError(
             f"data_parallel.device_ids is {list(wanted)}, but must name different GPUs of the {visible} visible ones."
         )
-    output = config.data_parallel.output_device
-    if output is not None and output not in wanted:
-        raise ConfigError(f"data_parallel.output_device is {output}, but must be one of device_ids {list(wanted)}.")
     return tuple(torch.device("cuda", i) for i in wanted)

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from inspect import signature
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from unitrain.backend import Backend, Wait
-from unitrain.config import StrategyConfig
+from unitrain.config import Section, StrategyConfig
 from unitrain.errors import CommunicationError, ConfigError, UsageError
 from unitrain.launch.detect import Launch
 from unitrain.launch.rendezvous import rendezvous
@@ -25,6 +25,7 @@ from unitrain.launch.rendezvous import rendezvous
 from .ddp_devices import any_shared, gpu_id
 from .ddp_module import AveragingModule
 from .ddp_powersgd import add_power_sgd
+from .ddp_settings import DDPSettings
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 # Newer releases of torch call it by another name, and warn of the old one.
@@ -47,6 +48,7 @@ class DDPBackend(Backend):
     """
 
     name = "ddp"
+    Settings: ClassVar[type[Section]] = DDPSettings
     served_by = "torchrun, mpirun, srun or unitrain.spawn"
     compressions = (*Backend.compressions, "powersgd")
     gradient_reduction: Literal["sum", "mean"] = "mean"
@@ -60,8 +62,14 @@ class DDPBackend(Backend):
 
     @classmethod
     def check(cls, config: StrategyConfig, launch: Launch) -> None:
-        """Refuse NCCL where it can't be had."""
-        if config.ddp.communication != "nccl":
+        """Refuse NCCL where it can't be had, and accumulation over a static graph."""
+        settings = config.section(cls.name, DDPSettings)
+        if settings.static_graph and config.accumulate > 1:
+            raise ConfigError(
+                f"ddp.static_graph is true, and accumulate is {config.accumulate}; they exclude each other: DDP aborts "
+                "when a static graph skips a reduction."
+            )
+        if settings.communication != "nccl":
             return
         if not (dist.is_nccl_available() and torch.cuda.is_available()) or config.device == "cpu":
             raise ConfigError(

@@ -9,13 +9,14 @@ from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import version
 from multiprocessing.util import Finalize
-from typing import Any, cast
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from unitrain.backend import Backend, Wait
-from unitrain.config import StrategyConfig
+from unitrain.config import Section, StrategyConfig
 from unitrain.errors import BackendError, ConfigError, LaunchError
 from unitrain.launch.detect import Launch
 
@@ -31,6 +32,17 @@ _WIDER = {
 }
 
 
+class HorovodSettings(Section):
+    """Settings of the backend horovod."""
+
+    controller: Literal["auto", "mpi", "gloo"] = "auto"
+    """What coordinates Horovod's processes: auto follows the launcher."""
+    fusion_threshold_mb: Annotated[float, Field(ge=0, le=2**20)] | None = None
+    """Size of Horovod's fusion buffer in MiB; null leaves HOROVOD_FUSION_THRESHOLD or Horovod's own, 128."""
+    cycle_time_ms: Annotated[float, Field(gt=0, le=60_000)] | None = None
+    """Milliseconds between Horovod's negotiations; null leaves HOROVOD_CYCLE_TIME or Horovod's own, 1."""
+
+
 class HorovodBackend(Backend):
     """Horovod's collectives under explicit names; gradients are averaged by core's flat buckets on top of them.
 
@@ -39,6 +51,7 @@ class HorovodBackend(Backend):
     """
 
     name = "horovod"
+    Settings: ClassVar[type[Section]] = HorovodSettings
     served_by = "horovodrun or mpirun"
     matches_by_name = True
     compressions = ("none", "fp16")
@@ -164,7 +177,7 @@ def _variables(config: StrategyConfig, controller: str) -> dict[str, str]:
     }
     variables = {name: os.environ.get(name, value) for name, value in unless_set.items()}
     variables["HOROVOD_CONTROLLER"] = controller
-    settings = config.horovod
+    settings = config.section("horovod", HorovodSettings)
     if config.deterministic:
         variables["HOROVOD_FUSION_THRESHOLD"] = "0"  # what is fused, and so the order of sums, follows from timing
     elif settings.fusion_threshold_mb is not None:
@@ -175,8 +188,9 @@ def _variables(config: StrategyConfig, controller: str) -> dict[str, str]:
 
 
 def _controller(config: StrategyConfig, launch: Launch) -> str:
-    if config.horovod.controller != "auto":
-        return config.horovod.controller
+    chosen = config.section("horovod", HorovodSettings).controller
+    if chosen != "auto":
+        return chosen
     # Alone, Horovod's MPI controller would need an MPI that can start without its launcher.
     return "mpi" if launch.launcher == "mpirun" else "gloo"
 

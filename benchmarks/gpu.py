@@ -135,7 +135,8 @@ class Training:
 
 def measure_model(model: str, batch: int, compiled: bool, rounds: int, steps: int, small: bool) -> Found:
     """Measure each framework's step, and the card's limit, in turns."""
-    with unitrain.init(device="cpu" if small else "cuda", precision="bf16") as strategy:
+    device = "cpu" if small else "cuda"
+    with unitrain.init(device=device, precision="bf16", tf32=True, cudnn_benchmark=True) as strategy:
         training = Training(model, batch, strategy.device, compiled, small)
         with FlopCounterMode(display=False) as counter:
             training.loss(training.build().to(strategy.device)(training.images)).backward()  # type: ignore[no-untyped-call]

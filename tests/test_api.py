@@ -71,7 +71,8 @@ def test_import_brings_no_engine_along() -> None:
     modules = set(python("-c", f"{code}; backend.backend_names(); print(*set(sys.modules) - before)").stdout.split())
     unwanted = {"horovod", "mpi4py", "torchvision", "sklearn", "scipy", "tensorboard", "torchmetrics", "tqdm", "rich"}
     assert not {module.split(".")[0] for module in modules} & unwanted
-    assert not {module for module in modules if module.startswith(("unitrain.backends.", "unitrain.recipes"))}
+    # Backends are imported, for their settings; what they communicate with is not.
+    assert not {module for module in modules if module.startswith("unitrain.recipes")}
     assert not {"torch._dynamo", "torch._inductor"} & modules  # 2 s
 
 

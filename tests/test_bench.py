@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 from jobs import run_job
 
+from unitrain import StrategyConfig
 from unitrain.commands.bench.candidates import LEVERS, Candidate, levers_of
 from unitrain.commands.bench.command import bench
 from unitrain.commands.bench.measuring import Measurement, evaluate, measure
 from unitrain.commands.bench.report import efficiency, recommendation
 from unitrain.commands.bench.search import Levers
 from unitrain.commands.verify.worlds import World
-from unitrain.config import Section, StrategyConfig
+from unitrain.config import Section
 from unitrain.errors import UsageError
 from unitrain.settings import parse_command_line
 

@@ -23,6 +23,7 @@ from torch import nn
 import unitrain
 from unitrain import BackendError, ConfigError, Launch, LaunchError, Strategy, StrategyConfig, UsageError
 from unitrain.backend import Backend, load_backend
+from unitrain.config import Precision
 from unitrain.device import pick_device
 from unitrain.initialize import advice, choose_backend, default_threads
 from unitrain.launch.detect import detect
@@ -246,6 +247,16 @@ def test_nccl_without_a_gpu() -> None:
         unitrain.init(backend="data_parallel", data_parallel={"device_ids": [0, 1]})
 
 
+def test_a_static_graph_and_accumulation_exclude_each_other_under_ddp_alone() -> None:
+    settings: dict[str, Any] = {"ddp": {"static_graph": True}, "accumulate": 2}
+    with pytest.raises(
+        ConfigError, match=r"^ddp\.static_graph is true, and accumulate is 2; they exclude each other: "
+    ):
+        unitrain.init(backend="ddp", **settings)
+    with pytest.warns(UserWarning, match=r"^without effect under backend 'single': ddp\.$"):
+        unitrain.init(backend="single", **settings)
+
+
 def test_auto_device_is_the_cpu_where_there_is_no_gpu() -> None:
     assert pick_device("cpu", Launch("python")) == torch.device("cpu")
     assert pick_device("auto", Launch("python")).type == ("cuda" if torch.cuda.is_available() else "cpu")
@@ -275,7 +286,7 @@ def _drawn() -> tuple[float, float, float]:
     return random.random(), float(np.random.rand()), float(torch.rand(()))
 
 
-def _draws(precision: str) -> tuple[Any, ...]:
+def _draws(precision: Precision) -> tuple[Any, ...]:
     with unitrain.init(seed=7, precision=precision) as strategy:
         before = _drawn()
         strategy.prepare(nn.Linear(1, 1))
@@ -328,22 +339,66 @@ def test_threads_are_shared_among_the_processes_of_a_host() -> None:
     assert run_ranks(_threads, nprocs=2) == [default_threads(2)] * 2
 
 
-def _flags(settings: dict[str, Any]) -> tuple[bool, ...]:
-    with unitrain.init(backend="single", **settings):
-        return (
-            torch.are_deterministic_algorithms_enabled(),
-            torch.backends.cudnn.benchmark,
-            torch.backends.cuda.matmul.allow_tf32,
-            torch.backends.cudnn.allow_tf32,
-            "CUBLAS_WORKSPACE_CONFIG" in os.environ,
-        )
+def _init_after(before: str, settings: dict[str, Any]) -> None:
+    """Start and end a strategy in a process where the script has set something of torch's."""
+    exec(before)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        unitrain.init(backend="single", **settings).close()
 
 
-def test_torch_s_flags() -> None:
-    assert run_ranks(_flags, {}, nprocs=1) == [(False, True, True, True, False)]
-    settings = {"deterministic": True, "tf32": False}
-    assert run_ranks(_flags, settings, nprocs=1) == [(True, False, False, False, True)]
-    assert run_ranks(_flags, {"cudnn_benchmark": False}, nprocs=1) == [(False, False, True, True, False)]
+def _determinism(before: str, settings: dict[str, Any]) -> tuple[bool, ...]:
+    _init_after(before, settings)
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        "CUBLAS_WORKSPACE_CONFIG" in os.environ,
+        torch.backends.cudnn.benchmark,
+    )
+
+
+@pytest.mark.parametrize(
+    ("before", "settings", "after"),
+    [
+        ("", {}, (False, False, False)),
+        ("torch.backends.cudnn.benchmark = True", {}, (False, False, True)),
+        ("torch.backends.cudnn.benchmark = True", {"cudnn_benchmark": False}, (False, False, False)),
+        ("", {"cudnn_benchmark": True}, (False, False, True)),
+        ("torch.backends.cudnn.benchmark = True", {"deterministic": True}, (True, True, False)),
+        ("", {"deterministic": True, "cudnn_benchmark": True}, (True, True, False)),
+    ],
+)
+def test_determinism_and_cudnn_s_benchmark(before: str, settings: dict[str, Any], after: tuple[bool, ...]) -> None:
+    assert run_ranks(_determinism, before, settings, nprocs=1) == [after]
+
+
+def _tf32(before: str, tf32: bool | None) -> tuple[bool, ...]:
+    """Return what torch allows: matrix products, convolutions. Its two interfaces must agree: torch.compile asks both.
+
+    Where they don't, the older one raises.
+    """
+    _init_after(before, {"tf32": tf32})
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    precisions = [matmul.fp32_precision] + [getattr(cudnn, name).fp32_precision for name in ("conv", "rnn")]
+    older = (matmul.allow_tf32, cudnn.allow_tf32)
+    assert [one == "tf32" for one in precisions] == [older[0], older[1], older[1]]
+    return older
+
+
+@pytest.mark.parametrize(
+    ("before", "tf32", "after"),
+    [
+        ("", None, (False, True)),  # torch's own
+        ("torch.set_float32_matmul_precision('high')", None, (True, True)),
+        ("torch.backends.cudnn.allow_tf32 = False", None, (False, False)),
+        ("", True, (True, True)),
+        ("", False, (False, False)),
+        ("torch.backends.fp32_precision = 'tf32'", False, (False, False)),
+        ("torch.backends.cuda.matmul.fp32_precision = 'tf32'", False, (False, False)),
+        ("torch.backends.cudnn.conv.fp32_precision = 'ieee'", True, (True, True)),
+    ],
+)
+def test_tf32(before: str, tf32: bool | None, after: tuple[bool, ...]) -> None:
+    assert run_ranks(_tf32, before, tf32, nprocs=1) == [after]
 
 
 def test_a_script_that_forgets_to_close_is_closed_at_exit(tmp_path: Path) -> None:

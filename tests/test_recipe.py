@@ -258,7 +258,7 @@ def test_weights_of_torchvision(recipe: Recipe, no_network: None, capsys: pytest
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (("--batch-size", "0"), "--batch-size is '0', but must be a whole number >= 1."),
+        (("--batch-size", "0"), "--batch-size is '0', but must be an integer >= 1."),
         (("--modle", "x"), "--modle is not a flag. Did you mean '--model'?"),
         (("--config", "twice.yaml"), "'lr' is given twice, first in line 1"),
         (("--data", "imagefolder:nowhere"), "data imagefolder:nowhere can't be used: "),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from unitrain.backend import Backend
-    from unitrain.config import Section, StrategyConfig
+    from unitrain.config import Section
     from unitrain.data import Loader
     from unitrain.errors import (
         BackendError,
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from unitrain.launch.detect import Launch
     from unitrain.metrics.meter import Meter
     from unitrain.settings import dump_yaml, parse_command_line
+    from unitrain.settings.strategy_config import StrategyConfig
     from unitrain.strategy import Strategy
     from unitrain.training.step import StepResult
 
@@ -58,7 +59,7 @@ __all__ = [
 _HOMES = {
     "Backend": "backend",
     "Section": "config",
-    "StrategyConfig": "config",
+    "StrategyConfig": "settings.strategy_config",
     "dump_yaml": "settings",
     "parse_command_line": "settings",
     "Loader": "data",

@@ -7,8 +7,10 @@ to end. Everything else is derived from these, once, for every backend. It overr
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, ClassVar, Literal
 
@@ -62,7 +64,7 @@ class Backend(ABC):
     def __init__(self, config: StrategyConfig, launch: Launch, device: torch.device) -> None:
         self.config = config
         self.launch = launch
-        self.settings: Any = settings_of(type(self), config)
+        self.settings: Any = config.section(self.name, self.Settings)
         self.rank = launch.rank
         self.world_size = self.expected_world(launch)
         self.device = device
@@ -185,13 +187,12 @@ class LocalBackend(Backend):
         return lambda: None
 
 
-def settings_of(backend: type[Backend], config: StrategyConfig) -> Section:
-    """Return a backend's own section of the settings."""
-    section: Section | None = getattr(config, backend.name, None)
-    return backend.Settings() if section is None else section
-
-
 def _found() -> dict[str, EntryPoint]:
+    return _found_on(tuple(sys.path))
+
+
+@lru_cache(maxsize=4)  # a look costs 4 ms, and every backend is looked up for unitrain.StrategyConfig
+def _found_on(path: tuple[str, ...]) -> dict[str, EntryPoint]:
     return {point.name: point for point in entry_points(group=GROUP)}
 
 

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from typing_extensions import Unpack
 
 from unitrain.backend import Backend, load_backend
-from unitrain.config import StrategyConfig
+from unitrain.config import Section, StrategyConfig
 from unitrain.errors import BackendError, ConfigError, LaunchError, UsageError
 from unitrain.job import excepthook
 from unitrain.job.job import current
@@ -22,12 +23,11 @@ from unitrain.launch.detect import Launch, detect
 from unitrain.process import keep_memory, print_stacks_when_killed, tell
 from unitrain.rng import seed_all
 from unitrain.settings import resolve_strategy
+from unitrain.settings.keywords import StrategySettings
 from unitrain.strategy import Strategy
 
-_SECTIONS = ("data_parallel", "ddp", "horovod")
 
-
-def init(config: StrategyConfig | None = None, **settings: Any) -> Strategy:
+def init(config: StrategyConfig | None = None, **settings: Unpack[StrategySettings]) -> Strategy:
     """Find out who started this process, choose a backend, and start it.
 
     Args:
@@ -149,8 +149,8 @@ def _check_honoured(backend: type[Backend], config: StrategyConfig, launch: Laun
                 f"{', '.join(backend.compressions)}."
             )
         idle.append(f"compression={config.compression}")
-    defaults = StrategyConfig()
-    idle += [s for s in _SECTIONS if s != backend.name and getattr(config, s) != getattr(defaults, s)]
+    sections = {name: value for name, value in config if isinstance(value, Section)}
+    idle += [name for name, section in sections.items() if name != backend.name and section != type(section)()]
     if idle:
         warnings.warn(f"without effect under backend {backend.name!r}: {', '.join(idle)}.", UserWarning, stacklevel=3)
 
@@ -168,8 +168,24 @@ def _set_process_state(config: StrategyConfig, launch: Launch) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if torch.are_deterministic_algorithms_enabled() != config.deterministic:  # setting it imports torch's compiler
         torch.use_deterministic_algorithms(config.deterministic)
-    torch.backends.cudnn.benchmark = config.cudnn_benchmark and not config.deterministic
-    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = config.tf32
+    if config.deterministic or config.cudnn_benchmark is not None:
+        torch.backends.cudnn.benchmark = bool(config.cudnn_benchmark) and not config.deterministic
+    if config.tf32 is not None:
+        _set_tf32(config.tf32)
+
+
+def _set_tf32(allowed: bool) -> None:
+    """Allow or forbid TF32 for CUDA's matrix products and convolutions.
+
+    Both of torch's interfaces are set: after a change through ``fp32_precision`` alone, whoever reads ``allow_tf32``
+    gets a RuntimeError, and torch.compile reads it. After ``allow_tf32 = False`` alone, convolutions follow a
+    ``torch.backends.fp32_precision`` that allows it.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch 2.9 deprecates the older one; later releases don't
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = allowed
+    cudnn: Any = torch.backends.cudnn
+    cudnn.conv.fp32_precision = cudnn.rnn.fp32_precision = "tf32" if allowed else "ieee"
 
 
 def default_threads(local_world_size: int) -> int:

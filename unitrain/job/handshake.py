@@ -6,7 +6,7 @@ import hashlib
 import os
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 
 from unitrain.backend import Backend
 from unitrain.communicator import Communicator
-from unitrain.config import StrategyConfig
+from unitrain.config import Section, StrategyConfig
 from unitrain.errors import ConfigError
 from unitrain.job.hub import Member
 
@@ -37,13 +37,15 @@ def introduce(communicator: Communicator, config: StrategyConfig, backend: type[
     """
     own = (socket.gethostname(), os.getpid(), psutil.Process().create_time(), _facts(config, backend))
     told = communicator.all_gather_object(own)
-    _check_alike([facts for *_, facts in told])
+    _check_alike([facts for *_, facts in told], set(type(config).model_fields))
     return [Member(rank, host, pid, created) for rank, (host, pid, created, _) in enumerate(told)]
 
 
 def _facts(config: StrategyConfig, backend: type[Backend]) -> dict[str, Any]:
     """Return what must be the same on all ranks, by the name that a message gives it."""
-    settings = {name: value for name, value in config.model_dump().items() if name not in _OWN_SETTINGS}
+    # Another backend's section may be missing on a host, where that backend is not installed.
+    others = {name for name, value in config if isinstance(value, Section) and name != backend.name}
+    settings = config.model_dump(exclude={*_OWN_SETTINGS, *others})
     script = Path(sys.argv[0]) if sys.argv else Path()
     backend_file = Path(str(sys.modules[backend.__module__].__file__))
     return {
@@ -70,12 +72,12 @@ def _digest(*files: Path) -> str:
     return digest.hexdigest()[:12]
 
 
-def _check_alike(facts: list[dict[str, Any]]) -> None:
+def _check_alike(facts: list[dict[str, Any]], settings: Collection[str]) -> None:
     found = difference(facts)
     if found is None:
         return
     name, said = found
-    if name.split(".")[0] in StrategyConfig.model_fields:
+    if name.split(".")[0] in settings:
         hint = "Give all ranks the same (environment, arguments and files)"
     else:
         hint = "Install and start the same on every host"

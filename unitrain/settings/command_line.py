@@ -9,6 +9,7 @@ from typing import Any
 
 from unitrain.errors import ConfigError
 from unitrain.settings.schema import Group, Setting, did_you_mean, dotted, flag
+from unitrain.settings.strategy_config import why_unknown
 
 _SOURCES = """\
 A setting is taken from the first of these that has it: this command line, a variable (UNITRAIN_PRECISION for
@@ -19,7 +20,7 @@ by --config, the default. {true,false} may also be written --FLAG and --no-FLAG;
 def read_command_line(
     groups: Sequence[Group], argv: Sequence[str], *, prog: str, description: str
 ) -> tuple[str | None, dict[str, Any]]:
-    """Return the file given by ``--config`` and the settings given by flags, nested and still as text.
+    """Return the file given by ``--config`` and the settings given by flags, nested and still as strings.
 
     ``--help`` prints and exits with 0. The ``--local-rank`` that ``torch.distributed.launch`` appends is dropped.
 
@@ -35,16 +36,16 @@ def read_command_line(
         allowed = [f" It must be {setting.allowed}." for path, setting in settings.items() if flag(path) == name]
         raise ConfigError(f"{name}: {error.message}.{''.join(allowed)}") from None
     _refuse_unknown([word for word in left_over if word != "--"], ["--config", *map(flag, settings)])
-    texts = vars(given)
-    config_file = texts.pop("_config", None)
-    texts.pop("_local_rank", None)
+    written = vars(given)
+    config_file = written.pop("_config", None)
+    written.pop("_local_rank", None)
     values: dict[str, Any] = {}
     for path in settings:
-        if (name := dotted(path)) in texts:
+        if (name := dotted(path)) in written:
             section = values
             for part in path[:-1]:
                 section = section.setdefault(part, {})
-            section[path[-1]] = texts[name]
+            section[path[-1]] = written[name]
     return config_file, values
 
 
@@ -64,7 +65,7 @@ def _parser(groups: Sequence[Group], prog: str, description: str) -> argparse.Ar
         ),
     )
     general = parser.add_argument_group("general")
-    general.add_argument("-h", "--help", action="help", help="Show this text and exit.")
+    general.add_argument("-h", "--help", action="help", help="Show this message and exit.")
     general.add_argument("--config", dest="_config", metavar="FILE", help="Read settings from this YAML file.")
     parser.add_argument("--local-rank", "--local_rank", dest="_local_rank", help=argparse.SUPPRESS)
     names = {flag(setting.path) for group in groups for setting in group.settings}
@@ -108,6 +109,8 @@ def _refuse_unknown(words: list[str], known: Sequence[str]) -> None:
     """Raise for what no flag took; words that follow an unknown flag are its values and not named."""
     names = [word.partition("=")[0] for word in words if word.startswith("-")]
     if names:
-        raise ConfigError("\n".join(f"{name} is not a flag.{did_you_mean(name, known)}" for name in names))
+        raise ConfigError(
+            "\n".join(f"{name} is not a flag.{why_unknown(name) or did_you_mean(name, known)}" for name in names)
+        )
     if words:
         raise ConfigError(f"{words[0]!r} stands where a flag (--name) is expected.")

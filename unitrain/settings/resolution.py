@@ -15,16 +15,18 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 
-from unitrain.config import Section, StrategyConfig
-from unitrain.errors import ConfigError
+from unitrain.config import Section
+from unitrain.config import StrategyConfig as CommonConfig
+from unitrain.errors import ConfigError, UsageError
 from unitrain.job import excepthook
 from unitrain.settings.command_line import read_command_line
 from unitrain.settings.schema import did_you_mean, dotted, flag, groups_of, variable
 from unitrain.settings.sources import Source, validate
+from unitrain.settings.strategy_config import StrategyConfig, why_unknown
 from unitrain.settings.yaml_file import YamlFile, dump
 
 RecipeModel = TypeVar("RecipeModel", bound=Section)
-"""A recipe's settings: its own, and a field ``strategy: StrategyConfig = StrategyConfig()``."""
+"""A recipe's settings: its own, and a field ``strategy: unitrain.StrategyConfig = unitrain.StrategyConfig()``."""
 
 OTHER_VARIABLES = {
     "UNITRAIN_LAUNCHER": "overrides which launcher is taken to have started the process",
@@ -35,7 +37,7 @@ OTHER_VARIABLES = {
 
 
 def resolve_strategy(
-    config: StrategyConfig | None, overrides: dict[str, Any], environ: Mapping[str, str]
+    config: CommonConfig | None, overrides: Mapping[str, object], environ: Mapping[str, str]
 ) -> StrategyConfig:
     """Return the configuration that ``unitrain.init(config, **overrides)`` asks for.
 
@@ -50,7 +52,7 @@ def resolve_strategy(
     Raises:
         ConfigError: A value is not allowed, a name unknown, or two settings exclude each other.
     """
-    if config is not None and not isinstance(config, StrategyConfig):
+    if config is not None and not isinstance(config, CommonConfig):
         raise ConfigError(f"config must be a StrategyConfig, but is {reprlib.repr(config)}.")
     keywords = {name: _plain(name, value) for name, value in overrides.items()}
     return validate(
@@ -76,9 +78,16 @@ def parse_command_line(model: type[RecipeModel], argv: Sequence[str], *, prog: s
 
     Raises:
         ConfigError: A flag, a variable or the file is wrong; uncaught, the process ends with 2.
+        UsageError: The model's strategy is a ``unitrain.config.StrategyConfig``, which has no backend's settings.
         SystemExit: After ``--help``, with 0.
     """
     excepthook.install_hook()
+    for name, field in model.model_fields.items():
+        if field.annotation is CommonConfig:
+            raise UsageError(
+                f"{model.__name__}.{name} is a unitrain.config.StrategyConfig, which has the common settings alone: "
+                "annotate it with unitrain.StrategyConfig, which has every backend's."
+            )
     config_file, flags = read_command_line(groups_of(model), argv, prog=prog, description=description)
     sources = [Source(flags, flag)]
     if environment := _read_environment(os.environ):
@@ -101,11 +110,11 @@ class _Environment(StrategyConfig, BaseSettings):
 
 
 def _read_environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Return a strategy's settings from the environment, nested and still as text; warn of unknown variables."""
+    """Return a strategy's settings from the environment, nested and still as strings; warn of unknown variables."""
     known = {variable(setting.path) for group in groups_of(StrategyConfig) for setting in group.settings}
     for name in sorted(environ):
         if name.startswith("UNITRAIN_") and name not in known and name not in OTHER_VARIABLES:
-            suggestion = did_you_mean(name, sorted(known | set(OTHER_VARIABLES)))
+            suggestion = why_unknown(name) or did_you_mean(name, sorted(known | set(OTHER_VARIABLES)))
             # At stacklevel 1 Python shows it once, though a recipe's command line and then init both read it.
             warnings.warn(f"{name} is not a variable of UniTrain and is ignored.{suggestion}", stacklevel=1)
     source = EnvSettingsSource(_Environment)

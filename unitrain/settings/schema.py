@@ -12,7 +12,7 @@ from pydantic import BaseModel
 Path = tuple[str, ...]
 """Where a setting stands: the names of its sections, then its own, as ``("ddp", "bucket_cap_mb")``."""
 
-_NOUNS = {"integer": "whole number", "number": "number", "string": "text", "null": "null"}
+_NOUNS = {"integer": "an integer", "number": "a number", "string": "a string", "null": "null"}
 _BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 
 
@@ -23,7 +23,7 @@ class Setting:
     path: Path
     description: str
     choices: tuple[str, ...]
-    """Every allowed value as text, or nothing where they can't be listed."""
+    """Every allowed value as it would be written, or nothing where they can't be listed."""
     allowed: str
     """What is allowed, as a phrase that follows "must be"."""
     default: str | None
@@ -129,17 +129,16 @@ def _phrase(schema: Mapping[str, Any]) -> str:
     if "allowed" in schema:  # put there by the model, where the schema would show a pattern
         return str(schema["allowed"])
     if "anyOf" in schema:
-        # null first: after "each a whole number" it would seem to be one of the items.
+        # null first: after "each an integer" it would seem to be one of the items.
         return _alternatives(sorted(map(_phrase, schema["anyOf"]), key=lambda phrase: phrase != "null"))
     kind = schema.get("type", "")
     if kind == "array":
         return f"a list (0,1 or [0, 1]), each {_phrase(schema.get('items', {}))}"
     if kind == "string" and "path" in schema.get("format", ""):
         return "a path"
-    noun = _NOUNS.get(kind, "value")
+    noun = _NOUNS.get(kind, "a value")
     bounds = ", ".join(f"{sign} {schema[bound]:.15g}" for bound, sign in _BOUNDS.items() if bound in schema)
-    article = "" if noun in ("text", "null") else "a "
-    return f"{article}{noun} {bounds}".rstrip()
+    return f"{noun} {bounds}".rstrip()
 
 
 def _alternatives(phrases: Iterable[str]) -> str:

@@ -12,6 +12,7 @@ from pydantic_core import ErrorDetails
 
 from unitrain.errors import ConfigError
 from unitrain.settings.schema import as_text, did_you_mean, dotted, flag, groups_of
+from unitrain.settings.strategy_config import why_unknown
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -83,7 +84,7 @@ class _Messages:
         if kind == "extra_forbidden":
             return self._unknown(path)
         if kind == "invalid_key":
-            return f"{dotted(path[:-1])} has the key {_shown(details['input'])}, but a setting's name is a text."
+            return f"{dotted(path[:-1])} has the key {_shown(details['input'])}, but a setting's name is a string."
         # A list's item or a union's alternative adds to the path of the setting.
         while path not in self._settings and path not in self._groups:
             path = path[:-1]
@@ -95,13 +96,16 @@ class _Messages:
         return f"{self._assignment(path)}, but must be {self._allowed(path)}."
 
     def _unknown(self, path: tuple[int | str, ...]) -> str:
-        suggestion = did_you_mean(dotted(path), map(dotted, [*self._settings, *self._groups]))
+        wrong = dotted(path)
+        suggestion = why_unknown(wrong) or did_you_mean(wrong, map(dotted, [*self._settings, *self._groups]))
         section = self._groups[tuple(map(str, path[:-1]))]
         name = self._source_of(path).name_of(path)
         return f"{name} is not a setting.{suggestion or f' The settings here: {section.members}.'}"
 
     def _assignment(self, path: tuple[int | str, ...]) -> str:
         """Return ``name is value``, as the user wrote them."""
+        if not any(source.has(path) for source in self._strongest_first):  # one of two that exclude each other
+            return f"{dotted(path)} is {self._settings[tuple(map(str, path))].default} (the default)"
         source = self._source_of(path)
         return f"{source.name_of(path)} is {_shown(source.get(path))}"
 

@@ -94,16 +94,16 @@ class _StrictLoader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes texts so that they are read back as they were."""
+    """Writes strings so that they are read back as they were."""
 
 
-def _represent_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
-    """Escape Unicode's line breaks, which YAML takes for its own and PyYAML leaves in plain texts as they are."""
+def _represent_string(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    """Escape Unicode's line breaks, which YAML takes for its own and PyYAML leaves in plain strings as they are."""
     style = '"' if re.search("[\x85\u2028\u2029]", text) else None
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style)
 
 
-_Dumper.add_representer(str, _represent_text)
+_Dumper.add_representer(str, _represent_string)
 
 
 def dump(values: dict[str, Any]) -> str:

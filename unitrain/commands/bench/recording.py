@@ -6,6 +6,8 @@ import atexit
 import json
 from pathlib import Path
 
+from unitrain.backend import load_backend
+from unitrain.errors import ConfigError
 from unitrain.metrics.throughput import Totals
 from unitrain.strategy import Strategy
 
@@ -27,10 +29,7 @@ class Recording:
         self._strategy = strategy
         self._folder = folder
         self._steps = steps
-        # A static graph must be reduced in each step, and ranks that are compared must not drift apart.
-        config = strategy.config
-        runs_alone = strategy.world_size > 1 and not (config.ddp.static_graph or config.check_in_sync_every)
-        self._alone = alone if runs_alone else 0
+        self._alone = alone if _may_run_alone(strategy) else 0
         self._throughput = strategy.throughput()
         self._rows: list[Totals] = []
         self._seen = strategy.global_step
@@ -59,3 +58,15 @@ class Recording:
             "alone": self._rows[self._steps - 1 :],  # from the end of the last step that is none of them
         }
         (self._folder / f"rank{self._strategy.rank}.json").write_text(json.dumps(record), encoding="utf-8")
+
+
+def _may_run_alone(strategy: Strategy) -> bool:
+    """Whether the ranks can take steps without averaging their gradients."""
+    config = strategy.config
+    if strategy.world_size == 1 or config.check_in_sync_every:  # ranks that are compared must not drift apart
+        return False
+    try:  # a backend that must reduce in each backward refuses accumulation
+        load_backend(config.backend).check(config.model_copy(update={"accumulate": 2}), strategy.launch)
+    except ConfigError:
+        return False
+    return True
