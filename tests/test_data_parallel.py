@@ -10,14 +10,20 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import unitrain
+from unitrain import Launch, StrategyConfig, UsageError
+from unitrain.backend import Backend, load_backend
 
 CPU = torch.device("cpu")
 
 
+def backend_on(devices: int) -> Backend:
+    backend = load_backend("data_parallel")(StrategyConfig(device="cpu"), Launch("python"), CPU)
+    backend.devices = (CPU,) * devices
+    return backend
+
+
 def split(devices: int, *inputs: Any, **kwargs: Any) -> tuple[list[Any], list[Any]]:
-    strategy: Any = unitrain.init(backend="data_parallel", device="cpu")
-    strategy.devices = (CPU,) * devices
-    wrapped: Any = strategy._wrap_model(nn.Linear(1, 1))
+    wrapped: Any = backend_on(devices).wrap_model(nn.Linear(1, 1))
     shares: tuple[list[Any], list[Any]] = wrapped.scatter(inputs, kwargs, [CPU] * devices)
     return shares
 
@@ -33,6 +39,13 @@ def test_the_rows_are_spread_evenly_over_no_more_devices_than_rows(rows: int, ex
     assert torch.cat([share["mask"][0] for share in kwargs]).equal(batch + 10)
     assert all(share[0]["names"] == "kept" for share in inputs)
     assert all(share["scale"] == 2.0 for share in kwargs)
+
+
+def test_a_compiled_module_is_refused() -> None:
+    compiled: Any = torch.compile(nn.Linear(1, 1), backend="eager")
+    with pytest.raises(UsageError, match=r"compiled can't be copied to 2 devices"):
+        backend_on(2).wrap_model(compiled)
+    assert backend_on(1).wrap_model(compiled) is compiled
 
 
 def test_what_has_no_rows_goes_to_every_device() -> None:

@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from needs import HOROVOD
-from pretended import pretended_rank
+from pretended import pretended_rank, trained
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
@@ -164,7 +164,7 @@ def test_a_stream_continues_where_its_state_was_taken() -> None:
 
     whole = [batch.tolist() for batch in loader()]
     first = loader()
-    begun = [batch.tolist() for batch in itertools.islice(first, 2)]
+    begun = [batch.tolist() for batch in trained(first, 2)]
     state = first.state_dict()
     assert (state["consumed"], state["length"], state["readers"]) == (8, None, None)
     rest = loader()
@@ -289,7 +289,7 @@ def break_off_and_resume(workers: int) -> tuple[list[int], list[int], list[int]]
         return strategy.dataloader(Shards([9, 4, 6, 1]), batch_size=2, **of_workers(workers))
 
     first = loader()
-    begun = [sample for batch in itertools.islice(first, 2) for sample in batch.tolist()]
+    begun = [sample for batch in trained(first, 2) for sample in batch.tolist()]
     resumed = loader()
     resumed.load_state_dict(first.state_dict())
     rest = [sample for batch in resumed for sample in batch.tolist()]
@@ -309,7 +309,7 @@ def test_a_sharded_stream_continues_and_begins_anew(
 
 def test_a_sharded_stream_does_not_continue_on_other_readers() -> None:
     loader = pretended_rank().dataloader(Shards([9]), batch_size=2)
-    list(itertools.islice(loader, 2))
+    list(trained(loader, 2))
     state = loader.state_dict()
     assert (state["readers"], state["steps"]) == ([1, 1, 2], 2)
     other = pretended_rank(0, 2).dataloader(Shards([9]), batch_size=1)
@@ -442,7 +442,7 @@ def test_a_stateful_dataloader_is_converted(data: Any) -> None:
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     loader = pretended_rank().dataloader(StatefulDataLoader(data, 4))
-    first = [batch.tolist() for batch in itertools.islice(loader, 1)]
+    first = [batch.tolist() for batch in trained(loader, 1)]
     resumed = pretended_rank().dataloader(StatefulDataLoader(data, 4))
     resumed.load_state_dict(loader.state_dict())
     assert first + [batch.tolist() for batch in resumed] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]

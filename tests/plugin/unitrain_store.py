@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.distributed import DistError
 
 from unitrain.backend import Backend
 from unitrain.launch.rendezvous import rendezvous
@@ -19,6 +20,10 @@ class StoreBackend(Backend):
     name = "store"
     served_by = "anything that starts processes"
     matches_by_name = True
+
+    @classmethod
+    def is_engine_error(cls, error: BaseException) -> bool:
+        return isinstance(error, DistError)
 
     def start(self) -> tuple[int, int]:
         self._store = rendezvous(self.launch, self.config.timeout_s)
