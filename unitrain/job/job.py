@@ -7,8 +7,8 @@ from unitrain.communicator import Communicator
 from unitrain.config import StrategyConfig
 from unitrain.errors import BackendError, LaunchError, UnitrainError
 from unitrain.job.handshake import introduce
-from unitrain.job.self_test import check_verbs
 from unitrain.job.stopping import Boundaries, Stopping
+from unitrain.job.verb_check import check_verbs
 from unitrain.job.watch import Watch
 from unitrain.launch.detect import Launch
 from unitrain.pulse import Pulse

@@ -1,122 +1,81 @@
-"""Whose numbers were not finite: what all ranks find out together, once they have given a step up."""
+"""What all ranks do, and say, where a loss or a gradient was not finite."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
-
-import torch
-from torch import Tensor
-from torch.nn import Parameter
+from collections.abc import Sequence
+from typing import Literal, NoReturn
 
 from unitrain.communicator import Communicator
-from unitrain.training.guard import plain_numbers
+from unitrain.errors import NonFiniteError
+from unitrain.job.stopping import Stopped
+from unitrain.training.local_gradients import is_finite
 from unitrain.training.prepared import PreparedModules
+from unitrain.training.window import Window
 
-_SMALL = 2**16
 
-
-class LocalGradients:
-    """This rank's own gradients of a window, kept until its end, for averaging leaves no trace of whose was bad.
-
-    One tells of nearly all: backward goes through a network from its end, and what is not finite on the way makes
-    every gradient after it so. So it is that of the first parameter which is kept, or the first that is small, since
-    keeping costs a copy. A gradient that goes bad beside that way (in a hook, or in a layer that nothing to be
-    trained stands before) needs ``all_of_them``.
+class NonFinitePolicy:
+    """What all ranks do about a step that was given up, and say of it.
 
     Args:
-        all_of_them: keep every parameter's gradient, at the price of the memory of another set of them.
+        communicator: of this process.
+        prepared: knows the parameters' names.
+        policy: ``on_nonfinite``.
     """
 
-    def __init__(self, *, all_of_them: bool) -> None:
-        self._all_of_them = all_of_them
-        self._hooks: list[Any] = []
-        self._kept: list[Tensor] = []
-        self._keeps = True
-        self._nan: Tensor | None = None
+    def __init__(
+        self, communicator: Communicator, prepared: PreparedModules, policy: Literal["stop", "skip", "raise"]
+    ) -> None:
+        self._communicator = communicator
+        self._prepared = prepared
+        self._policy = policy
 
-    def watch(self, parameters: Sequence[Parameter]) -> None:
-        """Keep the gradients of these from now on, and no others'.
+    def message(self, window: Window, step: int, *, distributed: bool) -> str:
+        """Say whose loss or gradient it was, and the first bad parameter. Collective.
 
         Args:
-            parameters: those that are trained, in the order of the optimizer.
+            window: what was given up, with the gradients of all ranks.
+            step: the number of the step.
+            distributed: whether the gradients are those of several ranks.
         """
-        self.close()
-        if not self._all_of_them:
-            small = (p for p in parameters if p.numel() <= _SMALL)
-            first = next(small, min(parameters, key=Parameter.numel, default=None))
-            parameters = [] if first is None else [first]
-        self._hooks = [p.register_hook(self._keep) for p in parameters]  # type: ignore[no-untyped-call]
+        losses = window.loss_is_finite and all(bool(loss.isfinite()) for loss in window.losses)
+        # Its own, before they were averaged, as far as this rank knows.
+        gradients = distributed and window.local_gradients.are_finite()
+        told = self._communicator.all_gather_object((losses, gradients))
+        bad_losses, bad_gradients = (
+            [rank for rank, its in enumerate(one) if not its] for one in zip(*told, strict=True)
+        )
+        if bad_losses:
+            where = f"the loss of {_ranks(bad_losses)}"
+        else:
+            whose = f" of {_ranks(bad_gradients)}" if bad_gradients else ""
+            where = f"a gradient{whose} (every rank's loss was finite)"
+        first = next((p for p in window.parameters if p.grad is not None and not is_finite(p.grad)), None)
+        named = "" if first is None else f"; first bad parameter: {self._prepared.name(first)}"
+        return f"not finite at step {step}: {where}{named}."
 
-    def _keep(self, gradient: Tensor) -> Tensor | None:
-        if self._keeps:
-            self._kept.append(gradient)
-        return None if self._nan is None else gradient + self._nan.to(gradient.dtype)
+    def skips(self, message: str) -> bool:
+        """Say that the step is skipped, where it is to be, and return whether it is."""
+        if self._policy == "skip":
+            self._print(f"unitrain: {message} The step was skipped on all ranks.")
+        return self._policy == "skip"
 
-    def add_nan_unless_finite(self, loss: Tensor) -> None:
-        """Let the gradients that are kept become NaN in the coming backward where ``loss`` is not finite.
+    def end(self, message: str) -> NoReturn:
+        """End the run.
 
-        The device does so, where the host does not know yet; reduced, they tell all ranks.
+        Raises:
+            NonFiniteError: under ``raise``.
+            Stopped: under ``stop``.
         """
-        self._nan = torch.where(loss.isfinite(), 0.0, math.nan)
+        advice = "The weights are those of the step before. Set on_nonfinite to skip to leave such steps out."
+        if self._policy == "raise":
+            raise NonFiniteError(f"{message} {advice}")
+        self._print(f"unitrain: stopped: {message} {advice}")
+        raise Stopped(NonFiniteError.exit_code)
 
-    @contextmanager
-    def ignored(self) -> Iterator[None]:
-        """Keep nothing of a backward that does not count."""
-        self._keeps = False
-        try:
-            yield
-        finally:
-            self._keeps = True
-
-    def clear(self) -> None:
-        """Forget what was kept."""
-        self._kept.clear()
-        self._nan = None
-
-    def are_finite(self) -> bool:
-        """Look at what was kept."""
-        return all(map(_is_finite, self._kept))
-
-    def close(self) -> None:
-        """Remove the hooks."""
-        for hook in self._hooks:
-            hook.remove()
-
-
-def describe(
-    communicator: Communicator,
-    prepared: PreparedModules,
-    parameters: Iterable[Parameter],
-    *,
-    losses: bool,
-    gradients: bool,
-) -> str:
-    """Say of a step that was given up whose loss or gradient it was, and the first bad parameter. Collective.
-
-    Args:
-        communicator: of this process; all ranks take part.
-        prepared: knows the parameters' names.
-        parameters: with the gradients of all ranks, in the order of the optimizer.
-        losses: whether this rank's losses were finite.
-        gradients: whether its own gradients were, before they were averaged, as far as it knows.
-    """
-    told = communicator.all_gather_object((losses, gradients))
-    bad_losses, bad_gradients = ([rank for rank, its in enumerate(one) if not its] for one in zip(*told, strict=True))
-    if bad_losses:
-        where = f"the loss of {_ranks(bad_losses)}"
-    else:
-        whose = f" of {_ranks(bad_gradients)}" if bad_gradients else ""
-        where = f"a gradient{whose} (every rank's loss was finite)"
-    first = next((p for p in parameters if p.grad is not None and not _is_finite(p.grad)), None)
-    return where if first is None else f"{where}; first bad parameter: {prepared.name(first)}"
+    def _print(self, line: str) -> None:
+        if self._communicator.is_main:
+            print(line, flush=True)
 
 
 def _ranks(ranks: Sequence[int]) -> str:
     return f"rank {', '.join(map(str, ranks))}"
-
-
-def _is_finite(gradient: Tensor) -> bool:
-    return bool(plain_numbers(gradient).isfinite().all())

@@ -8,10 +8,8 @@ are scaled.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from contextlib import contextmanager
 from operator import is_
 from typing import Any, NamedTuple, Protocol
 
@@ -25,15 +23,16 @@ from unitrain.communicator import Communicator
 from unitrain.config import StrategyConfig
 from unitrain.data.loop import Iteration
 from unitrain.data.sharding import MicroBatch
-from unitrain.errors import NonFiniteError, UsageError
-from unitrain.job.stopping import Stopped
+from unitrain.errors import UsageError
 from unitrain.pulse import OWN_CODE
+from unitrain.training.backward import run_backward
 from unitrain.training.copies import CopyCheck
 from unitrain.training.foreign_steps import ForeignSteps
 from unitrain.training.guard import GuardedStep
 from unitrain.training.in_sync import check_in_sync
-from unitrain.training.loss import GradientScales, Weight, checked, refuse_a_second_backward
-from unitrain.training.nonfinite import LocalGradients, describe
+from unitrain.training.local_gradients import LocalGradients
+from unitrain.training.loss import GradientScales, Weight, checked
+from unitrain.training.nonfinite import NonFinitePolicy
 from unitrain.training.prepared import PreparedModules
 from unitrain.training.reduction import Reduction
 from unitrain.training.window import Window
@@ -98,7 +97,7 @@ class TrainingStep:
         self._world = communicator.world_size
         self._distributed = self._world > 1
         self._accumulate = config.accumulate
-        self._policy = config.on_nonfinite
+        self._nonfinite = NonFinitePolicy(communicator, prepared, config.on_nonfinite)
         self._check_every = config.check_in_sync_every
         self._debug = config.debug
         self._reduction = Reduction(communicator, backend, config)
@@ -216,11 +215,7 @@ class TrainingStep:
         inputs = None
         if len(windows) < len(self._windows):
             inputs = [p for window in windows for p in window.trained]
-        try:
-            self._run_backward(loss, scale, inputs, windows, counts)
-        except RuntimeError as error:
-            refuse_a_second_backward(error)
-            raise
+        run_backward(loss, scale, inputs, windows, counts, on_host=self._on_host, distributed=self._distributed)
         for window in windows:
             window.fresh = False
             window.complete = window.reduced = last
@@ -237,55 +232,6 @@ class TrainingStep:
             raise UsageError("sync=True can't end a window that a loader cut: it ends with its own last micro-batch.")
         last = micro_batch.last if sync is None else sync
         return last, micro_batch.count * self._unit / micro_batch.window
-
-    def _run_backward(
-        self, loss: Tensor, scale: Tensor | None, inputs: list[Parameter] | None, windows: list[Window], counts: Weight
-    ) -> None:
-        """Run backward, so that a loss that is not finite shows in the reduced gradients, and one of weight 0 doesn't.
-
-        The *reduced* gradients then tell all ranks, without a vote. On a GPU the host does not know yet whether the
-        loss is finite: the device adds NaN to a gradient where it is not.
-        """
-        if isinstance(counts, Tensor):
-            if counts.device.type != "cpu":
-                with self._replaced(windows, partial(_zero_where_nothing_counts, weight=counts)):
-                    self._backward_on_device(loss, scale, inputs, windows)
-                return
-            counts = counts.item()
-        if counts == 0:
-            # No product with a loss of NaN may spoil what the other ranks have to say.
-            with self._replaced(windows, torch.zeros_like):
-                loss.backward(scale, inputs=inputs)  # type: ignore[no-untyped-call]
-        elif not self._on_host:
-            self._backward_on_device(loss, scale, inputs, windows)
-        elif math.isfinite(loss.item()):
-            loss.backward(scale, inputs=inputs)  # type: ignore[no-untyped-call]
-        else:
-            # The loss alone may not show in its gradient: where all labels are ignored, it is NaN and its gradient 0.
-            for window in windows:
-                window.loss_is_finite = False
-            with self._replaced(windows, partial(torch.full_like, fill_value=math.nan)):
-                loss.backward(scale, inputs=inputs)  # type: ignore[no-untyped-call]
-
-    def _backward_on_device(
-        self, loss: Tensor, scale: Tensor | None, inputs: list[Parameter] | None, windows: list[Window]
-    ) -> None:
-        for window in windows:
-            window.losses.append(loss.detach() if scale is None else torch.where(scale == 0, 0.0, loss.detach()))
-            if self._distributed:
-                window.local_gradients.add_nan_unless_finite(window.losses[-1])
-        loss.backward(scale, inputs=inputs)  # type: ignore[no-untyped-call]
-
-    @contextmanager
-    def _replaced(self, windows: list[Window], make: Callable[[Tensor], Tensor]) -> Iterator[None]:
-        """Replace every gradient that backward yields in the block, before it is accumulated and reduced."""
-        with ExitStack() as stack:
-            for window in windows:
-                stack.enter_context(window.local_gradients.ignored())
-                for p in window.parameters:
-                    if p.requires_grad:
-                        stack.enter_context(p.register_hook(make))  # type: ignore[no-untyped-call]
-            yield
 
     def _look_at_the_ranks(self, loss: Tensor, windows: list[Window]) -> None:
         """Look whether the ranks are about to average what belongs together."""
@@ -337,7 +283,7 @@ class TrainingStep:
     def _enter(self, window: Window, micro_batch: MicroBatch | None, weight: Weight | None, last: bool) -> None:
         """Check that a micro-batch belongs to the window that is open, and note its weight."""
         if micro_batch is not None and window.fresh:
-            _check_order(window, micro_batch)
+            window.check_order(micro_batch)
         if not window.fresh or window.micro_batches > 0:
             if (weight is None) != (window.weight is None):
                 raise UsageError("pass weight= with every backward of an accumulation window, or with none.")
@@ -472,48 +418,16 @@ class TrainingStep:
             self._unscaled = False
 
     def _not_finite(self, window: Window) -> None:
-        """Say once who was not finite, and do what ``on_nonfinite`` says. Every rank gets here at the same step."""
-        found = describe(
-            self._communicator,
-            self._prepared,
-            window.parameters,
-            losses=window.loss_is_finite and all(bool(loss.isfinite()) for loss in window.losses),
-            gradients=self._distributed and window.local_gradients.are_finite(),
-        )
-        message = f"not finite at step {self._global_step + 1}: {found}."
-        if self._policy == "skip":
-            self._print(f"unitrain: {message} The step was skipped on all ranks.")
+        """Do what ``on_nonfinite`` says. Every rank gets here at the same step."""
+        message = self._nonfinite.message(window, self._global_step + 1, distributed=self._distributed)
+        if self._nonfinite.skips(message):
             return
         for one in self._windows.values():
             if one.complete:  # others that shared the loss
                 one.clear()
         if self._scaler is not None:
             self._update_scale(self._scaler)
-        advice = "The weights are those of the step before. Set on_nonfinite to skip to leave such steps out."
-        if self._policy == "raise":
-            raise NonFiniteError(f"{message} {advice}")
-        self._print(f"unitrain: stopped: {message} {advice}")
-        raise Stopped(NonFiniteError.exit_code)
-
-    def _print(self, line: str) -> None:
-        if self._communicator.is_main:
-            print(line, flush=True)
-
-
-def _check_order(window: Window, micro_batch: MicroBatch) -> None:
-    """Raise where a micro-batch does not follow the one before."""
-    before = window.micro_batch
-    if before is micro_batch:
-        raise UsageError("step() was called twice for one micro-batch of an accumulation window.")
-    if window.micro_batches > 0 and micro_batch.opening:
-        window.clear()  # the iteration before was broken off within a window
-        before = None
-    follows = micro_batch.first if before is None else micro_batch.start == before.stop
-    if not follows or (before is None and window.micro_batches > 0):
-        raise UsageError(
-            f"a micro-batch before this one, of step {micro_batch.step} of the epoch, was never given to step(): "
-            "every batch that the loader yields needs one (a loss times 0 leaves a batch out)."
-        )
+        self._nonfinite.end(message)
 
 
 @contextmanager
@@ -525,11 +439,6 @@ def _observed(observers: Sequence[StepObserver]) -> Iterator[None]:
     finally:
         for observer in observers:
             observer.ended()
-
-
-def _zero_where_nothing_counts(gradient: Tensor, weight: Tensor) -> Tensor:
-    """A product with a weight of 0 would not make a gradient of NaN 0."""
-    return torch.where(weight.to(gradient.device) == 0, torch.zeros_like(gradient), gradient)
 
 
 def _gradients(parameters: Iterable[Parameter]) -> list[Tensor]:

@@ -9,7 +9,8 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from unitrain.data.sharding import MicroBatch
-from unitrain.training.nonfinite import LocalGradients
+from unitrain.errors import UsageError
+from unitrain.training.local_gradients import LocalGradients
 
 
 class Window:
@@ -51,3 +52,22 @@ class Window:
         self.late = False  # some of them can't have been reduced by an engine that must be armed before the forward
         self.weight: Tensor | None = None
         self.total_wait: Callable[[], None] | None = None
+
+    def check_order(self, micro_batch: MicroBatch) -> None:
+        """Take the first backward of a micro-batch, which must follow the one before.
+
+        Raises:
+            UsageError: it comes twice, or one was left out.
+        """
+        before = self.micro_batch
+        if before is micro_batch:
+            raise UsageError("step() was called twice for one micro-batch of an accumulation window.")
+        if self.micro_batches > 0 and micro_batch.opening:
+            self.clear()  # the iteration before was broken off within a window
+            before = None
+        follows = micro_batch.first if before is None else micro_batch.start == before.stop
+        if not follows or (before is None and self.micro_batches > 0):
+            raise UsageError(
+                f"a micro-batch before this one, of step {micro_batch.step} of the epoch, was never given to step(): "
+                "every batch that the loader yields needs one (a loss times 0 leaves a batch out)."
+            )
