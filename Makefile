@@ -7,11 +7,12 @@
 # make docs    build the documentation into site/
 # make clean   remove the virtual environment and what tools left (not runs/)
 #
-# Settings: PYTHON makes the virtual environment VENV; ARGS is added to the recipe's command, pytest's, or each
-# benchmark's (--short, say).
+# Settings: PYTHON makes the virtual environment VENV; WORKERS is the number of processes that make test runs tests in;
+# ARGS is added to the recipe's command, pytest's, or each benchmark's (--short, say).
 
 PYTHON ?= python3
 VENV ?= .venv
+WORKERS ?= 2
 ARGS ?=
 
 BIN := $(abspath $(VENV))/bin
@@ -34,7 +35,7 @@ train: $(VENV)/.has-recipes
 test: $(VENV)/.has-test
 	@.ci/install-system-parts
 	@$(BIN)/unitrain install-horovod || echo "Horovod could not be installed: its tests will be skipped." >&2
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest -n $(WORKERS) --max-worker-restart 0 $(ARGS)
 
 soak: $(VENV)/.has-test
 	@$(BIN)/unitrain install-horovod
