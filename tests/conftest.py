@@ -21,10 +21,15 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import HealthCheck, settings
 
 from unitrain import Strategy, initialize
 
 pytest_plugins = ["pytester", "sharing"]
+
+# How long an example takes depends on what else this machine does. The rest is Hypothesis's own choice, here or in CI.
+settings.register_profile("unitrain", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("unitrain")
 
 _LEAVE_S = 5.0
 _FAILED = pytest.StashKey[bool]()
