@@ -1,4 +1,7 @@
-"""What holds for every test: it leaves nothing behind, and what was skipped is said where nobody can miss it."""
+"""What holds for every test: it sees no GPU unless it is about one, and leaves nothing behind.
+
+What was skipped is said where nobody can miss it. How workers share the tests is in ``sharing.py``.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +21,29 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import HealthCheck, settings
 
 from unitrain import Strategy, initialize
 
-pytest_plugins = ["pytester"]
+pytest_plugins = ["pytester", "sharing"]
+
+# How long an example takes depends on what else this machine does. The rest is Hypothesis's own choice, here or in CI.
+settings.register_profile("unitrain", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("unitrain")
 
 _LEAVE_S = 5.0
 _FAILED = pytest.StashKey[bool]()
 # What continuous integration has; a skip for want of one of these hides a failure to install it.
 _REQUIRED = re.compile(r"\b(horovod\w*|mpi|mpirun|mpi4py|gloo)\b", re.IGNORECASE)
+
+
+# -------------------------------------------------------------------------------------------------- what is seen
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide the GPUs: the tests are about the same numbers on every machine. ``-m gpu`` runs those that need one."""
+    if not re.search(r"(?<!not )\bgpu\b", config.option.markexpr):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # torch looks at it when it first uses CUDA
 
 
 # ------------------------------------------------------------------------------------------------ nothing is left

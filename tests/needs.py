@@ -8,4 +8,4 @@ import torch
 HOROVOD = pytest.mark.skipif(
     find_spec("horovod") is None, reason="Horovod is not installed: unitrain install-horovod adds it"
 )
-GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU, and pytest -m gpu to see it")

@@ -27,9 +27,9 @@ from unitrain.job.spawn import run_processes, spawn_environments
 _FORKSERVER = multiprocessing.get_context("forkserver")
 # pytest, because every child imports the parent's main module, and this is what that module imports; torch's compiler,
 # because the first step of any optimizer imports it (2 s).
-_FORKSERVER.set_forkserver_preload(
-    ["pytest", "torch._dynamo", "torch._inductor", "unitrain.initialize", "unitrain.data"]
-)
+_PRELOADED = ["pytest", "torch._dynamo", "torch._inductor", "unitrain.initialize", "unitrain.data"]
+# Test modules import them, and with the module each of its ranks would (1 to 3 s).
+_PRELOADED_WHERE_USED = ["sklearn.datasets", "torchmetrics"]
 
 
 def run_ranks(
@@ -57,6 +57,8 @@ def run_ranks(
     """
     if launcher == "mpirun":
         return _run_under_mpirun(fn, args, nprocs, timeout)
+    # Has an effect before the server's start, which is when all test modules have been collected.
+    _FORKSERVER.set_forkserver_preload([*_PRELOADED, *(name for name in _PRELOADED_WHERE_USED if name in sys.modules)])
     make = spawn_environments if launcher == "spawn" else _horovodrun_environments
     with make(nprocs) as environments, tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder, f"rank {rank}") for rank in range(nprocs)]

@@ -64,7 +64,10 @@ def slurm_missing() -> str | None:
 
 @pytest.fixture(scope="session")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
-    """SLURM, started when the first test asks for it and ended with the session."""
+    """SLURM, started when the first test asks for it and ended with the session.
+
+    The tests that use it are of ``xdist_group("slurm")``, so that it is started once.
+    """
     reason = slurm_missing()
     if reason is not None:
         pytest.skip(reason)

@@ -92,6 +92,7 @@ def test_help_comes_at_once() -> None:
     assert min(seconds) <= 0.3
 
 
+@pytest.mark.alone
 def test_import_costs_little_over_torch() -> None:
     """In CPU time, the least of several tries: a busy machine can only add."""
     code = "import time, torch; start = time.process_time(); from unitrain import *; print(time.process_time() - start)"

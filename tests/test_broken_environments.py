@@ -153,6 +153,7 @@ SAMPLE: list[tuple[Literal["spawn", "horovodrun"], str, str, str | None]] = [
 ]
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("launcher", "backend", "name", "value"),
     [
@@ -170,6 +171,7 @@ def test_init_says_at_once_what_is_wrong(
         assert seconds < 1.0
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("environ", "said"),
     [

@@ -17,16 +17,25 @@ from needs import HOROVOD
 
 from unitrain import CommunicationError
 
-WORLDS = [
-    pytest.param(World("single", 1), id="single"),
-    pytest.param(World("data_parallel", 1), id="data_parallel"),
-    pytest.param(World("ddp", 1), id="ddp-x1"),
-    pytest.param(World("ddp", 2), id="ddp-x2"),
-    pytest.param(World("ddp", 3), id="ddp-x3"),
-    pytest.param(World("horovod", 2, "horovodrun"), id="horovod-gloo-x2", marks=HOROVOD),
-    pytest.param(World("horovod", 3, "horovodrun"), id="horovod-gloo-x3", marks=HOROVOD),
-    pytest.param(World("store", 2), id="plugin-x2"),
-]
+WORLDS = {
+    "single": World("single", 1),
+    "data_parallel": World("data_parallel", 1),
+    "ddp-x1": World("ddp", 1),
+    "ddp-x2": World("ddp", 2),
+    "ddp-x3": World("ddp", 3),
+    "horovod-gloo-x2": World("horovod", 2, "horovodrun"),
+    "horovod-gloo-x3": World("horovod", 3, "horovodrun"),
+    "plugin-x2": World("store", 2),
+}
+
+
+def worlds_of(*sizes: int) -> list[Any]:
+    """Return the worlds of so many processes, as parameters of the fixture."""
+    return [
+        pytest.param(world, id=name, marks=[HOROVOD] if world.backend == "horovod" else [])
+        for name, world in WORLDS.items()
+        if world.processes in sizes
+    ]
 
 
 @pytest.fixture(scope="session")
@@ -40,7 +49,7 @@ def plugin(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(target)
 
 
-@pytest.fixture(params=WORLDS)
+@pytest.fixture(params=worlds_of(1, 2, 3))
 def world(request: pytest.FixtureRequest) -> World:
     chosen: World = request.param
     if chosen.backend == "store":
@@ -99,17 +108,17 @@ def test_not_finite(world: World, policy: str) -> None:
     world.run(contract.not_finite, policy)
 
 
+@pytest.mark.parametrize("world", worlds_of(2, 3), indirect=True)
 def test_different_models(world: World) -> None:
-    if world.processes > 1:
-        world.run(contract.different_models)
+    world.run(contract.different_models)
 
 
+@pytest.mark.parametrize("world", worlds_of(2), indirect=True)  # each takes what a collective may wait
 def test_collective_of_one_rank(world: World) -> None:
-    if world.processes == 2:  # each world of it takes what a collective may wait
-        # Horovod's gloo may not give up by itself; then the ranks that do not come are ended.
-        said = r"rank 0 .*all_reduce: .*rank 1 on .* is in its own code|rank \d .* left with exit code 1"
-        with pytest.raises(CommunicationError, match=said):
-            world.run(contract.collective_of_one_rank)
+    # Horovod's gloo may not give up by itself; then the ranks that do not come are ended.
+    said = r"rank 0 .*all_reduce: .*rank 1 on .* is in its own code|rank \d .* left with exit code 1"
+    with pytest.raises(CommunicationError, match=said):
+        world.run(contract.collective_of_one_rank)
 
 
 def test_options_of_ddp() -> None:

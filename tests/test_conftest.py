@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ CONFTEST = Path(__file__).with_name("conftest.py")
 
 
 @pytest.fixture
-def suite(pytester: pytest.Pytester) -> pytest.Pytester:
+def suite(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
+    monkeypatch.setenv("PYTHONPATH", str(CONFTEST.parent))  # what it imports stands beside it
     pytester.makeconftest(CONFTEST.read_text())
     pytester.makeini("[pytest]\naddopts = -p no:cacheprovider\n")
     return pytester
@@ -45,6 +47,23 @@ def test_leaks_fail_the_test_that_left_them(suite: pytest.Pytester) -> None:
     result.assert_outcomes(passed=4, errors=3)
     result.stdout.fnmatch_lines(["*left behind: process * (*time.sleep(60)*", "*left behind: thread left over"])
     result.stdout.fnmatch_lines(["*left behind: a process group*"])
+
+
+@pytest.mark.parametrize(("marks", "hidden"), [("", True), ("not gpu", True), ("gpu or fast", False)])
+def test_gpus_are_hidden_unless_asked_for(suite: pytest.Pytester, marks: str, hidden: bool) -> None:
+    suite.makepyfile(
+        """
+        import os
+        import pytest
+
+        @pytest.mark.fast
+        def test_seen():
+            print("hidden:", os.environ.get("CUDA_VISIBLE_DEVICES") == "")
+        """
+    )
+    os.environ["CUDA_VISIBLE_DEVICES"] = "0"
+    result = suite.runpytest_inprocess("-s", "-W", "ignore", "-m", marks)
+    result.stdout.fnmatch_lines([f"*hidden: {hidden}*"])
 
 
 def test_state_is_restored(suite: pytest.Pytester) -> None:

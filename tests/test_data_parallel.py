@@ -63,7 +63,7 @@ def test_gradients_flow_back_through_the_split() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="DataParallel needs two GPUs")
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs, and pytest -m gpu to see them")
 @pytest.mark.parametrize("rows", [1, 2, 7])
 def test_a_batch_trains_as_on_one_device(rows: int) -> None:
     def gradient(model: nn.Module, batch: Tensor) -> Tensor:

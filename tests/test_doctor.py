@@ -20,6 +20,7 @@ from unitrain.commands import doctor
 from unitrain.commands.doctor import Finding, examine
 from unitrain.commands.toolchain import small_mpi_environment
 
+pytestmark = pytest.mark.xdist_group("doctor")  # most read one report
 UNITRAIN = str(Path(sysconfig.get_path("scripts"), "unitrain"))
 
 
@@ -101,15 +102,11 @@ def test_under_mpirun_it_says_so_and_starts_no_mpi_of_its_own(report: dict[str, 
     assert "not tried" in reports[0]["mpi4py"]["summary"]
 
 
-def test_a_broken_launcher_environment_is_a_finding_and_the_rest_goes_on() -> None:
-    (found,) = _json(UNITRAIN_LAUNCHER="torchrum")
+def test_a_broken_launcher_environment_is_a_finding_and_hidden_gpus_are_explained() -> None:
+    (found,) = _json(UNITRAIN_LAUNCHER="torchrum", CUDA_VISIBLE_DEVICES="")
     assert found["launched_by"]["status"] == "error"
     assert "torchrum" in found["launched_by"]["summary"]
     assert found["network"]["status"] == "ok"
-
-
-def test_hidden_gpus_are_explained() -> None:
-    (found,) = _json(CUDA_VISIBLE_DEVICES="")
     assert found["gpus"]["status"] == "absent"
     assert "CUDA_VISIBLE_DEVICES=''" in found["gpus"]["summary"]
 

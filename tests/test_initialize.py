@@ -33,7 +33,6 @@ RECORDED = {
     for path in sorted(Path(__file__).with_name("launch_environments").glob("*.json"))
 }
 JOBS = {name: environments[-1] for name, environments in RECORDED.items() if detect(environments[-1]).world_size > 1}
-without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
 
 @pytest.fixture
@@ -232,14 +231,12 @@ def test_compression_that_a_backend_lacks_is_refused() -> None:
         run_ranks(_bf16_on_horovod, launcher="horovodrun")
 
 
-@without_gpu
 @pytest.mark.parametrize("device", ["cuda", "cuda:3"])
 def test_a_gpu_that_is_not_there(device: str) -> None:
     with pytest.raises(ConfigError, match=f"device '{device}' was asked for, but torch sees no CUDA GPU"):
         unitrain.init(backend="single", device=device)
 
 
-@without_gpu
 def test_nccl_without_a_gpu() -> None:
     with pytest.raises(ConfigError, match=r"ddp\.communication is nccl, .* Set it to auto or gloo"):
         unitrain.init(backend="ddp", ddp={"communication": "nccl"})

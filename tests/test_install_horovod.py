@@ -33,7 +33,7 @@ def bare(tmp_path: Path) -> BareEnvironment:
 # What is missing is said, all at once and before anything is fetched or built.
 
 
-def test_without_tools_all_of_them_are_named_with_the_command_that_adds_them(bare: BareEnvironment) -> None:
+def test_without_tools_and_mpi_all_of_them_are_named_with_the_command_that_adds_them(bare: BareEnvironment) -> None:
     done = bare.run("install-horovod")
     assert done.returncode == 1
     assert "no C++ compiler was found: apt-get install g++" in done.stderr
@@ -41,10 +41,6 @@ def test_without_tools_all_of_them_are_named_with_the_command_that_adds_them(bar
     assert "CMake was not found: pip install cmake" in done.stderr
     assert "Traceback" not in done.stderr
     assert not list(bare.folder.glob("cache/horovod/*/*.log"))
-
-
-def test_without_mpi_it_says_that_horovod_will_have_gloo_only(bare: BareEnvironment) -> None:
-    done = bare.run("install-horovod")
     assert "gloo controller only, since there is no mpirun here" in done.stdout
     assert "pip install 'unitrain[mpi]'" in done.stdout
 

@@ -17,7 +17,7 @@ from slurm import Slurm, slurm, slurm_missing
 
 __all__ = ["slurm"]  # the fixture
 
-pytestmark = pytest.mark.launcher
+pytestmark = [pytest.mark.launcher, pytest.mark.xdist_group("slurm")]
 
 PYTHON = sys.executable
 RAISES = Path(__file__).parent / "programs" / "raises.py"

@@ -107,11 +107,13 @@ def test_another_mpi_than_the_launchers(script: list[str]) -> None:
 
 
 @pytest.mark.launcher
+@pytest.mark.xdist_group("slurm")
 def test_srun(script: list[str], slurm: Slurm) -> None:
     assert_met(run([*slurm.srun, "-n", "2", *script], slurm.env), "tcp")
 
 
 @pytest.mark.launcher
+@pytest.mark.xdist_group("slurm")
 def test_srun_on_two_nodes(script: list[str], slurm: Slurm) -> None:
     assert_met(run([*slurm.srun, "-N", "2", "-n", "3", *script], slurm.env), "tcp", 3)
 

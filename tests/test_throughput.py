@@ -113,6 +113,7 @@ def measured() -> tuple[dict[str, float], int]:
         return throughput.read(), throughput.totals().samples
 
 
+@pytest.mark.alone
 def test_all_ranks_read_what_they_did_together() -> None:
     (one, samples), (other, others_samples) = run_ranks(measured)
     assert one == other

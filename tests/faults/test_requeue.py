@@ -25,6 +25,7 @@ def wait_until(condition: Callable[[], object], what: str, log: Path) -> None:
 
 
 @pytest.mark.launcher
+@pytest.mark.xdist_group("slurm")
 @pytest.mark.parametrize("array", [pytest.param(False, marks=pytest.mark.soak), True])
 def test_a_job_is_saved_and_requeued_once(slurm: Slurm, array: bool, tmp_path: Path) -> None:
     script, log = tmp_path / "job.sh", tmp_path / "job.log"
