@@ -67,8 +67,8 @@ class DataParallelStrategy(SoleStrategy):
             )
 
     def _start(self) -> tuple[int, int]:
-        self.devices = _devices(self.config) or (self.device,)
-        self.device = self.devices[0]
+        self.devices: tuple[torch.device, ...] = _devices(self.config) or (self.device,)
+        self.device: torch.device = self.devices[0]
         return super()._start()
 
     def _wrap_model(self, module: nn.Module) -> nn.Module:

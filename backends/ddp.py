@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from inspect import signature
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -45,7 +45,7 @@ class DDPStrategy(Strategy):
 
     name = "ddp"
     served_by = "torchrun, mpirun, srun or unitrain.spawn"
-    compressions = (*Strategy.compressions, "powersgd")
+    compressions: ClassVar[tuple[str, ...]] = (*Strategy.compressions, "powersgd")
     gradient_reduction: Literal["sum", "mean"] = "mean"
 
     @classmethod

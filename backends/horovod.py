@@ -9,7 +9,7 @@ from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import version
 from multiprocessing.util import Finalize
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ class HorovodStrategy(Strategy):
     name = "horovod"
     served_by = "horovodrun or mpirun"
     matches_by_name = True
-    compressions = ("none", "fp16")
+    compressions: ClassVar[tuple[str, ...]] = ("none", "fp16")
 
     @classmethod
     def expected_world(cls, launch: Launch) -> int:

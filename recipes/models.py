@@ -25,12 +25,12 @@ class SmallResNet(nn.Module):
 
     def __init__(self, classes: int) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(3, 16, 3, padding=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(16)
-        self.layer1 = _Block(16, 16, stride=1)
-        self.layer2 = _Block(16, 32, stride=2)
-        self.layer3 = _Block(32, 64, stride=2)
-        self.fc = nn.Linear(64, classes)
+        self.conv1: nn.Conv2d = nn.Conv2d(3, 16, 3, padding=1, bias=False)
+        self.bn1: nn.BatchNorm2d = nn.BatchNorm2d(16)
+        self.layer1: _Block = _Block(16, 16, stride=1)
+        self.layer2: _Block = _Block(16, 32, stride=2)
+        self.layer3: _Block = _Block(32, 64, stride=2)
+        self.fc: nn.Linear = nn.Linear(64, classes)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
@@ -45,10 +45,10 @@ class SmallResNet(nn.Module):
 class _Block(nn.Module):
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(outputs)
-        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(outputs)
+        self.conv1: nn.Conv2d = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
+        self.bn1: nn.BatchNorm2d = nn.BatchNorm2d(outputs)
+        self.conv2: nn.Conv2d = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        self.bn2: nn.BatchNorm2d = nn.BatchNorm2d(outputs)
         self.shortcut: nn.Module = nn.Identity()
         if stride > 1:
             projection = nn.Conv2d(inputs, outputs, 1, stride, bias=False)

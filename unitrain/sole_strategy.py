@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -15,7 +16,7 @@ class SoleStrategy(Strategy):
     """Base of the strategies of one process, which has nobody to communicate with."""
 
     served_by = "plain python"
-    compressions = ("none",)
+    compressions: ClassVar[tuple[str, ...]] = ("none",)
 
     @classmethod
     def expected_world(cls, launch: Launch) -> int:

@@ -20,8 +20,8 @@ class Pulse:
     __slots__ = ("_failed", "calls", "phase")
 
     def __init__(self) -> None:
-        self.phase = OWN_CODE
-        self.calls = 0
+        self.phase: str = OWN_CODE
+        self.calls: int = 0
         self._failed = False
 
     @contextmanager

@@ -48,7 +48,7 @@ class Stopping:
     """
 
     def __init__(self, strategy: Strategy) -> None:
-        self.boundary = 0
+        self.boundary: int = 0
         self._strategy = strategy
         self._signals: StopSignals | None = None
         self._held = False

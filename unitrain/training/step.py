@@ -84,7 +84,7 @@ class TrainingStep:
         self._unscaled = False
         self._armed = True
         self.micro_batch: MicroBatch | None = None
-        self.steps = 0
+        self.steps: int = 0
         self._at_window_end: list[Callable[[], None]] = []
 
     def register(self, optimizer: Optimizer) -> None:
