@@ -76,29 +76,31 @@ class Strategy(Collectives):
     def __init__(self, config: StrategyConfig, launch: Launch) -> None:
         self.config = config
         self.launch = launch
-        self.local_rank = launch.local_rank
-        self.local_world_size = launch.local_world_size
-        self.device = pick_device(config.device, launch)
+        self.local_rank: int = launch.local_rank
+        self.local_world_size: int = launch.local_world_size
+        self.device: torch.device = pick_device(config.device, launch)
         self.devices: tuple[torch.device, ...] = (self.device,)
-        self.precision = Precision(config.precision, self.device)
-        self.evaluating = False
-        self.failed = False
+        self.precision: Precision = Precision(config.precision, self.device)
+        self.evaluating: bool = False
+        self.failed: bool = False
         """Whether this process is ending because of an error: it then waits for nobody."""
-        self.closed = False
+        self.closed: bool = False
         self._closing = False
         self._checkpoint: Checkpoint | None = None
         self._armed = True
         self._reducers: list[GradientReducer] = []
+        self.rank: int
+        self.world_size: int
         self.rank, self.world_size = self._start()
-        self.is_main = self.rank == 0
+        self.is_main: bool = self.rank == 0
         self._check_world()
-        self.pulse = Pulse()
-        self.stopping = Stopping(self)
+        self.pulse: Pulse = Pulse()
+        self.stopping: Stopping = Stopping(self)
         self.watch: Watch | None = None
         self._training_step = TrainingStep(self)
         self._throughput: Throughput | None = None
         self._preparation = Preparation(self)
-        self.node_rank = launch.node_rank or 0
+        self.node_rank: int = launch.node_rank or 0
         if self.world_size > 1:
             self._meet()
 

@@ -81,7 +81,7 @@ class Loader:
         given = LoaderSettings(
             dataset, global_batch_size, batch_size, shuffle, sampler, batch_sampler, drop_last, settings
         )
-        self.dataset = given.dataset
+        self.dataset: Any = given.dataset
         self.global_batch_size: int | None = None
         self._strategy = strategy
         self._seed = strategy.config.seed
