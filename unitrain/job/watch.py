@@ -289,7 +289,8 @@ def _welcome(listener: socket.socket, token: str, count: int, timeout_s: float) 
             except TimeoutError:
                 return None
             hello = link.receive(_ANSWER_S)
-            if hello is None or not secrets.compare_digest(str(hello.get("token")), token):
+            said = str(hello and hello.get("token")).encode(errors="replace")  # as bytes: of text, it takes ASCII only
+            if hello is None or not secrets.compare_digest(said, token.encode()):
                 link.close()  # a stranger, or a port scanner
                 continue
             links[int(hello["rank"])] = link
