@@ -180,14 +180,3 @@ def test_nothing_outside_backends_asks_which_backend_it_is() -> None:
 def test_no_file_is_called_utils() -> None:
     vague = re.compile(r"(utils?|helpers?|misc|common)(\.py)?$")
     assert not [path for path, _ in sources("unitrain", "backends", "recipes", "tests") if vague.search(path.name)]
-
-
-# --------------------------------------------------------------------------------------------------- style and types
-
-
-@pytest.mark.parametrize(
-    "command", [["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy"]], ids=" ".join
-)
-def test_style_and_types(command: list[str]) -> None:
-    run = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout + run.stderr
