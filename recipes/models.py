@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Literal, cast
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -116,7 +118,14 @@ def _torchvision_weights(name: ModelName, strategy: Strategy) -> Mapping[str, Te
     remedy = f"Download {weights.url} where there is a network, and give the file to --pretrained."
     # One process downloads; then the others of its host find the file.
     with strategy.main_first(), downloading(f"torchvision's weights for {name}", remedy):
-        return cast(Mapping[str, Tensor], weights.get_state_dict(progress=False, check_hash=True))
+        try:
+            state = weights.get_state_dict(progress=False, check_hash=True, weights_only=True)
+        except UnpicklingError:  # torch checks the hash of what it downloads, but not of what is there
+            raise ConfigError(
+                f"the file in torch's cache is not torchvision's weights for {name}: it holds more than tensors. "
+                f"Remove {Path(torch.hub.get_dir(), 'checkpoints', Path(weights.url).name)}."
+            ) from None
+    return cast(Mapping[str, Tensor], state)
 
 
 def freeze_backbone(model: nn.Module) -> None:
