@@ -4,12 +4,13 @@
 #              benchmarks' short forms, more worlds (about half an hour). Write docs/faults.md
 # make coverage  measure what make test covers, in a third more time; print the total, and the files below 90 %
 # make bench   measure speed beside hand-written loops and other frameworks, into benchmarks/results/
-# make lint    check style and types
+# make lint    check style and types (.pre-commit-config.yaml has the list)
+# make hooks   have git check what is committed, too
 # make docs    build the documentation into site/
 # make clean   remove the virtual environment and what tools left (not runs/)
 #
 # Settings: PYTHON makes the virtual environment VENV; WORKERS is the number of processes that make test runs tests in;
-# ARGS is added to the recipe's command, pytest's, or each benchmark's (--short, say).
+# ARGS is added to the command of the recipe, of pytest, or of each benchmark (--short, say).
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -23,7 +24,7 @@ PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --ro
 export PATH := $(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help train test soak coverage bench lint docs clean
+.PHONY: help train test soak coverage bench lint hooks docs clean
 .NOTPARALLEL:
 
 help:
@@ -60,9 +61,12 @@ bench: $(VENV)/.has-bench
 	@set -e; for script in benchmarks/*.py; do echo "== $$script" >&2; $(BIN)/python $$script $(ARGS); done
 
 lint: $(VENV)/.has-test
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(BIN)/pre-commit run --all-files $(ARGS)
+
+# git may run the hooks where the environment is not active, and they find their tools on the path.
+hooks: $(VENV)/.has-test
+	$(BIN)/pre-commit install
+	@sed -i '/^# end templated/a export PATH="$(BIN):$$PATH"' "$$(git rev-parse --git-path hooks)/pre-commit"
 
 docs: $(VENV)/.has-docs
 	$(BIN)/mkdocs build

@@ -21,7 +21,7 @@ class AveragingModule(DistributedDataParallel):
         calls: forwards whose backward averages gradients; torch averages those of the first backward after each.
     """
 
-    calls = 0
+    calls: int = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         module: nn.Module = copy.deepcopy(self.module, memo)

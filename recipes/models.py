@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Literal, cast
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -24,12 +26,12 @@ class SmallResNet(nn.Module):
 
     def __init__(self, classes: int) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(3, 16, 3, padding=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(16)
-        self.layer1 = _Block(16, 16, stride=1)
-        self.layer2 = _Block(16, 32, stride=2)
-        self.layer3 = _Block(32, 64, stride=2)
-        self.fc = nn.Linear(64, classes)
+        self.conv1: nn.Conv2d = nn.Conv2d(3, 16, 3, padding=1, bias=False)
+        self.bn1: nn.BatchNorm2d = nn.BatchNorm2d(16)
+        self.layer1: _Block = _Block(16, 16, stride=1)
+        self.layer2: _Block = _Block(16, 32, stride=2)
+        self.layer3: _Block = _Block(32, 64, stride=2)
+        self.fc: nn.Linear = nn.Linear(64, classes)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
@@ -44,10 +46,10 @@ class SmallResNet(nn.Module):
 class _Block(nn.Module):
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(outputs)
-        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(outputs)
+        self.conv1: nn.Conv2d = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
+        self.bn1: nn.BatchNorm2d = nn.BatchNorm2d(outputs)
+        self.conv2: nn.Conv2d = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        self.bn2: nn.BatchNorm2d = nn.BatchNorm2d(outputs)
         self.shortcut: nn.Module = nn.Identity()
         if stride > 1:
             projection = nn.Conv2d(inputs, outputs, 1, stride, bias=False)
@@ -115,7 +117,14 @@ def _torchvision_weights(name: ModelName, strategy: Strategy) -> Mapping[str, Te
     remedy = f"Download {weights.url} where there is a network, and give the file to --pretrained."
     # One process downloads; then the others of its host find the file.
     with strategy.main_first(), downloading(f"torchvision's weights for {name}", remedy):
-        return cast(Mapping[str, Tensor], weights.get_state_dict(progress=False, check_hash=True))
+        try:
+            state = weights.get_state_dict(progress=False, check_hash=True, weights_only=True)
+        except UnpicklingError:  # torch checks the hash of what it downloads, but not of what is there
+            raise ConfigError(
+                f"the file in torch's cache is not torchvision's weights for {name}: it holds more than tensors. "
+                f"Remove {Path(torch.hub.get_dir(), 'checkpoints', Path(weights.url).name)}."
+            ) from None
+    return cast(Mapping[str, Tensor], state)
 
 
 def freeze_backbone(model: nn.Module) -> None:

@@ -252,6 +252,21 @@ def test_weights_of_torchvision(recipe: Recipe, no_network: None, capsys: pytest
     assert torch.equal(recipe.weights["layer4.1.conv2.weight"], weights["layer4.1.conv2.weight"])
 
 
+class Code:
+    """Makes a file as it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (Path("was_run"),)
+
+
+def test_weights_of_torchvision_are_data_and_no_code(recipe: Recipe, no_network: None) -> None:
+    Path("torch", "hub", "checkpoints").mkdir(parents=True)
+    torch.save({"fc.weight": Code()}, "torch/hub/checkpoints/resnet18-f37072fd.pth")
+    with pytest.raises(ConfigError, match=r"more than tensors\. Remove .*/resnet18-f37072fd\.pth"):
+        recipe(*FAKE, "--model", "resnet18", "--pretrained", "torchvision")
+    assert not Path("was_run").exists()
+
+
 # ---------------------------------------------------------------------------------------------- what it refuses
 
 

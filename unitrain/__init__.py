@@ -73,12 +73,14 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"unitrain.{_HOMES.get(name, 'errors')}"), name)
-    globals()[name] = value  # the next access does not come here
-    return value
+if not TYPE_CHECKING:  # a type checker would take any misspelled name for one of these
+
+    def __getattr__(name: str) -> Any:
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(import_module(f"unitrain.{_HOMES.get(name, 'errors')}"), name)
+        globals()[name] = value  # the next access does not come here
+        return value
 
 
 def __dir__() -> list[str]:

@@ -90,7 +90,7 @@ class Loader:
         given = LoaderSettings(
             dataset, global_batch_size, batch_size, shuffle, sampler, batch_sampler, drop_last, settings
         )
-        self.dataset = given.dataset
+        self.dataset: Any = given.dataset
         self.global_batch_size: int | None = None
         self._communicator = communicator
         self._listener = listener

@@ -110,7 +110,7 @@ class RankError(Exception):
 
     def __init__(self, rank: int, trace: str, place: str) -> None:
         super().__init__(f'\n"""\nrank {rank}: {trace}"""')
-        self.place = f"{place} (rank {rank})" if place else f"\n  on rank {rank}"
+        self.place: str = f"{place} (rank {rank})" if place else f"\n  on rank {rank}"
 
 
 def place(trace: TracebackType | None) -> str:

@@ -286,7 +286,10 @@ def _welcome(listener: socket.socket, token: str, count: int, timeout_s: float) 
             except TimeoutError:
                 return None
             hello = link.receive(_ANSWER_S)
-            if not isinstance(hello, messages.Hello) or not secrets.compare_digest(hello.token, token):
+            # As bytes: of text, compare_digest takes ASCII only.
+            if not isinstance(hello, messages.Hello) or not secrets.compare_digest(
+                hello.token.encode(errors="replace"), token.encode()
+            ):
                 link.close()  # a stranger, or a port scanner
                 continue
             links[hello.rank] = link

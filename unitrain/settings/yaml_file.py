@@ -26,6 +26,7 @@ class YamlFile:
 
     def __init__(self, name: str) -> None:
         self._name = name
+        self.values: dict[str, Any]
         self.values, self._root = self._load(self._read())
 
     def name_of(self, path: Iterable[object]) -> str:

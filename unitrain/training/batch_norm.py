@@ -128,19 +128,19 @@ class SyncBatchNorm(_BatchNorm):
 class SyncBatchNorm1d(SyncBatchNorm, nn.BatchNorm1d):
     """``BatchNorm1d`` over all ranks."""
 
-    plain = nn.BatchNorm1d
+    plain: ClassVar[type[_BatchNorm]] = nn.BatchNorm1d
 
 
 class SyncBatchNorm2d(SyncBatchNorm, nn.BatchNorm2d):
     """``BatchNorm2d`` over all ranks."""
 
-    plain = nn.BatchNorm2d
+    plain: ClassVar[type[_BatchNorm]] = nn.BatchNorm2d
 
 
 class SyncBatchNorm3d(SyncBatchNorm, nn.BatchNorm3d):
     """``BatchNorm3d`` over all ranks."""
 
-    plain = nn.BatchNorm3d
+    plain: ClassVar[type[_BatchNorm]] = nn.BatchNorm3d
 
 
 _SYNCED: dict[type, type[SyncBatchNorm]] = {c.plain: c for c in (SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d)}

@@ -24,7 +24,7 @@ class CopyCheck:
     def __init__(self, ranks: Communicator) -> None:
         self._ranks = ranks
         self._looks_left = _LOOKS
-        self.pending = True
+        self.pending: bool = True
 
     def look(self, loss: Tensor) -> None:
         """Compare one loss. Collective."""

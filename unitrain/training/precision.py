@@ -70,7 +70,7 @@ class Precision:
         self._device_type = device.type
         self._name = name
         self._dtype = AUTOCAST_DTYPE.get(name)
-        self.scaler = torch.amp.GradScaler(device.type) if name == "fp16" else None
+        self.scaler: torch.amp.GradScaler | None = torch.amp.GradScaler(device.type) if name == "fp16" else None
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context in which a loss is computed; it does nothing in fp32 and fp64."""

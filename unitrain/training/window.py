@@ -28,10 +28,10 @@ class Window:
     )  # fmt: skip
 
     def __init__(self, optimizer: Optimizer, name: str, local_gradients: LocalGradients) -> None:
-        self.optimizer = optimizer
-        self.name = name
-        self.local_gradients = local_gradients
-        self.groups = 0  # how many parameter groups the parameters are of
+        self.optimizer: Optimizer = optimizer
+        self.name: str = name
+        self.local_gradients: LocalGradients = local_gradients
+        self.groups: int = 0  # how many parameter groups the parameters are of
         self.parameters: list[Parameter] = []
         self.trained: list[Parameter] = []
         self.finishers: list[Callable[[bool], None]] = []
@@ -43,13 +43,14 @@ class Window:
             p.grad = None
         self.local_gradients.clear()
         self.micro_batch: MicroBatch | None = None  # of the last backward
-        self.micro_batches = 0  # those that update() has closed
-        self.fresh = True  # no backward yet for the micro-batch that is open
-        self.loss_is_finite = True
+        self.micro_batches: int = 0  # those that update() has closed
+        self.fresh: bool = True  # no backward yet for the micro-batch that is open
+        self.loss_is_finite: bool = True
         self.losses: list[Tensor] = []  # where to look would be to wait for a GPU
-        self.complete = False  # the last backward ended the window
-        self.reduced = False  # its gradients are being reduced, or have been
-        self.late = False  # some of them can't have been reduced by an engine that must be armed before the forward
+        self.complete: bool = False  # the last backward ended the window
+        self.reduced: bool = False  # its gradients are being reduced, or have been
+        # Some of them can't have been reduced by an engine that must be armed before the forward.
+        self.late: bool = False
         self.weight: Tensor | None = None
         self.total_wait: Callable[[], None] | None = None
 

@@ -38,7 +38,7 @@ class Levers:
     """
 
     def __init__(self, base: Measurement, names: Sequence[str], measure: Measure) -> None:
-        self.best = base
+        self.best: Measurement = base
         self._measure = measure
         self._tried = list(levers_of(base.candidate.world, names))
 

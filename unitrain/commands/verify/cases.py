@@ -67,9 +67,9 @@ class Digits(Dataset[tuple[int, Tensor, Tensor, Tensor]]):
 
     def __init__(self, samples: int) -> None:
         generator = torch.Generator().manual_seed(samples)
-        self.images = torch.randn(samples, 1, 8, 8, generator=generator)
-        self.labels = torch.randint(CLASSES, (samples,), generator=generator)
-        self.tokens = torch.randint(1, 9, (samples,), generator=generator)
+        self.images: Tensor = torch.randn(samples, 1, 8, 8, generator=generator)
+        self.labels: Tensor = torch.randint(CLASSES, (samples,), generator=generator)
+        self.tokens: Tensor = torch.randint(1, 9, (samples,), generator=generator)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -83,12 +83,12 @@ class Network(nn.Module):
 
     def __init__(self, case: Case) -> None:
         super().__init__()
-        self.convolution = nn.Conv2d(1, 6, 3, padding=1, bias=False)
-        self.normalise = nn.BatchNorm2d(6) if case.batch_norm else nn.Identity()
-        self.first = nn.Linear(6 * 4, 24)
-        self.second = nn.Linear(24, 24)
-        self.third = nn.Linear(24, 24)
-        self.last = nn.Linear(24, CLASSES)
+        self.convolution: nn.Conv2d = nn.Conv2d(1, 6, 3, padding=1, bias=False)
+        self.normalise: nn.Module = nn.BatchNorm2d(6) if case.batch_norm else nn.Identity()
+        self.first: nn.Linear = nn.Linear(6 * 4, 24)
+        self.second: nn.Linear = nn.Linear(24, 24)
+        self.third: nn.Linear = nn.Linear(24, 24)
+        self.last: nn.Linear = nn.Linear(24, CLASSES)
         if case.tied:
             self.third.weight = self.second.weight
             self.convolution.requires_grad_(False)
