@@ -61,6 +61,7 @@ def init(config: StrategyConfig | None = None, **settings: Unpack[StrategySettin
         for line in advice(launch, resolved, torch.cuda.device_count()):
             tell(f"unitrain: {line}")
     strategy = Strategy(backend, resolved, launch)
+    excepthook.install_hook()  # torch.distributed has laid one of its own over it, which holds messages back
     atexit.register(strategy.close)
     return strategy
 
