@@ -6,11 +6,12 @@
 # make bench   measure speed beside hand-written loops and other frameworks, into benchmarks/results/
 # make lint    check style and types (.pre-commit-config.yaml has the list)
 # make hooks   have git check what is committed, too
+# make dist    build what is released of the last commit, wheel and sdist, into dist/
 # make docs    build the documentation into site/
 # make clean   remove the virtual environment and what tools left (not runs/)
 #
 # Settings: PYTHON makes the virtual environment VENV; WORKERS is the number of processes that make test runs tests in;
-# ARGS is added to the command of the recipe, of pytest, or of each benchmark (--short, say).
+# ARGS is added to the command of the recipe, of pytest, of each benchmark (--short, say) or of the build.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -24,7 +25,7 @@ PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --ro
 export PATH := $(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help train test soak coverage bench lint hooks docs clean
+.PHONY: help train test soak coverage bench lint hooks dist docs clean
 .NOTPARALLEL:
 
 help:
@@ -68,11 +69,18 @@ hooks: $(VENV)/.has-test
 	$(BIN)/pre-commit install
 	@sed -i '/^# end templated/a export PATH="$(BIN):$$PATH"' "$$(git rev-parse --git-path hooks)/pre-commit"
 
+# Of an export, so that nothing lying about in the checkout gets in.
+dist: $(VENV)/.has-test
+	rm -rf dist
+	@set -e; export=$$(mktemp -d); trap 'rm -rf "$$export"' EXIT; git archive HEAD | tar -x -C "$$export"; \
+	$(BIN)/pyproject-build --outdir dist $(ARGS) "$$export"
+	$(BIN)/twine check --strict dist/*
+
 docs: $(VENV)/.has-docs
 	$(BIN)/mkdocs build
 
 clean:
-	rm -rf $(VENV) build site unitrain.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist site unitrain.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
