@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch.utils.data import TensorDataset
 
 import unitrain
-from unitrain.registry import backend_names, load_backend
+from unitrain.backend import backend_names, load_backend
 
 for module in pkgutil.walk_packages(unitrain.__path__, "unitrain."):
     if module.name.rpartition(".")[2] != "__main__" and not module.name.startswith("unitrain.recipes"):
