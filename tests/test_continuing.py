@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import unitrain
-from unitrain import CheckpointError
+from unitrain import CheckpointError, UsageError
 from unitrain.checkpoint import Checkpoint, storage
 from unitrain.checkpoint.snapshot import snapshot
 
@@ -172,3 +172,54 @@ def test_a_snapshot_is_a_copy_and_uses_the_memory_of_the_one_before() -> None:
     assert second["pair"][1] == "text"
     other = snapshot({"weight": torch.ones(4)}, second)
     assert other["weight"].tolist() == [1, 1, 1, 1]
+
+
+def saved_and_resumed(folder: str) -> list[int]:
+    """Save in the background, go on, and go back to what was saved: it may still be being written."""
+    with unitrain.init(backend="ddp", device="cpu") as strategy:
+        model = nn.Linear(1, 1)
+        model, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        checkpoint = strategy.checkpoint(folder, model=model, optimizer=optimizer)
+        reached = []
+        for _ in range(2):
+            strategy.step(model(torch.ones(2, 1) * (1 + strategy.rank)).sum(), optimizer)
+            checkpoint.save()
+            strategy.step(model(torch.ones(2, 1) * (1 + strategy.rank)).sum(), optimizer)
+            assert checkpoint.resume()
+            reached.append(strategy.global_step)
+        return reached
+
+
+def test_a_checkpoint_can_be_resumed_as_soon_as_it_was_saved(tmp_path: Path) -> None:
+    assert run_ranks(saved_and_resumed, str(tmp_path)) == [[1, 2]] * 2
+
+
+def test_a_run_that_goes_back_keeps_what_it_saves_afterwards(tmp_path: Path) -> None:
+    """The checkpoints of the branch that it leaves are newer by number, and must not stand for the run."""
+    with unitrain.init(backend="single") as strategy:
+        model = nn.Linear(1, 1)
+        model, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        checkpoint = strategy.checkpoint(tmp_path, keep=2, background=False, model=model, optimizer=optimizer)
+        for _ in range(4):
+            strategy.step(model(torch.ones(1, 1)).sum(), optimizer)
+            checkpoint.save()
+        assert steps_in(tmp_path) == [4, 3]
+        assert checkpoint.resume(tmp_path / "step-0000000003")
+        strategy.step(model(torch.ones(1, 1)).sum() * 2, optimizer)
+        weight = model.get_parameter("weight").detach().clone()
+        checkpoint.save()
+        assert steps_in(tmp_path) == [4, 3]
+        assert checkpoint.resume()
+        assert torch.equal(model.get_parameter("weight"), weight)
+
+
+@pytest.mark.parametrize("path", ["s3://bucket/run", Path("s3://bucket/run"), "file:///tmp/run"], ids=repr)
+def test_a_url_is_refused(path: str | Path) -> None:
+    with unitrain.init(backend="single") as strategy:
+        model = nn.Linear(1, 1)
+        with pytest.raises(UsageError, match=r"is a URL"):
+            strategy.checkpoint(path, model=model)
+        with pytest.raises(UsageError, match=r"is a URL"):
+            strategy.save(model, path)
+        with pytest.raises(UsageError, match=r"is a URL"):
+            strategy.load(path)

@@ -286,3 +286,14 @@ def test_a_fingerprint_follows_the_content() -> None:
     assert len(set(prints)) == len(prints)
     assert fingerprint(TensorDataset(torch.arange(10.0), torch.arange(10))) == prints[0]
     assert fingerprint(DATA) == fingerprint(Labelled(None)) == ""
+
+
+def test_the_generator_of_a_dataloader_that_shuffles_counts() -> None:
+    def read(seed: int | None) -> list[int]:
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        given: DataLoader[Any] = DataLoader(DATA, batch_size=4, shuffle=True, generator=generator)
+        return [i for batch in pretended_rank().dataloader(given) for i in batch.flatten().tolist()]
+
+    assert sorted(read(1)) == sorted(read(2)) == sorted(read(None))
+    assert read(1) == read(1) != read(2)
+    assert read(1) != read(None)

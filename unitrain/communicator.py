@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import pickle
 from collections.abc import Callable
@@ -95,10 +96,16 @@ class Communicator:
     def all_gather(self, tensor: Tensor) -> Tensor:
         """See ``Strategy.all_gather``."""
         work = self._communicable(tensor, "all_gather")
+        if self.world_size > 1:
+            self._check_same_form(work)
+        return self._gathered(work).to(tensor.device)
+
+    def _gathered(self, work: Tensor) -> Tensor:
+        """Gather tensors whose form is known to be the same on all ranks."""
         if self.world_size == 1 or not work.numel():
-            return work.unsqueeze(0).repeat(self.world_size, *[1] * work.dim()).to(tensor.device)
+            return work.unsqueeze(0).repeat(self.world_size, *[1] * work.dim())
         gathered = self._complete(lambda: self.all_gather_async(_as_bytes(work), "all_gather")(), "all_gather", work)
-        return gathered.view(work.dtype).view(self.world_size, *work.shape).to(tensor.device)
+        return gathered.view(work.dtype).view(self.world_size, *work.shape)
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
         """See ``Strategy.broadcast``."""
@@ -141,10 +148,10 @@ class Communicator:
         if self.world_size == 1:
             return [value]
         data = _to_bytes(value)
-        sizes = self.all_gather(torch.tensor(data.numel())).tolist()
-        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        sizes = self._gathered(torch.tensor(data.numel(), device=self.device)).tolist()
+        padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self.device)
         padded[: data.numel()] = data
-        return [_from_bytes(row[:size]) for row, size in zip(self.all_gather(padded), sizes, strict=True)]
+        return [_from_bytes(row[:size]) for row, size in zip(self._gathered(padded).cpu(), sizes, strict=True)]
 
     def on_main(self, action: Callable[[], T]) -> T:
         """Do something on rank 0, and return on every rank what it returns there. Collective.
@@ -169,6 +176,18 @@ class Communicator:
         """Wait until every rank has come to the same call, where calls are compared; the job ends where one has not."""
         if self._compares and self._peers is not None:
             self._peers.compare_calls(call, call_site.current())
+
+    def _check_same_form(self, tensor: Tensor) -> None:
+        """Raise UsageError on all ranks where they gave tensors of other shapes or dtypes. Collective."""
+        form = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+        digest = hashlib.blake2b(form.encode(), digest_size=8).digest()
+        digests = self._gathered(torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(self.device))
+        if (digests != digests[0]).any():
+            forms = ", ".join(f"{one} on rank {rank}" for rank, one in enumerate(self.all_gather_object(form)))
+            raise UsageError(
+                f"all_gather takes tensors of one shape and dtype, but was given {forms}: pad them, or use "
+                "all_gather_object."
+            )
 
     def _communicable(self, tensor: Tensor, verb: str) -> Tensor:
         """Return a contiguous copy on ``device`` that may be overwritten."""

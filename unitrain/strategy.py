@@ -278,7 +278,11 @@ class Strategy:
         return self._communicator.all_reduce(tensor, op)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Return all ranks' tensors (of one shape and dtype), stacked along a new first dimension. Collective."""
+        """Return all ranks' tensors, stacked along a new first dimension. Collective.
+
+        Raises:
+            UsageError: on all ranks, where they are not of one shape and dtype.
+        """
         return self._communicator.all_gather(tensor)
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
@@ -336,7 +340,7 @@ class Strategy:
             CheckpointError: rank 0 could not write, or ``load`` could not read it; raised on every rank.
             UsageError: only some ranks gave modules.
         """
-        files.save(self._communicator, self._prepared, value, Path(path))
+        files.save(self._communicator, self._prepared, value, files.local(path))
 
     def load(self, path: str | Path) -> Any:
         """Read what ``save`` wrote, on rank 0, and return it on every rank, on the CPU. Collective.
@@ -344,7 +348,7 @@ class Strategy:
         Raises:
             CheckpointError: there is no such file, or it holds more than tensors and plain data; on every rank.
         """
-        return files.load(self._communicator, Path(path))
+        return files.load(self._communicator, files.local(path))
 
     def checkpoint(
         self,
@@ -380,7 +384,7 @@ class Strategy:
             self._job.stopping.request,
             self._release_checkpoint,
             self.config,
-            Path(folder),
+            files.local(folder),
             objects,
             config=config or {},
             keep=keep,

@@ -217,6 +217,7 @@ class Checkpoint:
         Raises:
             CheckpointError: it is damaged, or of another model or run; on every rank, with nothing changed.
         """
+        self.wait()  # what this run saves in the background may be what it goes back to
         parts = self._communicator.on_main(self._newest if path is None else lambda: self._given(Path(path)))
         if parts is None:
             return False
@@ -293,6 +294,7 @@ class Checkpoint:
             else:
                 value.load_state_dict(parts[name])
         self._step.global_step = self._continues_from = run["steps"]
+        self._began = False  # later checkpoints are those of a branch that this run leaves
         if self._scaler is not None and run["scaler"] is not None:
             self._scaler.load_state_dict(run["scaler"])
         if len(run["random"]) == ranks.world_size:

@@ -19,6 +19,20 @@ from unitrain.training import batch_norm
 from unitrain.training.prepared import PreparedModules
 
 
+def local(path: str | Path) -> Path:
+    """Return a path of the file system.
+
+    Raises:
+        UsageError: it is a URL, which would name a folder in the working directory.
+    """
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)):  # a Path has taken one of its slashes
+        raise UsageError(
+            f"{path} is a URL, but checkpoints and files are written to a file system that all hosts see: give a path, "
+            "of a mounted bucket say."
+        )
+    return Path(path)
+
+
 def save(communicator: Communicator, prepared: PreparedModules, value: Any, path: Path) -> None:
     """See ``Strategy.save``."""
     modules = list(_modules(value))
