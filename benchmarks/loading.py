@@ -2,22 +2,32 @@
 
     python benchmarks/loading.py
 
-Whole epochs, shuffled, in turns in one process, with no workers and with two that stay. ``rows`` are samples that cost
-next to nothing, so that the loader's own work shows; ``images`` are cropped, flipped and normalised. By default ours
-gives each sample random numbers of its own, which no DataLoader does, so it is measured without that too. Without
-workers it is the process's CPU time that counts, with workers the clock's. How fast an epoch starts and seeks is what
-``sampler.py`` measures.
+Whole epochs, shuffled, in turns in one process, with no workers and with two that stay. By default ours gives each
+sample random numbers of its own, which no DataLoader does, so it is measured without that too.
+
+- ``rows``: a ``TensorDataset``.
+- ``rows, own class``: the same rows from a class of the user's, of which nobody can know whether it draws. Its samples
+  cost next to nothing, so that the loader's own work shows.
+- ``crops``: images as tensors, cropped, flipped and normalised, by two numbers of torch's.
+- ``images``: JPEGs, decoded, then cropped, resized, flipped and normalised by torchvision.
+
+Without workers it is the process's CPU time that counts, with workers the clock's. How fast an epoch starts and seeks
+is what ``sampler.py`` measures.
 """
 
 from __future__ import annotations
 
+import io
 import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from PIL import Image
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torchvision.transforms import v2
+from torchvision.transforms.v2.functional import to_pil_image
 
 import unitrain
 from shared.processes import ALONE, in_processes
@@ -30,12 +40,18 @@ if TYPE_CHECKING:
 BARE, OURS, UNSEEDED = "bare DataLoader", "UniTrain", "UniTrain, sample_seeding=False"
 WORKERS = (0, 2)
 # Samples of an epoch, and of a batch.
-SIZES, SHORT_SIZES = {"rows": (50_000, 256), "images": (2_000, 64)}, {"rows": (512, 256), "images": (128, 64)}
-ROUNDS, SHORT_ROUNDS = 9, 2
+SIZES = {"rows": (50_000, 256), "rows, own class": (50_000, 256), "crops": (2_000, 64), "images": (1_000, 64)}
+SHORT_SIZES = {"rows": (512, 256), "rows, own class": (512, 256), "crops": (128, 64), "images": (128, 64)}
+ROUNDS, SHORT_ROUNDS = 15, 2
+
+
+def rows(length: int) -> TensorDataset:
+    """Return rows of 64 numbers and a class."""
+    return TensorDataset(torch.randn(length, 64), torch.arange(length) % 10)
 
 
 class Rows(Dataset[tuple[Tensor, int]]):
-    """64 numbers and a class."""
+    """As ``rows``."""
 
     def __init__(self, length: int) -> None:
         self.rows = torch.randn(length, 64)
@@ -47,7 +63,7 @@ class Rows(Dataset[tuple[Tensor, int]]):
         return self.rows[index], index % 10
 
 
-class Images(Dataset[tuple[Tensor, int]]):
+class Crops(Dataset[tuple[Tensor, int]]):
     """An image of 3 x 64 x 64, cropped at random to 56 x 56, flipped at random, and normalised."""
 
     def __init__(self, length: int) -> None:
@@ -64,9 +80,42 @@ class Images(Dataset[tuple[Tensor, int]]):
         return image.float().div_(255).sub_(0.5).div_(0.25), index % 10
 
 
+class Images(Dataset[tuple[Tensor, int]]):
+    """JPEGs of 3 x 96 x 96 in memory, augmented as for training on ImageNet to 3 x 64 x 64."""
+
+    def __init__(self, length: int) -> None:
+        # Eight by eight squares of colour, blurred: noise would be no image, and take longer to decode.
+        squares = torch.nn.functional.interpolate(torch.rand(length, 3, 8, 8), size=96, mode="bicubic").clamp_(0, 1)
+        self.files = [_as_jpeg(image) for image in squares]
+        self.transform = v2.Compose(
+            [
+                v2.RandomResizedCrop(64),
+                v2.RandomHorizontalFlip(),
+                v2.ToImage(),
+                v2.ToDtype(torch.float32, scale=True),
+                v2.Normalize([0.5, 0.5, 0.5], [0.25, 0.25, 0.25]),
+            ]
+        )
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.transform(Image.open(io.BytesIO(self.files[index])).convert("RGB")), index % 10
+
+
+def _as_jpeg(image: Tensor) -> bytes:
+    file = io.BytesIO()
+    to_pil_image(image).save(file, "JPEG", quality=90)
+    return file.getvalue()
+
+
+DATA: dict[str, Callable[[int], Any]] = {"rows": rows, "rows, own class": Rows, "crops": Crops, "images": Images}
+
+
 def measure_loaders(data: str, samples: int, batch: int, workers: int, rounds: int) -> Found:
     """Measure each way over whole epochs."""
-    dataset = {"rows": Rows, "images": Images}[data](samples)
+    dataset = DATA[data](samples)
     kept: dict[str, Any] = {"num_workers": workers, "persistent_workers": workers > 0}
     with unitrain.init(device="cpu", threads_per_process=1) as strategy:
 
@@ -114,11 +163,12 @@ def tables(found: Found) -> str:
 
 
 def plot(found: Found, figure: Figure) -> None:
+    figure.set_size_inches(12, 5)
     axis = figure.subplots()
     for i, name in enumerate((BARE, OURS, UNSEEDED)):
         heights = [1 / case["ways"][name]["seconds"] for case in found["cases"]]
         axis.bar([place + 0.27 * (i - 1) for place in range(len(heights))], heights, 0.25, label=name)
-    axis.set_xticks(range(len(heights)), [f"{case['data']}, {case['workers']} workers" for case in found["cases"]])
+    axis.set_xticks(range(len(heights)), [f"{case['data']}\n{case['workers']} workers" for case in found["cases"]])
     axis.set_yscale("log")
     axis.set_ylabel("samples/s")
     axis.legend()

@@ -26,7 +26,6 @@ from unitrain.data.map_style import requests
 from unitrain.data.order import Shuffled
 from unitrain.data.samplers import OwnOrder
 from unitrain.data.sharding import EpochPlan
-from unitrain.rng import generators_restored, seed_generators
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -92,28 +91,6 @@ def order_pace(samples: int) -> float:
     return len(positions) / min(times)
 
 
-def seeding() -> dict[str, float]:
-    """Return what ``sample_seeding`` costs: microseconds a sample, and a batch where there are no workers."""
-
-    def cost(repeat: int, work: Any) -> float:
-        times = []
-        for _ in range(7):
-            start = time.thread_time()
-            for i in range(repeat):
-                work(i)
-            times.append((time.thread_time() - start) / repeat * 1e6)
-        return min(times)
-
-    def restored(_: int) -> None:
-        with generators_restored():
-            pass
-
-    with generators_restored():
-        sample = cost(5000, lambda i: seed_generators(i * 0x9E3779B97F4A7C15 % 2**64))
-        batch = cost(500, restored)
-    return {"sample_us": sample, "batch_us": batch, "sample_of_32_us": sample + batch / 32}
-
-
 def measure(short: bool) -> Found:
     sizes, rounds = (SHORT_SIZES, SHORT_ROUNDS) if short else (SIZES, ROUNDS)
     rows = []
@@ -130,7 +107,6 @@ def measure(short: bool) -> Found:
     return {
         "rows": rows,
         "order_per_second": {str(samples): order_pace(samples) for samples in sizes},
-        "sample_seeding": seeding(),
         "rounds": rounds,
     }
 
@@ -146,16 +122,12 @@ def tables(found: Found) -> str:
                 ratio = "" if theirs is None or not ours[name] else f"{theirs[name] / ours[name]:.3g}"
                 rows.append([f"{samples:.0e}", f"{what}, {name}", shown.format(ours[name]), other, ratio])
     paces = ", ".join(f"{float(samples):.0e}: {pace:.3g}" for samples, pace in found["order_per_second"].items())
-    cost = found["sample_seeding"]
     return "\n".join(
         [
             f"One rank ({RANK} of {WORLD}), batches of {BATCH}, shuffled; CPU time, median of {found['rounds']}.",
             "",
             table(["samples", "", "unitrain", "torch DistributedSampler", "torch / unitrain"], rows),
             f"The order alone, in arrays, indices a second by samples: {paces}.",
-            "",
-            f"sample_seeding: {cost['sample_us']:.1f} µs a sample; without workers also {cost['batch_us']:.0f} µs a "
-            f"batch, so {cost['sample_of_32_us']:.1f} µs a sample in batches of 32.",
         ]
     )
 

@@ -92,7 +92,7 @@ def test_accumulation(tmp_path: Path) -> None:
 def test_loading(tmp_path: Path) -> None:
     cases = short("loading", tmp_path)["cases"]
     assert {(case["data"], case["workers"]) for case in cases} == {
-        (data, workers) for data in ("rows", "images") for workers in (0, 2)
+        (data, workers) for data in ("rows", "rows, own class", "crops", "images") for workers in (0, 2)
     }
     assert all(len(case["ways"]) == 3 for case in cases)
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pretended import pretended_rank
+from pretended import pretended_rank, trained
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, WeightedRandomSampler
 
@@ -77,7 +77,7 @@ def test_in_any_order_and_batch() -> None:
 
 def test_after_a_resume() -> None:
     loader = loader_of()
-    begun = rows(loader, 3)
+    begun = [row for batch in trained(loader, 3) for row in batch.tolist()]
     resumed = loader_of(num_workers=1)
     resumed.load_state_dict(loader.state_dict())
     assert by_sample(begun + rows(resumed)) == EXPECTED

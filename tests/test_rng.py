@@ -1,0 +1,92 @@
+"""Generators' states put aside and put back: python's, numpy's and torch's."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from unitrain.rng import SeparateGenerators, generators_restored, seed_all, seed_generators
+
+# Numpy's and torch's generators use half of the bits each.
+TWO, THREE = 2 << 32 | 2, 3 << 32 | 3
+
+
+def drawn(count: int = 3) -> list[float]:
+    """Draw from each generator, normal numbers among them, which python and numpy make in pairs."""
+    return [
+        number
+        for _ in range(count)
+        for number in (random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), float(torch.rand(())))
+    ]
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_the_process_s_own_are_restored(odd: int) -> None:
+    seed_all(1)
+    drawn(odd)  # an odd number of normal numbers leaves one of a pair behind
+    expected = drawn()
+    seed_all(1)
+    drawn(odd)
+    with generators_restored():
+        seed_generators(TWO)
+        outer = drawn(2)
+        with generators_restored():
+            seed_generators(THREE)
+            assert not set(drawn()) & set(outer)
+        further = drawn()
+    assert drawn() == expected
+    with generators_restored():
+        seed_generators(TWO)
+        assert drawn(5) == outer + further
+
+
+def fail() -> None:
+    with generators_restored():
+        seed_generators(TWO)
+        drawn()
+        raise KeyError
+
+
+def test_they_are_restored_after_an_error() -> None:
+    seed_all(1)
+    expected = drawn()
+    seed_all(1)
+    with pytest.raises(KeyError):
+        fail()
+    assert drawn() == expected
+
+
+def test_a_bit_generator_of_the_user_s_stays() -> None:
+    """np.random draws from any that it is given; only a Mersenne Twister can be seeded anew."""
+    own: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]
+    try:
+        np.random.set_bit_generator(np.random.PCG64(1))  # type: ignore[attr-defined]
+        np.random.randn()
+        state: Any = np.random.get_state(legacy=False)
+        with generators_restored():
+            seed_generators(TWO)
+            np.random.randn(5)
+        assert np.random.get_state(legacy=False) == state
+    finally:
+        np.random.set_bit_generator(own)  # type: ignore[attr-defined]
+
+
+def test_separate_generators_go_on_where_they_were_left() -> None:
+    seed_all(1)
+    expected = drawn()
+    with generators_restored():
+        seed_generators(TWO)
+        own = drawn(6)
+    seed_all(1)
+    one, other = SeparateGenerators(TWO), SeparateGenerators(TWO)
+    for separate in (one, other):
+        parts: list[float] = []
+        for count in (1, 2, 3):
+            with separate.in_use():
+                parts += drawn(count)
+        assert parts == own
+    assert drawn() == expected
