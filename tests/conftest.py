@@ -16,6 +16,11 @@ from collections.abc import Generator, Iterator
 from multiprocessing import forkserver, resource_tracker
 from typing import Any
 
+# On few cores, threads and ranks that spin while they wait hold up those for which they wait: it took twice the time.
+# OpenMP reads this when torch is loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+
 import numpy as np
 import psutil
 import pytest
@@ -25,7 +30,7 @@ from hypothesis import HealthCheck, settings
 
 from unitrain import Strategy, initialize
 
-pytest_plugins = ["pytester", "sharing"]
+pytest_plugins = ["pytester", "sharing", "slurm"]
 
 # How long an example takes depends on what else this machine does. The rest is Hypothesis's own choice, here or in CI.
 settings.register_profile("unitrain", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -66,7 +66,8 @@ def slurm_missing() -> str | None:
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
     """SLURM, started when the first test asks for it and ended with the session.
 
-    The tests that use it are of ``xdist_group("slurm")``, so that it is started once.
+    ``conftest.py`` names this file as a plugin, and the tests that use it are of ``xdist_group("slurm")``: so it is
+    started once, and not for each module or worker.
     """
     reason = slurm_missing()
     if reason is not None:

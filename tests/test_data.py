@@ -9,11 +9,11 @@ import pytest
 import torch
 from pretended import in_training, pretended_rank
 from ranks import run_ranks
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, RandomSampler, Subset, TensorDataset
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 import unitrain
-from unitrain import ConfigError, DataError, Strategy
+from unitrain import DataError, Strategy
 
 
 @pytest.fixture
@@ -149,70 +149,7 @@ def test_evaluation_counts_each_sample_once(world_size: int) -> None:
     assert run_ranks(counted_over_ranks, 1001, nprocs=world_size) == [(1001, 500.0)] * world_size
 
 
-@pytest.mark.parametrize("how", ["evaluation", "no_grad"])
-def test_an_evaluation_within_an_epoch_is_not_what_is_trained_on(strategy: Strategy, how: str) -> None:
-    model = nn.Linear(1, 1)
-    train = strategy.dataloader(TensorDataset(torch.ones(8, 1)), batch_size=4)
-    test = strategy.dataloader(TensorDataset(torch.ones(3, 1)), batch_size=1)
-    for _ in train:
-        before = in_training(train)
-        with strategy.evaluation(model) if how == "evaluation" else torch.no_grad():
-            assert len(list(test)) == 3
-        assert in_training(train) is before
-
-
 # ------------------------------------------------------------------------------------------------- what is refused
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({}, "exactly one of global_batch_size .* and batch_size .*; got None and None"),
-        ({"batch_size": 2, "global_batch_size": 4}, "got 4 and 2"),
-        ({"batch_size": 0}, "at least 1, not 0"),
-        ({"batch_size": 2.0}, "at least 1, not 2.0"),
-        ({"batch_size": True}, "at least 1, not True"),
-        ({"global_batch_size": -1}, "at least 1, not -1"),
-        ({"batch_size": 2, "num_wokers": 2}, "no setting 'num_wokers'. Did you mean 'num_workers'"),
-        ({"batch_size": 2, "generator": torch.Generator()}, "'generator': the order follows from the strategy's seed"),
-        ({"batch_size": 2, "in_order": False}, "'in_order'"),
-        ({"batch_size": 2, "pin_memory_device": "cuda"}, "'pin_memory_device'"),
-        ({"batch_size": 2, "sharded": True}, "sharded is for iterable datasets"),
-    ],
-)
-def test_wrong_settings(strategy: Strategy, settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        strategy.dataloader([1, 2, 3], **settings)
-
-
-def test_a_batch_smaller_than_its_micro_batches() -> None:
-    with pytest.raises(ConfigError, match="global_batch_size 3 can't be cut into accumulate=4 micro-batches"):
-        pretended_rank(accumulate=4).dataloader([1, 2, 3], global_batch_size=3)
-
-
-class WithoutLength:
-    def __getitem__(self, index: int) -> int:
-        return index
-
-
-@pytest.mark.parametrize(
-    ("dataset", "message"),
-    [
-        ([], "no batch can be made: 0 samples"),
-        (WithoutLength(), "WithoutLength has no __len__"),
-        ((i for i in range(3)), "a generator can be read only once"),
-        (7, "int is no dataset"),
-        (None, "NoneType is no dataset"),
-    ],
-)
-def test_wrong_datasets(strategy: Strategy, dataset: Any, message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        strategy.dataloader(dataset, batch_size=2)
-
-
-def test_drop_last_of_everything(strategy: Strategy) -> None:
-    with pytest.raises(DataError, match="3 samples, a global batch of 4, drop_last=True"):
-        strategy.dataloader([1, 2, 3], batch_size=4, drop_last=True)
 
 
 class Broken(Records):
@@ -230,30 +167,3 @@ def test_an_error_of_the_dataset_stays_what_it_is(strategy: Strategy) -> None:
     assert next(batches)["label"].tolist() == [2, 3]
     with pytest.raises(ZeroDivisionError, match="sample 4 is broken"):
         next(batches)
-
-
-# -------------------------------------------------------------------------------------------- a torch DataLoader
-
-
-def double(samples: list[int]) -> Tensor:
-    return 2 * torch.tensor(samples)
-
-
-def test_settings_of_a_dataloader_are_taken_over(strategy: Strategy) -> None:
-    settings: dict[str, Any] = {"num_workers": 1, "persistent_workers": True, "timeout": 30, "collate_fn": double}
-    data: Any = list(range(6))
-    torchs: DataLoader[int] = DataLoader(data, batch_size=4, **settings)
-    assert [batch.tolist() for batch in strategy.dataloader(torchs)] == [[0, 2, 4, 6], [8, 10]]
-    here = strategy.dataloader(torchs, batch_size=3, num_workers=0)
-    assert [batch.tolist() for batch in here] == [[0, 2, 4], [6, 8, 10]]
-    nine: DataLoader[int] = DataLoader(data, 6, sampler=RandomSampler(data, replacement=True, num_samples=9))
-    assert [len(batch) for batch in strategy.dataloader(nine)] == [6, 3]
-
-
-ORDERS: list[dict[str, Any]] = [{"shuffle": True}, {"sampler": [1, 2]}, {"drop_last": True}, {"batch_sampler": [[1]]}]
-
-
-@pytest.mark.parametrize("given", ORDERS, ids=lambda given: next(iter(given)))
-def test_what_a_dataloader_decides_is_not_given_again(strategy: Strategy, given: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=f"{next(iter(given))}.*DataLoader"):
-        strategy.dataloader(DataLoader([1, 2, 3], batch_size=2), **given)  # type: ignore[arg-type]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 import tarfile
 import warnings
 from collections.abc import Iterator
@@ -11,100 +10,17 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import pytest
-import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from needs import HOROVOD
 from pretended import pretended_rank, trained
 from ranks import run_ranks
-from torch import Tensor, nn
-from torch.nn.functional import mse_loss
-from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
+from streams import WORLDS, Numbers, Shards, Shuffling, SplitsAmongWorkers, of_workers
+from torch import Tensor
+from torch.utils.data import DataLoader
 
 import unitrain
 from unitrain import CheckpointError, ConfigError, DataError
-from unitrain.data.sharding import EpochPlan
-from unitrain.data.stream import Piece, WholeStream
-
-WORLDS = [pytest.param(3, "spawn"), pytest.param(2, "horovodrun", marks=HOROVOD)]
-
-
-def of_workers(count: int) -> dict[str, Any]:
-    """Return the settings for so many workers. The ranks of these tests would start theirs in seconds by default."""
-    return {"num_workers": count, "multiprocessing_context": "fork"} if count else {}
-
-
-class Numbers(IterableDataset[Tensor]):
-    """Yields 0 to ``length`` to whoever reads it."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return (torch.tensor(i) for i in range(self.length))
-
-
-class Shards(IterableDataset[Tensor]):
-    """Sample 100 i + j is the j-th of shard i; ``shard`` is the hook."""
-
-    def __init__(self, sizes: list[int], parts: int = 1, index: int = 0) -> None:
-        self.sizes, self.parts, self.index = sizes, parts, index
-
-    def shard(self, num_shards: int, index: int) -> Shards:
-        return Shards(self.sizes, num_shards, index)
-
-    def __iter__(self) -> Iterator[Tensor]:
-        for i in range(self.index, len(self.sizes), self.parts):
-            yield from (torch.tensor(100 * i + j) for j in range(self.sizes[i]))
-
-    def samples(self) -> list[int]:
-        return [100 * i + j for i, size in enumerate(self.sizes) for j in range(size)]
-
-
-class SplitsAmongWorkers(Numbers):
-    """Splits itself as torch's documentation shows."""
-
-    def __iter__(self) -> Iterator[Tensor]:
-        info = get_worker_info()
-        first, step = (0, 1) if info is None else (info.id, info.num_workers)
-        return itertools.islice(super().__iter__(), first, None, step)
-
 
 # -------------------------------------------------------------------------------------------- the whole, on each rank
-
-
-@given(
-    st.integers(0, 60),
-    st.integers(1, 17),
-    st.integers(1, 3),
-    st.integers(1, 30),
-    st.integers(1, 4),
-    st.integers(0, 60),
-    st.booleans(),
-)
-@settings(max_examples=150, deadline=None)
-def test_a_whole_stream_is_dealt_out_like_map_style_data(
-    length: int, world_size: int, workers: int, batch: int, accumulate: int, start: int, drop_last: bool
-) -> None:
-    batch, start = max(batch, accumulate), min(start, length)
-    expected = list(EpochPlan(length, batch, accumulate, 0, 1, drop_last, start))
-    seen = []
-    for rank in range(world_size):
-        stream = WholeStream(
-            Numbers(length), EpochPlan(0, batch, accumulate, rank, world_size, drop_last), default_collate
-        )
-        read = [list(stream._pieces(0, start, worker, workers)) for worker in range(workers)]
-        # A DataLoader asks its workers in turn.
-        pieces = [piece for turn in itertools.zip_longest(*read) for piece in turn if piece is not None]
-        mine = list(EpochPlan(length, batch, accumulate, rank, world_size, drop_last, start))
-        assert [piece.micro_batch for piece in pieces] == mine
-        assert [piece.samples for piece in pieces] == [len(piece.batch) for piece in pieces]
-        for micro_batch, piece in zip(mine, pieces, strict=True):
-            assert piece.batch.tolist() == list(range(micro_batch.start + rank, micro_batch.stop, world_size))
-            seen += piece.batch.tolist()
-    assert sorted(seen) == list(range(start, expected[-1].stop if expected else start))
 
 
 def read_stream(workers: int, kind: type[Numbers]) -> list[tuple[list[int], int]]:
@@ -126,36 +42,6 @@ def test_a_stream_has_the_same_global_batches_on_any_rank_and_worker(
     for parts, whole, window in zip(zip(*ranks, strict=True), alone, windows, strict=True):
         assert [part[0] for part in parts] == [whole[rank::world_size] for rank in range(world_size)]
         assert {part[1] for part in parts} == {window}
-
-
-class Shuffling(IterableDataset[Tensor]):
-    """Draws its order and its samples from python, numpy and torch."""
-
-    def __iter__(self) -> Iterator[Tensor]:
-        order = random.sample(range(20), 20)
-        return (torch.tensor([i, np.random.rand(), torch.rand(()).item()]) for i in order)
-
-
-def read_shuffling(workers: int) -> list[list[float]]:
-    strategy = unitrain.init()
-    torch.rand(strategy.rank)  # ranks may be apart when they begin
-    mine = random.getstate()
-    loader = strategy.dataloader(Shuffling(), global_batch_size=6, **of_workers(workers))
-    rows = []
-    for batch in loader:
-        rows += batch.tolist()
-        torch.rand(3)  # what a model does in between is no business of the stream's
-    assert random.getstate() == mine
-    again = [row for batch in loader for row in batch.tolist()]
-    assert again != rows
-    return rows
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_all_ranks_and_workers_draw_alike(workers: int) -> None:
-    (alone,) = run_ranks(read_shuffling, 0, nprocs=1)
-    ranks = run_ranks(read_shuffling, workers, nprocs=3)
-    assert sorted(row for rows in ranks for row in rows) == sorted(alone)
 
 
 def test_a_stream_continues_where_its_state_was_taken() -> None:
@@ -186,100 +72,6 @@ def test_a_stream_that_knows_its_length_plans_with_it() -> None:
 
 
 # --------------------------------------------------------------------------------------------------- sharded streams
-
-
-def read_shards(sizes: list[int], workers: int, drop_last: bool = False) -> dict[str, Any]:
-    strategy = unitrain.init(accumulate=2, timeout_s=30)
-    data = Shards(sizes)
-    batch = 4 * strategy.world_size
-    loader = strategy.dataloader(data, global_batch_size=batch, drop_last=drop_last, **of_workers(workers))
-    seen, counts, states = [], [], []
-    for batch in loader:
-        micro_batch = strategy.training_step.micro_batch
-        assert micro_batch is not None
-        assert micro_batch.count == len(batch)
-        seen += batch.tolist()
-        counts.append((micro_batch.start, micro_batch.stop, micro_batch.count, micro_batch.window, micro_batch.last))
-        states.append(loader.state_dict())
-    again = [sample for batch in loader for sample in batch.tolist()]
-    assert again == seen
-    return {"seen": seen, "counts": counts, "states": states}
-
-
-@pytest.mark.parametrize(("world_size", "launcher"), WORLDS)
-@pytest.mark.parametrize("workers", [0, 2])
-def test_uneven_shards_end_together(world_size: int, launcher: Literal["spawn", "horovodrun"], workers: int) -> None:
-    sizes = [3, 17, 1, 8, 5, 2]
-    ranks = run_ranks(read_shards, sizes, workers, nprocs=world_size, launcher=launcher)
-    assert sorted(sample for rank in ranks for sample in rank["seen"]) == Shards(sizes).samples()
-    position = 0
-    windows: list[int] = []
-    for parts in zip(*(rank["counts"] for rank in ranks), strict=True):
-        start, stop, _, window, last = parts[0]
-        assert {(part[0], part[1], part[3], part[4]) for part in parts} == {(start, stop, window, last)}
-        assert start == position
-        assert sum(part[2] for part in parts) == stop - start
-        position = stop
-        windows += [window] if last else []
-    assert sum(windows) == position == sum(sizes)
-    assert all(rank["states"] == ranks[0]["states"] for rank in ranks)
-
-
-def test_drop_last_leaves_out_what_does_not_fill_a_step() -> None:
-    ranks = run_ranks(read_shards, [9, 6], 0, True, nprocs=2)
-    assert [rank["seen"] for rank in ranks] == [[0, 1, 2, 3], [100, 101, 102, 103]]
-
-
-def a_rank_without_samples() -> None:
-    strategy = unitrain.init(timeout_s=30)
-    list(strategy.dataloader(Shards([5, 5]), batch_size=2))
-
-
-def test_a_rank_without_samples_is_an_error_on_all() -> None:
-    with pytest.raises(DataError, match="1 of 3 ranks have no sample of this stream at all"):
-        run_ranks(a_rank_without_samples, nprocs=3)
-
-
-def train_on_shards(sizes: list[int]) -> list[float]:
-    strategy = unitrain.init(precision="fp64", accumulate=2, timeout_s=30)
-    model = nn.Linear(1, 1)
-    nn.init.ones_(model.weight)
-    nn.init.zeros_(model.bias)
-    model, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-6))
-    loader = strategy.dataloader(Shards(sizes), global_batch_size=4 * strategy.world_size)
-    held_out = strategy.dataloader(Shards([1, 2, 3]), batch_size=1)
-    weights = []
-    for numbers in loader:
-        inputs = numbers.double().unsqueeze(1)
-        strategy.step(mse_loss(model(inputs), 2 * inputs), optimizer)
-        counted = strategy.meter()
-        with strategy.evaluation(model):
-            for held in held_out:
-                counted.add(total=held.double().sum(), count=len(held))
-        assert counted.count() == 6
-        weights.append(next(model.parameters()).item())
-    strategy.check_in_sync(model)
-    return weights
-
-
-@pytest.mark.parametrize(("world_size", "launcher"), WORLDS)
-def test_training_on_uneven_shards_weighs_every_sample_alike(
-    world_size: int, launcher: Literal["spawn", "horovodrun"]
-) -> None:
-    sizes = [3, 17, 5]
-    ranks = run_ranks(train_on_shards, sizes, nprocs=world_size, launcher=launcher)
-    assert all(rank == ranks[0] for rank in ranks)
-    # By hand: each window is two batches of two samples of every rank, as long as its shards last.
-    parts = [[100 * i + j for i in range(rank, 3, world_size) for j in range(sizes[i])] for rank in range(world_size)]
-    weight, bias, expected = 1.0, 0.0, []
-    for start in range(0, max(map(len, parts)), 4):
-        window = torch.tensor([float(x) for part in parts for x in part[start : start + 4]], dtype=torch.float64)
-        error = 2 * (weight * window + bias - 2 * window) / len(window)
-        micro_batches = max(-(-len(part[start : start + 4]) // 2) for part in parts)
-        expected += [weight] * (micro_batches - 1)
-        weight, bias = weight - 1e-6 * float((error * window).sum()), bias - 1e-6 * float(error.sum())
-        expected.append(weight)
-    assert ranks[0] == pytest.approx(expected, rel=1e-12)
 
 
 def break_off_and_resume(workers: int) -> tuple[list[int], list[int], list[int]]:
@@ -459,11 +251,3 @@ def test_a_stateful_dataloader_is_converted(data: Any) -> None:
 def test_a_dataloader_of_a_stream_is_converted() -> None:
     loader = pretended_rank().dataloader(DataLoader(Numbers(5), 4, drop_last=True))
     assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3]]
-
-
-def test_a_piece_survives_pinning() -> None:
-    """Pinning rebuilds what a worker yields; here without a GPU to pin for."""
-    from torch.utils.data._utils.pin_memory import pin_memory
-
-    piece = Piece(None, 1, {"x": "text"}, 5)
-    assert pin_memory(piece) == piece  # type: ignore[no-untyped-call]

@@ -13,9 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from jobs import RECIPE, Job, run_job
-from slurm import Slurm, slurm, slurm_missing
-
-__all__ = ["slurm"]  # the fixture
+from slurm import Slurm, slurm_missing
 
 pytestmark = [pytest.mark.launcher, pytest.mark.xdist_group("slurm")]
 

@@ -14,14 +14,12 @@ from pathlib import Path
 
 import pytest
 from needs import HOROVOD
-from slurm import Slurm, slurm
+from slurm import Slurm
 
 from unitrain.errors import CommunicationError, LaunchError
 from unitrain.launch.addresses import own_addresses, reach
 from unitrain.launch.detect import Launch
 from unitrain.launch.rendezvous import rendezvous
-
-__all__ = ["slurm"]  # the fixture
 
 BIN = Path(sys.executable).parent
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}

@@ -15,21 +15,16 @@ from pretended import pretended_rank
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
-    ConcatDataset,
     DataLoader,
     DistributedSampler,
     RandomSampler,
     Sampler,
-    Subset,
     SubsetRandomSampler,
-    TensorDataset,
     WeightedRandomSampler,
 )
 
 from unitrain import ConfigError, DataError
 from unitrain.data import Loader
-from unitrain.data.fingerprint import fingerprint
-from unitrain.data.structure import rebuilt, without_rows
 
 DATA: Any = list(range(20))  # any sequence is a map-style dataset
 
@@ -236,56 +231,6 @@ def test_a_rank_without_samples_gets_the_structure_without_rows(collate: Callabl
         assert empty["missing"] == []
     else:
         assert empty.shape == (7, 0, 2)
-
-
-def test_without_rows() -> None:
-    assert without_rows({"n": 3, "x": [1]}, {"n": 3, "x": [1, 1]}) == {"n": 3, "x": []}
-    assert without_rows(np.ones((1, 2)), np.ones((2, 2))).shape == (0, 2)
-    assert without_rows(torch.ones(2), torch.ones(2)).tolist() == [1, 1]
-    for one, two in ((1, 2), (object(), object()), ({"a": 1}, {"b": 1}), (torch.ones(1, 1), torch.ones(2, 2))):
-        with pytest.raises(DataError, match="drop_last=True"):
-            without_rows(one, two)
-
-
-def test_rebuilt_leaves_what_moves_itself() -> None:
-    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(2)])
-    seen: list[Any] = []
-
-    def note(value: Any) -> Any:
-        seen.append(value)
-        return value
-
-    result = rebuilt([packed, (torch.ones(1), "text")], note)
-    assert [type(value).__name__ for value in seen] == ["PackedSequence", "Tensor", "str"]
-    assert result[0] is packed
-
-
-# ----------------------------------------------------------------------------------------------------- fingerprints
-
-
-class Labelled:
-    def __init__(self, targets: Any) -> None:
-        self.targets = targets
-
-
-def test_a_fingerprint_follows_the_content() -> None:
-    tensors = TensorDataset(torch.arange(10.0), torch.arange(10))
-    kinds = [
-        tensors,
-        TensorDataset(torch.arange(10.0), torch.arange(10).flip(0)),
-        TensorDataset(torch.arange(10.0).bfloat16()),
-        Subset(tensors, range(5)),
-        Subset(tensors, range(1, 6)),
-        ConcatDataset([tensors, tensors]),
-        Labelled([1, 2, 3]),
-        Labelled(torch.tensor([1, 2, 3])),
-        Labelled(["1", "2", "3"]),
-    ]
-    prints = [fingerprint(kind) for kind in kinds]
-    assert "" not in prints
-    assert len(set(prints)) == len(prints)
-    assert fingerprint(TensorDataset(torch.arange(10.0), torch.arange(10))) == prints[0]
-    assert fingerprint(DATA) == fingerprint(Labelled(None)) == ""
 
 
 def test_the_generator_of_a_dataloader_that_shuffles_counts() -> None:

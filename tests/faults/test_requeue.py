@@ -12,9 +12,7 @@ from pathlib import Path
 
 import pytest
 from harness import PROGRAM, notes, saved
-from slurm import Slurm, slurm
-
-__all__ = ["slurm"]  # the fixture
+from slurm import Slurm
 
 
 def wait_until(condition: Callable[[], object], what: str, log: Path) -> None:

@@ -1,0 +1,66 @@
+"""Iterable datasets for the tests: numbers, and shards of them."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from needs import HOROVOD
+from torch import Tensor
+from torch.utils.data import IterableDataset, get_worker_info
+
+WORLDS = [pytest.param(3, "spawn"), pytest.param(2, "horovodrun", marks=HOROVOD)]
+
+
+def of_workers(count: int) -> dict[str, Any]:
+    """Return the settings for so many workers. The ranks of these tests would start theirs in seconds by default."""
+    return {"num_workers": count, "multiprocessing_context": "fork"} if count else {}
+
+
+class Numbers(IterableDataset[Tensor]):
+    """Yields 0 to ``length`` to whoever reads it."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (torch.tensor(i) for i in range(self.length))
+
+
+class Shards(IterableDataset[Tensor]):
+    """Sample 100 i + j is the j-th of shard i; ``shard`` is the hook."""
+
+    def __init__(self, sizes: list[int], parts: int = 1, index: int = 0) -> None:
+        self.sizes, self.parts, self.index = sizes, parts, index
+
+    def shard(self, num_shards: int, index: int) -> Shards:
+        return Shards(self.sizes, num_shards, index)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for i in range(self.index, len(self.sizes), self.parts):
+            yield from (torch.tensor(100 * i + j) for j in range(self.sizes[i]))
+
+    def samples(self) -> list[int]:
+        return [100 * i + j for i, size in enumerate(self.sizes) for j in range(size)]
+
+
+class SplitsAmongWorkers(Numbers):
+    """Splits itself as torch's documentation shows."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        info = get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        return itertools.islice(super().__iter__(), first, None, step)
+
+
+class Shuffling(IterableDataset[Tensor]):
+    """Draws its order and its samples from python, numpy and torch."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        order = random.sample(range(20), 20)
+        return (torch.tensor([i, np.random.rand(), torch.rand(()).item()]) for i in order)

@@ -1,0 +1,103 @@
+"""The loss that a step is given: what is wrong with it, and the scale that fp16 gives it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from plain_loop import Ready, model_of, ready, weights
+from torch import Tensor
+from torch.optim import SGD
+
+import unitrain
+from unitrain import Stopped, UsageError
+
+__all__ = ["ready"]  # the fixture
+
+
+def test_fp16_overflow_halves_the_scale_and_skips() -> None:
+    strategy = unitrain.init(backend="single", precision="fp16")
+    model = model_of().float()
+    model, optimizer = strategy.prepare(model, SGD(model.parameters(), lr=0.1))
+    x = torch.ones(2, 4)
+    before = weights(model)
+    scaler = strategy._precision.scaler
+    assert scaler is not None
+    assert strategy.step(model(x).float().mean() * 1e35, optimizer).skipped
+    assert torch.equal(weights(model), before)
+    assert scaler.get_scale() == 2**15
+    assert strategy.step(model(x).float().mean(), optimizer).stepped
+
+
+@pytest.mark.parametrize("joint", [True, False])
+def test_fp16_scale_changes_between_windows_only(joint: bool) -> None:
+    """Gradients that wait for their update were made with the scale of before."""
+    strategy = unitrain.init(backend="single", precision="fp16")
+    one, two = model_of(1).float(), model_of(2).float()
+    first, second = SGD(one.parameters(), lr=0.1), SGD(two.parameters(), lr=0.1)
+    strategy.prepare(one, two, first, second)
+    x = torch.ones(1, 4)
+    bad, good = one(x).float().mean() * 1e35, two(x).float().mean()
+    if joint:
+        strategy.backward(bad + good)
+    else:
+        strategy.backward(bad, first)
+        strategy.backward(good, second)
+    assert strategy.update(first).skipped
+    assert strategy.update(second).stepped
+    expected = model_of(2).float()
+    with torch.autocast("cpu", torch.float16):
+        expected(x).float().mean().backward()
+    SGD(expected.parameters(), lr=0.1).step()
+    torch.testing.assert_close(weights(two), weights(expected), rtol=1e-3, atol=1e-3)
+
+
+def test_fp16_gradients_are_clipped_unscaled() -> None:
+    strategy = unitrain.init(backend="single", precision="fp16", clip_norm=1e-3)
+    model = model_of().float()
+    before = weights(model)
+    model, optimizer = strategy.prepare(model, SGD(model.parameters(), lr=1.0))
+    result = strategy.step(model(torch.ones(2, 4)).float().mean(), optimizer)
+    assert result.grad_norm is not None
+    assert 0.1 < result.grad_norm < 100
+    assert (weights(model) - before).norm() == pytest.approx(1e-3, rel=1e-2)
+
+
+def test_nan_at_the_smallest_scale_is_not_an_overflow() -> None:
+    strategy = unitrain.init(backend="single", precision="fp16")
+    model = model_of().float()
+    model, optimizer = strategy.prepare(model, SGD(model.parameters(), lr=0.1))
+    with pytest.raises(Stopped):  # noqa: PT012
+        for _ in range(50):
+            strategy.step(model(torch.ones(1, 4)).sum() * math.nan, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda out: out, r"one number, but this has shape \(2, 2\)"),
+        (lambda out: out.sum().item(), "float"),
+        (lambda out: out.sum().detach(), "no gradient"),
+    ],
+)
+def test_loss_must_be_a_scalar_with_a_gradient(ready: Ready, make: Callable[[Tensor], Any], message: str) -> None:
+    strategy, model, optimizer = ready
+    out = model(torch.ones(2, 4, dtype=torch.float64))
+    with pytest.raises(UsageError, match=message):
+        strategy.step(make(out), optimizer)
+
+
+def test_loss_of_shape_1_is_a_scalar(ready: Ready) -> None:
+    strategy, model, optimizer = ready
+    strategy.step(model(torch.ones(2, 4, dtype=torch.float64)).sum().reshape(1), optimizer)
+
+
+def test_a_backward_of_the_user_s_is_one_too_many(ready: Ready) -> None:
+    strategy, model, optimizer = ready
+    loss = model(torch.ones(2, 4)).pow(2).sum()
+    loss.backward()
+    with pytest.raises(UsageError, match=r"step\(\) does one itself"):
+        strategy.step(loss, optimizer)

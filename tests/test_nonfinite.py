@@ -1,0 +1,105 @@
+"""Where a loss or a gradient is not finite: what is said, and what becomes of the step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from plain_loop import assert_equal, model_of, sgd, strategy_of, weights
+from torch import nn
+from torch.optim import SGD
+
+from unitrain import NonFiniteError, Stopped, Strategy
+
+
+def step_with(strategy: Strategy, factors: Sequence[float], **options: Any) -> tuple[nn.Module, list[Any]]:
+    model, optimizer = strategy.prepare(*(lambda m: (m, sgd(m)))(model_of()))
+    x = torch.ones(2, 4, dtype=torch.float64)
+    return model, [strategy.step(model(x).sum() * factor, optimizer) for factor in factors]
+
+
+def test_nonfinite_loss_stops_with_exit_code_3(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(Stopped) as stopped:
+        step_with(strategy_of(), [1, 1, math.nan, 1])
+    assert stopped.value.code == 3
+    said = capsys.readouterr().out
+    assert "stopped: not finite at step 3: the loss of rank 0; first bad parameter: 0.weight" in said
+    assert "on_nonfinite" in said
+
+
+def test_nonfinite_loss_raises() -> None:
+    with pytest.raises(NonFiniteError, match=r"not finite at step 2: the loss of rank 0; first bad parameter: 0\.w"):
+        step_with(strategy_of(on_nonfinite="raise"), [1, math.inf])
+
+
+def test_skipped_step_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with strategy_of(on_nonfinite="skip") as strategy:
+        model, results = step_with(strategy, [1, math.nan, -math.inf, 1])
+    assert [(r.stepped, r.skipped) for r in results] == [(True, False), (False, True), (False, True), (True, False)]
+    expected, _ = step_with(strategy_of(), [1, 1])
+    assert_equal(model, expected)
+    assert capsys.readouterr().out.count("The step was skipped on all ranks.") == 2
+
+
+@pytest.mark.parametrize("settings", [{}, {"clip_value": 0.1}, {"clip_norm": 0.1}, {"accumulate": 2}])
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_nonfinite_gradient_of_a_finite_loss_is_caught(settings: dict[str, Any], bad: float) -> None:
+    """An infinite gradient must not pass for a large one that clipping has tamed."""
+    strategy = strategy_of(on_nonfinite="raise", **settings)
+    model, optimizer = strategy.prepare(*(lambda m: (m, sgd(m)))(model_of()))
+    before = weights(model)
+    model.get_parameter("2.bias").register_hook(lambda g: torch.full_like(g, bad))  # type: ignore[no-untyped-call]
+    x = torch.ones(2, 4, dtype=torch.float64)
+    said = r"a gradient of rank 0 \(every rank's loss was finite\); first bad parameter: 2.bias"
+    with pytest.raises(NonFiniteError, match=said):  # noqa: PT012
+        for _ in range(2 if settings.get("accumulate") else 1):
+            strategy.step(model(x).sum(), optimizer)
+    assert torch.equal(weights(model), before)
+
+
+def test_a_sparse_gradient_that_is_not_finite_is_named() -> None:
+    strategy = strategy_of(on_nonfinite="raise")
+    model = nn.Embedding(5, 3, sparse=True)
+    model, optimizer = strategy.prepare(model, SGD(model.parameters(), lr=0.1))
+    model.get_parameter("weight").register_hook(lambda g: g * math.inf)  # type: ignore[no-untyped-call]
+    with pytest.raises(NonFiniteError, match="first bad parameter: weight"):
+        strategy.step(model(torch.tensor([1, 2])).sum(), optimizer)
+
+
+def test_nonfinite_loss_in_the_midst_of_a_window_gives_up_the_window() -> None:
+    with strategy_of(accumulate=3, on_nonfinite="skip") as strategy:
+        model, results = step_with(strategy, [1, math.nan, 1, 1, 1, 1])
+    assert [r.skipped for r in results] == [False, False, True, False, False, False]
+    assert [r.stepped for r in results] == [False, False, False, False, False, True]
+    expected, _ = step_with(strategy_of(), [1])
+    assert_equal(model, expected)
+
+
+def test_nonfinite_loss_of_one_optimizer_does_not_skip_another() -> None:
+    strategy = strategy_of(on_nonfinite="skip")
+    one, two = model_of(1), model_of(2)
+    first, second = sgd(one), sgd(two)
+    strategy.prepare(one, two, first, second)
+    x = torch.ones(1, 4, dtype=torch.float64)
+    strategy.backward(one(x).sum(), first)
+    strategy.backward(two(x).sum() * math.nan, second)
+    assert strategy.update(first).stepped
+    assert strategy.update(second).skipped
+
+
+def test_raised_nonfinite_step_leaves_nothing_for_the_next() -> None:
+    strategy = strategy_of(on_nonfinite="raise")
+    one, two = model_of(1), model_of(2)
+    optimizers = [sgd(one), sgd(two)]
+    strategy.prepare(one, two, *optimizers)
+    x = torch.ones(1, 4, dtype=torch.float64)
+    with pytest.raises(NonFiniteError):
+        strategy.step((one(x) + two(x)).sum() * math.nan, optimizers)
+    assert strategy.step((one(x) + two(x)).sum(), optimizers).stepped
+    expected = model_of(2)
+    expected(x).sum().backward()
+    sgd(expected).step()
+    assert_equal(two, expected)

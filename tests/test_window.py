@@ -1,0 +1,134 @@
+"""The accumulation window: what its micro-batches add up to, and what breaks it off."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from plain_loop import Ready, assert_equal, data, model_of, plain, ready, sgd, strategy_of, trained, weights
+from torch.nn.functional import mse_loss
+
+from unitrain import UsageError
+
+__all__ = ["ready"]  # the fixture
+
+
+@pytest.mark.parametrize("accumulate", [2, 3, 4])
+def test_accumulation_gives_the_gradient_of_the_whole_window(accumulate: int) -> None:
+    """Micro-batches are uneven, and the last window of an epoch (2 samples) has fewer of them."""
+    assert_equal(trained(strategy_of(accumulate=accumulate), 5), plain(5))
+
+
+def test_results_of_a_window() -> None:
+    strategy = strategy_of(accumulate=2)
+    model, optimizer = strategy.prepare(*(lambda m: (m, sgd(m)))(model_of()))
+    loader = strategy.dataloader(data(), global_batch_size=20)
+    results = [strategy.step(mse_loss(model(x), y), optimizer) for x, y in loader]
+    # 10 + 10 samples, then a partial window of 2, which one micro-batch holds
+    assert [(r.stepped, r.skipped, r.grad_norm) for r in results] == [
+        (False, False, None),
+        (True, False, None),
+        (True, False, None),
+    ]
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_without_a_loader_micro_batches_weigh_the_same() -> None:
+    strategy = strategy_of(accumulate=2)
+    model = model_of()
+    expected = copy.deepcopy(model)
+    optimizer = strategy.prepare(sgd(model))
+    prepared = strategy.prepare(model)
+    x = torch.randn(6, 4, dtype=torch.float64)
+    for rows in (x[:2], x[2:]):
+        strategy.step(prepared(rows).pow(2).mean(), optimizer)
+    plain_optimizer = sgd(expected)
+    (expected(x[:2]).pow(2).mean() / 2 + expected(x[2:]).pow(2).mean() / 2).backward()
+    plain_optimizer.step()
+    assert_equal(model, expected)
+
+
+def test_a_window_ended_early_without_a_loader_is_the_mean_of_what_it_held() -> None:
+    strategy = strategy_of(accumulate=4)
+    model = model_of()
+    expected = copy.deepcopy(model)
+    model, optimizer = strategy.prepare(model, sgd(model))
+    x = torch.randn(6, 4, dtype=torch.float64)
+    strategy.step(model(x[:2]).pow(2).mean(), optimizer)
+    strategy.backward(model(x[2:]).pow(2).mean(), optimizer, sync=True)
+    assert strategy.update(optimizer).stepped
+    plain_optimizer = sgd(expected)
+    (expected(x[:2]).pow(2).mean() / 2 + expected(x[2:]).pow(2).mean() / 2).backward()
+    plain_optimizer.step()
+    assert_equal(model, expected)
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_weight_makes_the_gradient_that_of_the_weighted_mean(as_tensor: bool) -> None:
+    strategy = strategy_of(accumulate=2)
+    model = model_of()
+    expected = copy.deepcopy(model)
+    model, optimizer = strategy.prepare(model, sgd(model))
+    x = torch.randn(6, 4, dtype=torch.float64)
+    for rows, tokens in ((x[:2], 3), (x[2:], 7)):
+        weight = torch.tensor(tokens) if as_tensor else tokens
+        strategy.step(model(rows).pow(2).mean(), optimizer, weight=weight)
+    plain_optimizer = sgd(expected)
+    (expected(x[:2]).pow(2).mean() * 0.3 + expected(x[2:]).pow(2).mean() * 0.7).backward()
+    plain_optimizer.step()
+    assert_equal(model, expected)
+
+
+def test_weights_of_a_window_are_all_or_none(ready: Ready) -> None:
+    strategy, model, optimizer = ready
+    strategy.step(model(torch.ones(2, 4)).sum(), optimizer, weight=3)
+    with pytest.raises(UsageError, match="weight="):
+        strategy.step(model(torch.ones(2, 4)).sum(), optimizer)
+
+
+def test_one_micro_batch_is_stepped_once(ready: Ready) -> None:
+    strategy, model, optimizer = ready
+    for inputs, targets in strategy.dataloader(data(), global_batch_size=10):
+        strategy.step(mse_loss(model(inputs), targets), optimizer)
+        with pytest.raises(UsageError, match="twice for one micro-batch"):
+            strategy.step(mse_loss(model(inputs), targets), optimizer)
+        break
+
+
+@pytest.mark.parametrize("left_out", [0, 1, 3])
+def test_a_micro_batch_that_was_left_out_is_noticed(ready: Ready, left_out: int) -> None:
+    strategy, model, optimizer = ready
+    with pytest.raises(UsageError, match="never given to step"):  # noqa: PT012
+        for i, (inputs, targets) in enumerate(strategy.dataloader(data(), global_batch_size=6)):
+            if i != left_out:
+                strategy.step(mse_loss(model(inputs), targets), optimizer)
+
+
+def test_an_epoch_broken_off_in_a_window_leaves_nothing_for_the_next(ready: Ready) -> None:
+    strategy, model, optimizer = ready
+    expected = copy.deepcopy(model)
+    loader = strategy.dataloader(data(), global_batch_size=10)
+    for _ in range(2):
+        for inputs, targets in loader:
+            strategy.step(mse_loss(model(inputs), targets), optimizer)
+            break
+    before = weights(model)
+    for i, (inputs, targets) in enumerate(loader):
+        strategy.step(mse_loss(model(inputs), targets), optimizer)
+        if i == 1:
+            break
+    assert not torch.equal(weights(model), before)
+    inputs, targets = data().tensors
+    plain_optimizer = sgd(expected)
+    mse_loss(expected(inputs[:10]), targets[:10]).backward()  # type: ignore[no-untyped-call]
+    plain_optimizer.step()
+    assert_equal(model, expected)
+
+
+def test_a_loader_s_window_can_not_be_ended_early(ready: Ready) -> None:
+    strategy, model, optimizer = ready
+    for inputs, targets in strategy.dataloader(data(), global_batch_size=10):
+        with pytest.raises(UsageError, match="sync=True"):
+            strategy.backward(mse_loss(model(inputs), targets), optimizer, sync=True)
+        break
