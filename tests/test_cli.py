@@ -27,7 +27,7 @@ def test_help_names_every_subcommand(capsys: pytest.CaptureFixture[str]) -> None
         main(["--help"])
     assert caught.value.code == 0
     said = capsys.readouterr().out
-    assert all(name in said for name in ("bench", "doctor", "install-horovod", "run", "verify"))
+    assert all(name in said for name in ("bench", "conform", "doctor", "install-horovod", "run", "verify"))
 
 
 def test_the_help_of_a_subcommand_has_its_defaults(capsys: pytest.CaptureFixture[str]) -> None:

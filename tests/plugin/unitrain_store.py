@@ -1,71 +1,76 @@
-"""A backend that communicates through torch's key-value store alone: slow, and exact."""
+"""A backend on a key-value store: every rank leaves its tensors there, and reads the others'. Slow, and exact."""
 
-from __future__ import annotations
-
-import io
+import zlib
 from collections import Counter
 from collections.abc import Callable
+from typing import Annotated
 
 import torch
+from pydantic import Field
 from torch import Tensor
 from torch.distributed import DistError
 
-from unitrain.backend import Backend
+from unitrain import Backend, Section
 from unitrain.launch.rendezvous import rendezvous
 
 
+class StoreSettings(Section):
+    """Settings of the backend store."""
+
+    level: Annotated[int, Field(ge=0, le=9)] = 0
+    """How hard zlib compresses what is left in the store, from 0 (not at all) to 9."""
+
+
 class StoreBackend(Backend):
-    """Every rank leaves its tensor in the store under a name, and reads the others'."""
+    """Communicates through the store in which the ranks of a job meet."""
 
     name = "store"
-    served_by = "anything that starts processes"
+    Settings = StoreSettings
+    served_by = "any launcher"
     matches_by_name = True
 
     @classmethod
     def is_engine_error(cls, error: BaseException) -> bool:
+        """Whether the store says that a rank does not come in time, or that rank 0, which keeps it, has gone."""
         return isinstance(error, DistError)
 
     def start(self) -> tuple[int, int]:
+        """Meet the other ranks."""
         self._store = rendezvous(self.launch, self.config.timeout_s)
-        self._calls: Counter[str] = Counter()
+        self._calls = Counter[str]()
         return self.launch.rank, self.launch.world_size
 
     def all_reduce(self, tensor: Tensor, op: str, name: str) -> Callable[[], None]:
+        """Gather all tensors, and reduce them in the order of the ranks: to the same bits on each."""
         gather = self.all_gather(tensor, name)
 
         def finish() -> None:
             everyone = gather()
-            result = everyone.sum(0) if op == "sum" else everyone.amax(0) if op == "max" else everyone.amin(0)
-            tensor.copy_(result)
+            reduced = everyone.sum(0) if op == "sum" else everyone.amax(0) if op == "max" else everyone.amin(0)
+            tensor.copy_(reduced)
 
         return finish
 
     def all_gather(self, tensor: Tensor, name: str) -> Callable[[], Tensor]:
-        key = self._key(name)
-        self._leave(f"{key}/{self.rank}", tensor)
-        return lambda: torch.stack([self._take(f"{key}/{rank}") for rank in range(self.world_size)])
+        """Leave the tensor under its name, the number of the call and the rank."""
+        self._calls[name] += 1
+        call, ranks = self._calls[name], range(self.world_size)
+        data = zlib.compress(tensor.cpu().reshape(-1).view(torch.uint8).numpy().tobytes(), self.settings.level)
+        self._store.set(f"{name}/{call}/{self.rank}", data)  # type: ignore[arg-type]  # torch takes bytes, too
 
-    def broadcast(self, tensor: Tensor, src: int, name: str) -> Callable[[], None]:
-        key = self._key(name)
-        if self.rank == src:
-            self._leave(key, tensor)
-
-        def finish() -> None:
-            if self.rank != src:
-                tensor.copy_(self._take(key))
+        def finish() -> Tensor:
+            found = [zlib.decompress(self._store.get(f"{name}/{call}/{rank}")) for rank in ranks]
+            self._store.delete_key(f"{name}/{call - 1}/{self.rank}")  # all ranks are here, so all have read it
+            parts = [torch.frombuffer(bytearray(part), dtype=tensor.dtype).view(tensor.shape) for part in found]
+            return torch.stack(parts).to(tensor.device)
 
         return finish
 
-    def _key(self, name: str) -> str:
-        """Return a key for this call: ranks match calls by name, in whatever order the names come."""
-        self._calls[name] += 1
-        return f"{name}/{self._calls[name]}"
+    def broadcast(self, tensor: Tensor, src: int, name: str) -> Callable[[], None]:
+        """Gather all tensors, and keep one."""
+        gather = self.all_gather(tensor, name)
 
-    def _leave(self, key: str, tensor: Tensor) -> None:
-        buffer = io.BytesIO()
-        torch.save(tensor, buffer)
-        self._store.set(key, buffer.getvalue())  # type: ignore[arg-type]
+        def finish() -> None:
+            tensor.copy_(gather()[src])
 
-    def _take(self, key: str) -> Tensor:
-        tensor: Tensor = torch.load(io.BytesIO(self._store.get(key)), weights_only=True)
-        return tensor
+        return finish

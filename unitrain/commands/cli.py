@@ -41,6 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"unitrain {version('unitrain')}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     _add_bench(commands)
+    _add_conform(commands)
     _add_doctor(commands)
     _add_install_horovod(commands)
     _add_run(commands)
@@ -66,6 +67,17 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("target", type=Path, metavar="TARGET", help="a recipe's path; options of bench stand before it")
     parser.add_argument("flags", nargs=argparse.REMAINDER, metavar="FLAG", help="flags for the recipe")
     parser.set_defaults(run=_run_bench)
+
+
+def _add_conform(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    summary = "judge a backend, a plug-in say: run the contract that every backend must keep (needs pytest)"
+    parser = commands.add_parser("conform", help=summary, description=_sentence(summary))
+    parser.add_argument("--backend", metavar="NAME", required=True, help="its name")
+    parser.add_argument(
+        "--processes", metavar="N", default="1,2,3", help="numbers of processes, with commas (default: %(default)s)"
+    )
+    parser.add_argument("arguments", nargs="*", metavar="ARGUMENT", help="after --, arguments for pytest")
+    parser.set_defaults(run=_run_conform)
 
 
 def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -134,6 +146,12 @@ def _run_bench(arguments: argparse.Namespace) -> int:
         output=arguments.output,
         picture=not arguments.no_picture,
     )
+
+
+def _run_conform(arguments: argparse.Namespace) -> int:
+    from unitrain.commands.conform import conform
+
+    return conform(arguments.backend, processes=arguments.processes, arguments=arguments.arguments)
 
 
 def _run_doctor(arguments: argparse.Namespace) -> int:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler, StepLR
 from torch.utils.data import Dataset
 
 CLASSES = 5
@@ -16,11 +17,13 @@ EXACT = 1e-9
 
 @dataclass(frozen=True)
 class Case:
-    """One mode of training. Every case takes ``STEPS`` optimizer steps over unshuffled data."""
+    """One mode of training, over unshuffled data."""
 
     name: str
     settings: dict[str, Any] = field(default_factory=dict)
     """Of the strategy; ``precision`` is fp64 unless named."""
+    steps: int = STEPS
+    """Of the optimizer."""
     samples: int = 53
     """The last global batch of an epoch is uneven, whatever the number of ranks."""
     global_batch: int = 10
@@ -103,14 +106,17 @@ class Network(nn.Module):
         return out
 
 
-def build(case: Case) -> tuple[Network, torch.optim.Optimizer]:
-    """Return the model of a case, the same at each call, and its optimizer."""
+def build(case: Case) -> tuple[Network, torch.optim.Optimizer, LRScheduler]:
+    """Return the model of a case, the same at each call, its optimizer, and a scheduler to be stepped with that."""
     torch.manual_seed(7)
     model = Network(case)
     trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer: torch.optim.Optimizer
     if case.optimizer == "adamw":
-        return model, torch.optim.AdamW(trained, lr=0.01, weight_decay=0.1)
-    return model, torch.optim.SGD(trained, lr=0.05, momentum=0.9, weight_decay=0.01)
+        optimizer = torch.optim.AdamW(trained, lr=0.01, weight_decay=0.1)
+    else:
+        optimizer = torch.optim.SGD(trained, lr=0.05, momentum=0.9, weight_decay=0.01)
+    return model, optimizer, StepLR(optimizer, step_size=7, gamma=0.8)
 
 
 def mean_loss(case: Case, logits: Tensor, labels: Tensor, tokens: Tensor) -> Tensor:

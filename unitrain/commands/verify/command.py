@@ -144,6 +144,4 @@ def _print(verdicts: Sequence[Verdict], console: Console) -> None:
     for v in verdicts:
         if not v.passed and (not v.problems or v.problems not in told):
             told.add(v.problems)
-            numbers = f"loss {v.loss:.1e}, gradient {v.gradient:.1e}, weight {v.weight:.1e}, allowed {v.tolerance:.0e}"
-            problems = "; ".join([numbers, *v.problems])
-            console.print(f"{v.world}, {v.backend}, {v.case}: {problems}", style="red", markup=False)
+            console.print(str(v), style="red", markup=False)

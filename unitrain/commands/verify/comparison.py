@@ -39,6 +39,12 @@ class Verdict:
         deviations = (self.loss, self.gradient, self.weight)
         return not self.problems and all(d <= self.tolerance for d in deviations)
 
+    def __str__(self) -> str:
+        """Return what is wrong with it."""
+        numbers = f"loss {self.loss:.1e}, gradient {self.gradient:.1e}, weight {self.weight:.1e}"
+        deviations = f"{numbers}, allowed {self.tolerance:.0e}"
+        return f"{self.world}, {self.backend}, {self.case}: {'; '.join([deviations, *self.problems])}"
+
     def as_dict(self) -> dict[str, Any]:
         """Return the verdict for JSON."""
         return {**asdict(self), "passed": self.passed}
@@ -51,6 +57,7 @@ def compare(world: str, backend: str, case: Case, plain: Trace, ranks: Sequence[
     if problems:
         return Verdict(**{**asdict(verdict), "problems": tuple(problems)})
     problems += _samples(plain, ranks)
+    problems += _norms(case, plain, ranks)
     problems += [
         f"rank {rank}'s weights are not rank 0's, bit for bit"
         for rank, trace in enumerate(ranks)
@@ -82,6 +89,17 @@ def _samples(plain: Trace, ranks: Sequence[Trace]) -> list[str]:
             twice = sorted((seen - Counter(expected)).elements())
             missed = sorted((Counter(expected) - seen).elements())
             return [f"step {step}: samples trained once too often {twice}, left out {missed}"]
+    return []
+
+
+def _norms(case: Case, plain: Trace, ranks: Sequence[Trace]) -> list[str]:
+    """Say in which step the norm of the gradients that a rank was told is not that of the plain loop."""
+    for rank, trace in enumerate(ranks):
+        if len(trace.norms) != len(plain.norms):
+            return [f"rank {rank} was told the norm of the gradients {len(trace.norms)} times, not {len(plain.norms)}"]
+        for step, (expected, found) in enumerate(zip(plain.norms, trace.norms, strict=True)):
+            if not math.isclose(found, expected, rel_tol=case.tolerance):
+                return [f"step {step}: rank {rank} was told that the norm of the gradients is {found}, not {expected}"]
     return []
 
 

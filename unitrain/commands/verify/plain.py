@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from unitrain.commands.verify.cases import STEPS, Case, Digits, build, mean_loss, overflow
+from unitrain.commands.verify.cases import Case, Digits, build, mean_loss, overflow
 from unitrain.commands.verify.trace import Trace
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -12,8 +12,19 @@ _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 def train(case: Case) -> Trace:
     """Train a case on the CPU, every global batch in one piece, and return what happened."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(
+        1
+    )  # tensors are small: on busy cores, threads that wait for one another took 40 times as long
+    try:
+        return _train(case)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _train(case: Case) -> Trace:
     trace = Trace()
-    model, optimizer = build(case)
+    model, optimizer, scheduler = build(case)
     double = case.precision == "fp64"
     if double:
         model.double()
@@ -21,7 +32,7 @@ def train(case: Case) -> Trace:
     data = Digits(case.samples)
     scaler = torch.amp.GradScaler("cpu", enabled=case.precision == "fp16")
     starts = range(0, case.samples, case.global_batch)
-    for step in range(STEPS):
+    for step in range(case.steps):
         begin = starts[step % len(starts)]
         rows = torch.arange(begin, min(begin + case.global_batch, case.samples))
         images, labels, tokens = data.images[rows], data.labels[rows], data.tokens[rows]
@@ -36,8 +47,11 @@ def train(case: Case) -> Trace:
         if "clip_value" in case.settings:
             torch.nn.utils.clip_grad_value_(model.parameters(), case.settings["clip_value"])
         if "clip_norm" in case.settings:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), case.settings["clip_norm"])
+            trace.norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), case.settings["clip_norm"])))
+        scale = scaler.get_scale()
         scaler.step(optimizer)
         scaler.update()
+        if scaler.get_scale() >= scale:  # else the step was left out
+            scheduler.step()
     trace.finish(model)
     return trace

@@ -22,6 +22,8 @@ class Trace:
     """For each batch, the loss and what it weighs (samples or tokens), before the update."""
     gradients: list[Tensor] = field(default_factory=list)
     """For each step that was taken, what the optimizer was given, flat."""
+    norms: list[float] = field(default_factory=list)
+    """For each step that was taken, the norm of the gradients before clipping, where they are clipped by it."""
     weights: dict[str, Tensor] = field(default_factory=dict)
     """Parameters and buffers at the end."""
     error: str | None = None

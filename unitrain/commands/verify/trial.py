@@ -8,22 +8,29 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import unitrain
-from unitrain.commands.verify.cases import CASES, STEPS, Case, Digits, build, mean_loss, overflow
+from unitrain.commands.verify.cases import CASES, Case, Digits, build, mean_loss, overflow
 from unitrain.commands.verify.trace import Trace
 
 
-def train(case: Case, backend: str, device: str) -> tuple[int, Trace]:
-    """Train a case under a strategy, and return this process's rank and record."""
+def train(case: Case, init: Callable[..., unitrain.Strategy]) -> tuple[int, Trace]:
+    """Train a case under a strategy, and return this process's rank and record.
+
+    Args:
+        case: what to train.
+        init: ``unitrain.init`` of the backend on trial, to be given the case's settings.
+    """
     trace = Trace()
-    with unitrain.init(backend=backend, device=device, **{"precision": "fp64", **case.settings}) as strategy:
-        model, optimizer = strategy.prepare(*build(case))
+    with init(**{"precision": "fp64", **case.settings}) as strategy:
+        model, optimizer, scheduler = strategy.prepare(*build(case))
         trace.watch(optimizer)
         loader = strategy.dataloader(Digits(case.samples), global_batch_size=case.global_batch)
         samples: list[int] = []
-        for _ in loader.epochs(STEPS):
+        for _ in loader.epochs(case.steps):
             for indices, images, labels, tokens in loader:
                 with strategy.autocast():
                     loss = mean_loss(case, model(images), labels, tokens)
@@ -31,11 +38,13 @@ def train(case: Case, backend: str, device: str) -> tuple[int, Trace]:
                 samples += indices.tolist()
                 trace.losses.append((loss.item() if count else 0.0, count))
                 loss = overflow(case, len(trace.samples), indices, loss)
-                result = strategy.step(loss, optimizer, weight=count if case.weighted else None)
+                result = strategy.step(loss, optimizer, scheduler, weight=count if case.weighted else None)
+                if result.stepped and result.grad_norm is not None:
+                    trace.norms.append(float(result.grad_norm))
                 if result.stepped or result.skipped:
                     trace.samples.append(samples)
                     samples = []
-                if len(trace.samples) == STEPS:
+                if len(trace.samples) == case.steps:
                     trace.finish(strategy.export(model))
                     return strategy.rank, trace
     raise AssertionError("a case has at least one step an epoch")
@@ -43,9 +52,10 @@ def train(case: Case, backend: str, device: str) -> tuple[int, Trace]:
 
 def main(folder: Path, backend: str, device: str) -> None:
     """Train every case; one that fails ends the world, after saying why."""
+    init = partial(unitrain.init, backend=backend, device=device, threads_per_process=1)
     for case in CASES:
         try:
-            rank, trace = train(case, backend, device)
+            rank, trace = train(case, init)
         except Exception:
             Trace(error=traceback.format_exc()).save(folder / f"{case.name}.failed{os.getpid()}.pt")
             raise

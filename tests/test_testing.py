@@ -1,0 +1,250 @@
+"""unitrain.testing judges each duty by itself, though the same processes do many: here, some that are not done."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unitrain import ConfigError, LaunchError
+from unitrain.launch.detect import detect
+from unitrain.testing.contract import Outcomes, parameters, try_duties
+from unitrain.testing.duties import DUTIES, STARTS
+from unitrain.testing.duty import Duty, everywhere
+from unitrain.testing.worlds import World, find_worlds
+
+NOBODY = World("nobody", 2)  # these duties start no backend
+
+
+def rank() -> int:
+    return detect(os.environ).rank
+
+
+def duty(
+    function: Callable[..., Any], *arguments: Any, judge: Callable[..., None] | None = None, ending: str | None = None
+) -> Duty:
+    name = f"{function.__name__}{list(arguments) if arguments else ''}"
+    return Duty(name, f"demand of {name}", "module", function, arguments, everywhere, judge, ending)
+
+
+def outcomes_of(*duties: Duty, limit_s: float = 30.0) -> dict[str, str]:
+    """Start ranks once, and return why duties failed that were tried, or an empty string."""
+    outcomes: Outcomes = {}
+    try_duties(NOBODY, duties, outcomes, limit_s)
+    return {name: "" if failure is None else str(failure) for (_, name), failure in outcomes.items()}
+
+
+def fine(world: World, where: str = "") -> str:
+    print("fine, says rank", rank())
+    return f"{where}{rank()}"
+
+
+def fail_on_rank_1(world: World) -> None:
+    print("python says", rank())
+    os.write(2, b"a library says something\n")
+    if rank() == 1:
+        raise ZeroDivisionError("on purpose")
+    time.sleep(60)
+
+
+def test_what_follows_a_failed_duty_is_left_for_another_start() -> None:
+    outcomes = outcomes_of(duty(fine), duty(fail_on_rank_1), duty(fine, "later"))
+    assert list(outcomes) == ["fine", "fail_on_rank_1"]
+    assert outcomes["fine"] == ""
+    why = outcomes["fail_on_rank_1"]
+    assert why.startswith("nobody-x2 owes: demand of fail_on_rank_1\nrank 1: Traceback")
+    assert "in fail_on_rank_1" in why
+    assert (
+        "ZeroDivisionError: on purpose\n---- what rank 0 printed ----\npython says 0\na library says something\n" in why
+    )
+    assert "fine" not in why  # which was printed by another duty
+
+
+def fail_on_both(world: World) -> None:
+    if rank() == 0:
+        time.sleep(0.2)
+        raise ValueError("because of rank 1")
+    raise ZeroDivisionError("on purpose")
+
+
+def test_the_first_of_several_errors_is_told_in_full() -> None:
+    why = outcomes_of(duty(fail_on_both))["fail_on_both"]
+    assert why.index("rank 1: Traceback") < why.index("rank 0: ValueError: because of rank 1")
+
+
+def hang_on_rank_0(world: World) -> None:
+    if rank() == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(600)
+
+
+def test_a_duty_that_hangs_fails_itself_and_says_where() -> None:
+    outcomes = outcomes_of(duty(fine), duty(hang_on_rank_0), duty(fine, "later"), limit_s=2)
+    assert outcomes["fine"] == ""
+    assert "later" not in outcomes
+    assert "rank 0" in outcomes["hang_on_rank_0"]
+    assert "Timeout (0:00:02)" in outcomes["hang_on_rank_0"]
+    assert "in hang_on_rank_0" in outcomes["hang_on_rank_0"]
+
+
+def die_on_rank_1(world: World) -> None:
+    if rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+def test_a_duty_that_kills_its_rank_fails_itself() -> None:
+    outcomes = outcomes_of(duty(fine), duty(die_on_rank_1), duty(fine, "later"))
+    assert outcomes["fine"] == ""
+    assert list(outcomes) == ["fine", "die_on_rank_1"]
+    assert "died of SIGKILL" in outcomes["die_on_rank_1"]
+
+
+def end_badly(world: World) -> None:
+    atexit.register(os._exit, 3)
+
+
+def test_processes_that_do_not_end_well_fail_the_last_duty() -> None:
+    outcomes = outcomes_of(duty(end_badly), duty(fine))
+    assert outcomes["end_badly"] == ""
+    assert "every duty was done, but then the processes did not end well" in outcomes["fine"]
+    assert "exit code 3" in outcomes["fine"]
+
+
+def disagree(world: World, where: str, ranks: Sequence[str]) -> None:
+    assert ranks == ["here0", "here1"], f"{world} says {ranks}"
+
+
+def test_what_ranks_return_is_judged_outside_of_them_and_ends_nothing() -> None:
+    duties = [duty(fine, "there", judge=disagree), duty(fine, "here", judge=disagree)]
+    outcomes = outcomes_of(*duties)
+    assert outcomes["fine['here']"] == ""
+    assert "demand of fine['there']\nnobody-x2 says ['there0', 'there1']" in outcomes["fine['there']"]
+
+
+def return_what_cannot_be_pickled(world: World) -> Any:
+    return lambda: None
+
+
+def test_what_can_not_be_brought_back_is_a_failure() -> None:
+    assert "pickle" in outcomes_of(duty(return_what_cannot_be_pickled))["return_what_cannot_be_pickled"]
+
+
+def raise_error(world: World, text: str) -> None:
+    if text:
+        raise ZeroDivisionError(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "failure"), [("on purpose", ""), ("by chance", "Nobody said "), ("", "The job did not end")]
+)
+def test_a_duty_that_is_to_end_the_job_is_done_where_the_ranks_say_why(text: str, failure: str) -> None:
+    [why] = outcomes_of(duty(raise_error, text, ending="ZeroDivisionError: on purpose")).values()
+    assert (failure in why) if failure else (why == "")
+
+
+def write_to_the_folder(world: World) -> None:
+    Path(world.folder, str(rank())).touch()
+    while len(list(world.folder.iterdir())) < 2:
+        time.sleep(0.01)
+
+
+def test_the_ranks_of_a_duty_share_an_empty_folder() -> None:
+    outcomes = outcomes_of(duty(write_to_the_folder), duty(fine), limit_s=10)
+    assert outcomes == {"write_to_the_folder": "", "fine": ""}
+
+
+# ------------------------------------------------------------------------------------------------------ as tests
+
+
+TESTS = """
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from unitrain.testing.contract import check
+from unitrain.testing.duties import DUTIES
+from unitrain.testing.worlds import World
+
+def note(world, name):
+    Path(__file__).with_name(f"{name} in {os.getpid()}").touch()
+
+def fail(world, name):
+    note(world, name)
+    raise ZeroDivisionError("on purpose")
+
+# In place of duties that stand together.
+stands_in = {
+    "reductions": note, "objects": note, "meters": fail, "nothing_after_close": note, "several_calls_at_once": fail,
+}  # fmt: skip
+duties = [
+    replace(DUTIES[name], function=function, arguments=(name,), judge=None) for name, function in stands_in.items()
+]
+
+@pytest.mark.parametrize("world", [World("nobody", 2)], ids=str)
+@pytest.mark.parametrize("duty", duties, ids=lambda duty: duty.name)
+def test_contract(request, world, duty):
+    check(request, world, duty)
+"""
+
+
+def test_what_is_tested_of_a_group_is_started_once_and_again_after_a_failure(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(test_them=TESTS)
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "-k", "not objects")
+    result.assert_outcomes(passed=2, failed=2, deselected=1)
+    result.stdout.fnmatch_lines(
+        [
+            "rank *: Traceback (most recent call last):",
+            "ZeroDivisionError: on purpose",
+            "*test_contract?several_calls_at_once-nobody-x2*",
+            "nobody-x2 owes: *",
+            "ZeroDivisionError: on purpose",
+            "meters fails in the same way: its test says more.",
+        ]
+    )
+    by_process: dict[str, set[str]] = {}
+    for path in pytester.path.glob("* in *"):
+        name, _, pid = path.name.partition(" in ")
+        by_process.setdefault(pid, set()).add(name)
+    first, second = {"reductions", "meters"}, {"nothing_after_close", "several_calls_at_once"}
+    assert sorted(map(sorted, by_process.values())) == sorted(map(sorted, [first, first, second, second]))
+
+
+# ------------------------------------------------------------------------------------------------ duties and worlds
+
+
+def test_every_duty_says_what_it_demands_and_is_started_with_others() -> None:
+    assert all(one.demand.endswith(".") and len(one.demand) > 20 for one in DUTIES.values())
+    assert {one.module for one in DUTIES.values()} == {module for modules in STARTS for module in modules}
+
+
+def test_what_is_owed_follows_from_what_a_backend_says_of_itself() -> None:
+    def owed(world: World) -> set[str]:
+        return {parameter.values[1].name for parameter in parameters([world])}
+
+    by_name = owed(World("horovod", 2)) - owed(World("ddp", 2))
+    assert by_name == {"calls_in_another_order"}
+    by_order = owed(World("ddp", 2)) - owed(World("horovod", 2))
+    assert by_order == {"trains_with_gradients_in_bf16"}
+    assert owed(World("ddp", 1)) == owed(World("single", 1)) < owed(World("ddp", 3)) < owed(World("ddp", 2))
+
+
+def test_worlds_are_those_that_a_backend_would_see() -> None:
+    assert find_worlds("single", [1, 2, 3]) == [World("single", 1, "python")]
+    assert find_worlds("ddp", [1, 2]) == [World("ddp", 1, "python"), World("ddp", 2, "spawn")]
+    assert World("ddp", 2).averages_gradients
+    assert not World("ddp", 1).averages_gradients
+    assert World("ddp", 2).for_unused_parameters == {"ddp": {"find_unused_parameters": True}}
+    assert World("single", 1).for_unused_parameters == {}
+    with pytest.raises(LaunchError, match=r"backend 'single' would see no world of 2, 3 processes .* by plain python"):
+        find_worlds("single", [2, 3])
+    with pytest.raises(ConfigError, match="Did you mean 'ddp'"):
+        find_worlds("dpp", [1])

@@ -1,0 +1,163 @@
+"""What users call: collectives on tensors and objects, and meters."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from unitrain import UsageError
+from unitrain.testing.duty import duty, several_processes
+from unitrain.testing.worlds import World
+
+DTYPES = (
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
+    torch.float32, torch.float64,
+)  # fmt: skip
+
+
+def _contributions(dtype: torch.dtype, rank: int) -> Iterator[Tensor]:
+    """Yield what a rank contributes: matrices, scalars, empty and non-contiguous tensors."""
+    base = (torch.arange(6).reshape(2, 3) * (rank + 1) + rank) % 7
+    if dtype == torch.bool:
+        base = base % 3 == 0
+    yield base.to(dtype)
+    yield base.to(dtype)[1, 2]
+    yield base.to(dtype)[:0]
+    yield base.to(dtype).t()
+    yield base.to(dtype)[:, ::2]
+    yield base.to(dtype).reshape(1, 2, 1, 3)
+
+
+def _reduced(op: str, stacked: Tensor) -> Tensor:
+    if stacked.dtype == torch.bool:
+        return stacked.sum(0) if op == "sum" else stacked.any(0) if op == "max" else stacked.all(0)
+    if op in ("sum", "mean"):
+        total = stacked.to(torch.float64).sum(0)
+        return (total / len(stacked) if op == "mean" else total).to(stacked.dtype)
+    return stacked.amax(0) if op == "max" else stacked.amin(0)
+
+
+def _assert_equal(found: Tensor, expected: Tensor, what: str) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, msg=lambda said: f"{what}: {said}")
+
+
+@duty()
+def reductions(world: World) -> None:
+    """all_reduce is exact for every operation, dtype and shape, and leaves what it is given as it was."""
+    with world.open() as strategy:
+        for dtype in DTYPES:
+            by_rank = [list(_contributions(dtype, rank)) for rank in range(strategy.world_size)]
+            for case, op in itertools.product(range(len(by_rank[0])), ("sum", "mean", "max", "min")):
+                if op == "mean" and not dtype.is_floating_point:
+                    continue
+                mine = by_rank[strategy.rank][case]
+                before = mine.clone()
+                result = strategy.all_reduce(mine, op)  # type: ignore[arg-type]
+                what = f"{op} of {dtype}{list(mine.shape)}"
+                _assert_equal(result, _reduced(op, torch.stack([given[case] for given in by_rank])), what)
+                _assert_equal(mine, before, f"what was given to the {what}")
+                assert result.data_ptr() != mine.data_ptr() or not mine.numel(), what
+
+
+@duty()
+def gathers_and_broadcasts(world: World) -> None:
+    """all_gather stacks in rank order, and broadcast gives all ranks the source's tensor, of every dtype and shape."""
+    with world.open() as strategy:
+        for dtype in DTYPES:
+            by_rank = [list(_contributions(dtype, rank)) for rank in range(strategy.world_size)]
+            for case, mine in enumerate(by_rank[strategy.rank]):
+                expected = torch.stack([given[case] for given in by_rank])
+                what = f"{dtype}{list(mine.shape)}"
+                _assert_equal(strategy.all_gather(mine), expected, f"all_gather of {what}")
+                for src in range(strategy.world_size):
+                    _assert_equal(strategy.broadcast(mine, src), expected[src], f"broadcast of {what} from rank {src}")
+                _assert_equal(mine, list(_contributions(dtype, strategy.rank))[case], f"what was given, {what},")
+
+
+@duty(needs=several_processes)
+def same_bits_on_all_ranks(world: World) -> None:
+    """A sum that is rounded is rounded alike on all ranks, whatever its size."""
+    with world.open() as strategy:
+        generator = torch.Generator().manual_seed(strategy.rank)
+        for dtype, size in itertools.product((torch.float16, torch.bfloat16, torch.float32), (1, 7, 1000, 100_003)):
+            total = strategy.all_reduce(torch.randn(size, generator=generator).to(dtype))
+            everyone = strategy.all_gather(total)
+            differing = [rank for rank, one in enumerate(everyone) if not torch.equal(one, everyone[0])]
+            assert not differing, f"the sum of {dtype}[{size}] on ranks {differing} is not that on rank 0, bit for bit"
+
+
+@duty()
+def nan_in_reductions(world: World) -> None:
+    """The sum and the mean of a NaN are NaN on all ranks; a maximum and a minimum are at least the same on all."""
+    with world.open() as strategy:
+        for dtype, bad_rank in itertools.product(
+            (torch.float16, torch.bfloat16, torch.float32, torch.float64), range(strategy.world_size)
+        ):
+            mine = torch.full((64,), float(strategy.rank), dtype=dtype)
+            if strategy.rank == bad_rank:
+                mine[::2] = math.nan
+            for op in ("sum", "mean"):
+                found = strategy.all_reduce(mine, op).isnan()
+                assert found.tolist() == [True, False] * 32, f"{op} of {dtype} with NaN on rank {bad_rank}"
+            for op in ("max", "min"):
+                reduced = strategy.all_reduce(mine, op)  # type: ignore[arg-type]
+                everyone = strategy.all_gather(reduced.double().nan_to_num(-1.0))
+                assert torch.equal(everyone, everyone[:1].expand_as(everyone)), f"{op} of {dtype} differs between ranks"
+
+
+@duty()
+def refused_reductions(world: World) -> None:
+    """What can't be communicated is refused on every rank, and all goes on."""
+    with world.open() as strategy:
+        whole = torch.ones(1, dtype=torch.int32)
+        verbs: Any = strategy  # what mypy would catch, too
+        for verb, arguments, message in [
+            ("all_reduce", (torch.ones(1), "avg"), "sum, mean, max and min, not 'avg'"),
+            ("all_reduce", (whole, "mean"), "convert it to a floating-point"),
+            ("all_reduce", (torch.ones(1, dtype=torch.cfloat),), "view_as_real"),
+            ("all_gather", (torch.eye(2).to_sparse(),), "to_dense"),
+            ("all_reduce", (1.0,), r"torch\.tensor"),
+            ("broadcast", (whole, strategy.world_size), "there is no rank"),
+            ("broadcast_object", (1, -1), "there is no rank -1"),
+        ]:
+            with pytest.raises(UsageError, match=message):
+                getattr(verbs, verb)(*arguments)
+        assert float(strategy.all_reduce(torch.ones(()))) == strategy.world_size
+
+
+@duty()
+def objects(world: World) -> None:
+    """Picklable objects of any size travel, of another size on each rank."""
+    with world.open() as strategy:
+        rank, size = strategy.rank, strategy.world_size
+        assert (size, strategy.is_main) == (world.processes, rank == 0)
+        for src in range(size):
+            mine, theirs = ({"from": r, "none": None, "long": "x" * 100_000 * (r + 1)} for r in (rank, src))
+            assert strategy.broadcast_object(mine, src) == theirs
+        assert strategy.broadcast_object(None) is None
+        assert strategy.all_gather_object(["r"] * rank) == [["r"] * other for other in range(size)]
+        strategy.barrier()
+
+
+@duty()
+def meters(world: World) -> None:
+    """Sums and means are those over the samples of all ranks, of which each may have another number, or none."""
+    with world.open() as strategy:
+        size = strategy.world_size
+        meter = strategy.meter()
+        assert math.isnan(meter.value())
+        for count in range(strategy.rank + 1):  # counts 0 to rank: uneven, and the first one is empty
+            meter.add(total=torch.tensor(math.nan if count == 0 else 2.0 * count), count=count)
+        counts = [sum(range(rank + 1)) for rank in range(size)]
+        assert meter.count() == sum(counts)
+        assert meter.sum() == 2 * sum(counts)
+        assert meter.value() == 2.0 if size > 1 else math.isnan(meter.value())
+        meter.reset()
+        meter.add(total=1.5, count=3)
+        assert meter.value() == 0.5

@@ -1,0 +1,56 @@
+"""Evaluation, between epochs and in the middle of one."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+from unitrain.testing.duties.models import SAMPLES, Net, assert_same, samples, sgd
+from unitrain.testing.duty import duty
+from unitrain.testing.worlds import World
+
+
+@duty()
+def evaluation_of_batch_norm(world: World) -> None:
+    """Every rank evaluates with the mean of the ranks' running statistics, and layers' modes come back as they were."""
+    with world.open() as strategy:
+        model = Net(norm=True)
+        model.first.eval()
+        prepared, _ = strategy.prepare(model, sgd(model))
+        assert isinstance(model.norm, nn.BatchNorm1d)
+        prepared(torch.full((2, 4), float(strategy.rank), dtype=torch.float64) + torch.eye(2, 4))
+        means = strategy.all_gather(model.norm.running_mean)  # type: ignore[arg-type]
+        with contextlib.suppress(ZeroDivisionError), strategy.evaluation(prepared):
+            assert not prepared.training
+            assert not torch.is_grad_enabled()
+            torch.testing.assert_close(model.norm.running_mean, means.mean(0))
+            raise ZeroDivisionError
+        assert [m.training for m in (model, model.first, model.norm, model.last)] == [True, False, True, True]
+        assert torch.is_grad_enabled()
+
+
+@duty()
+def evaluation_within_an_epoch(world: World) -> None:
+    """An evaluation between forward and step changes nothing of the training, and sees each sample once."""
+    with world.open() as strategy:
+        model, expected = Net(), Net()
+        by_hand = sgd(expected)
+        prepared, optimizer = strategy.prepare(model, sgd(model))
+        test = strategy.dataloader(samples(7), batch_size=2)
+        seen = strategy.meter()
+        for inputs, targets in strategy.dataloader(samples(), global_batch_size=9):
+            loss = mse_loss(prepared(inputs), targets)
+            with strategy.evaluation(prepared):
+                for rows, _ in test:
+                    seen.add(total=float(len(rows)), count=len(rows))
+            strategy.step(loss, optimizer)
+        inputs, targets = samples().tensors
+        for start in range(0, SAMPLES, 9):
+            by_hand.zero_grad()
+            mse_loss(expected(inputs[start : start + 9]), targets[start : start + 9]).backward()  # type: ignore[no-untyped-call]
+            by_hand.step()
+        assert_same(model, expected)
+        assert seen.count() == 3 * 7

@@ -1,0 +1,34 @@
+"""How a job ends that can't go on: soon, and with the error of the rank that failed."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch.nn.functional import mse_loss
+
+from unitrain.testing.duties.models import Net, sgd, two_rows_each
+from unitrain.testing.duty import duty, two_processes
+from unitrain.testing.worlds import World
+
+
+@duty(needs=two_processes, ending=r"rank 1 on \S+ \(pid \d+\) is in its own code")
+def collective_of_one_rank(world: World) -> None:
+    """A rank that waits for one that never comes ends within timeout_s with an error that says where that one is."""
+    strategy = world.open(timeout_s=3)
+    if strategy.rank == 0:
+        strategy.all_reduce(torch.ones(1))
+    time.sleep(60)
+
+
+@duty(needs=two_processes, ending=r"ZeroDivisionError: on purpose")
+def error_of_one_rank(world: World) -> None:
+    """An error on one rank ends the job, though the others wait for it in a step."""
+    strategy = world.open()
+    model = Net()
+    prepared, optimizer = strategy.prepare(model, sgd(model))
+    inputs, targets, mine = two_rows_each(strategy)
+    for step in range(1_000_000):
+        if step == 3 and strategy.rank == 1:
+            raise ZeroDivisionError("on purpose")
+        strategy.step(mse_loss(prepared(inputs[mine]), targets[mine]), optimizer)

@@ -1,0 +1,112 @@
+"""What is written once, by rank 0, and read by all: printed lines, saved states and checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import time
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.optim import SGD
+
+from unitrain import CheckpointError, UsageError
+from unitrain.testing.duties.models import SAMPLES, Net, assert_bit_equal_on_all_ranks, assert_same, samples, sgd
+from unitrain.testing.duty import duty
+from unitrain.testing.worlds import World
+
+
+@duty()
+def prints_once(world: World) -> None:
+    """Rank 0 prints, and the others don't."""
+    with world.open() as strategy:
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            strategy.print("once", strategy.rank, sep="-")
+        assert printed.getvalue() == ("once-0\n" if strategy.is_main else "")
+
+
+@duty()
+def rank_0_goes_first(world: World) -> None:
+    """What rank 0 does in main_first() is done when the others come to it."""
+    marker = world.folder / "marker"
+    with world.open() as strategy, strategy.main_first():
+        assert marker.exists() != strategy.is_main
+        if strategy.is_main:
+            time.sleep(0.05)  # the others would be here by now
+            marker.touch()
+
+
+@duty()
+def saves_and_loads(world: World) -> None:
+    """What save() writes is one whole file, without traces of a wrapper, and load() gives it to every rank."""
+    with world.open() as strategy:
+        model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+        keys = list(model.state_dict())
+        prepared, optimizer = strategy.prepare(model, SGD(model.parameters(), lr=0.1, momentum=0.9))
+        strategy.step(prepared(torch.ones(4, 3)).sum(), optimizer)
+        norm = model[1]
+        assert isinstance(norm, nn.BatchNorm1d)
+        assert isinstance(norm.running_mean, Tensor)
+        norm.running_mean.fill_(strategy.rank)
+        path = world.folder / "deep" / "er" / "state.pt"
+        strategy.save(
+            {"model": prepared, "optimizer": optimizer, "list": [1, "two", None], "rank": strategy.rank}, path
+        )
+        assert [p.name for p in path.parent.iterdir()] == ["state.pt"]
+        loaded = strategy.load(path)
+        assert list(loaded["model"]) == keys
+        assert loaded["model"]["1.running_mean"].tolist() == [(strategy.world_size - 1) / 2] * 3
+        assert torch.equal(loaded["model"]["0.weight"], strategy.broadcast(model.get_parameter("0.weight")))
+        assert loaded["optimizer"]["state"][0]["momentum_buffer"].shape == (3, 3)
+        assert (loaded["list"], loaded["rank"]) == ([1, "two", None], 0)
+
+
+@duty()
+def refuses_to_save_or_load(world: World) -> None:
+    """What can't be written or read is an error on every rank."""
+    with world.open() as strategy:
+        file = world.folder / "file"
+        strategy.save({"a": 1}, file)
+        with pytest.raises(CheckpointError, match="does not exist"):
+            strategy.load(world.folder / "none.pt")
+        with pytest.raises(CheckpointError, match="could not be written"):
+            strategy.save({"a": 1}, file / "below a file")
+        with pytest.raises(CheckpointError, match="could not be written"):
+            strategy.save({"code": lambda: None}, world.folder / "code.pt")
+        if strategy.world_size > 1:
+            model = strategy.prepare(Net())
+            with pytest.raises(UsageError, match="modules on some ranks only"):
+                strategy.save(model if strategy.is_main else None, file)
+
+
+@duty()
+def continues_where_it_stopped(world: World) -> None:
+    """A run that is stopped within an epoch and resumed by a new start trains what one without a stop trains."""
+    expected = Net()
+    by_hand = sgd(expected)
+    inputs, targets = samples().tensors
+    for start in [*range(0, SAMPLES, 6)] * 2:
+        by_hand.zero_grad()
+        mse_loss(expected(inputs[start : start + 6]), targets[start : start + 6]).backward()  # type: ignore[no-untyped-call]
+        by_hand.step()
+    for last_step in (3, 5, None):
+        with world.open() as strategy:
+            model = Net(seed=strategy.rank)
+            prepared, optimizer = strategy.prepare(model, sgd(model))
+            loader = strategy.dataloader(samples(), global_batch_size=6)
+            checkpoint = strategy.checkpoint(
+                world.folder / "run", background=False, model=prepared, optimizer=optimizer, loader=loader
+            )
+            checkpoint.resume()
+            for _ in loader.epochs(2):
+                for rows, wanted in loader:
+                    strategy.step(mse_loss(prepared(rows), wanted), optimizer)
+                    if strategy.global_step == last_step:
+                        checkpoint.save()
+                        break
+                if strategy.global_step == last_step:
+                    break
+            assert_bit_equal_on_all_ranks(strategy, model)
+    assert_same(model, expected)

@@ -1,0 +1,54 @@
+"""Beginning and end: started, ended and started again in one process."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch.nn.functional import mse_loss
+
+from unitrain import UsageError
+from unitrain.testing.duties.models import Net, flat, sgd, two_rows_each
+from unitrain.testing.duty import duty
+from unitrain.testing.worlds import World
+
+
+@duty()
+def starts_as_often_as_asked(world: World) -> None:
+    """A process can start the backend again after it has ended it, under other settings."""
+    for settings in ({}, {"deterministic": True}, {"precision": "fp32", "timeout_s": 20}):
+        with world.open(**settings) as strategy:
+            assert (strategy.config.backend, strategy.world_size) == (world.backend, world.processes)
+            assert float(strategy.all_reduce(torch.ones(()))) == strategy.world_size
+
+
+@duty()
+def leaves_no_thread_behind(world: World) -> None:
+    """What it has started beside the main thread ends with it."""
+    world.open().close()  # some libraries are started once in a process, and ended with it
+    before = set(threading.enumerate())
+    with world.open() as strategy:
+        model = Net()
+        prepared, optimizer = strategy.prepare(model, sgd(model))
+        inputs, targets, mine = two_rows_each(strategy)
+        strategy.step(mse_loss(prepared(inputs[mine]), targets[mine]), optimizer)
+    left = set(threading.enumerate()) - before
+    for thread in left:
+        thread.join(5)
+    assert not [thread.name for thread in left if thread.is_alive()]
+
+
+@duty()
+def nothing_after_close(world: World) -> None:
+    """A closed strategy refuses what would go on alone."""
+    with world.open() as strategy:
+        model = Net()
+        prepared, optimizer = strategy.prepare(model, sgd(model))
+    before = flat(model)
+    with pytest.raises(UsageError, match="the strategy is closed"):
+        strategy.step(prepared(torch.ones(2, 4, dtype=torch.float64)).sum(), optimizer)
+    assert torch.equal(flat(model), before)
+    if strategy.world_size > 1:
+        with pytest.raises(UsageError, match=r"all_reduce was called after close\(\)"):
+            strategy.all_reduce(torch.ones(1))

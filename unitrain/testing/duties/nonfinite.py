@@ -1,0 +1,163 @@
+"""Losses and gradients that are NaN or infinite, on one rank."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from unitrain import NonFiniteError, Stopped, Strategy
+from unitrain.testing.duties.models import (
+    Net,
+    assert_bit_equal_on_all_ranks,
+    assert_same,
+    flat,
+    samples,
+    sgd,
+    two_rows_each,
+)
+from unitrain.testing.duty import duty
+from unitrain.testing.worlds import World
+
+_POISONS = ("loss", "labels", "gradient", "way back")
+
+
+def _poisoned(out: Tensor, poison: str) -> Tensor:
+    """Return a loss: fine, NaN, or NaN with a gradient of 0, as where every label is to be ignored."""
+    if poison == "loss":
+        return out.sum() * math.nan
+    return nn.functional.cross_entropy(out, torch.full((len(out),), -100 if poison == "labels" else 1))
+
+
+class _Poisoned(Net):
+    """A model of which, when told so, the last bias or all the way back to the inputs gets infinite gradients."""
+
+    poison = ""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last.bias.register_hook(self._spoil)  # type: ignore[no-untyped-call]
+
+    def _spoil(self, gradient: Tensor) -> Tensor:
+        return gradient * math.inf if self.poison == "gradient" else gradient
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        if self.poison == "way back":
+            out.register_hook(lambda gradient: gradient * math.inf)  # type: ignore[no-untyped-call]
+        return out
+
+
+@duty(each={policy: policy for policy in ("stop", "skip", "raise")})
+def not_finite(world: World, policy: Literal["stop", "skip", "raise"]) -> None:
+    """What is not finite on the last rank at step 3 is met by every rank alike, and spoils no weight."""
+    for poison in _POISONS:
+        for debug in (False, True) if poison == "gradient" else (False,):
+            with world.open(on_nonfinite=policy, debug=debug) as strategy:
+                _meet(strategy, policy, poison)
+
+
+def _whose(strategy: Strategy, poison: str, bad_rank: int) -> str:
+    """Return what is to be said of a poison."""
+    if poison in ("loss", "labels"):
+        return f"the loss of rank {bad_rank}; first bad parameter: first.weight"
+    # What goes bad beside the way back is an average by the time that it is seen, unless every gradient is kept.
+    known = poison == "way back" or strategy.config.debug or strategy.world_size == 1
+    first = "first.weight" if poison == "way back" else "last.bias"
+    return (
+        f"a gradient{f' of rank {bad_rank}' if known else ''} (every rank's loss was finite); "
+        f"first bad parameter: {first}"
+    )
+
+
+def _meet(strategy: Strategy, policy: str, poison: str) -> None:
+    model = _Poisoned()
+    prepared, optimizer = strategy.prepare(model, sgd(model))
+    bad_rank = strategy.world_size - 1
+    printed = io.StringIO()
+    steps: list[bool] = []
+    ended: BaseException | None = None
+    for step in range(1, 6):
+        before = flat(model)
+        model.poison = poison if step == 3 and strategy.rank == bad_rank else ""
+        loss = _poisoned(prepared(torch.ones(2, 4, dtype=torch.float64) * step), model.poison)
+        try:
+            with contextlib.redirect_stdout(printed):
+                steps.append(strategy.step(loss, optimizer).stepped)
+        except (Stopped, NonFiniteError) as error:
+            ended = error
+            assert torch.equal(flat(model), before), poison
+            break
+        assert flat(model).isfinite().all(), poison
+        assert torch.equal(flat(model), before) != steps[-1], poison
+    if policy == "skip":
+        assert ended is None, poison
+        assert steps == [True, True, False, True, True], poison
+    else:
+        assert steps == [True, True], poison
+        assert type(ended) is (Stopped if policy == "stop" else NonFiniteError), poison
+        assert not isinstance(ended, Stopped) or ended.code == 3
+    said = str(ended) if policy == "raise" else printed.getvalue()
+    if policy == "raise" or strategy.is_main:
+        assert f"not finite at step 3: {_whose(strategy, poison, bad_rank)}." in said
+    else:
+        assert said == ""
+    assert_bit_equal_on_all_ranks(strategy, model)
+
+
+class _Uncertain(Net):
+    """Kendall, Gal and Cipolla, "Multi-Task Learning Using Uncertainty to Weigh Losses" (CVPR 2018)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log_variance = nn.Parameter(torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:  # type: ignore[override]
+        loss = mse_loss(super().forward(x), targets)
+        return loss * torch.exp(-self.log_variance) + self.log_variance
+
+
+@duty()
+def nan_in_an_empty_batch_does_not_count(world: World) -> None:
+    """The NaN loss of a rank without rows does not count, nor its gradient: NaN for a learned factor of the loss."""
+    with world.open(on_nonfinite="raise") as strategy:
+        model, expected = _Uncertain(), _Uncertain()
+        prepared, optimizer = strategy.prepare(model, sgd(model))
+        by_hand = sgd(expected)
+        for inputs, targets in strategy.dataloader(samples(5), global_batch_size=4):  # 4, then 1
+            strategy.step(prepared(inputs, targets), optimizer)
+        for rows in (slice(0, 4), slice(4, 5)):
+            by_hand.zero_grad()
+            inputs, targets = (t[rows] for t in samples(5).tensors)
+            expected(inputs, targets).backward()
+            by_hand.step()
+        assert_same(model, expected)
+
+
+@duty()
+def nan_of_a_rank_without_tokens_does_not_count(world: World) -> None:
+    """The NaN loss of a rank without tokens does not count, nor its gradient, where its weight is 0."""
+    with world.open(on_nonfinite="raise") as strategy:
+        model, expected = Net(), Net()
+        prepared, optimizer = strategy.prepare(model, sgd(model))
+        by_hand = sgd(expected)
+        inputs, targets, mine = two_rows_each(strategy)
+        tokens = torch.ones(len(inputs))
+        if strategy.world_size > 1:
+            tokens[-2:] = 0  # the last rank has none
+        for _ in range(3):
+            loss = _token_mean(prepared(inputs[mine]), targets[mine], tokens[mine])
+            strategy.step(loss, optimizer, weight=tokens[mine].sum())
+            by_hand.zero_grad()
+            _token_mean(expected(inputs), targets, tokens).backward()  # type: ignore[no-untyped-call]
+            by_hand.step()
+        assert_same(model, expected)
+
+
+def _token_mean(out: Tensor, targets: Tensor, tokens: Tensor) -> Tensor:
+    return ((out - targets).pow(2).mean(1) * tokens).sum() / tokens.sum()

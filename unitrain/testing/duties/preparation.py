@@ -1,0 +1,129 @@
+"""What ``prepare`` makes of modules, optimizers and schedulers, and what can be made of its result."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+from torch.optim.lr_scheduler import StepLR
+
+from unitrain import CommunicationError, UsageError
+from unitrain.testing.duties.models import Net, assert_bit_equal_on_all_ranks, assert_same, sgd, train_both
+from unitrain.testing.duty import duty, several_processes
+from unitrain.testing.worlds import World
+
+
+@duty()
+def preparation(world: World) -> None:
+    """Objects stay themselves; weights, buffers and optimizer state become rank 0's."""
+    with world.open(sync_batchnorm=True) as strategy:
+        model = Net(seed=strategy.rank, norm=True)
+        turn = torch.polar(torch.ones(3), torch.full((3,), float(strategy.rank)))
+        model.register_buffer("turn", turn)
+        model.register_buffer("flag", torch.tensor(strategy.rank == 0), persistent=False)
+        parameters = dict(model.named_parameters())
+        optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for p in model.parameters():
+            p.grad = torch.full_like(p, float(strategy.rank + 1))
+        optimizer.step()
+        optimizer.zero_grad()
+        momentum = optimizer.state[model.first.weight]["momentum_buffer"].clone()
+        scheduler = StepLR(optimizer, 1)
+        keys = list(model.state_dict())
+
+        returned = strategy.prepare(scheduler, model, optimizer)  # in any order
+        assert returned[0] is scheduler
+        assert returned[2] is optimizer
+        assert all(p is parameters[name] for name, p in model.named_parameters())
+        assert all(p is q for p, q in zip(optimizer.param_groups[0]["params"], model.parameters(), strict=True))
+        assert torch.equal(optimizer.state[model.first.weight]["momentum_buffer"], strategy.broadcast(momentum))
+        assert strategy.unwrap(returned[1]) is model
+        assert strategy.unwrap(model) is model
+        assert list(strategy.unwrap(returned[1]).state_dict()) == keys
+        assert torch.equal(model.get_buffer("turn").to(torch.cfloat), torch.ones(3, dtype=torch.cfloat))
+        assert bool(model.get_buffer("flag"))
+        del model.turn  # which is complex
+        assert_bit_equal_on_all_ranks(strategy, model)
+        strategy.check_in_sync(returned[1])
+        with pytest.raises(UsageError, match="prepared before"):
+            strategy.prepare(model)
+        with pytest.raises(UsageError, match="prepared before"):
+            strategy.prepare(returned[1])
+        with pytest.raises(UsageError, match="takes modules, optimizers and schedulers, not list"):
+            strategy.prepare([model])
+        if strategy.world_size > 1:
+            with pytest.raises(UsageError, match="1 parameters of no prepared module"):
+                strategy.prepare(SGD([nn.Parameter(torch.ones(2))], lr=0.1))
+
+
+@duty()
+def copies_and_exports(world: World) -> None:
+    """An average of the weights is a deep copy that works by itself; an export is a plain model."""
+    with world.open(sync_batchnorm=True, precision="bf16") as strategy:
+        model = Net(norm=True).float()
+        prepared, optimizer = strategy.prepare(model, SGD(model.parameters(), lr=0.1))
+        average = copy.deepcopy(prepared)
+        x = torch.randn(4, 4) + strategy.rank
+        with strategy.evaluation(prepared, average):
+            assert torch.equal(average(x), prepared(x))
+            assert average(x).dtype == torch.bfloat16
+        strategy.step(prepared(x).float().pow(2).mean(), optimizer)
+        with strategy.evaluation(prepared, average):
+            assert not torch.equal(average(x), prepared(x))
+        with torch.no_grad():
+            for ours, theirs in zip(average.parameters(), prepared.parameters(), strict=True):
+                ours.lerp_(theirs, 0.5)
+        assert all(p.grad is None for p in average.parameters())
+        strategy.step(prepared(x).float().pow(2).mean(), optimizer)  # the copy has not got in the way
+        assert list(strategy.unwrap(average).state_dict()) == list(model.state_dict())
+        assert type(strategy.export(average)) is Net
+
+        exported = strategy.export(prepared)
+        plain = Net(norm=True).float()
+        assert [type(layer) for layer in exported.modules()] == [type(layer) for layer in plain.modules()]
+        assert list(exported.state_dict()) == list(plain.state_dict())
+        for layer, other in zip(exported.modules(), plain.modules(), strict=True):
+            assert set(vars(layer)) == set(vars(other))
+            assert not any(getattr(layer, name) for name in vars(layer) if "hooks" in name)
+        assert not exported.training
+        assert exported(x).dtype == torch.float32
+        torch.save(exported, io.BytesIO())
+    # and after the end
+    assert strategy.unwrap(prepared) is model
+    assert type(strategy.export(prepared)) is Net
+
+
+@duty()
+def compiled(world: World) -> None:
+    """A compiled module trains, whether it was compiled before prepare() or after."""
+    with world.open() as strategy:
+        model, expected = Net(), Net()
+        made: Any = torch.compile(model, backend="eager")
+        prepared, optimizer = strategy.prepare(made, sgd(model))
+        train_both(strategy, prepared, optimizer, expected, sgd(expected), 2)
+        assert_same(model, expected)
+        assert strategy.unwrap(prepared) is model
+        assert type(strategy.export(prepared)) is Net
+        later = Net()
+        compiled_last: Any = torch.compile(strategy.prepare(later), backend="eager")
+        assert strategy.unwrap(compiled_last) is later
+
+
+@duty(needs=several_processes)
+def different_models(world: World) -> None:
+    """Where the ranks' models differ, every rank says which parameter does, and none waits for another."""
+    with world.open(precision="fp32") as strategy:
+        odd = strategy.rank == strategy.world_size - 1
+        for model, name in [
+            (nn.Sequential(nn.Linear(4, 3 if odd else 2)), "0.weight"),
+            (nn.Sequential(nn.Linear(4, 2, bias=not odd)), "0.bias"),
+            (nn.Sequential(nn.Linear(4, 2).half() if odd else nn.Linear(4, 2)), "0.weight"),
+        ]:
+            with pytest.raises(CommunicationError, match=f"different models: .*{name}"):
+                strategy.prepare(model)
+        assert float(strategy.all_reduce(torch.ones(()))) == strategy.world_size

@@ -1,0 +1,71 @@
+"""pytest's options for the contract, where ``unitrain.testing`` is what it is to run.
+
+pytest loads this in every run of an environment that has UniTrain. So it imports nothing of UniTrain, and adds nothing
+to runs of other tests.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from unitrain.testing.worlds import World
+
+WORLDS: pytest.StashKey[list[World]] = pytest.StashKey()
+"""The worlds of the backend that is judged; there only where the contract is run."""
+
+
+def pytest_load_initial_conftests(early_config: pytest.Config, parser: pytest.Parser, args: Sequence[str]) -> None:
+    """Add options to ``pytest --pyargs unitrain.testing``."""
+    if not any(argument.startswith("unitrain.testing") for argument in args):
+        return
+    early_config.stash[WORLDS] = []
+    group = parser.getgroup("unitrain", "the contract of UniTrain's backends")
+    group.addoption("--backend", metavar="NAME", help="the backend to judge, by its entry point's name")
+    group.addoption(
+        "--processes",
+        metavar="N",
+        default="1,2,3",
+        help="numbers of processes, with commas; those that the backend can't have are left out (default: %(default)s)",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Find the worlds of the backend."""
+    # pytest-xdist's marker, which the contract's tests have whether that is installed or not.
+    config.addinivalue_line("markers", "xdist_group(name): tests that one process of pytest-xdist is to run")
+    if WORLDS not in config.stash or config.option.help:
+        return
+    from unitrain import UnitrainError
+    from unitrain.testing.worlds import find_worlds
+
+    backend, processes = config.option.backend, config.option.processes
+    if backend is None:
+        raise pytest.UsageError("name the backend to judge: pytest --pyargs unitrain.testing --backend NAME")
+    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", processes):
+        raise pytest.UsageError(f"--processes is {processes!r}, but must be numbers above 0, with commas.")
+    try:
+        config.stash[WORLDS] = find_worlds(backend, [int(size) for size in processes.split(",")])
+    except UnitrainError as error:
+        raise pytest.UsageError(str(error)) from error
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Say how many duties the backend does in each world."""
+    if WORLDS not in config.stash:
+        return
+    done, tried = Counter[str](), Counter[str]()
+    for outcome in ("passed", "failed"):
+        for report in terminalreporter.stats.get(outcome, []):
+            if found := re.search(r"test_contract\[(.+?-x\d+)-", report.nodeid):
+                tried[found[1]] += 1
+                done[found[1]] += outcome == "passed"
+    terminalreporter.section(f"backend {config.option.backend}")
+    for world, count in tried.items():
+        colour = {"green" if done[world] == count else "red": True}
+        terminalreporter.line(f"{world}: {done[world]} of {count} duties are done", **colour)

@@ -1,0 +1,21 @@
+"""The contract of the backend that ``--backend`` names."""
+
+from __future__ import annotations
+
+import pytest
+
+from unitrain.testing.contract import check, parameters
+from unitrain.testing.duty import Duty
+from unitrain.testing.plugin import WORLDS
+from unitrain.testing.worlds import World
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Make a test of every duty in every world of the backend."""
+    worlds = metafunc.config.stash[WORLDS]
+    metafunc.parametrize(("world", "duty"), parameters(worlds))
+
+
+def test_contract(request: pytest.FixtureRequest, world: World, duty: Duty) -> None:
+    """A backend does its duty."""
+    check(request, world, duty)

@@ -1,0 +1,120 @@
+"""Worlds: a backend on so many processes, and what its class says that it can do."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import unitrain
+from unitrain import Backend, BackendError, ConfigError, LaunchError, Strategy
+from unitrain.backend import load_backend
+from unitrain.commands.launchers import local_launchers
+from unitrain.config import StrategyConfig
+from unitrain.launch.detect import Launch
+from unitrain.testing.ranks import LAUNCHERS, Launcher, run_ranks
+
+
+@dataclass(frozen=True)
+class World:
+    """A backend on so many processes of this host, on the CPU."""
+
+    backend: str
+    processes: int
+    launcher: Launcher = "spawn"
+    """Who starts the processes; "python" where there is one that nobody started."""
+    path: tuple[str, ...] = ()
+    """Folders in which the backend's distribution is installed, where that is not on the path already."""
+    folder: Path = Path()
+    """On a rank: an empty folder that all ranks of the world share while they do one duty."""
+
+    def __str__(self) -> str:
+        return f"{self.backend}-x{self.processes}"
+
+    @property
+    def kind(self) -> type[Backend]:
+        """The backend's class."""
+        with self.on_path():
+            return load_backend(self.backend)
+
+    @property
+    def averages_gradients(self) -> bool:
+        """Whether the backend averages gradients in a way of its own, and not in the core's buckets."""
+        return self.processes > 1 and self.kind.watch_gradients is not Backend.watch_gradients
+
+    @property
+    def for_unused_parameters(self) -> dict[str, Any]:
+        """The settings under which parameters may take no part in a step."""
+        searches = "find_unused_parameters" in self.kind.Settings.model_fields
+        return {self.backend: {"find_unused_parameters": True}} if searches else {}
+
+    def open(self, **settings: Any) -> Strategy:
+        """Start a strategy, on a rank: in float64 and with short timeouts unless ``settings`` say otherwise.
+
+        With one thread, because models are small: on busy cores, threads that wait for one another take many times as
+        long.
+        """
+        common = {"backend": self.backend, "precision": "fp64", "device": "cpu", "timeout_s": 30}
+        return unitrain.init(**{**common, "threads_per_process": 1, **settings})
+
+    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 90) -> list[Any]:
+        """Run ``fn(*args)`` as every rank of this world, where ``open`` works; return what each rank returned."""
+        return run_ranks(_run, self.path, fn, args, nprocs=self.processes, launcher=self.launcher, timeout=timeout)
+
+    @contextmanager
+    def on_path(self) -> Iterator[None]:
+        """Let the backend's distribution be found."""
+        before = sys.path[:]
+        sys.path[:0] = self.path
+        try:
+            yield
+        finally:
+            sys.path[:] = before
+
+
+def _run(path: Sequence[str], fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    sys.path[:0] = path
+    return fn(*args)
+
+
+def find_worlds(backend: str, sizes: Sequence[int]) -> list[World]:
+    """Return the worlds of a backend that can be started on this host: for each size, with the first launcher to fit.
+
+    Args:
+        backend: its name.
+        sizes: numbers of processes.
+
+    Raises:
+        ConfigError: no backend of that name is installed, or it can't run as configured by default.
+        BackendError: it can't be imported, or its library is missing.
+        LaunchError: no launcher that is found here starts what it can use.
+    """
+    kind = load_backend(backend)
+    worlds: list[World] = []
+    refusals: list[ConfigError | BackendError] = []
+    found = local_launchers()
+    launchers = [name for name in LAUNCHERS if name in ("spawn", *found)]
+    for size in sizes:
+        for launcher in launchers:
+            launch = Launch(launcher, world_size=size, local_world_size=size)
+            if (launcher == "python") != (size == 1) or kind.expected_world(launch) != size:
+                continue
+            try:
+                kind.check(StrategyConfig(backend=backend, device="cpu"), launch)
+            except (ConfigError, BackendError) as error:
+                refusals.append(error)
+                continue
+            worlds.append(World(backend, size, launcher))
+            break
+    if not worlds and refusals:
+        raise refusals[0]
+    if not worlds:
+        asked = ", ".join(map(str, sizes))
+        raise LaunchError(
+            f"backend {backend!r} would see no world of {asked} processes under any launcher found here "
+            f"({', '.join(['spawn', *found])}): its `expected_world` says so. It is served by {kind.served_by}."
+        )
+    return worlds
