@@ -162,6 +162,47 @@ def open_strategy(precision: Any) -> Strategy:
     return unitrain.init(backend="single", device="cpu", precision=precision)
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("compiled_first", [False, True])
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp64"])
+def test_torch_compile_before_and_after_prepare(
+    monkeypatch: pytest.MonkeyPatch, precision: str, compiled_first: bool, backend: str
+) -> None:
+    """What autocast's hooks hold between them is compiled as one graph."""
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # torch's tracer has progress bars, whose thread would stay
+    graphs: list[torch.fx.GraphModule] = []
+    inner = torch._dynamo.lookup_backend(backend)
+
+    def noting(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return inner(graph, inputs)
+
+    dtype = HALF.get(precision, torch.float64)
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    with open_strategy(precision) as strategy:
+        module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+        plain = strategy.prepare(copy.deepcopy(module))
+        if compiled_first:
+            model = strategy.prepare(torch.compile(module, backend=noting))
+        else:
+            model = torch.compile(strategy.prepare(module), backend=noting)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        for _ in range(2):
+            out = model(torch.ones(2, 4))
+            assert out.dtype == dtype
+            assert not torch.is_autocast_enabled("cpu")
+            torch.testing.assert_close(out, plain(torch.ones(2, 4)))
+            strategy.step(out.sum(), optimizer)
+            plain.load_state_dict(module.state_dict())
+        with pytest.raises(RuntimeError, match=r"same reduction dim|shapes cannot be multiplied"):
+            model(torch.ones(2, 3))
+        assert not torch.is_autocast_enabled("cpu")
+    linear = [node for node in graphs[0].graph.nodes if node.target is torch._C._nn.linear]
+    assert len(linear) == 2
+    assert all(node.meta["example_value"].dtype == dtype for node in linear)
+
+
 @HALVES
 def test_autocast_of_a_strategy(name: str) -> None:
     with open_strategy(name) as strategy, strategy.autocast():

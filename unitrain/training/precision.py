@@ -20,11 +20,17 @@ class _AutocastForward:
     Autocast's dtype is thread-local and DataParallel's threads inherit only whether it is on, so it has to be entered
     inside the forward; the stack is thread-local for the same reason. Hooks, and not a replaced ``forward``, because a
     deep copy of the module (an average of its weights, say) then keeps calling its own forward.
+
+    ``torch.compile`` can't trace a context that one function enters and another leaves: it runs both as they are, and
+    compiles what lies between them.
     """
 
     def __init__(self, device_type: str, dtype: torch.dtype) -> None:
         self._arguments = (device_type, dtype)
         self._local = threading.local()
+        # Not as decorators: those would import the compiler together with unitrain, which takes a second or more.
+        self._enter = torch.compiler.disable(self._enter_untraced)  # type: ignore[no-untyped-call]
+        self._leave = torch.compiler.disable(self._leave_untraced)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _AutocastForward:
         return _AutocastForward(*self._arguments)
@@ -33,11 +39,17 @@ class _AutocastForward:
         return _AutocastForward, self._arguments
 
     def enter(self, module: nn.Module, args: Any) -> None:
+        self._enter()
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._leave()
+
+    def _enter_untraced(self) -> None:
         context = torch.autocast(*self._arguments)
         context.__enter__()  # type: ignore[no-untyped-call]
         self._local.__dict__.setdefault("stack", []).append(context)
 
-    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _leave_untraced(self) -> None:
         stack = self._local.__dict__.get("stack")
         if stack:  # else an earlier hook of the user's raised before we entered
             stack.pop().__exit__(None, None, None)
