@@ -186,3 +186,24 @@ def test_step_needs_an_optimizer(ready: Ready) -> None:
         strategy.step(model(torch.ones(2, 4)).sum(), model)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="take optimizers of torch, not str"):
         strategy.step(model(torch.ones(2, 4)).sum(), ["SGD"])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_norm_is_returned_on_request_and_nothing_is_clipped(accumulate: int) -> None:
+    results = {}
+    for grad_norm in (False, True):
+        with strategy_of(grad_norm=grad_norm, accumulate=accumulate) as strategy:
+            model, optimizer = strategy.prepare(*(lambda m: (m, sgd(m)))(model_of()))
+            seen: list[Tensor] = []
+
+            def note(optimizer: Any, *_: Any, seen: list[Tensor] = seen) -> None:
+                seen.extend(p.grad.clone() for group in optimizer.param_groups for p in group["params"])
+
+            optimizer.register_step_pre_hook(note)
+            x = 100 * torch.ones(2, 4, dtype=torch.float64)
+            result = [strategy.step(model(x).sum(), optimizer) for _ in range(accumulate)][-1]
+            results[grad_norm] = (result.grad_norm, torch.cat([g.flatten() for g in seen]), weights(model))
+    assert results[False][0] is None
+    assert results[True][0] is not None
+    assert torch.allclose(results[True][0], results[True][1].norm(), rtol=1e-12)
+    assert torch.equal(results[True][2], results[False][2])

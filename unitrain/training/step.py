@@ -44,7 +44,7 @@ class StepResult(NamedTuple):
     stepped: bool
     """Whether the optimizer moved; false within an accumulation window."""
     grad_norm: Tensor | None = None
-    """2-norm of the gradient before it was clipped to ``clip_norm``, where that is set; the same on all ranks."""
+    """2-norm of the gradient before it was clipped, with ``clip_norm`` or ``grad_norm`` set; the same on all ranks."""
     skipped: bool = False
     """Whether the window was given up because a loss or a gradient was not finite."""
 
@@ -106,7 +106,9 @@ class TrainingStep:
         self._windows: dict[Optimizer, Window] = {}
         self._scales = GradientScales(scaler)
         self._on_host = communicator.device.type == "cpu"
-        self._guarded_step = GuardedStep(communicator.device, config.clip_norm, config.clip_value)
+        self._guarded_step = GuardedStep(
+            communicator.device, config.clip_norm, config.clip_value, measure_norm=config.grad_norm
+        )
         self._copies = CopyCheck(communicator)
         self._foreign_steps = ForeignSteps(prepared.knows) if self._distributed else None
         self._unscaled = False
