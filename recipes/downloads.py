@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from urllib.error import HTTPError
 
 from unitrain import ConfigError
 
@@ -28,6 +29,8 @@ def downloading(what: str, remedy: str) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError) as error:
+        if isinstance(error, HTTPError):
+            error.close()  # it is the answer, too, with its connection
         raise ConfigError(f"{what} can't be downloaded: {str(error).rstrip('.')}. {remedy}") from None
     finally:
         socket.setdefaulttimeout(before)
