@@ -8,6 +8,7 @@ tells them (``found_inf``) is the protocol between torch's ``GradScaler`` and th
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -23,11 +24,15 @@ class GuardedStep:
     Args:
         device: where the gradients are.
         clip_norm: scale gradients so that the 2-norm of all together is at most this.
-        clip_value: clamp each number in them to plus and minus this.
+        clip_value: clamp each number in them to plus and minus this, before their norm is taken.
+        measure_norm: return the 2-norm also where ``clip_norm`` is None.
     """
 
-    def __init__(self, device: torch.device, clip_norm: float | None, clip_value: float | None) -> None:
+    def __init__(
+        self, device: torch.device, clip_norm: float | None, clip_value: float | None, measure_norm: bool = False
+    ) -> None:
         self._clip_norm, self._clip_value = clip_norm, clip_value
+        self._takes_norm = measure_norm or clip_norm is not None
         on_host = device.type == "cpu"
         self._found = torch.zeros((), device=device)
         self._found_on_host = torch.zeros((), pin_memory=not on_host)
@@ -35,7 +40,9 @@ class GuardedStep:
         self._one = torch.ones((), device=device)
         # Gradients that were clamped would no longer tell which of them was infinite.
         self._may_flag = not on_host and clip_value is None
-        self._all_dense_and_real = True
+        self._norm_tells = self._takes_norm and clip_value is None
+        self._all_plain = True
+        self._refused: set[torch.dtype] = set()
 
     def __call__(
         self,
@@ -44,51 +51,88 @@ class GuardedStep:
         gradients: list[Tensor],
         losses: Sequence[Tensor] = (),
     ) -> tuple[bool, Tensor | None]:
-        """Step if all gradients are finite; return whether they were, and their norm where ``clip_norm`` is set."""
-        if self._may_flag and gradients and _heeds_a_flag(optimizer):
-            return self._step_flagged(optimizer, parameters, gradients)
-        norm = None
-        if self._clip_norm is not None and self._clip_value is None:
-            norm = get_total_norm(gradients)
+        """Step if all gradients are finite, and all losses that are given.
+
+        Returns:
+            Whether they were, and the gradients' norm where the step was taken and the norm is wanted.
+        """
+        if self._may_flag and gradients and getattr(optimizer, "_step_supports_amp_scaling", False):
+            return self._step_flagged(optimizer, parameters, gradients, losses)
+        norm = get_total_norm(gradients) if self._norm_tells else None
         # A norm that is finite speaks for every gradient; one that is not may have overflowed.
-        if gradients and (norm is None or not math.isfinite(norm.item())):
-            self._look(gradients)
-            if self._found_now():
-                self._found.zero_()
-                return False, None
-        if self._clip_value is not None and gradients:
-            torch._foreach_clamp_max_(gradients, self._clip_value)
-            torch._foreach_clamp_min_(gradients, -self._clip_value)
-        if self._clip_norm is not None:
-            if norm is None:
-                norm = get_total_norm(gradients)
-            clip_grads_with_norm_(parameters, self._clip_norm, norm)
+        known = norm is not None and math.isfinite(sum(losses, norm).item())
+        if not known and not self._are_finite(gradients, losses):
+            return False, None
+        if self._takes_norm or self._clip_value is not None:
+            norm = self._clip(parameters, gradients, norm)
         optimizer.step()
         return True, norm
 
-    def _look(self, gradients: list[Tensor]) -> None:
-        """Set the flag to 1 where a gradient is not finite."""
-        if self._all_dense_and_real:
+    def _clip(self, parameters: Iterable[Parameter], gradients: list[Tensor], norm: Tensor | None) -> Tensor | None:
+        """Clip gradients that are finite; return their norm, which may be known, where it is wanted."""
+        if self._clip_value is not None and gradients:
+            torch._foreach_clamp_max_(gradients, self._clip_value)
+            torch._foreach_clamp_min_(gradients, -self._clip_value)
+        if self._takes_norm and norm is None:
+            norm = get_total_norm(gradients)
+        if self._clip_norm is not None and norm is not None:
+            clip_grads_with_norm_(parameters, self._clip_norm, norm)
+        return norm
+
+    def _are_finite(self, gradients: list[Tensor], losses: Sequence[Tensor]) -> bool:
+        """Return whether all gradients and losses are finite; the host waits for the answer."""
+        self._look(gradients, losses)
+        if not self._found_now():
+            return True
+        self._found.zero_()
+        return False
+
+    def _look(self, gradients: list[Tensor], losses: Sequence[Tensor]) -> None:
+        """Set the flag to 1 where a gradient or a loss is not finite."""
+        if losses:
+            gradients = [*gradients, *losses]
+        if self._all_plain:
             try:
                 torch._amp_foreach_non_finite_check_and_unscale_(gradients, self._found, self._one)
             except NotImplementedError:  # asking each gradient beforehand costs every model for the few that have such
-                self._all_dense_and_real = False
-        if not self._all_dense_and_real:
-            numbers = [plain_numbers(g) for g in gradients]
-            torch._amp_foreach_non_finite_check_and_unscale_(numbers, self._found, self._one)
+                self._all_plain = False
+            else:
+                return
+        by_dtype = defaultdict(list)
+        for numbers in map(plain_numbers, gradients):
+            if numbers.numel():
+                by_dtype[numbers.dtype].append(numbers)
+        for dtype, alike in by_dtype.items():
+            self._look_at_plain(alike, dtype)
+
+    def _look_at_plain(self, alike: list[Tensor], dtype: torch.dtype) -> None:
+        """Look at numbers of one type, which torch's check may not know: on a GPU, bfloat16."""
+        if dtype not in self._refused:
+            try:
+                torch._amp_foreach_non_finite_check_and_unscale_(alike, self._found, self._one)
+            except NotImplementedError:
+                self._refused.add(dtype)
+            else:
+                return
+        largest = torch.stack(torch._foreach_norm(alike, math.inf))
+        torch.logical_or(self._found, largest.isfinite().all().logical_not(), out=self._found)
 
     def _step_flagged(
-        self, optimizer: Optimizer, parameters: Iterable[Parameter], gradients: list[Tensor]
+        self, optimizer: Optimizer, parameters: Iterable[Parameter], gradients: list[Tensor], losses: Sequence[Tensor]
     ) -> tuple[bool, Tensor | None]:
         """Let the optimizer look at the flag, and read it while its kernels run."""
-        self._look(gradients)
-        self._found_on_host.copy_(self._found, non_blocking=True)
-        copied = torch.cuda.current_stream().record_event() if self._found.is_cuda else None
         norm = None
-        if self._clip_norm is not None:
+        if self._takes_norm:
             norm = get_total_norm(gradients)
+            torch.logical_not(sum(losses, norm).isfinite(), out=self._found)
+        else:
+            self._look(gradients, losses)
+        self._found_on_host.copy_(self._found, non_blocking=True)
+        copied = torch.cuda.current_stream(self._found.device).record_event() if self._found.is_cuda else None
+        if self._clip_norm is not None and norm is not None:
             # By a norm of NaN, clipping would make every gradient NaN: none could be named as the first.
             clip_grads_with_norm_(parameters, self._clip_norm, torch.where(self._found > 0, 0.0, norm))
+        states = len(optimizer.state)
         optimizer.found_inf = self._found  # type: ignore[attr-defined]
         try:
             optimizer.step()
@@ -99,15 +143,15 @@ class GuardedStep:
         if not self._found_on_host.item():
             return True, norm
         self._found.zero_()
-        return False, None
-
-
-def _heeds_a_flag(optimizer: Optimizer) -> bool:
-    """Whether the optimizer's kernels leave everything as it was where ``found_inf`` is 1, as torch's fused ones do.
-
-    Not in its first step: fused SGD would leave momentum behind that was never written.
-    """
-    return bool(optimizer.state) and getattr(optimizer, "_step_supports_amp_scaling", False)
+        # A parameter's first step made a state for it, which may not have been written: fused SGD's momentum.
+        for parameter in list(optimizer.state)[states:]:
+            del optimizer.state[parameter]
+        if norm is None or not self._are_finite(gradients, losses):
+            return False, None
+        # Only the norm had overflowed. Nothing has changed yet: the step is taken now.
+        self._clip(parameters, gradients, norm)
+        optimizer.step()
+        return True, norm
 
 
 def plain_numbers(gradient: Tensor) -> Tensor:
