@@ -17,7 +17,6 @@ from torch.utils.data import TensorDataset
 import unitrain
 from unitrain import CheckpointError, UsageError
 from unitrain.checkpoint import Checkpoint, storage
-from unitrain.checkpoint.snapshot import snapshot
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -152,26 +151,6 @@ def test_a_disk_with_too_little_space(tmp_path: Path) -> None:
             run_ranks(begin, str(tmp_path), 1024)
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
-
-
-def test_a_snapshot_is_a_copy_and_uses_the_memory_of_the_one_before() -> None:
-    state: dict[str, Any] = {
-        "weight": torch.arange(3.0),
-        "groups": [{"lr": 0.1, "params": [0, 1]}],
-        "pair": (torch.ones(2), "text"),
-    }
-    first = snapshot(state)
-    state["weight"].add_(1)
-    state["groups"][0]["lr"] = 0.2
-    assert first["weight"].tolist() == [0, 1, 2]
-    assert first["groups"] == [{"lr": 0.1, "params": [0, 1]}]
-    second = snapshot({**state, "new": torch.zeros(1)}, first)
-    assert second["weight"].tolist() == [1, 2, 3]
-    assert second["weight"].data_ptr() == first["weight"].data_ptr() != state["weight"].data_ptr()
-    assert second["groups"][0]["lr"] == 0.2
-    assert second["pair"][1] == "text"
-    other = snapshot({"weight": torch.ones(4)}, second)
-    assert other["weight"].tolist() == [1, 1, 1, 1]
 
 
 def saved_and_resumed(folder: str) -> list[int]:

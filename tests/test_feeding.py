@@ -10,6 +10,8 @@ import pytest
 import torch
 from needs import GPU
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import unitrain
 from unitrain.data.feeding import feed, to_device
@@ -61,6 +63,69 @@ def test_every_tensor_is_moved_and_the_structure_kept() -> None:
     )
     assert moved["default"]["missing"] == []
     assert rows.device.type == "cpu"
+
+
+class Noting:
+    """Notes how it was moved."""
+
+    def __init__(self) -> None:
+        self.moved: list[dict[str, Any]] = []
+
+
+class WithNonBlocking(Noting):
+    def to(self, device: torch.device, *, non_blocking: bool = False) -> WithNonBlocking:
+        self.moved.append({"device": device, "non_blocking": non_blocking})
+        return self
+
+
+class WithKeywords(Noting):
+    """Could take ``non_blocking`` for whatever it likes."""
+
+    def to(self, device: torch.device, **keywords: Any) -> WithKeywords:
+        self.moved.append({"device": device, **keywords})
+        return self
+
+
+class OfTheObject(Noting):
+    def __init__(self) -> None:
+        super().__init__()
+        self.to = lambda device: self.moved.append({"device": device})
+
+
+def test_what_moves_itself_does_so_without_waiting_where_it_says_that_it_can() -> None:
+    batch = [WithNonBlocking(), WithKeywords(), OfTheObject()]
+    to_device(batch, META)
+    assert [one.moved for one in batch] == [
+        [{"device": META, "non_blocking": True}], [{"device": META}], [{"device": META}]
+    ]  # fmt: skip
+    movable = WithNonBlocking()
+    to_device(movable, torch.device("cpu"))
+    assert movable.moved == [{"device": torch.device("cpu"), "non_blocking": False}]
+
+
+class Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes whether tensors were copied without waiting."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.non_blocking: list[bool] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._to_copy.default:
+            self.non_blocking.append(bool(kwargs.get("non_blocking")))
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_comes_to_the_host_has_arrived() -> None:
+    """A copy from a GPU that nobody waits for would be read before it is there."""
+    gpu = torch.device("cuda", 0)
+    batch = [torch.ones(2), torch.nn.utils.rnn.pack_sequence([torch.ones(2)])]
+    with FakeTensorMode(allow_non_fake_inputs=True), Copies() as copies:  # tensors that know where they would be
+        on_gpu = to_device(batch, gpu)
+        assert copies.non_blocking == [True, True]
+        copies.non_blocking.clear()
+        assert to_device(on_gpu, torch.device("cpu"))[0].device.type == "cpu"
+    assert copies.non_blocking == [False, False]
 
 
 def test_a_packed_sequence_moves_itself() -> None:

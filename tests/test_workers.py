@@ -17,7 +17,7 @@ import psutil
 import pytest
 import torch
 from jobs import run_job
-from needs import HOROVOD
+from needs import GPU, HOROVOD
 from pretended import pretended_rank
 from ranks import run_ranks
 from torch.utils.data import Dataset, Subset, TensorDataset
@@ -178,6 +178,29 @@ def test_by_default_only_a_gpu_has_workers() -> None:
     assert default_workers(data, gpu, 2, 0) == 0
     in_memory = TensorDataset(torch.zeros(3))
     assert default_workers(in_memory, gpu, 2, 8) == default_workers(Subset(in_memory, [0]), gpu, 2, 8) == 0
+
+
+def test_by_default_only_what_workers_read_for_a_gpu_is_pinned() -> None:
+    """What the process reads itself may be on the GPU already."""
+    most: dict[str, Any] = {"local_world_size": 1, "most_workers": 8}
+    gpu = torch.device("cuda")
+
+    def pinned(num_workers: int, device: torch.device, **settings: Any) -> Any:
+        data, config = Failing(raise_error), StrategyConfig(**settings)
+        return with_defaults({"num_workers": num_workers}, data, device, config, **most)["pin_memory"]
+
+    assert [pinned(0, gpu), pinned(2, gpu), pinned(2, CPU)] == [False, True, False]
+    assert [pinned(0, gpu, pin_memory=True), pinned(2, gpu, pin_memory=False)] == [True, False]
+    rows = TensorDataset(torch.zeros(3))
+    assert with_defaults({}, rows, gpu, StrategyConfig(), **most) == {"num_workers": 0, "pin_memory": False}
+
+
+@pytest.mark.gpu
+@GPU
+def test_samples_that_are_on_the_gpu_are_read() -> None:
+    rows = TensorDataset(torch.arange(10, device="cuda"))
+    with unitrain.init(backend="single", device="cuda") as strategy:
+        assert sorted(x for (batch,) in strategy.dataloader(rows, batch_size=4) for x in batch.tolist()) == [*range(10)]
 
 
 def test_defaults_give_way_to_what_was_given() -> None:

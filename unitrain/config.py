@@ -100,7 +100,7 @@ class StrategyConfig(Section):
     tf32: bool | None = None
     """Let CUDA compute float32 matrix products and convolutions in TF32; null leaves torch's: convolutions only."""
     pin_memory: bool | None = None
-    """Load batches into page-locked memory, for faster copies to a GPU; null does when training on a GPU."""
+    """Load batches into page-locked memory, for faster copies to a GPU; null does on a GPU, for what workers read."""
 
     def section(self, backend: str, kind: type[SectionType]) -> SectionType:
         """Return the settings of one backend: the defaults where this configuration has no section for it.

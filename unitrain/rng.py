@@ -156,7 +156,7 @@ def _restore(states: _States) -> None:
 
 
 def capture() -> dict[str, Any]:
-    """Return the states of python's, numpy's and torch's generators."""
+    """Return the states of python's, numpy's and torch's generators, those of GPUs where this process uses any."""
     version, internal, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state = {
@@ -164,17 +164,24 @@ def capture() -> dict[str, Any]:
         "numpy": [name, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, cached],
         "torch": torch.get_rng_state(),
     }
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        state["cuda"] = [torch.cuda.get_rng_state(device) for device in _gpus()]
     return state
 
 
 def restore(state: dict[str, Any]) -> None:
-    """Put the generators back into states that ``capture`` returned."""
+    """Put the generators back into states that ``capture`` returned, those of GPUs as far as there are as many now."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
     torch.set_rng_state(state["torch"])
-    if torch.cuda.is_available() and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"])
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        for device, its in zip(_gpus(), state.get("cuda", ()), strict=False):
+            torch.cuda.set_rng_state(its, device)
+
+
+def _gpus() -> list[int]:
+    """Return the visible GPUs, the current one first: a rank's own, which may have another number after a resume."""
+    current, count = torch.cuda.current_device(), torch.cuda.device_count()
+    return [(current + i) % count for i in range(count)]

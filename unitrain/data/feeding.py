@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from unitrain.data.structure import rebuilt, tensors
 
@@ -15,13 +18,30 @@ T = TypeVar("T")
 
 def to_device(batch: Any, device: torch.device) -> Any:
     """Return the batch with every tensor in it on ``device``; whatever else has a ``to`` method is moved by that."""
+    # What comes to the host must have arrived when it is used; a GPU's stream sees to that itself.
+    non_blocking = device.type != "cpu"
 
     def move(value: Any) -> Any:
         if isinstance(value, Tensor):
+            return value.to(device, non_blocking=non_blocking)
+        if not callable(getattr(value, "to", None)):
+            return value
+        if non_blocking and _takes_non_blocking(value.__class__):
             return value.to(device, non_blocking=True)
-        return value.to(device) if callable(getattr(value, "to", None)) else value
+        return value.to(device)
 
     return rebuilt(batch, move)
+
+
+@lru_cache
+def _takes_non_blocking(kind: type) -> bool:
+    """Whether the ``to`` of a class of the user's has a parameter of that name, as torch's does."""
+    if issubclass(kind, PackedSequence):  # which passes all that it is given on to a tensor's
+        return True
+    try:
+        return "non_blocking" in inspect.signature(kind.to).parameters  # type: ignore[attr-defined]
+    except (AttributeError, TypeError, ValueError):  # an attribute of the object, or not written in Python
+        return False
 
 
 def feed(batches: Iterator[tuple[T, Any]], device: torch.device) -> Iterator[tuple[T, Any]]:

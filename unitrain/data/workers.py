@@ -37,7 +37,11 @@ def with_defaults(
         filled.setdefault("timeout", config.timeout_s / 2)
         filled["worker_init_fn"] = _Worker(filled.get("worker_init_fn"))
     pinned = config.pin_memory
-    filled.setdefault("pin_memory", device.type == "cuda" if pinned is None else pinned)
+    if pinned is None:
+        # What this process reads itself may be on the GPU already, which can't be pinned; and to pin it would take this
+        # thread as long as the copy that it is to spare.
+        pinned = device.type == "cuda" and filled["num_workers"] > 0
+    filled.setdefault("pin_memory", pinned)
     return filled
 
 

@@ -124,7 +124,7 @@ class GuardedStep:
         norm = None
         if self._takes_norm:
             norm = get_total_norm(gradients)
-            self._found.copy_(sum(losses, norm).isfinite().logical_not())
+            torch.logical_not(sum(losses, norm).isfinite(), out=self._found)
         else:
             self._look(gradients, losses)
         self._found_on_host.copy_(self._found, non_blocking=True)

@@ -1,0 +1,72 @@
+"""A snapshot is whole when it is returned, and shares nothing with what is trained on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from needs import GPU
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from unitrain.checkpoint.snapshot import snapshot
+
+
+def test_a_snapshot_is_a_copy_and_uses_the_memory_of_the_one_before() -> None:
+    state: dict[str, Any] = {
+        "weight": torch.arange(3.0),
+        "groups": [{"lr": 0.1, "params": [0, 1]}],
+        "pair": (torch.ones(2), "text"),
+    }
+    first = snapshot(state)
+    state["weight"].add_(1)
+    state["groups"][0]["lr"] = 0.2
+    assert first["weight"].tolist() == [0, 1, 2]
+    assert first["groups"] == [{"lr": 0.1, "params": [0, 1]}]
+    second = snapshot({**state, "new": torch.zeros(1)}, first)
+    assert second["weight"].tolist() == [1, 2, 3]
+    assert second["weight"].data_ptr() == first["weight"].data_ptr() != state["weight"].data_ptr()
+    assert second["groups"][0]["lr"] == 0.2
+    assert second["pair"][1] == "text"
+    other = snapshot({"weight": torch.ones(4)}, second)
+    assert other["weight"].tolist() == [1, 1, 1, 1]
+
+
+class Stream:
+    """Notes whose stream is waited for."""
+
+    def __init__(self, device: Any, waited: list[Any]) -> None:
+        self.device, self.waited = device, waited
+
+    def synchronize(self) -> None:
+        self.waited.append(self.device)
+
+
+def test_each_gpu_that_is_copied_from_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies run on streams of the tensors' devices, of which the current one need not be any."""
+    waited: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream(device, waited))
+    first, second = torch.device("cuda", 1), torch.device("cuda", 2)
+    with FakeTensorMode():  # tensors that know where they would be
+        state = {"weight": torch.empty(2, device=first), "step": 3, "host": torch.ones(2)}
+        snapshot(state)
+        assert waited == [first]
+        copied = snapshot({"nested": [state, (torch.empty(1, device=second), torch.empty(1, device=first))]})
+    assert copied["nested"][1][0].device.type == "cpu"
+    assert sorted(waited[1:], key=str) == [first, second]
+    waited.clear()
+    snapshot({"weight": torch.ones(2)})
+    assert not waited
+
+
+@pytest.mark.gpu
+@GPU
+def test_a_snapshot_from_a_gpu_is_whole_though_the_gpu_is_busy() -> None:
+    device = torch.device("cuda", torch.cuda.device_count() - 1)
+    busy = torch.randn(4096, 4096, device=device)
+    for _ in range(20):
+        busy = busy @ busy / busy.norm()
+    state = {"weight": torch.zeros(1 << 24, device=device) + 0 * busy[0, 0] + 1}
+    copied = snapshot(state)
+    assert copied["weight"].is_pinned()
+    assert (copied["weight"] == 1).all()
