@@ -179,6 +179,15 @@ def test_nothing_outside_backends_asks_which_backend_it_is() -> None:
             assert not asks_for_a_backend(node), f"{path}:{getattr(node, 'lineno', '')}: {ast.unparse(node)}"
 
 
+def test_every_module_of_training_and_data_has_a_test_file_of_its_name() -> None:
+    elsewhere = {Path("data", "settings.py"): "test_loader_settings.py", Path("data", "options.py"): "test_loader.py"}
+    modules = [path.relative_to(ROOT / "unitrain") for path in (ROOT / "unitrain").glob("*/[!_]*.py")]
+    tested = [module for module in modules if module.parts[0] in ("training", "data")]
+    lacking = [str(one) for one in tested if not (ROOT / "tests" / elsewhere.get(one, f"test_{one.name}")).exists()]
+    assert len(tested) > 20
+    assert lacking == []
+
+
 def test_no_file_is_called_utils() -> None:
     vague = re.compile(r"(utils?|helpers?|misc|common)(\.py)?$")
     assert not [path for path, _ in sources("unitrain", "backends", "recipes", "tests") if vague.search(path.name)]
