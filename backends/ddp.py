@@ -28,7 +28,8 @@ from .ddp_powersgd import add_power_sgd
 from .ddp_settings import DDPSettings
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-# Newer releases of torch call it by another name, and warn of the old one.
+# Newer releases of torch call these by another name, and warn of the old one.
+_ALL_GATHER: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _SYNC_BUFFERS = next(
     name
     for name in ("forward_sync_buffers", "broadcast_buffers")
@@ -257,7 +258,7 @@ class DDPBackend(Backend):
     def all_gather(self, tensor: Tensor, name: str) -> Callable[[], Tensor]:
         """Gather in the core's group."""
         gathered = torch.empty(self.world_size, *tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        wait = _wait(dist.all_gather_into_tensor(gathered, tensor.unsqueeze(0), group=self._group, async_op=True))
+        wait = _wait(_ALL_GATHER(gathered, tensor.unsqueeze(0), group=self._group, async_op=True))
 
         def finish() -> Tensor:
             wait()

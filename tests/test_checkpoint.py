@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from needs import HOROVOD
 from ranks import run_ranks
 from torch import Tensor, nn
 
@@ -82,6 +83,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
     assert torch.equal(second[1], whole[1])
 
 
+@HOROVOD
 def test_any_world_and_backend_continues_what_another_began(tmp_path: Path) -> None:
     exact = {"precision": "fp64"}
     whole = run_ranks(train, str(tmp_path / "whole"), 8, {"backend": "single", **exact}, nprocs=1)[0]

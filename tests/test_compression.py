@@ -7,13 +7,18 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from needs import HOROVOD
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 import unitrain
 
-WORLDS = [("ddp", "spawn", "fp16"), ("ddp", "spawn", "bf16"), ("horovod", "horovodrun", "fp16")]
+WORLDS = [
+    ("ddp", "spawn", "fp16"),
+    ("ddp", "spawn", "bf16"),
+    pytest.param("horovod", "horovodrun", "fp16", marks=HOROVOD),
+]
 
 
 def train(settings: dict[str, Any], dtype: torch.dtype = torch.float32) -> tuple[Tensor, list[torch.dtype]]:
@@ -50,7 +55,9 @@ def test_compressed_gradients_are_near_and_equal_on_all_ranks(backend: str, laun
         assert set(sent) == {torch.float16}
 
 
-@pytest.mark.parametrize(("backend", "launcher"), [("ddp", "spawn"), ("horovod", "horovodrun")])
+@pytest.mark.parametrize(
+    ("backend", "launcher"), [("ddp", "spawn"), pytest.param("horovod", "horovodrun", marks=HOROVOD)]
+)
 def test_a_model_whose_own_weights_are_bf16_trains(backend: str, launcher: str) -> None:
     plain, _ = train({"backend": "single"}, torch.bfloat16)
     ranks = run_ranks(train, {"backend": backend}, torch.bfloat16, launcher=launcher)  # type: ignore[arg-type]
@@ -58,6 +65,7 @@ def test_a_model_whose_own_weights_are_bf16_trains(backend: str, launcher: str) 
     assert (ranks[0][0] - plain).abs().max() < 2e-2
 
 
+@HOROVOD
 def test_what_horovod_cannot_send_is_refused() -> None:
     with pytest.raises(unitrain.ConfigError, match=r"compression 'bf16' can't be honoured by backend 'horovod'"):
         run_ranks(train, {"backend": "horovod", "compression": "bf16"}, launcher="horovodrun")
@@ -186,6 +194,7 @@ def test_powersgd_of_nothing_is_nothing() -> None:
     assert run_ranks(idle_layer) == [True, True]
 
 
+@HOROVOD
 def test_powersgd_is_for_ddp() -> None:
     with pytest.raises(unitrain.ConfigError, match=r"compression 'powersgd' can't be honoured by backend 'horovod'"):
         run_ranks(train, {"backend": "horovod", "compression": "powersgd"}, launcher="horovodrun")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torchmetrics
+from needs import HOROVOD
 from ranks import run_ranks
 from torch import nn
 
 import unitrain
 
-WORLDS = [("ddp", 2, "spawn"), ("ddp", 3, "spawn"), ("horovod", 2, "horovodrun")]
+WORLDS = [("ddp", 2, "spawn"), ("ddp", 3, "spawn"), pytest.param("horovod", 2, "horovodrun", marks=HOROVOD)]
 
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)

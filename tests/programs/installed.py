@@ -1,4 +1,4 @@
-"""Import all of an installed UniTrain but the recipes, and take two steps on each backend: what README.md begins with.
+"""Import all of an installed UniTrain that needs no extra, and take two steps on each backend: the start of README.md.
 
 Prints a JSON object: where unitrain was imported from, the backends, and the loss after two steps on each.
 """
@@ -14,8 +14,9 @@ from torch.utils.data import TensorDataset
 import unitrain
 from unitrain.backend import backend_names, load_backend
 
+WITH_EXTRAS = ("unitrain.recipes", "unitrain.testing")
 for module in pkgutil.walk_packages(unitrain.__path__, "unitrain."):
-    if module.name.rpartition(".")[2] != "__main__" and not module.name.startswith("unitrain.recipes"):
+    if module.name.rpartition(".")[2] != "__main__" and not module.name.startswith(WITH_EXTRAS):
         import_module(module.name)
 
 losses: dict[str, float | str] = {}

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from unitrain.testing.duties.models import SAMPLES, Net, assert_same, samples, sgd
+from unitrain.testing.duties.models import EXACT, SAMPLES, Net, assert_same, samples, sgd, train_both
 from unitrain.testing.duty import duty
 from unitrain.testing.worlds import World
 
@@ -30,6 +30,23 @@ def evaluation_of_batch_norm(world: World) -> None:
             raise ZeroDivisionError
         assert [m.training for m in (model, model.first, model.norm, model.last)] == [True, False, True, True]
         assert torch.is_grad_enabled()
+
+
+@duty()
+def what_was_trained_is_evaluated_and_exported(world: World) -> None:
+    """The model that is evaluated, and its export, are the one that was trained."""
+    with world.open(sync_batchnorm=True) as strategy:
+        model, expected = Net(norm=True), Net(norm=True)
+        prepared, optimizer = strategy.prepare(model, sgd(model))
+        train_both(strategy, prepared, optimizer, expected, sgd(expected), 3)
+        inputs, _ = samples().tensors
+        wanted = expected.eval()(inputs)
+        with strategy.evaluation(prepared):
+            torch.testing.assert_close(prepared(inputs), wanted, rtol=0, atol=EXACT)
+        exported = strategy.export(prepared)
+        assert type(exported) is Net
+        torch.testing.assert_close(exported(inputs), wanted, rtol=0, atol=EXACT)
+        assert_same(exported, expected)
 
 
 @duty()
