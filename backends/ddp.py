@@ -23,20 +23,17 @@ from unitrain.launch.detect import Launch
 from unitrain.launch.rendezvous import rendezvous
 
 from .ddp_devices import any_shared, gpu_id
+from .ddp_group import CoreGroup
 from .ddp_module import AveragingModule
 from .ddp_powersgd import add_power_sgd
 from .ddp_settings import DDPSettings
 
-_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-# Newer releases of torch call these by another name, and warn of the old one.
-_ALL_GATHER: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+# Newer releases of torch call it by another name, and warn of the old one.
 _SYNC_BUFFERS = next(
     name
     for name in ("forward_sync_buffers", "broadcast_buffers")
     if name in signature(DistributedDataParallel.__init__).parameters
 )
-# What gloo and NCCL can't reduce, and what stands in for it.
-_WIDER = {torch.int16: torch.int32}
 _AFTER_WATCH_S = 60.0
 _COMPILED = "_orig_mod."  # torch.compile's prefix of names
 _HOOKS = {"fp16": fp16_compress_hook, "bf16": bf16_compress_hook}
@@ -113,9 +110,7 @@ class DDPBackend(Backend):
                     f"rank {self.rank} of {self.world_size} could not join the others at "
                     f"{self.launch.address or 'rank 0'} within {self.config.timeout_s:g} s: {error}"
                 ) from error
-        group = dist.new_group(timeout=timeout)
-        assert isinstance(group, dist.ProcessGroup)  # every rank is in it
-        self._group = group
+        self._group = CoreGroup(timeout)
         return dist.get_rank(), dist.get_world_size()
 
     def _library(self, store: dist.Store) -> str:
@@ -142,8 +137,7 @@ class DDPBackend(Backend):
         if not failed:
             # gloo's threads end with the last reference to their group. One that drops a finished work's tensor while
             # Python shuts down aborts the process.
-            dist.destroy_process_group(self._group)
-            del self._group
+            self._group.close()
         if not self._adopted and dist.is_initialized():
             dist.destroy_process_group()
 
@@ -245,36 +239,12 @@ class DDPBackend(Backend):
 
     def all_reduce(self, tensor: Tensor, op: str, name: str) -> Wait:
         """Reduce in the core's group."""
-        wide = tensor.to(_WIDER.get(tensor.dtype, tensor.dtype))
-        wait = _wait(dist.all_reduce(wide, _OPS[op], group=self._group, async_op=True))
-
-        def finish() -> None:
-            wait()
-            if wide is not tensor:
-                tensor.copy_(wide)
-
-        return finish
+        return self._group.all_reduce(tensor, op)
 
     def all_gather(self, tensor: Tensor, name: str) -> Callable[[], Tensor]:
         """Gather in the core's group."""
-        gathered = torch.empty(self.world_size, *tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        wait = _wait(_ALL_GATHER(gathered, tensor.unsqueeze(0), group=self._group, async_op=True))
-
-        def finish() -> Tensor:
-            wait()
-            return gathered
-
-        return finish
+        return self._group.all_gather(tensor)
 
     def broadcast(self, tensor: Tensor, src: int, name: str) -> Wait:
         """Broadcast in the core's group."""
-        return _wait(dist.broadcast(tensor, src, group=self._group, async_op=True))
-
-
-def _wait(work: dist.Work | None) -> Wait:
-    assert work is not None  # it is asynchronous, and this rank belongs to the group
-
-    def wait() -> None:
-        work.wait()
-
-    return wait
+        return self._group.broadcast(tensor, src)
