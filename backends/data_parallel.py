@@ -84,8 +84,8 @@ class DataParallelBackend(LocalBackend):
 
     def __init__(self, config: StrategyConfig, launch: Launch, device: torch.device) -> None:
         super().__init__(config, launch, device)
-        self.devices = _devices(config) or (device,)
-        self.device = self.devices[0]
+        self.devices: tuple[torch.device, ...] = _devices(config) or (device,)
+        self.device: torch.device = self.devices[0]
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # streams and events are those of the current device
 

@@ -48,7 +48,7 @@ class DDPBackend(Backend):
     name = "ddp"
     Settings: ClassVar[type[Section]] = DDPSettings
     served_by = "torchrun, mpirun, srun or unitrain.spawn"
-    compressions = (*Backend.compressions, "powersgd")
+    compressions: ClassVar[tuple[str, ...]] = (*Backend.compressions, "powersgd")
     gradient_reduction: Literal["sum", "mean"] = "mean"
 
     @classmethod

@@ -54,7 +54,7 @@ class HorovodBackend(Backend):
     Settings: ClassVar[type[Section]] = HorovodSettings
     served_by = "horovodrun or mpirun"
     matches_by_name = True
-    compressions = ("none", "fp16")
+    compressions: ClassVar[tuple[str, ...]] = ("none", "fp16")
 
     @classmethod
     def expected_world(cls, launch: Launch) -> int:

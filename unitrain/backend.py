@@ -65,8 +65,8 @@ class Backend(ABC):
         self.config = config
         self.launch = launch
         self.settings: Any = config.section(self.name, self.Settings)
-        self.rank = launch.rank
-        self.world_size = self.expected_world(launch)
+        self.rank: int = launch.rank
+        self.world_size: int = self.expected_world(launch)
         self.device = device
         self.devices: tuple[torch.device, ...] = (device,)
 

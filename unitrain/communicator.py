@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from unitrain import call_site
-from unitrain.backend import Backend
+from unitrain.backend import Backend, Wait
 from unitrain.errors import CommunicationError, UnitrainError, UsageError
 from unitrain.pulse import Pulse
 
@@ -52,14 +52,14 @@ class Communicator:
     """
 
     def __init__(self, backend: Backend, pulse: Pulse, *, peers: Peers | None = None, compares: bool = False) -> None:
-        self.rank = backend.rank
-        self.world_size = backend.world_size
-        self.device = backend.device
-        self.is_main = self.rank == 0
+        self.rank: int = backend.rank
+        self.world_size: int = backend.world_size
+        self.device: torch.device = backend.device
+        self.is_main: bool = self.rank == 0
         self.pulse = pulse
-        self.closed = False
-        self.all_reduce_async = backend.all_reduce
-        self.all_gather_async = backend.all_gather
+        self.closed: bool = False
+        self.all_reduce_async: Callable[[Tensor, str, str], Wait] = backend.all_reduce
+        self.all_gather_async: Callable[[Tensor, str], Callable[[], Tensor]] = backend.all_gather
         self._backend = backend
         self._peers = peers
         self._compares = compares and peers is not None

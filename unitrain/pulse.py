@@ -22,9 +22,10 @@ class Pulse:
     __slots__ = ("_failed", "boundary", "calls", "phase", "step")
 
     def __init__(self) -> None:
-        self.step = self.boundary = 0
-        self.phase = OWN_CODE
-        self.calls = 0
+        self.step: int = 0
+        self.boundary: int = 0
+        self.phase: str = OWN_CODE
+        self.calls: int = 0
         self._failed = False
 
     @contextmanager

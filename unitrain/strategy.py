@@ -67,13 +67,15 @@ class Strategy:
     def __init__(self, backend: type[Backend], config: StrategyConfig, launch: Launch) -> None:
         self.config = config
         self.launch = launch
-        self.local_rank = launch.local_rank
+        self.local_rank: int = launch.local_rank
         engine = backend(config, launch, pick_device(config.device, launch))
-        self.device, self.devices = engine.device, engine.devices
+        self.device: torch.device = engine.device
+        self.devices: tuple[torch.device, ...] = engine.devices
         self._communicator, self._job = join(engine, config, launch)
-        self.rank, self.world_size = self._communicator.rank, self._communicator.world_size
-        self.is_main = self._communicator.is_main
-        self.node_rank = self._job.node_rank
+        self.rank: int = self._communicator.rank
+        self.world_size: int = self._communicator.world_size
+        self.is_main: bool = self._communicator.is_main
+        self.node_rank: int = self._job.node_rank
         self._precision = Precision(config.precision, self.device)
         self._prepared = PreparedModules(distributed=self.world_size > 1)
         pass_boundary = self._job.stopping.pass_boundary

@@ -19,7 +19,7 @@ class Iteration:
     __slots__ = ("trained",)
 
     def __init__(self) -> None:
-        self.trained = False
+        self.trained: bool = False
 
 
 class LoopListener(Protocol):

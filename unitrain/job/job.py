@@ -86,8 +86,8 @@ class Job:
         self, communicator: Communicator, config: StrategyConfig, launch: Launch, backend: type[Backend]
     ) -> None:
         self.launch = launch
-        self.pulse = communicator.pulse
-        self.node_rank = launch.node_rank or 0
+        self.pulse: Pulse = communicator.pulse
+        self.node_rank: int = launch.node_rank or 0
         self.failed = False
         self.ended = False
         self._backend = backend
@@ -100,7 +100,7 @@ class Job:
                 self.node_rank = list(dict.fromkeys(hosts)).index(hosts[communicator.rank])
             one_host = launch.local_world_size == communicator.world_size
             self.watch = Watch(communicator, members, boundaries, config, one_host=one_host)
-        self.stopping = Stopping(boundaries, self.pulse, self.watch, is_main=communicator.is_main)
+        self.stopping: Stopping = Stopping(boundaries, self.pulse, self.watch, is_main=communicator.is_main)
 
     def follows_from_another(self, error: BaseException | None) -> bool:
         """Return whether an error is, or comes from, what the backend's library raises where another rank has gone."""

@@ -69,7 +69,7 @@ class Boundaries:
         self._agreed = threading.Event()
         self._stop_at = 0
         self._reason = StopReason()
-        self.held = False
+        self.held: bool = False
         """Whether no boundary may be passed without asking ``due``."""
 
     def hold(self) -> int:

@@ -8,7 +8,6 @@ Accelerating Data Parallel Training", VLDB 2020, describes buckets filled from h
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,11 +18,8 @@ from unitrain.errors import UsageError
 Wait = Callable[[], None]
 
 
-class AllReduce(Protocol):
-    """Sum ``tensor`` in place over the ranks, asynchronously; the result waits for it."""
-
-    def __call__(self, tensor: Tensor, op: str, name: str) -> Wait:
-        """Begin, and return what waits."""
+AllReduce = Callable[[Tensor, str, str], Wait]
+"""Sums a tensor in place over the ranks, asynchronously, given an operation and a name; the result waits for it."""
 
 
 class _Bucket:

@@ -37,7 +37,7 @@ class Reduction:
         self._distributed = communicator.world_size > 1
         self._finishers: dict[Parameter, Finish] = {}
         self._reducers: list[GradientReducer] = []
-        self.armed = True
+        self.armed: bool = True
 
     def arm(self, sync: bool) -> None:
         """Say whether the coming backward communicates; before the forward, where the backend needs to know then."""

@@ -113,7 +113,7 @@ class TrainingStep:
         self._foreign_steps = ForeignSteps(prepared.knows) if self._distributed else None
         self._unscaled = False
         self.micro_batch: MicroBatch | None = None
-        self.averages = True
+        self.averages: bool = True
         self._untrained: list[Iteration] = []  # of which batches were yielded, and nothing was trained on yet
         self._global_step = 0
         self._at_window_end: list[Callable[[], None]] = []
