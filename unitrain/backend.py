@@ -162,8 +162,8 @@ class Backend(ABC):
 class LocalBackend(Backend):
     """Base of the backends of one process, which has nobody to communicate with."""
 
-    served_by = "plain python"
-    compressions = ("none",)
+    served_by: ClassVar[str] = "plain python"
+    compressions: ClassVar[tuple[str, ...]] = ("none",)
 
     @classmethod
     def expected_world(cls, launch: Launch) -> int:

@@ -33,9 +33,9 @@ class Net(nn.Module):
     def __init__(self, seed: int = 0, *, norm: bool = False) -> None:
         super().__init__()
         torch.manual_seed(seed)
-        self.first = nn.Linear(4, 6)
-        self.norm = nn.BatchNorm1d(6) if norm else nn.Identity()
-        self.last = nn.Linear(6, 2)
+        self.first: nn.Linear = nn.Linear(4, 6)
+        self.norm: nn.Module = nn.BatchNorm1d(6) if norm else nn.Identity()
+        self.last: nn.Linear = nn.Linear(6, 2)
         self.double()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -50,11 +50,11 @@ class Branches(nn.Module):
     def __init__(self, *, norm: bool = False) -> None:
         super().__init__()
         torch.manual_seed(5)
-        self.trunk = nn.Linear(4, 4)
-        self.norm = nn.BatchNorm1d(4) if norm else nn.Identity()
-        self.left = nn.Linear(4, 2)
-        self.right = nn.Linear(4, 2)
-        self.never = nn.Linear(4, 2)
+        self.trunk: nn.Linear = nn.Linear(4, 4)
+        self.norm: nn.Module = nn.BatchNorm1d(4) if norm else nn.Identity()
+        self.left: nn.Linear = nn.Linear(4, 2)
+        self.right: nn.Linear = nn.Linear(4, 2)
+        self.never: nn.Linear = nn.Linear(4, 2)
         self.double()
 
     def forward(self, x: Tensor, branch: int = 0) -> Tensor:
