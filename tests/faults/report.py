@@ -1,4 +1,4 @@
-"""Print what the fault tests have noted, as a table: what happened, how long it took to end, and what was said.
+"""Print what the fault tests have recorded, as a table: the fault, how long its job took to end, and the first message.
 
 TESTS_ENDS=ends.jsonl pytest tests/faults
 python tests/faults/report.py ends.jsonl
@@ -16,17 +16,27 @@ from textwrap import fill
 
 HEAD = """# Faults
 
-What the fault tests saw: real jobs of two or three processes, each of which met with one fault. `kill:1:7` is a
-SIGKILL of rank 1 after step 7, `kill:0:close` one of rank 0 where the others wait for it, `stop` a SIGSTOP,
-`hold-gil` a call that never lets another thread run, `exit` an end with status 0 while the others train, `term`
-and `int` a signal to one rank. Heartbeats had 3 seconds and collectives 8, where the defaults are 30 and 600.
-Nothing was lost but the steps since the last checkpoint, after a signal none, and no process was left. `make soak`
-writes this page; `make test` runs the quick ones.
+How real jobs of two or three processes ended when the tests caused a fault in one of them. `make soak` writes this
+page; `make test` runs the quick ones. The heartbeat timeout was 3 seconds and the timeout of collectives 8; the
+defaults are 30 and 600. A fault lost at most the steps since the last checkpoint, a signal lost none, and no process
+was left over. The launcher `plain` stands for processes started with `RANK`, `WORLD_SIZE`, … set by hand.
+
+| fault | what happens |
+|---|---|
+| `kill:1:7` | rank 1 gets a SIGKILL after step 7 |
+| `kill:0:init`, … | rank 0 gets a SIGKILL there (`init`, `prepare`, evaluation, `close`); the others wait for it |
+| `raise`, `segfault`, `os-exit` | the rank raises an error, crashes, or calls `os._exit` |
+| `exit` | the rank exits with status 0 while the others train |
+| `stop` | the rank gets a SIGSTOP |
+| `hold-gil` | the rank makes a call that never releases the GIL |
+| `spin` | the rank loops forever in its own code |
+| `extra-collective` | the rank calls a collective that the others don't |
+| `term`, `int`, `usr1` | one rank gets SIGTERM, SIGINT or SIGUSR1 |
 """
 KILLS = (
-    "Ranks were also killed at moments drawn at random, within starts, steps and saves, and the job was started again "
-    "until it came to its end: {}. It was then the training to which nothing had happened, each sample once and the "
-    "losses equal to 1e-9."
+    "Ranks were also killed at random moments during start-up, steps and saves, and the job was restarted until it was "
+    "done: {}. The result was that of a run without faults: each sample was used once, and the losses were equal to "
+    "1e-9."
 )
 
 
@@ -34,8 +44,8 @@ def main(file: Path) -> None:
     ends = [json.loads(line) for line in file.read_text().splitlines()]
     kills = [f"{end['kills']} times under {end['world']}" for end in ends if "kills" in end]
     print(f"{HEAD}\n{fill(KILLS.format(', '.join(kills)), 120, break_on_hyphens=False)}\n")
-    print(f"Seen on {os.cpu_count()} cores ({platform.machine()}), torch {version('torch')}.\n")
-    print("| fault:rank:step or place | launcher-backend | seconds to the end | exit code | what was said first |")
+    print(f"Run on {os.cpu_count()} cores ({platform.machine()}), torch {version('torch')}.\n")
+    print("| fault:rank:step or place | launcher-backend | seconds to the end | exit code | first message |")
     print("|---|---|---|---|---|")
     latest = {(end["fault"], end["world"]): end for end in ends if "fault" in end}
     for (fault, world), end in sorted(latest.items()):
