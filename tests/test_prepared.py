@@ -43,9 +43,9 @@ def test_parameters_have_the_names_of_the_user_s_module() -> None:
     compiled: Any = torch.compile(module, backend="eager")
     prepared.add_names(compiled)
     assert prepared.name(module.get_parameter("weight")) == "weight"
-    assert prepared.knows(module.get_parameter("bias"))
+    assert prepared.has(module.get_parameter("bias"))
     other = nn.Parameter(torch.ones(3))
-    assert not prepared.knows(other)
+    assert not prepared.has(other)
     assert prepared.name(other) == "an unprepared parameter of shape (3,)"
 
 
