@@ -765,8 +765,8 @@ CASES: dict[str, tuple[list[str], dict[str, str], str]] = {
     "two that are mutually exclusive": (
         [],
         {"UNITRAIN_ECHO__LOUDNESS": "0"},
-        r"^strategy\.echo\.hall is true \(the default\), and UNITRAIN_ECHO__LOUDNESS is '0'; they are mutually exclusive"
-        r": silence does not come back\.$",
+        r"^strategy\.echo\.hall is true \(the default\), and UNITRAIN_ECHO__LOUDNESS is '0'; they are mutually "
+        r"exclusive: silence does not come back\.$",
     ),
     "a plug-in without its library": (
         ["--strategy.missing.x", "1"],
