@@ -21,6 +21,7 @@ import unitrain
 from unitrain.errors import CommunicationError, ConfigError, UsageError
 from unitrain.launch.detect import detect
 from unitrain.launch.rendezvous import rendezvous
+from unitrain.testing.ranks import run_ranks as start_ranks
 
 
 def sum_of_ranks(*addends: int) -> tuple[int, int]:
@@ -170,6 +171,18 @@ def horovod_sum() -> float:
     total = hvd.allreduce(torch.tensor(float(hvd.rank())), op=hvd.Sum).item()
     hvd.shutdown()
     return float(total)
+
+
+def test_a_process_that_nobody_launched() -> None:
+    assert start_ranks(places, nprocs=1, launcher="python") == [("python", 0, 1, 0, 1, 0)]
+
+
+@pytest.mark.soak
+@pytest.mark.launcher
+@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("horovodrun", marks=HOROVOD)])
+def test_real_launchers_start_the_ranks(launcher: str) -> None:
+    found = start_ranks(places, launcher=launcher)
+    assert [place[:3] for place in found] == [(launcher, 0, 2), (launcher, 1, 2)]
 
 
 @pytest.mark.launcher

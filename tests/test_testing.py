@@ -14,7 +14,8 @@ import pytest
 
 from unitrain import ConfigError, LaunchError
 from unitrain.launch.detect import detect
-from unitrain.testing.contract import Outcomes, parameters, try_duties
+from unitrain.testing.attempts import Outcomes, try_duties
+from unitrain.testing.contract import parameters
 from unitrain.testing.duties import DUTIES, STARTS
 from unitrain.testing.duty import Duty, everywhere
 from unitrain.testing.worlds import World, find_worlds
@@ -78,6 +79,16 @@ def test_the_first_of_several_errors_is_told_in_full() -> None:
     assert why.index("rank 1: Traceback") < why.index("rank 0: ValueError: because of rank 1")
 
 
+def expect_an_error(world: World) -> None:
+    with pytest.raises(ValueError, match="anything"):
+        fine(world)
+
+
+def test_a_failure_of_pytest_s_own_is_one_too() -> None:
+    outcomes = outcomes_of(duty(expect_an_error))
+    assert "DID NOT RAISE" in outcomes["expect_an_error"]
+
+
 def hang_on_rank_0(world: World) -> None:
     if rank() == 0:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -117,13 +128,18 @@ def test_processes_that_do_not_end_well_fail_the_last_duty() -> None:
     assert "exit code 3" in outcomes["fine"]
 
 
+def stumble(world: World, ranks: Sequence[str]) -> None:
+    assert ranks[2]
+
+
 def disagree(world: World, where: str, ranks: Sequence[str]) -> None:
     assert ranks == ["here0", "here1"], f"{world} says {ranks}"
 
 
 def test_what_ranks_return_is_judged_outside_of_them_and_ends_nothing() -> None:
     duties = [duty(fine, "there", judge=disagree), duty(fine, "here", judge=disagree)]
-    outcomes = outcomes_of(*duties)
+    outcomes = outcomes_of(*duties, duty(fine, judge=stumble))
+    assert "IndexError: list index out of range" in outcomes["fine"]
     assert outcomes["fine['here']"] == ""
     assert "demand of fine['there']\nnobody-x2 says ['there0', 'there1']" in outcomes["fine['there']"]
 
