@@ -176,7 +176,9 @@ def test_override_with_a_launcher_that_is_not_there() -> None:
 
 def test_hand_and_launcher_contradict() -> None:
     environ = {**RECORDED["srun"][1], "RANK": "0", "WORLD_SIZE": "1"}
-    with pytest.raises(LaunchError, match=r"srun says .* rank 1 of 2, but RANK and WORLD_SIZE say rank '0' of '1'"):
+    with pytest.raises(
+        LaunchError, match=r"according to srun .* rank 1 of 2, but according to RANK and WORLD_SIZE rank '0' of '1'"
+    ):
         detect(environ)
     assert detect({**environ, "UNITRAIN_LAUNCHER": "srun"}).rank == 1
     agreeing = detect({**environ, "RANK": "1", "WORLD_SIZE": "2"})
@@ -193,7 +195,8 @@ def test_batch_script_that_inherited_a_step() -> None:
     stale = {key: RECORDED["srun"][1][key] for key in ("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST")}
     batch = {**RECORDED["sbatch"][0], **stale, "SLURM_NTASKS": "3"}
     with pytest.raises(
-        LaunchError, match=r"SLURM_STEP_NUM_TASKS is '2', but must be '3' as SLURM_NTASKS is.*UNITRAIN_LAUNCHER=python"
+        LaunchError,
+        match=r"SLURM_STEP_NUM_TASKS is '2', but must be '3', the value of SLURM_NTASKS.*UNITRAIN_LAUNCHER=python",
     ):
         detect(batch)
 

@@ -51,7 +51,10 @@ def test_parameters_have_the_names_of_the_user_s_module() -> None:
 
 def test_parameters_of_no_prepared_module_are_refused_where_there_are_several_processes() -> None:
     weights = [nn.Parameter(torch.ones(size)) for size in (1, 2)]
-    with pytest.raises(UsageError, match=r"2 parameters of no prepared module \(shapes \(1,\), \(2,\), \.\.\.\)"):
+    with pytest.raises(
+        UsageError,
+        match=r"2 parameters of the optimizer belong to no prepared module \(shapes \(1,\), \(2,\), \.\.\.\)",
+    ):
         PreparedModules(distributed=True).check(weights)
     PreparedModules(distributed=False).check(weights)
 

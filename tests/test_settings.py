@@ -213,7 +213,9 @@ def test_the_result_is_frozen() -> None:
     ],
 )
 def test_an_unknown_variable_warns_and_is_ignored(name: str, said: str) -> None:
-    with pytest.warns(UserWarning, match=f"^{name} is not a variable of UniTrain") as caught:
+    with pytest.warns(
+        UserWarning, match=f"^{name} is not an environment variable of UniTrain, and is ignored"
+    ) as caught:
         assert init(None, {name: "bf16"}) == StrategyConfig()
     assert said in str(caught[0].message)
 
@@ -370,7 +372,7 @@ def test_help_imports_no_engine() -> None:
             "for example '--strategy.ddp.communication'.",
         ),
         (["--zzz"], "--zzz is not a flag."),
-        (["train"], "'train' stands where a flag (--name) is expected."),
+        (["train"], "unexpected argument 'train': settings are given as flags (--name value)."),
     ],
 )
 def test_a_wrong_command_line_is_one_message(argv: list[str], message: str) -> None:
@@ -392,8 +394,8 @@ def test_several_errors_are_one_message_with_a_line_each(tmp_path: Path, monkeyp
 def test_settings_that_exclude_each_other_are_named_where_each_was_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UNITRAIN_DDP__STATIC_GRAPH", "true")
     assert refusal("--strategy.ddp.find-unused-parameters").startswith(
-        "UNITRAIN_DDP__STATIC_GRAPH is 'true', and --strategy.ddp.find-unused-parameters is 'true'; they exclude each "
-        "other: "
+        "UNITRAIN_DDP__STATIC_GRAPH is 'true', and --strategy.ddp.find-unused-parameters is 'true'; they are "
+        "mutually exclusive: "
     )
     assert init_refusal(StrategyConfig(precision="fp64"), compression="bf16").startswith(
         "config.precision is 'fp64', and compression is 'bf16'; they are mutually exclusive: "
@@ -401,12 +403,16 @@ def test_settings_that_exclude_each_other_are_named_where_each_was_set(monkeypat
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "shown"),
-    [("deterministic", True, "true"), ("precision", "fp16", "'fp16'"), ("on_nonfinite", "skip", "'skip'")],
+    ("name", "value", "shown", "reason"),
+    [
+        ("deterministic", True, "true", "needs DDP's buckets"),
+        ("precision", "fp16", "'fp16'", "carries an overflow"),
+        ("on_nonfinite", "skip", "'skip'", "carries a skipped gradient"),
+    ],
 )
-def test_what_powersgd_cannot_be_combined_with(name: str, value: Any, shown: str) -> None:
+def test_what_powersgd_cannot_be_combined_with(name: str, value: Any, shown: str, reason: str) -> None:
     assert init_refusal(compression="powersgd", **{name: value}).startswith(
-        f"{name} is {shown}, and compression is 'powersgd'; they are mutually exclusive: powersgd w"
+        f"{name} is {shown}, and compression is 'powersgd'; they are mutually exclusive: powersgd {reason}"
     )
 
 
@@ -423,7 +429,7 @@ def test_what_powersgd_cannot_be_combined_with(name: str, value: Any, shown: str
             {"horovod": {"q": 1}},
             "horovod.q is not a setting. Available settings: controller, fusion_threshold_mb, cycle_time_ms.",
         ),
-        ({"ddp": {None: 1}}, "ddp has the key null, but a setting's name is a string."),
+        ({"ddp": {None: 1}}, "ddp has the key null, but the name of a setting is a string."),
         (
             {"horovod": 3},
             "horovod is 3, but must be a section with controller, fusion_threshold_mb, cycle_time_ms.",
@@ -672,7 +678,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field, model_validator
 
 from unitrain.config import Section, StrategyConfig, conflict
-from unitrain.sole_strategy import SoleStrategy
+from unitrain.backend import LocalBackend
 
 
 class EchoSettings(Section):
@@ -688,7 +694,7 @@ class EchoSettings(Section):
         return self
 
 
-class Echo(SoleStrategy):
+class Echo(LocalBackend):
     name = "echo"
     Settings: ClassVar[type[Section]] = EchoSettings
 """
@@ -697,10 +703,10 @@ class Echo(SoleStrategy):
 BROKEN = {
     "missing": "import a_module_that_is_not_there",
     "raises": "raise RuntimeError('no network card')",
-    "circular": "from unitrain import Strategy, StrategyConfig",
+    "circular": "from unitrain import Backend, StrategyConfig",
     "seed": PLUGIN.replace("class Echo(", "class B(").replace('"echo"', '"seed"'),
     "needy": PLUGIN.replace("class Echo(", "class B(").replace("Field(ge=0)] = 11", "Field(ge=0)]"),
-    "other": "from unitrain import Strategy\nclass B(Strategy):\n  name = 'other'\n  Settings = dict",
+    "other": "from unitrain.backend import LocalBackend\nclass B(LocalBackend):\n  name = 'other'\n  Settings = dict",
 }
 
 # Each line of standard input is a command line and variables; each line of the output is what came of them.
@@ -788,7 +794,7 @@ CASES: dict[str, tuple[list[str], dict[str, str], str]] = {
     "a plug-in that asks for what is being made": (
         ["--strategy.circular.x", "1"],
         {},
-        "Backend 'circular' .* can't be imported: a backend's module imports StrategyConfig from unitrain.config",
+        "Backend 'circular' .* can't be imported: a backend's module must import StrategyConfig from unitrain.config",
     ),
     "a setting without a default": (
         ["--strategy.needy.hall"],
@@ -803,7 +809,7 @@ CASES: dict[str, tuple[list[str], dict[str, str], str]] = {
     "a backend called as a common setting": (
         ["--strategy.seed.hall"],
         {},
-        "Backend 'seed' has no settings: ValueError: StrategyConfig already has an attribute 'seed' of its own",
+        "Backend 'seed' has no settings: ValueError: StrategyConfig already has an attribute 'seed'",
     ),
 }
 
