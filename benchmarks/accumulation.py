@@ -1,10 +1,10 @@
-"""Accumulation over 4 micro-batches: what it saves over synchronising each, and when it communicates.
+"""Accumulation over 4 micro-batches: time saved over synchronising each of them, and when it communicates.
 
     python benchmarks/accumulation.py
 
-ResNet-18, two processes. By hand with a synchronisation for each micro-batch, by hand with one for each step
-(``no_sync``, or Horovod's ``backward_passes_per_step``), and ours. After the timed rounds the all-reduces that the
-engine is asked for are counted within each micro-batch of a step.
+ResNet-18, two processes. A hand-written loop that synchronises in each micro-batch, one that synchronises once per step
+(``no_sync``, or Horovod's ``backward_passes_per_step``), and UniTrain. After the timed rounds, the all-reduces that the
+communication library is asked for are counted in each micro-batch of a step.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def ours(task: Task, strategy: unitrain.Strategy) -> Made:
 
 @contextmanager
 def counted(backend: str) -> Iterator[Callable[[], int]]:
-    """Count the all-reduces that the engine is asked for; the count is read after the block."""
+    """Count the all-reduces that the communication library is asked for; read the count after the block."""
     if backend == "ddp":
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
             yield lambda: sum(event.count for event in profiler.key_averages() if event.key == "gloo:all_reduce")

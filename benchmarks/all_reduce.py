@@ -1,11 +1,11 @@
-"""All-reduce by size: latency and bandwidth of each backend, of its transport alone, and of memory.
+"""All-reduce by size: latency and bandwidth of each backend, of its communication library alone, and of memory.
 
     python benchmarks/all_reduce.py
 
-Two processes on this machine sum a float32 tensor in place. Beside the backend's reduction, as gradients take it,
-stands what it is made of: MPI's Allreduce through mpi4py, or gloo's through torch.distributed. Memory is a numpy copy
-of as many bytes, on both processes at once. All take turns in the same processes. Under mpirun Horovod's own thread
-talks to MPI beside the Allreduce that is measured, once in each of its cycles (1 ms).
+Two processes on this machine sum a float32 tensor in place. The backend's all-reduce, as gradients use it, is compared
+with the library's alone: MPI's Allreduce through mpi4py, or gloo's through torch.distributed. Memory is a numpy copy of
+as many bytes, on both processes at once. All take turns in the same processes. Under mpirun, Horovod's own thread also
+calls MPI during the measured Allreduce, once in each of its cycles (1 ms).
 """
 
 from __future__ import annotations

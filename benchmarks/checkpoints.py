@@ -1,11 +1,11 @@
-"""Checkpoints: how long training stands still for one, and how long until it is on the disk.
+"""Checkpoints: how long saving one blocks training, and how long until it is on disk.
 
     python benchmarks/checkpoints.py
 
 ResNet-50's 161 tensors and SGD's momentum, 204 MB, on one process. ``strategy.checkpoint`` in the foreground and in the
-background, beside ``torch.save`` and torch's distributed checkpoint, ``save`` and ``async_save``. Ours writes
-checksums and waits for the disk (fsync) before a checkpoint counts; so does the distributed one, but for the checksums;
-``torch.save`` does neither. What one has left to be written is on the disk before the next begins.
+background, compared with ``torch.save`` and torch's distributed checkpoint, ``save`` and ``async_save``. UniTrain
+writes checksums and waits for the disk (fsync) before a checkpoint is valid. The distributed checkpoint waits, but has
+no checksums; ``torch.save`` does neither. Each has been written to disk before the next one begins.
 """
 
 from __future__ import annotations

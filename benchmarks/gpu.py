@@ -2,11 +2,11 @@
 
     python benchmarks/gpu.py
 
-One process and one GPU, batches that lie there already: a loop tuned by hand, ours, Accelerate and Lightning Fabric, in
-turns. The hand-tuned loop and ours have the same levers: TF32, cuDNN's own choice of algorithms, autocast to bf16,
-channels_last, the fused optimizer. Beside images/s stands the share of what the card can do: the model's operations (as
-torch counts them) over those of a large bf16 matrix product, measured in the same process. Ignite is left out: its own
-trainer's autocast is to fp16.
+One process and one GPU, with batches already in GPU memory: a hand-tuned loop, UniTrain, Accelerate and Lightning
+Fabric take turns. The hand-tuned loop and UniTrain use the same options: TF32, cuDNN's benchmark mode, autocast to
+bf16, channels_last, a fused optimizer. Images per second are also given as a share of the GPU's throughput: the model's
+operations (as torch counts them) over those of a large bf16 matrix product, measured in the same process. Ignite is
+left out because its trainer's autocast uses fp16.
 
 Without a GPU nothing is measured, and the result says so. ``--short`` runs tiny shapes on the CPU.
 """

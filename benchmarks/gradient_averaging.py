@@ -1,11 +1,12 @@
-"""Averaging the gradients of ResNet-50 and of a 12-layer transformer: by hand and ours, in one process group.
+"""Averaging the gradients of ResNet-50 and of a 12-layer transformer: by hand and with UniTrain.
 
     python benchmarks/gradient_averaging.py
 
-A whole step is timed: forward, backward, averaging, SGD. Forward and backward are as cheap as they can be (each
-gradient costs one write), so that averaging is what is left: the step without communication is measured too, and so is
-the floor, one all-reduce of as many bytes by the transport alone. By hand is DistributedDataParallel with its default
-options, or ``hvd.DistributedOptimizer``; it takes part twice, so that the spread shows. Weights must be bit-equal.
+A whole step is timed: forward, backward, averaging, SGD. Forward and backward are as cheap as possible (each gradient
+costs one write), so most of the time is that of averaging. The step without communication is measured too, and as a
+lower bound one all-reduce of as many bytes by the communication library alone. By hand means DistributedDataParallel
+with its default options, or ``hvd.DistributedOptimizer``. It takes part twice, which shows the spread. Weights must be
+equal bit for bit.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What each lever gives here: DDP's options, optimizers, channels_last, threads, kept memory, Horovod's timing.
+"""What each lever gains: DDP's options, optimizers, channels_last, threads, kept memory, Horovod's timing.
 
     python benchmarks/levers.py
 
-Each takes turns with the default in the same processes, but for two kinds. Horovod reads its settings once, when it
-starts: each has processes of its own, in which our step takes turns with an all-reduce of as many bytes by the
-transport alone, and what is compared is how many of these a step takes. That glibc keeps freed memory can't be taken
-back, so it has a process of its own too; there the thread's own time is compared.
+Each lever takes turns with the default in the same processes, with two exceptions. Horovod reads its settings only when
+it starts, so each of its settings has its own processes, in which a step takes turns with an all-reduce of as many
+bytes by the communication library alone; a step is measured in units of these. glibc's keeping of freed memory can't be
+turned off again, so it has a process of its own; there the thread's CPU time is compared.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def measure_channels_last(rounds: int, steps: int, small: bool) -> Found:
 
 
 def measure_threads(rounds: int, steps: int, small: bool) -> Found | None:
-    """Measure our step on ResNet-18 with the host's cores shared out to its processes, and with all for each."""
+    """Measure our step on ResNet-18 with the host's cores divided among its processes, and with all for each."""
     with unitrain.init(device="cpu") as strategy:
         loop = ours.plain((mlp if small else resnet18)(0), strategy)
 

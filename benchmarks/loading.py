@@ -1,18 +1,18 @@
-"""Samples a second onto the device: a strategy's loader beside a bare DataLoader with the same settings.
+"""Samples per second to the device: a strategy's loader compared with a bare DataLoader with the same settings.
 
     python benchmarks/loading.py
 
-Whole epochs, shuffled, in turns in one process, with no workers and with two that stay. By default ours gives each
-sample random numbers of its own, which no DataLoader does, so it is measured without that too.
+Whole epochs, shuffled, in turns in one process, without workers and with two persistent ones. By default, UniTrain
+gives each sample random numbers of its own, which no DataLoader does, so it is measured without that too.
 
 - ``rows``: a ``TensorDataset``.
-- ``rows, own class``: the same rows from a class of the user's, of which nobody can know whether it draws. Its samples
-  cost next to nothing, so that the loader's own work shows.
+- ``rows, own class``: the same rows from a user's class, which might draw random numbers. Its samples cost next to
+  nothing, so that the loader's own work shows.
 - ``crops``: images as tensors, cropped, flipped and normalised, by two numbers of torch's.
 - ``images``: JPEGs, decoded, then cropped, resized, flipped and normalised by torchvision.
 
-Without workers it is the process's CPU time that counts, with workers the clock's. How fast an epoch starts and seeks
-is what ``sampler.py`` measures.
+Without workers, the process's CPU time is measured; with workers, wall-clock time. ``sampler.py`` measures how fast an
+epoch starts and seeks.
 """
 
 from __future__ import annotations

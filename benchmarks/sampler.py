@@ -1,10 +1,10 @@
-"""What it costs to start an epoch and to seek in it, beside torch's DistributedSampler.
+"""The cost of starting an epoch and of seeking in it, compared with torch's DistributedSampler.
 
     python benchmarks/sampler.py
 
 One rank of 8 asks for batches of 256 indices of a shuffled epoch. Each figure is measured in a process of its own: the
-time is the thread's CPU time, so that other work on the machine counts little, and the memory what the process's peak
-rose by. DistributedSampler can't seek; what it is timed at is the way that is left, to pass over what was consumed.
+time is the thread's CPU time, so that other work on the machine counts little, and the memory is the increase of the
+process's peak. DistributedSampler can't seek, so it is timed while it iterates over the consumed indices.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""Scaling: a step on 1, 2, 4 and 8 processes, a model of it from measured parts, and what that predicts for more.
+"""Scaling: a step on 1, 2, 4 and 8 processes, and a cost model from measured parts that predicts it for more.
 
     python benchmarks/scaling.py
 
-ResNet-18 with 8 images of 32 x 32 for each process, over gloo, by hand (DDP) and ours, in turns. The model is made of
-three measurements: the step on one process, and an all-reduce of the gradients and one of a few bytes between two. What
-it says of 4 and 8 processes is compared with what is measured there. They share this machine's cores, so that their
-efficiency is bounded by cores / processes; hosts of their own are predicted, not measured, and labelled so.
+ResNet-18 with 8 images of 32 x 32 for each process, over gloo, by hand (DDP) and with UniTrain, in turns. The cost
+model has three measured parts: the step on one process, and, between two processes, an all-reduce of the gradients and
+one of a few bytes. Its prediction for 4 and 8 processes is compared with measurements. These share the machine's cores,
+so their efficiency is at most cores / processes. Efficiency on separate hosts is predicted, not measured, and labelled
+so.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Slow links: what compression and accumulation give between two hosts, and what they do to the loss.
+"""Slow links: what compression and accumulation gain between two hosts, and what they do to the loss.
 
     sudo python benchmarks/slow_links.py
 
 Two network namespaces, joined by a link that ``tc`` slows down, stand for the hosts: 100 Mbit/s, 1 Gbit/s, and 10 ms
-there and back. ResNet-18's gradients (45 MB) are averaged over DDP with each compression, without accumulation and over
-4 micro-batches; the time is that of an optimizer step. The settings belong to a strategy, so each turn starts one, and
-its first steps, which lay out buckets or which a compression waits with, do not count. The loss curves are those of an
-MLP on scikit-learn's digits, on a link that is not slow: what a setting does to them does not depend on the link.
+round trip. DDP averages ResNet-18's gradients (45 MB) with each compression, without accumulation and over 4
+micro-batches; the time is that of an optimizer step. The settings belong to a strategy, so each turn starts one. Its
+first steps, in which buckets are built or compression has not begun, are not counted. The loss curves are those of an
+MLP on scikit-learn's digits, on a fast link: the effect of a setting on the loss does not depend on the link.
 
-Needs root, iproute2, and a kernel with tbf (for the rates) and netem (for the delay); what can't be had is left out.
+Needs root, iproute2, and a kernel with tbf (for the rates) and netem (for the delay). What is missing is left out.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Start-up: what an import costs, and how long from the launcher's start to the end of the first step.
+"""Start-up: the cost of the import, and the time from the launcher's start to the end of the first step.
 
     python benchmarks/startup.py
 
-The import is timed within new processes, torch's beside torch's and ours. The first step is that of one layer, in
-``first_step/hand_written.py`` and ``first_step/on_strategy.py``, which are started in turns. Everything on its way
-counts: the launcher, imports, rendezvous, and copying rank 0's weights; files are in the page cache by then.
+The import is timed in new processes: torch alone, and torch with UniTrain. The first step is that of one layer, in
+``first_step/hand_written.py`` and ``first_step/on_strategy.py``, which are started in turns. It includes the launcher,
+imports, rendezvous, and copying rank 0's weights. Files are in the page cache by then.
 """
 
 from __future__ import annotations

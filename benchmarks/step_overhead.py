@@ -1,16 +1,17 @@
-"""What a training step costs over the loop that one would write by hand, here and in other frameworks.
+"""The overhead of a training step over a hand-written loop, with UniTrain and with other frameworks.
 
     python benchmarks/step_overhead.py
 
 A tiny MLP and ResNet-18, plain and with accumulation, clipping and metrics, on one process and on two under each
-launcher. All loops of a world run in the same processes, in turns. On one process the time is the calling thread's
-own, so that other work on the machine counts little; on several it is the clock's, where waiting is part of the cost.
+launcher. All loops run in the same processes, in turns. On one process, CPU time of the calling thread is measured, so
+that other work on the machine counts little. On several, it is wall-clock time, since waiting is part of the cost.
 
-The loop by hand takes part twice: how far it is from its own copy is the run's spread. It does less than ours: it
-looks for no NaN and weighs no uneven batch. Final weights must be equal bit for bit, for all do the same arithmetic.
+The hand-written loop takes part twice; the difference between its two copies is the spread of the run. It does less
+than UniTrain: it does not check for NaN, and does not weight uneven batches. All loops do the same arithmetic, so final
+weights must be equal bit for bit.
 
-Accelerate and Lightning Fabric do not run on Horovod. Composer (mosaicml 0.32.1) is not among the peers, because it
-can't be installed beside this torch: it wants one older than 2.7.1.
+Accelerate and Lightning Fabric do not run on Horovod. Composer (mosaicml 0.32.1) is missing because it needs a torch
+older than 2.7.1.
 """
 
 from __future__ import annotations

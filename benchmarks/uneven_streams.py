@@ -1,14 +1,14 @@
-"""What it costs that ranks agree on the end of streams of different lengths, by three ways to agree.
+"""The cost of agreeing on the end of streams of different lengths, in three ways.
 
     python benchmarks/uneven_streams.py
 
-- ahead: UniTrain's, one sum for each step, begun before the step before is computed and read after it.
+- ahead: UniTrain's, one sum for each step, started before the previous step is computed and read after it.
 - before: the same sum, waited for before each step.
-- join: torch's Join around DistributedDataParallel, against the same loop without it. It does not know how many samples
-  a rank has left, and so leaves the mean over them wrong; it stands here for its price. Horovod's join costs nothing
-  until the end, but has the same fault, and no way to end together.
+- join: torch's Join around DistributedDataParallel, compared with the same loop without it. It does not know how many
+  samples a rank has left, so its mean over the samples is wrong; it is here for its cost. Horovod's join costs nothing
+  until the end, but has the same fault, and the ranks can't end together.
 
-Each is timed beside the same loop without agreement, in rounds that take turns.
+Each is timed against the same loop without agreement, in rounds that take turns.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What it costs to watch over the processes, to compare what they are about to run, and to hash a checkpoint.
+"""The cost of the watchdog, of comparing the ranks at the start, and of hashing a checkpoint.
 
     python benchmarks/watch.py
 
-Two processes train a tiny MLP as fast as they can. The threads of the watch and of the hub are asked for the processor
-time that they took meanwhile: all that a step can lose to them, for the step itself communicates nothing for their
-sake. A ten-minute run compares once, and is taken to save 10 checkpoints of 100 MB.
+Two processes train a tiny MLP as fast as they can. The CPU time of the threads of the watch and of the hub is measured
+meanwhile. It is all that a step can lose to them, since the step itself communicates nothing for them. A run of ten
+minutes is assumed to compare once and to save 10 checkpoints of 100 MB.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Downloads that end in one message where they fail."""
+"""Downloads that fail with one clear message."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from urllib.error import HTTPError
 
 from unitrain import ConfigError
 
-# A server that gives no answer is a failure after this, and not a wait without end.
+# A server that does not answer is an error after this time.
 _TIMEOUT_S = 15.0
 
 
 @contextmanager
 def downloading(what: str, remedy: str) -> Iterator[None]:
-    """Turn what goes wrong in the block into one message.
+    """Raise one error for whatever fails in the block.
 
     Args:
-        what: what the block gets.
-        remedy: how else to get it.
+        what: what the block downloads.
+        remedy: another way to get it.
 
     Raises:
-        ConfigError: the block could not get it.
+        ConfigError: the download failed.
     """
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(_TIMEOUT_S)

@@ -1,6 +1,6 @@
-"""The recipes' datasets: each image a normalised float tensor (3, height, width), each label a whole number.
+"""The recipes' datasets: each image a normalised float tensor (3, height, width), each label an int.
 
-torchvision and scikit-learn are imported where they are needed: either takes as long to import as torch.
+torchvision and scikit-learn are imported in the functions that need them: each takes as long to import as torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DataName = Annotated[
         json_schema_extra={"allowed": "digits, cifar10, flowers102, imagefolder:PATH or fake[:N]"},
     ),
 ]
-"""What ``load`` can be asked for."""
+"""A name that ``load`` accepts."""
 
 _IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _CIFAR_MEAN, _CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
@@ -37,15 +37,15 @@ class Images(NamedTuple):
 
 
 def load(name: str, folder: Path, size: int) -> Images:
-    """Return a dataset, downloaded into ``folder`` where it isn't there and can be.
+    """Return a dataset. cifar10 and flowers102 are downloaded if they are not in ``folder``.
 
     Args:
         name: a ``DataName``.
-        folder: where cifar10 and flowers102 are, or are put.
-        size: height and width of the images of flowers102, imagefolder and fake; the others keep their own.
+        folder: the folder of cifar10 and flowers102.
+        size: height and width of the images of flowers102, imagefolder and fake. The others have their own.
 
     Raises:
-        ConfigError: the data isn't there and can't be downloaded, or is not laid out as it should be.
+        ConfigError: the data is missing and can't be downloaded, or the folders are not as they should be.
     """
     kind, _, argument = name.partition(":")
     if kind == "cifar10":
@@ -60,7 +60,7 @@ def load(name: str, folder: Path, size: int) -> Images:
 
 
 def _digits() -> Images:
-    """Return scikit-learn's 8x8 digits, a fifth of each class held out: always the same one, whatever the seed."""
+    """Return scikit-learn's 8x8 digits, a fifth of each class for validation: the same for every seed."""
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 
@@ -121,7 +121,7 @@ def _image_folder(folder: Path, size: int) -> Images:
 
 
 def _fake(count: int, size: int) -> Images:
-    """Return ``count`` images of noise to train on, and a tenth as many to validate on."""
+    """Return ``count`` images of noise for training, and a tenth as many for validation."""
     from torchvision.datasets import FakeData
 
     shape, plain = (3, size, size), _to_tensor(_IMAGENET_MEAN, _IMAGENET_STD)

@@ -1,4 +1,4 @@
-"""The learning rate of every optimizer step, by an explicit rule: scaling with the batch, warm-up, schedule, floor."""
+"""The learning rate of every optimizer step: scaling with the batch size, warm-up, schedule, floor."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ _POWER = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}
 
 @dataclass(frozen=True)
 class LearningRate:
-    """A learning rate as a function of the optimizer step; ``str()`` says the rule in words.
+    """A learning rate as a function of the optimizer step; ``str()`` describes it in words.
 
     Raises:
         ConfigError: a value is out of range, or two contradict each other.
     """
 
     base: float
-    """The learning rate at ``reference_batch``, or at any batch size where ``scaling`` is none."""
+    """The learning rate at ``reference_batch``, or at any batch size if ``scaling`` is none."""
     total_steps: int
     """Optimizer steps of the whole training."""
     warmup_steps: int = 0
     """Steps in which the rate rises linearly to its peak, before the schedule begins."""
     schedule: Schedule = "cosine"
-    """From the peak: half a cosine down to the floor, a tenth after each third of all steps, or constant."""
+    """After warm-up: half a cosine down to the floor, a factor of 0.1 after each third of all steps, or constant."""
     floor: float = 0.0
-    """The schedule never falls below this. Warm-up begins below it."""
+    """The schedule never falls below this. Warm-up may begin below it."""
     scaling: Scaling = "none"
     """How the peak grows with the batch: not at all, in proportion to batch_size / reference_batch, or to its root."""
     batch_size: int = 256
@@ -57,11 +57,11 @@ class LearningRate:
 
     @property
     def peak(self) -> float:
-        """The highest rate, scaled with the batch: what to make the optimizer with."""
+        """The highest learning rate, scaled with the batch size: the ``lr`` to create the optimizer with."""
         return self.base * math.pow(self.batch_size / self.reference_batch, _POWER[self.scaling])
 
     def at(self, step: int) -> float:
-        """Return the rate of an optimizer step, counted from 0."""
+        """Return the learning rate of an optimizer step, counted from 0."""
         if step < self.warmup_steps:
             return self.peak * (step + 1) / self.warmup_steps
         if self.schedule == "constant":
@@ -73,9 +73,9 @@ class LearningRate:
         return self.floor + (self.peak - self.floor) * 0.5 * (1 + math.cos(math.pi * progress))
 
     def scheduler(self, optimizer: Optimizer) -> LambdaLR:
-        """Return torch's scheduler of this rule for an optimizer made with ``lr=peak``, to be stepped when it is.
+        """Return a torch scheduler for an optimizer created with ``lr=peak``. Step it after each optimizer step.
 
-        Parameter groups made with other rates keep their ratio to the first.
+        Parameter groups with other learning rates keep their ratio to the first.
         """
         return LambdaLR(optimizer, lambda step: self.at(step) / self.peak)
 

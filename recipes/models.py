@@ -61,12 +61,12 @@ class _Block(nn.Module):
 
 
 def image_size(name: ModelName) -> int:
-    """Return the height and width of the images that a model is meant for; it takes others too."""
+    """Return the height and width of the images that a model is meant for; other sizes work too."""
     return 32 if name == SMALL else 224
 
 
 def build(name: ModelName, classes: int) -> nn.Module:
-    """Return a model with fresh weights, whose last layer is ``fc``."""
+    """Return a model with random weights, whose last layer is ``fc``."""
     if name == SMALL:
         return SmallResNet(classes)
     from torchvision.models import get_model
@@ -75,18 +75,18 @@ def build(name: ModelName, classes: int) -> nn.Module:
 
 
 def load_pretrained(model: nn.Module, name: ModelName, source: str, strategy: Strategy) -> list[str]:
-    """Load weights into a model, and return the names of the layers that keep their fresh ones. Collective.
+    """Load weights into a model, and return the names of the layers that keep their random weights. Collective.
 
-    Those are the layers that the weights lack, or have in another shape.
+    These are the layers that are missing from ``source``, or have another shape there.
 
     Args:
         model: what ``build`` returned.
         name: its name.
-        source: a file of a state dict, or ``torchvision`` for the weights that it offers.
-        strategy: whose rank 0 reads the file.
+        source: a file with a state dict, or ``torchvision`` for torchvision's pretrained weights.
+        strategy: its rank 0 reads the file.
 
     Raises:
-        ConfigError: there are no such weights, they can't be read, or no layer of theirs fits.
+        ConfigError: there are no such weights, they can't be read, or no layer fits.
     """
     try:
         state = _torchvision_weights(name, strategy) if source == "torchvision" else strategy.load(Path(source))
@@ -100,7 +100,7 @@ def load_pretrained(model: nn.Module, name: ModelName, source: str, strategy: St
     if not fitting:
         raise ConfigError(f"pretrained {source} has no layer that fits {name}.")
     model.load_state_dict(fitting, strict=False)
-    # Files older than BatchNorm's count of batches lack that alone.
+    # Only num_batches_tracked is missing from files older than it.
     return sorted({_layer(key) for key in own if key not in fitting and not key.endswith("num_batches_tracked")})
 
 
@@ -128,6 +128,6 @@ def _torchvision_weights(name: ModelName, strategy: Strategy) -> Mapping[str, Te
 
 
 def freeze_backbone(model: nn.Module) -> None:
-    """Let only the last layer learn. The others' BatchNorm keeps its statistics too, in eval mode."""
+    """Train only the last layer. The BatchNorm layers of the others stay in eval mode and keep their statistics."""
     model.requires_grad_(False).eval()
     cast(nn.Module, model.fc).requires_grad_(True)

@@ -1,4 +1,4 @@
-"""What a few steps of each rank spend their time on, as a trace for Chrome's tracing page or Perfetto."""
+"""A profiler trace of a few steps of each rank, for Chrome's tracing page or Perfetto."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _SKIPPED, _WARM_UP, _PROFILED = 3, 1, 4
 
 
 class Profile:
-    """A profile of steps 5 to 8 of this run's, on every rank; in one that is not wanted, ``step`` does nothing.
+    """Profiles steps 5 to 8 of this run, on every rank.
 
     Args:
-        strategy: whose rank the file is named after.
-        folder: where ``trace-rankN.json`` goes.
-        wanted: whether to profile at all.
+        strategy: of this run; the file is named after its rank.
+        folder: where ``trace-rankN.json`` is written.
+        wanted: whether to profile at all; if not, ``step`` does nothing.
     """
 
     def __init__(self, strategy: Strategy, folder: Path, wanted: bool) -> None:
@@ -31,12 +31,12 @@ class Profile:
             self._profiler.start()
 
     def step(self) -> None:
-        """Take note that a step (with accumulation, a micro-batch) has ended."""
+        """Tell the profiler that a step has ended (with accumulation, a micro-batch)."""
         if self._profiler is not None:
             self._profiler.step()
 
     def close(self) -> None:
-        """End a profile that the run was too short for, and say so where there is nothing of it."""
+        """End the profile of a run with fewer steps, and print a message if nothing was profiled."""
         if self._profiler is not None:
             self._profiler.stop()
         if self._profiler is not None:
@@ -44,7 +44,7 @@ class Profile:
             self._strategy.print(f"nothing was profiled: the run took no more than {_SKIPPED + _WARM_UP} steps")
 
     def _write(self, profiler: profile) -> None:
-        self._file.parent.mkdir(parents=True, exist_ok=True)  # rank 0 has made it, on its own host
+        self._file.parent.mkdir(parents=True, exist_ok=True)  # rank 0 created it on its own host only
         profiler.export_chrome_trace(str(self._file))
         self._profiler = None
         self._strategy.print(f"profiled: {self._file.name} of each rank")

@@ -1,4 +1,4 @@
-r"""Train a ResNet to classify images. The same command trains the same network, whoever starts it.
+r"""Train a ResNet to classify images: the same network under every launcher.
 
     python recipes/resnet.py
     torchrun --nproc-per-node 2 recipes/resnet.py
@@ -9,7 +9,7 @@ r"""Train a ResNet to classify images. The same command trains the same network,
     torchrun --nproc-per-node 8 recipes/resnet.py --model resnet50 --data imagefolder:imagenet --epochs 90 \
         --batch-size 1024 --lr-scaling linear --workers 8 --strategy.precision bf16
 
-It learns handwritten digits by default, which needs no download, no GPU and less than a minute. --help lists all flags.
+By default, it trains on handwritten digits: no download, no GPU, less than a minute. --help lists all flags.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from unitrain.recipes import images, models
 from unitrain.recipes.learning_rate import LearningRate, Scaling, Schedule
 from unitrain.recipes.run_folder import RunFolder, summarise
 
-# Settings that train the same model whatever they are.
+# Settings that may change between a run and its continuation: they do not change what is trained.
 MAY_CHANGE = {
     "strategy", "output_dir", "data_dir", "workers", "max_steps", "checkpoint_every", "keep", "resume", "force",
     "profile",
@@ -38,54 +38,54 @@ MAY_CHANGE = {
 
 
 class Settings(Section):
-    """The recipe's settings; each is a flag, and a name in the file given to --config."""
+    """The recipe's settings; each is a flag, and a key in the file passed to --config."""
 
     model: models.ModelName = "resnet8"
     """One of torchvision's ResNets, or resnet8, which is small enough for a CPU."""
     data: images.DataName = "digits"
-    """Images to learn. PATH holds train/ and val/, each with a folder for every class; fake is N images of noise."""
+    """Training images. PATH has train/ and val/, each with a folder per class; fake is N images of noise."""
     data_dir: Path = Path("data")
-    """Folder of cifar10 and flowers102, which are downloaded into it once."""
+    """Folder into which cifar10 and flowers102 are downloaded once."""
     epochs: Annotated[int, Field(ge=1)] = 20
-    """Times that the training set is seen."""
+    """Passes over the training set."""
     max_steps: Annotated[int, Field(ge=1)] | None = None
-    """End after this many optimizer steps; the learning rate is still planned for all epochs."""
+    """Stop after this many optimizer steps; the learning rate schedule is still that of all epochs."""
     batch_size: Annotated[int, Field(ge=1)] = 64
-    """Images of one optimizer step, over all processes."""
+    """Images per optimizer step, over all processes."""
     lr: Annotated[float, Field(gt=0)] = 0.1
-    """Learning rate at its peak, before scaling."""
+    """Peak learning rate, before scaling."""
     lr_scaling: Scaling = "none"
-    """Scale lr by batch-size / lr-reference-batch, by its root, or not."""
+    """Scale lr by batch-size / lr-reference-batch (linear), by its square root (sqrt), or not (none)."""
     lr_reference_batch: Annotated[int, Field(ge=1)] = 256
-    """Batch size that lr is meant for, where lr is scaled."""
+    """Batch size that lr is meant for, if lr is scaled."""
     lr_schedule: Schedule = "cosine"
-    """From its peak, lr falls along half a cosine, to a tenth after each third of training, or not."""
+    """After warm-up: half a cosine (cosine), a factor of 0.1 after each third of training (step), or constant."""
     lr_floor: Annotated[float, Field(ge=0)] = 0.0
-    """The schedule does not fall below this."""
+    """Lowest learning rate of the schedule."""
     warmup_epochs: Annotated[float, Field(ge=0)] = 1.0
-    """Epochs, or a part of one, in which lr rises to its peak."""
+    """Epochs (fractions allowed) of linear warm-up to the peak."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """Momentum of SGD."""
     weight_decay: Annotated[float, Field(ge=0)] = 5e-4
     """Weight decay of SGD."""
     workers: Annotated[int, Field(ge=0)] = 0
-    """Processes that load images, for each training process; 0 loads them in the training process itself."""
+    """DataLoader workers per process; 0 loads images in the training process itself."""
     pretrained: str | None = None
-    """Weights to begin with: a file of a state dict (model.pt of a run), or torchvision's for the model."""
+    """Weights to start from: a file with a state dict (a run's model.pt), or torchvision for its pretrained ones."""
     freeze_backbone: bool = False
     """Train the last layer only."""
     output_dir: Path | None = None
-    """Folder of the results and checkpoints; a run in it is continued. null makes a new one in runs/."""
+    """Folder of the results and checkpoints; a run in it is resumed. null creates a new one in runs/."""
     checkpoint_every: Annotated[int, Field(ge=1)] | None = None
     """Optimizer steps between checkpoints; null saves one after each epoch."""
     keep: Annotated[int, Field(ge=1)] = 3
-    """Checkpoints to keep; the oldest go first."""
+    """Number of newest checkpoints to keep."""
     resume: str = "auto"
-    """auto continues from the newest checkpoint in output-dir, if any; never begins anew; else a checkpoint's PATH."""
+    """auto: from the newest checkpoint in output-dir, if any; never: from the beginning; or a checkpoint's PATH."""
     force: bool = False
-    """Continue although settings have changed since the checkpoint."""
+    """Resume even if settings have changed since the checkpoint."""
     profile: bool = False
-    """Write what a few early steps spend their time on to trace-rankN.json in output-dir, for Chrome's tracing."""
+    """Write a profiler trace of a few early steps to trace-rankN.json in output-dir."""
     strategy: unitrain.StrategyConfig = unitrain.StrategyConfig()
 
 
@@ -136,7 +136,7 @@ def main() -> None:
     throughput, profile = strategy.throughput(), folder.profile(settings.profile)
     last_step = settings.max_steps or math.inf
     for epoch in train.epochs(settings.epochs) if strategy.global_step < last_step else ():
-        # Meters add up on the device; their values, over all ranks, are read once an epoch.
+        # Meters accumulate on the device; their values over all ranks are read once per epoch.
         learning_rate = scheduler.get_last_lr()[0]
         train_loss, val_loss, val_accuracy = strategy.meter(), strategy.meter(), strategy.meter()
         with tqdm(train, f"epoch {epoch}", leave=False, mininterval=1, disable=not strategy.is_main) as bar:
@@ -147,9 +147,7 @@ def main() -> None:
                 learning_rate = scheduler.get_last_lr()[0]
                 strategy.step(loss, optimizer, scheduler)
                 profile.step()
-                if (
-                    strategy.is_main and strategy.global_step % 20 == 0
-                ):  # not always: to read a loss waits for the device
+                if strategy.is_main and strategy.global_step % 20 == 0:  # not each time: item() waits for the device
                     bar.set_postfix(loss=f"{loss.item():.4f}", refresh=False)
                 if settings.checkpoint_every and strategy.global_step % settings.checkpoint_every == 0:
                     checkpoint.save()

@@ -1,4 +1,4 @@
-"""The folder of a run's results: settings, metrics, TensorBoard's events. Rank 0 alone writes there."""
+"""The folder of a run's results: settings, metrics, TensorBoard's events. Only rank 0 writes to it."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from unitrain.recipes.profiling import Profile
 
 
 class RunFolder:
-    """A run's folder.
+    """A run's folder. Collective: create it on all ranks.
 
     Args:
-        strategy: whose rank 0 makes the folder and writes. Collective.
-        path: the folder; None makes ``runs/NAME-TIME-N``, a new one.
-        name: the recipe's.
+        strategy: its rank 0 creates the folder and writes.
+        path: the folder; None creates a new one, ``runs/NAME-TIME-N``.
+        name: the recipe's name.
 
     Attributes:
         path: the folder, the same on all ranks.
 
     Raises:
-        ConfigError: it can't be made or written to; on all ranks.
+        ConfigError: it can't be created or written to; on all ranks.
     """
 
     def __init__(self, strategy: Strategy, path: Path | None, name: str) -> None:
@@ -37,11 +37,11 @@ class RunFolder:
         self._profile: Profile | None = None
 
     def begin(self, settings: Section, step: int) -> None:
-        """Write ``config.yaml``, which can be given to ``--config``, and drop the metrics beyond ``step``.
+        """Write ``config.yaml``, for ``--config``, and remove the metrics of later steps than ``step``.
 
         Args:
-            settings: the recipe's, all of them.
-            step: that the run continues after; 0 where it begins anew.
+            settings: all of the recipe's settings.
+            step: the step that the run is resumed after; 0 for a new run.
         """
         if self._writer is None:
             return
@@ -51,9 +51,9 @@ class RunFolder:
         file.write_text("".join(line for line in lines if json.loads(line)["step"] <= step), encoding="utf-8")
 
     def add(self, metrics: dict[str, Any]) -> None:
-        """Append a line to ``metrics.jsonl``, and give TensorBoard its floats at the optimizer step ``step``.
+        """Append a line to ``metrics.jsonl``, and log the floats to TensorBoard at the optimizer step ``step``.
 
-        The line says on what they were reached, too: the parts of a run may have been trained in different ways.
+        The line also has the backend, launcher and world size, which may change when a run is resumed.
         """
         if self._writer is None:
             return
@@ -71,12 +71,12 @@ class RunFolder:
         self._writer.flush()
 
     def profile(self, wanted: bool) -> Profile:
-        """Return what profiles a few steps of each rank, if that is wanted."""
+        """Return the profiler of a few steps of each rank; it does nothing unless ``wanted``."""
         self._profile = Profile(self._strategy, self.path, wanted)
         return self._profile
 
     def close(self) -> None:
-        """End the profile and TensorBoard's writer."""
+        """Close the profiler and TensorBoard's writer."""
         if self._profile is not None:
             self._profile.close()
         if self._writer is not None:
@@ -107,7 +107,7 @@ def _make(path: Path | None, name: str) -> Path:
 
 
 def summarise(strategy: Strategy, batch_size: int) -> None:
-    """Print once what runs where, and how."""
+    """Print launcher, backend, devices, precision and batch size on rank 0. Collective."""
     devices = Counter(str(device) for devices in strategy.all_gather_object(strategy.devices) for device in devices)
     shares = sorted({batch_size // strategy.world_size, -(-batch_size // strategy.world_size)})
     strategy.print(

@@ -705,7 +705,9 @@ BROKEN = {
     "raises": "raise RuntimeError('no network card')",
     "circular": "from unitrain import Backend, StrategyConfig",
     "seed": PLUGIN.replace("class Echo(", "class B(").replace('"echo"', '"seed"'),
-    "needy": PLUGIN.replace("class Echo(", "class B(").replace("Field(ge=0)] = 11", "Field(ge=0)]"),
+    "needy": PLUGIN.replace("class Echo(", "class B(")
+    .replace("Field(ge=0)] = 11", "Field(ge=0)]")
+    .replace('name = "echo"', 'name = "needy"'),
     "other": "from unitrain.backend import LocalBackend\nclass B(LocalBackend):\n  name = 'other'\n  Settings = dict",
 }
 

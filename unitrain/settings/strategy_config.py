@@ -88,4 +88,6 @@ def why_unknown(name: str) -> str:
         name: name of an unknown setting: a flag, a variable or a dotted name.
     """
     words = re.split(r"\.|__", name.lstrip("-").replace("-", "_").removeprefix("UNITRAIN_").lower())
-    return "".join(f" {reason[0].upper()}{reason[1:]}." for word in words if (reason := _LEFT_OUT.get(word)))
+    return "".join(
+        f" {reason[0].upper()}{reason[1:].rstrip('.')}." for word in words if (reason := _LEFT_OUT.get(word))
+    )
