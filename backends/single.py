@@ -1,4 +1,4 @@
-"""The backend single: one process, one device."""
+"""One process, one device."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from unitrain.backend import LocalBackend
 
 
 class SingleBackend(LocalBackend):
-    """Runs on one device, without wrapping modules and without communication."""
+    """Trains on one device, without a wrapper and without communication."""
 
     name = "single"

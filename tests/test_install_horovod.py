@@ -17,7 +17,7 @@ from packaging.version import Version
 
 from unitrain.commands.horovod import check as horovod_check
 from unitrain.commands.horovod.build import Edit, apply_edits, check_tools, edits_for, fetch, run_logged
-from unitrain.commands.horovod.check import check_allreduce, find_horovod
+from unitrain.commands.horovod.check import find_horovod, prove
 from unitrain.commands.horovod.install import cache_folder, combine, install_horovod
 from unitrain.commands.toolchain import Mpi, find_mpi
 from unitrain.errors import BackendError, ConfigError
@@ -263,17 +263,17 @@ def test_the_installed_horovod_tells_what_it_was_built_with() -> None:
 @HOROVOD
 @pytest.mark.parametrize("controller", ["mpi", "gloo"])
 def test_two_processes_add_up(controller: str) -> None:
-    check_allreduce(controller)
+    prove(controller)
 
 
 @pytest.mark.launcher
 @HOROVOD
 def test_a_proof_that_fails_says_what_the_processes_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(horovod_check, "_TEST", "import sys; sys.exit('a bad build')")
+    monkeypatch.setattr(horovod_check, "_PROOF", "import sys; sys.exit('a bad build')")
     with pytest.raises(
         BackendError, match=r"its mpi controller failed: .*mpirun(.|\n)*a bad build(.|\n)*exit status 1"
     ):
-        check_allreduce("mpi")
+        prove("mpi")
 
 
 @pytest.mark.launcher
@@ -284,10 +284,10 @@ def test_a_proof_that_hangs_is_stopped_with_all_its_processes(
 ) -> None:
     started = tmp_path / "started"
     hang = f"import time, os; open(f'{started}-{{os.getpid()}}', 'w').close(); time.sleep(600)"
-    monkeypatch.setattr(horovod_check, "_TEST", hang)
-    monkeypatch.setattr(horovod_check, "_TEST_SECONDS", 6.0)
+    monkeypatch.setattr(horovod_check, "_PROOF", hang)
+    monkeypatch.setattr(horovod_check, "_PROOF_SECONDS", 6.0)
     with pytest.raises(BackendError, match=r"nothing in 6 s, so it was stopped"):
-        check_allreduce(controller)
+        prove(controller)
     pids = [int(path.name.partition("-")[2]) for path in tmp_path.glob("started-*")]
     assert len(pids) == 2
     _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=20)

@@ -49,7 +49,7 @@ if sys.argv[1:] == ["fail"]:
     if launch.rank == 1:
         sys.exit(7)
     time.sleep(600)
-sys.stdout.write(f"rank {launch.rank} met {launch.world_size} by {launch.rendezvous}\\n")
+sys.stdout.write(f"rank {launch.rank} met {launch.world_size} by {launch.meeting}\\n")
 """
 
 
@@ -205,7 +205,7 @@ def test_alone_each_call_gives_an_empty_store() -> None:
 
 
 def rank_0_of_2(address: str) -> Launch:
-    return Launch("env", rank=0, world_size=2, local_world_size=2, rendezvous="tcp", address=address)
+    return Launch("env", rank=0, world_size=2, local_world_size=2, meeting="tcp", address=address)
 
 
 def test_port_is_taken() -> None:
@@ -238,7 +238,7 @@ def test_others_do_not_come(free_port: int) -> None:
 
 
 def test_rank_0_does_not_come(free_port: int, capfd: pytest.CaptureFixture[str]) -> None:
-    launch = Launch("env", rank=1, world_size=2, rendezvous="tcp", address=f"127.0.0.1:{free_port}")
+    launch = Launch("env", rank=1, world_size=2, meeting="tcp", address=f"127.0.0.1:{free_port}")
     said = rf"rank 1 of 2 waited 1 s for rank 0 at 127\.0\.0\.1:{free_port}, and nobody listens there\."
     with pytest.raises(CommunicationError, match=said):
         rendezvous(launch, 1)
@@ -246,7 +246,7 @@ def test_rank_0_does_not_come(free_port: int, capfd: pytest.CaptureFixture[str])
 
 
 def test_horovodrun_is_gone(free_port: int) -> None:
-    launch = Launch("horovodrun", rank=1, world_size=2, rendezvous="horovod", address=f"127.0.0.1:{free_port}")
+    launch = Launch("horovodrun", rank=1, world_size=2, meeting="horovod", address=f"127.0.0.1:{free_port}")
     with pytest.raises(CommunicationError, match=rf"horovodrun does not answer at 127\.0\.0\.1:{free_port}, where "):
         rendezvous(launch, 1)
 

@@ -1,1 +1,1 @@
-"""The subcommands of ``unitrain``."""
+"""What this machine has, and how to add Horovod to it."""

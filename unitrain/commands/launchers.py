@@ -1,4 +1,4 @@
-"""The launchers that are available on this host, and their command lines."""
+"""Command lines that start so many processes on this host, for each launcher that is found here."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ def local_launchers() -> list[str]:
 
 
 def launch_command(launcher: str, processes: int, arguments: Sequence[str]) -> list[str]:
-    """Return the command that runs ``python ARGUMENTS`` in several processes on this host.
+    """Return the command that starts ``python ARGUMENTS`` in so many processes on this host.
 
     Args:
-        launcher: one of ``local_launchers()``. horovodrun uses its gloo controller, since with MPI it calls mpirun.
-        processes: number of processes.
-        arguments: a script, or ``-m`` and a module, with its arguments.
+        launcher: one of ``local_launchers()``; horovodrun is taken with its gloo controller, as its MPI controller is
+            mpirun.
+        processes: how many.
+        arguments: a script, or ``-m`` and a module, and what it is given.
     """
     count = str(processes)
     if launcher == "torchrun":
@@ -42,5 +43,5 @@ def launch_command(launcher: str, processes: int, arguments: Sequence[str]) -> l
 
 
 def launch_environment() -> dict[str, str]:
-    """Return the environment for small local runs: this one, without UniTrain's variables."""
+    """Return this environment, fit for small local runs, without settings of UniTrain's."""
     return {name: value for name, value in small_mpi_environment().items() if not name.startswith("UNITRAIN_")}

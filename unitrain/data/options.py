@@ -1,4 +1,4 @@
-"""The keyword arguments of ``strategy.dataloader``, for editors and type checkers."""
+"""The keyword arguments of ``strategy.dataloader``, for type checkers and completion."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.utils.data import Sampler
 
 
 class LoaderOptions(TypedDict, total=False):
-    """Options of ``strategy.dataloader``; see ``unitrain.data.Loader`` for their meaning."""
+    """What ``strategy.dataloader`` takes besides the dataset; ``unitrain.data.Loader`` describes each."""
 
     global_batch_size: int | None
     batch_size: int | None

@@ -1,4 +1,4 @@
-"""A TCP connection for messages between a process and the hub of its job."""
+"""One TCP connection between a process and the hub of its job, for messages."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _links: weakref.WeakSet[Link] = weakref.WeakSet()
 
 
 class Link:
-    """One end of a connection. Any thread may send; only one may receive.
+    """One end of a connection. Any thread may send; one receives.
 
     Args:
-        connection: a connected TCP socket, which the link takes ownership of.
+        connection: a connected TCP socket, which the link takes over.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -28,19 +28,19 @@ class Link:
         _links.add(self)
 
     def fileno(self) -> int:
-        """Return the file descriptor, for ``multiprocessing.connection.wait``."""
+        """Let ``multiprocessing.connection.wait`` wait for it."""
         return self._connection.fileno()
 
     def send(self, message: Message) -> None:
-        """Send a message. If the other end has gone, the message is lost."""
+        """Send a message; where the other end has gone, it is lost."""
         with self._sending:
             try:
                 self._connection.send_bytes(encode(message))
             except OSError:
-                return  # the receiving thread notices it too
+                return  # whoever receives here finds that out too
 
     def receive(self, timeout_s: float | None = None) -> Message | None:
-        """Return the next message, or None on a timeout, a closed connection or an invalid message."""
+        """Return the next message, or None where the other end has gone or says what is none."""
         try:
             if timeout_s is not None and not self._connection.poll(timeout_s):
                 return None
@@ -55,7 +55,7 @@ class Link:
 
 
 def _forget_in_child() -> None:
-    """Close a forked child's copies of connections, so that the other ends notice when the parent ends."""
+    """Close a forked process's copies: the others are to notice when the process that was forked from ends."""
     for link in list(_links):
         link.close()
 

@@ -1,1 +1,1 @@
-"""Launcher detection and the rendezvous of the processes."""
+"""Who started the processes, how they meet, and how to start some."""

@@ -1,1 +1,1 @@
-"""Metrics: means over all ranks, synchronisation of torchmetrics, and throughput."""
+"""What a run measures: means over all ranks, torchmetrics' objects, and throughput."""

@@ -1,4 +1,4 @@
-"""Detects ``optimizer.step()`` called by a script itself, with gradients that were not averaged over the ranks."""
+"""Steps that a script makes itself on a model of several processes, with gradients that need not be averaged."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from unitrain.errors import UsageError
 
 
-class DirectStepCheck:
-    """Refuses steps of optimizers of prepared parameters that are not made by the strategy.
+class ForeignSteps:
+    """Refuses the step of any optimizer over prepared parameters that is not the strategy's own.
 
     Args:
-        is_prepared: returns whether a parameter belongs to a prepared module.
+        is_prepared: tells of a parameter whether it is a prepared module's.
 
     Attributes:
-        allowed: whether the strategy is making a step.
+        own: whether the strategy is stepping.
     """
 
     def __init__(self, is_prepared: Callable[[Parameter], bool]) -> None:
-        self.allowed = False
+        self.own = False
         self._is_prepared = is_prepared
         self._harmless: WeakSet[Optimizer] = WeakSet()
         self._hook = register_optimizer_step_pre_hook(self._check)
 
     def _check(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self.allowed or optimizer in self._harmless:
+        if self.own or optimizer in self._harmless:
             return
         if any(self._is_prepared(p) for group in optimizer.param_groups for p in group["params"]):
             raise UsageError(
-                "optimizer.step() was called for a prepared model. With several processes, gradients are averaged, "
-                "clipped and checked in strategy.step(loss, optimizer), or in strategy.backward and strategy.update: "
-                "call these instead of loss.backward() and optimizer.step()."
+                "an optimizer of a prepared model was stepped by itself. The gradients of several processes are "
+                "averaged, clipped and checked in strategy.step(loss, optimizer), or in strategy.backward and "
+                "strategy.update: call these instead of loss.backward() and optimizer.step()."
             )
         self._harmless.add(optimizer)
 
     def close(self) -> None:
-        """Remove the check."""
+        """Let every optimizer step."""
         self._hook.remove()
