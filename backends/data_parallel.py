@@ -1,4 +1,4 @@
-"""One process, several GPUs: torch's DataParallel."""
+"""The backend data_parallel: one process, several GPUs, torch's DataParallel."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ class DataParallelSettings(Section):
     """Settings of the backend data_parallel (torch's DataParallel)."""
 
     device_ids: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] | None = None
-    """GPUs that hold a replica, each once; null takes every visible one."""
+    """Indices of the GPUs that hold a replica; null: all visible GPUs."""
 
     @field_validator("device_ids")
     @classmethod
     def _each_device_once(cls, device_ids: tuple[int, ...] | None) -> tuple[int, ...] | None:
         if device_ids and len(set(device_ids)) < len(device_ids):
-            raise ValueError("names a GPU twice; each holds one replica")
+            raise ValueError("contains a GPU twice; each holds one replica")
         return device_ids
 
 
 class _Wrapped(nn.DataParallel[nn.Module]):
-    """torch's wrapper, but for how a batch is split, and for its deep copy (an average of the weights, say).
+    """torch's DataParallel with another split of batches.
 
-    The copy is one of the user's module alone.
+    A deep copy of it (for an average of the weights, say) is a copy of the original module, without the wrapper.
     """
 
     def scatter(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[int | torch.device]
     ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
-        """Split the rows evenly, over as many devices as there are rows.
+        """Split the rows evenly over the devices, of which at most as many are used as there are rows.
 
-        torch cuts chunks of one size and takes what is left for the last: of 10 rows for 4 GPUs, 3, 3, 3 and 1.
+        torch cuts chunks of equal size and a smaller last one: 10 rows on 4 GPUs become 3, 3, 3 and 1.
         """
         given = (inputs, kwargs or {})
         rows = next((len(tensor) for tensor in tensors(given) if tensor.dim()), len(device_ids))
@@ -52,8 +52,8 @@ class _Wrapped(nn.DataParallel[nn.Module]):
         def part(value: Any, i: int) -> Any:
             if not isinstance(value, torch.Tensor):
                 return value
-            mine = value.tensor_split(len(devices))[i] if value.dim() else value
-            return mine.to(devices[i], non_blocking=True)
+            chunk = value.tensor_split(len(devices))[i] if value.dim() else value
+            return chunk.to(devices[i], non_blocking=True)
 
         shares = [rebuilt(given, partial(part, i=i)) for i in range(len(devices))]
         return [share[0] for share in shares], [share[1] for share in shares]
@@ -63,9 +63,9 @@ class _Wrapped(nn.DataParallel[nn.Module]):
 
 
 class DataParallelBackend(LocalBackend):
-    """Splits each batch over the GPUs of one process and gathers the outputs on one of them.
+    """Splits each batch over the GPUs of one process and gathers the outputs on the first of them.
 
-    Without GPUs, or with one, the model is not wrapped: there is nothing to split.
+    On a CPU or a single GPU the model is not wrapped.
     """
 
     name = "data_parallel"
@@ -73,12 +73,12 @@ class DataParallelBackend(LocalBackend):
 
     @classmethod
     def check(cls, config: StrategyConfig, launch: Launch) -> None:
-        """Refuse GPUs that are not there, and BatchNorm over replicas, which torch's DataParallel can't do."""
+        """Refuse GPUs that are not available, and ``sync_batchnorm``, which DataParallel does not support."""
         devices = _devices(config)
         if len(devices) > 1 and config.sync_batchnorm:
             raise ConfigError(
-                f"sync_batchnorm can't be honoured by backend data_parallel over {len(devices)} devices: its replicas "
-                "normalise apart. Use backend ddp, one process for each GPU (torchrun --nproc-per-node "
+                f"sync_batchnorm is not supported by backend data_parallel on {len(devices)} devices: each replica "
+                "normalises its own part of the batch. Use backend ddp, one process per GPU (torchrun --nproc-per-node "
                 f"{len(devices)} ...)."
             )
 
@@ -87,22 +87,22 @@ class DataParallelBackend(LocalBackend):
         self.devices: tuple[torch.device, ...] = _devices(config) or (device,)
         self.device: torch.device = self.devices[0]
         if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)  # streams and events are those of the current device
+            torch.cuda.set_device(self.device)  # streams and events belong to the current device
 
     def wrap_model(self, module: nn.Module) -> nn.Module:
-        """Return torch's wrapper, or the module itself on one device."""
+        """Return the module in torch's DataParallel, or unchanged on a single device."""
         if len(self.devices) == 1:
             return module
         if hasattr(module, "_orig_mod"):
             raise UsageError(
-                f"a module that was compiled can't be copied to {len(self.devices)} devices: each copy would run the "
-                "first one's code. Compile nothing, or use backend ddp, one process for each GPU."
+                f"a compiled module can't be replicated on {len(self.devices)} devices: all would run the code "
+                "compiled for one. Don't compile it, or use backend ddp, one process per GPU."
             )
         return _Wrapped(module, list(self.devices), self.device)
 
 
 def _devices(config: StrategyConfig) -> tuple[torch.device, ...]:
-    """Return the GPUs that hold a replica: none where the CPU is used."""
+    """Return the GPUs that hold a replica; none if the CPU is used."""
     visible = 0 if config.device == "cpu" else torch.cuda.device_count()
     settings = config.section("data_parallel", DataParallelSettings)
     wanted = settings.device_ids
@@ -113,6 +113,6 @@ def _devices(config: StrategyConfig) -> tuple[torch.device, ...]:
     missing = [i for i in wanted if i >= visible]
     if missing or not wanted or len(set(wanted)) != len(wanted):
         raise ConfigError(
-            f"data_parallel.device_ids is {list(wanted)}, but must name different GPUs of the {visible} visible ones."
+            f"data_parallel.device_ids is {list(wanted)}, but must be distinct indices of the {visible} visible GPUs."
         )
     return tuple(torch.device("cuda", i) for i in wanted)

@@ -1,4 +1,4 @@
-"""Many processes on torch.distributed: DistributedDataParallel over NCCL or gloo."""
+"""The backend ddp: torch's DistributedDataParallel over NCCL or gloo."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .ddp_module import AveragingModule
 from .ddp_powersgd import add_power_sgd
 from .ddp_settings import DDPSettings
 
-# Newer releases of torch call it by another name, and warn of the old one.
+# Newer releases of torch have renamed this argument, and deprecate the old name.
 _SYNC_BUFFERS = next(
     name
     for name in ("forward_sync_buffers", "broadcast_buffers")
@@ -40,9 +40,9 @@ _HOOKS = {"fp16": fp16_compress_hook, "bf16": bf16_compress_hook}
 
 
 class DDPBackend(Backend):
-    """torch's DistributedDataParallel; the core's own collectives have a process group of their own.
+    """torch's DistributedDataParallel. The core's collectives use a separate process group.
 
-    Ranks that take different routes through BatchNorm's collectives and DDP's would abort inside gloo on one group.
+    On one group, ranks whose BatchNorm collectives and DDP collectives are ordered differently would abort inside gloo.
     """
 
     name = "ddp"
@@ -53,47 +53,48 @@ class DDPBackend(Backend):
 
     @classmethod
     def is_engine_error(cls, error: BaseException) -> bool:
-        """Whether torch.distributed says that another rank has gone; gloo does so in plain RuntimeErrors."""
+        """Return whether an error comes from torch.distributed. gloo raises plain RuntimeErrors."""
         if isinstance(error, dist.DistError):
             return True
         return isinstance(error, RuntimeError) and bool(re.search("gloo|NCCL|ProcessGroup", str(error)))
 
     @classmethod
     def check(cls, config: StrategyConfig, launch: Launch) -> None:
-        """Refuse NCCL where it can't be had, and accumulation over a static graph."""
+        """Refuse NCCL if it is not available, and accumulation with a static graph."""
         settings = config.section(cls.name, DDPSettings)
         if settings.static_graph and config.accumulate > 1:
             raise ConfigError(
-                f"ddp.static_graph is true, and accumulate is {config.accumulate}; they exclude each other: DDP aborts "
-                "when a static graph skips a reduction."
+                f"ddp.static_graph is true, and accumulate is {config.accumulate}; they are mutually exclusive: DDP "
+                "fails if a static graph skips a reduction."
             )
         if settings.communication != "nccl":
             return
         if not (dist.is_nccl_available() and torch.cuda.is_available()) or config.device == "cpu":
             raise ConfigError(
-                "ddp.communication is nccl, which needs a CUDA GPU for every process and a torch built with NCCL; here "
-                f"are {torch.cuda.device_count()} GPUs and device is {config.device}. Set it to auto or gloo."
+                "ddp.communication is nccl, which needs a CUDA GPU for every process and a torch built with NCCL; this "
+                f"host has {torch.cuda.device_count()} visible GPUs, and device is {config.device!r}. Set "
+                "ddp.communication to auto or gloo."
             )
 
     def __init__(self, config: StrategyConfig, launch: Launch, device: torch.device) -> None:
         super().__init__(config, launch, device)
         self._wrapped: list[AveragingModule] = []
-        # By which wrapper; torch does not look at what was frozen when that was made.
+        # The wrapper that averages each parameter; torch ignores parameters that were frozen when it was made.
         self._averaged: dict[Parameter, AveragingModule] = {}
         self._names: dict[Parameter, str] = {}
         self._armed = True
         self._adopted = dist.is_initialized()
         if config.deterministic:
-            self.gradient_reduction = "sum"  # core's buckets: DDP lays its own out anew after the first step
+            self.gradient_reduction = "sum"  # of the core's buckets: DDP rebuilds its own after the first step
 
     def start(self) -> tuple[int, int]:
-        """Join the default process group, or adopt the script's, and make a group for the core."""
+        """Initialise the default process group, or use the script's, and make a group for the core."""
         timeout = timedelta(seconds=self.config.timeout_s)
         if not self._adopted:
             store = rendezvous(self.launch, self.config.timeout_s)
             library = self._library(store)
             if library == "nccl":
-                # NCCL's own watchdog aborts the process: the job's watch, which says why, comes first.
+                # NCCL's watchdog aborts the process. The job's watch, which reports the reason, must come first.
                 timeout += timedelta(seconds=_AFTER_WATCH_S)
             try:
                 dist.init_process_group(
@@ -102,47 +103,47 @@ class DDPBackend(Backend):
                     rank=self.rank,
                     world_size=self.world_size,
                     timeout=timeout,
-                    # Otherwise NCCL guesses a device from LOCAL_RANK, or from the rank.
+                    # Without it, NCCL guesses the device from LOCAL_RANK or the rank.
                     device_id=self.device if library == "nccl" else None,
                 )
             except dist.DistError as error:
                 raise CommunicationError(
-                    f"rank {self.rank} of {self.world_size} could not join the others at "
+                    f"rank {self.rank} of {self.world_size} could not initialise the process group at "
                     f"{self.launch.address or 'rank 0'} within {self.config.timeout_s:g} s: {error}"
                 ) from error
         self._group = CoreGroup(timeout)
         return dist.get_rank(), dist.get_world_size()
 
     def _library(self, store: dist.Store) -> str:
-        """Return the communication library that all ranks take."""
+        """Return the communication library, the same on all ranks."""
         wanted = str(self.settings.communication)
         if self.device.type != "cuda":
             return "gloo" if wanted == "auto" else wanted
         shared = self.world_size > 1 and any_shared(store, gpu_id(self.device), self.world_size)
         if shared and wanted == "nccl":
             raise ConfigError(
-                "ddp.communication is nccl, which needs a GPU of its own for every process, but some of the "
-                f"{self.world_size} processes share one (device is {self.config.device!r}): start as many processes on "
-                "a host as it has GPUs, or set ddp.communication to auto or gloo."
+                "ddp.communication is nccl, which needs a separate GPU for every process, but some of the "
+                f"{self.world_size} processes share one (device is {self.config.device!r}): start at most one process "
+                "per GPU, or set ddp.communication to auto or gloo."
             )
         return "gloo" if shared else "nccl" if wanted == "auto" else wanted
 
     def close(self, *, failed: bool) -> None:
-        """Destroy the groups that were made here, unless other ranks would have to take part and may be gone."""
+        """Destroy the process groups made here, unless that would need other ranks, which may be gone."""
         self._wrapped.clear()
         self._averaged.clear()
         self._names.clear()
         if failed and dist.is_initialized() and "nccl" in dist.get_backend():
-            return  # to end NCCL's communicators, the ranks of a host wait for one another
+            return  # destroying NCCL communicators waits for the other ranks of the host
         if not failed:
-            # gloo's threads end with the last reference to their group. One that drops a finished work's tensor while
-            # Python shuts down aborts the process.
+            # gloo's threads end with the last reference to their group. If one frees the tensor of a finished work
+            # while Python shuts down, the process aborts.
             self._group.close()
         if not self._adopted and dist.is_initialized():
             dist.destroy_process_group()
 
     def wrap_model(self, module: nn.Module) -> nn.Module:
-        """Return torch's wrapper; with ``deterministic``, and for a frozen module, the module itself."""
+        """Return the module in torch's DDP; unchanged if it is frozen, or with ``deterministic``."""
         if self.world_size == 1 or self.config.deterministic or not any(p.requires_grad for p in module.parameters()):
             return module
         options = self.settings
@@ -152,14 +153,14 @@ class DDPBackend(Backend):
         if shared:
             names = ", ".join(sorted(self._names[p] for p in shared))
             raise UsageError(
-                f"two prepared modules share parameters ({names}), which DDP would average twice: make both parts of "
-                "one module, and prepare that."
+                f"two prepared modules share parameters ({names}), which DDP would average twice: make both modules "
+                "parts of one module, and prepare that one."
             )
         wrapped = AveragingModule(
             module,
             device_ids=[self.device.index] if self.device.type == "cuda" else None,
             **sync_buffers,
-            init_sync=False,  # prepare() has copied rank 0's weights already
+            init_sync=False,  # prepare() has copied rank 0's parameters
             bucket_cap_mb=options.bucket_cap_mb,
             find_unused_parameters=options.find_unused_parameters,
             gradient_as_bucket_view=options.gradient_as_bucket_view,
@@ -169,8 +170,12 @@ class DDPBackend(Backend):
         if hook is not None:
             wrapped.register_comm_hook(None, hook)
         elif self.config.compression == "powersgd":
-            in_turn = "nccl" not in dist.get_backend()
-            add_power_sgd(wrapped, rank=options.powersgd_rank, start_step=options.powersgd_start_step, in_turn=in_turn)
+            add_power_sgd(
+                wrapped,
+                rank=options.powersgd_rank,
+                start_step=options.powersgd_start_step,
+                sequential="nccl" not in dist.get_backend(),
+            )
         wrapped.require_backward_grad_sync = self._armed
         self._names.update({p: name.replace(_COMPILED, "") for name, p in module.named_parameters()})
         self._wrapped.append(wrapped)
@@ -178,26 +183,26 @@ class DDPBackend(Backend):
         return wrapped
 
     def arm(self, sync: bool) -> None:
-        """Tell every wrapper whether its coming backward averages."""
+        """Set ``require_backward_grad_sync`` of every wrapper."""
         self._armed = sync
         for wrapped in self._wrapped:
             wrapped.require_backward_grad_sync = sync
 
     def watch_gradients(self, parameters: Sequence[Parameter]) -> Callable[[bool], None] | None:
-        """Return what averages those that DDP does not know of, or could not average within backward."""
+        """Return a function that averages the gradients that DDP did not average within backward."""
         if self.config.deterministic:
             return None
 
         averaged = [p for p in parameters if p in self._averaged]
         others = [p for p in parameters if p not in self._averaged]
-        # Weak: what a step has to do outlives close(), and torch's reducers must not outlive their process group.
+        # Weak references: the function outlives close(), but torch's reducers must not outlive their process group.
         wrappers = [
             cast(AveragingModule, weakref.proxy(one)) for one in dict.fromkeys(self._averaged[p] for p in averaged)
         ]
-        calls = [0] * len(wrappers)  # of each wrapper, until the end of the step before
+        calls = [0] * len(wrappers)  # of each wrapper, up to the end of the previous step
 
         def finish(late: bool) -> None:
-            """DDP has averaged them within backward, unless it was not armed for it, or does not know of them."""
+            """Average gradients of an unarmed backward, and of parameters that no wrapper has."""
             for i, wrapper in enumerate(wrappers):
                 if not late:
                     wrapper.check_called(calls[i])
@@ -209,14 +214,14 @@ class DDPBackend(Backend):
             elif others:
                 self._average(others)
             if self.config.debug:
-                # In the next forward, where it would do so otherwise, ranks meet without having compared their calls.
+                # Otherwise the next forward does this, a collective that the ranks have not compared.
                 for wrapped in self._wrapped:
                     wrapped.reducer._rebuild_buckets()
 
         return finish
 
     def _average(self, parameters: Sequence[Parameter]) -> None:
-        """Average what DDP missed. Gradients that it has averaged are equal on all ranks already, and stay so."""
+        """Average gradients that DDP did not. Those that it has averaged are equal on all ranks, and stay the same."""
         used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=self.device)
         self.all_reduce(used, "max", "gradients.used")()
         for p, is_used in zip(parameters, used.tolist(), strict=True):
@@ -233,18 +238,19 @@ class DDPBackend(Backend):
         if unused:
             names = ", ".join(self._names[p] for p in unused[:3])
             raise UsageError(
-                f"{len(unused)} parameters took no part in this step's loss ({names}, ...), and DDP waits for all: set "
-                "ddp.find_unused_parameters to true, or freeze them (requires_grad_(False)) before prepare()."
+                f"{len(unused)} parameters were not used in computing this step's loss ({names}, ...), but DDP waits "
+                "for the gradients of all: set ddp.find_unused_parameters to true, or freeze them "
+                "(requires_grad_(False)) before prepare()."
             )
 
     def all_reduce(self, tensor: Tensor, op: str, name: str) -> Wait:
-        """Reduce in the core's group."""
+        """All-reduce in the core's process group."""
         return self._group.all_reduce(tensor, op)
 
     def all_gather(self, tensor: Tensor, name: str) -> Callable[[], Tensor]:
-        """Gather in the core's group."""
+        """All-gather in the core's process group."""
         return self._group.all_gather(tensor)
 
     def broadcast(self, tensor: Tensor, src: int, name: str) -> Wait:
-        """Broadcast in the core's group."""
+        """Broadcast in the core's process group."""
         return self._group.broadcast(tensor, src)

@@ -1,4 +1,4 @@
-"""The core's own process group, beside the one that DDP averages gradients in."""
+"""A process group for the core's collectives, separate from the one that DDP averages gradients in."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from torch import Tensor
 from unitrain.backend import Wait
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-# Newer releases of torch call it by another name, and warn of the old one.
+# Newer releases of torch have renamed this function, and deprecate the old name.
 _ALL_GATHER: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-# What gloo and NCCL can't reduce, and what stands in for it.
+# Dtypes that gloo and NCCL can't reduce, and the dtypes to convert them to.
 _WIDER = {torch.int16: torch.int32}
 
 
 class CoreGroup:
-    """A process group of all ranks, and asynchronous collectives on it. Collective.
+    """Asynchronous collectives on a new process group of all ranks. Collective.
 
     Args:
-        timeout: of each collective.
+        timeout: timeout of each collective.
     """
 
     def __init__(self, timeout: timedelta) -> None:
         group = dist.new_group(timeout=timeout)
-        assert isinstance(group, dist.ProcessGroup)  # every rank is in it
+        assert isinstance(group, dist.ProcessGroup)  # every rank is a member
         self._group: dist.ProcessGroup = group
 
     def close(self) -> None:
-        """Destroy the group, and let go of it: gloo's threads end with the last reference."""
+        """Destroy the group and drop the reference to it: gloo's threads end with the last one."""
         dist.destroy_process_group(self._group)
         del self._group
 
@@ -66,7 +66,7 @@ class CoreGroup:
 
 
 def _wait(work: dist.Work | None) -> Wait:
-    assert work is not None  # it is asynchronous, and this rank belongs to the group
+    assert work is not None  # async_op=True, and this rank is in the group
 
     def wait() -> None:
         work.wait()

@@ -1,4 +1,4 @@
-"""torch's DistributedDataParallel, with messages for what would go wrong in silence, or in terms of its own."""
+"""torch's DistributedDataParallel with checks and error messages for common mistakes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from unitrain.errors import UsageError
 
 
 class AveragingModule(DistributedDataParallel):
-    """torch's wrapper, which says what would go wrong in silence.
+    """DistributedDataParallel that raises errors for gradients that would not be averaged.
 
-    A deep copy of it (an average of the weights, say) is one of the user's module alone.
+    A deep copy of it (for an average of the weights, say) is a copy of the original module, without the wrapper.
 
     Attributes:
-        calls: forwards whose backward averages gradients; torch averages those of the first backward after each.
+        calls: number of forwards whose backward averages gradients; torch averages in the first backward after each.
     """
 
     calls: int = 0
@@ -28,7 +28,7 @@ class AveragingModule(DistributedDataParallel):
         return module
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
-        """Call the module, and average what the backward of it yields."""
+        """Run the forward of the module; its backward averages the gradients."""
         if self.require_backward_grad_sync and torch.is_grad_enabled():
             self.calls += 1
         try:
@@ -37,24 +37,25 @@ class AveragingModule(DistributedDataParallel):
             if "Expected to have finished reduction" not in str(error):
                 raise
             raise UsageError(
-                "parameters took no part in the loss of the backward before, and DDP waits for all: add the losses and "
-                "call step() once, set ddp.find_unused_parameters to true, or freeze them before prepare()."
+                "some parameters were not used in computing the loss of the previous backward, but DDP waits for the "
+                "gradients of all: add the losses and call step() once, set ddp.find_unused_parameters to true, or "
+                "freeze the parameters before prepare()."
             ) from error
 
     def check_called(self, before: int) -> None:
-        """Refuse gradients that were never averaged.
+        """Check that gradients were averaged, which needs a forward of this wrapper.
 
         Args:
-            before: ``calls`` at the end of the step before.
+            before: ``calls`` at the end of the previous step.
 
         Raises:
-            UsageError: there was no call, but there are gradients.
+            UsageError: there are gradients, but there was no forward.
         """
-        if self.calls > before or not self.require_backward_grad_sync:  # disarmed: steps without averaging are measured
+        if self.calls > before or not self.require_backward_grad_sync:  # averaging is off in benchmarks
             return
         name = next((n for n, p in self.module.named_parameters() if p.grad is not None), None)
         if name is not None:
             raise UsageError(
-                f"{name} has a gradient that DDP knows nothing of, so the ranks' would not be averaged. Before each "
-                "step call what prepare() returned (model = strategy.prepare(model)), and not the module itself."
+                f"{name} has a gradient that DDP did not average over the ranks, since its wrapper was not called. "
+                "Call the model that prepare() returned (model = strategy.prepare(model)), not the original module."
             )

@@ -1,11 +1,12 @@
-"""PowerSGD: gradients sent as products of thin matrices, through a communication hook of torch's DDP.
+"""PowerSGD gradient compression by low-rank matrices, through a communication hook of torch's DDP.
 
-A gradient of n rows and m columns, seen as a matrix, is replaced by one of a low rank r: (n + m) r numbers travel
-instead of n m. What is lost at a step is added to the gradient of the next (T. Vogels, S. P. Karimireddy, M. Jaggi,
-PowerSGD, NeurIPS 2019). Vectors, and matrices that would not become at least half as large, travel as they are.
+A gradient, viewed as a matrix of n rows and m columns, is approximated by one of a low rank r, so that (n + m) r
+elements are sent instead of n m. The error of a step is added to the gradient of the next (T. Vogels, S. P.
+Karimireddy, M. Jaggi, PowerSGD, NeurIPS 2019). Vectors, and matrices that would not shrink to half their size, are sent
+uncompressed.
 """
 
-# No annotations from __future__: DDP looks at a hook's, and wants types.
+# No `from __future__ import annotations`: DDP checks a hook's annotations, which must be types and not strings.
 
 import torch.distributed as dist
 from torch import Tensor
@@ -13,28 +14,28 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-# Added to norms before they divide, because a column may be zero: a model without a gradient, a frozen branch.
+# Added to norms before dividing by them, since a column may be zero: in a frozen branch, say.
 _TINY = 1e-20
 
 
-def add_power_sgd(wrapped: DistributedDataParallel, *, rank: int, start_step: int, in_turn: bool) -> None:
-    """Let a wrapper's gradients travel compressed.
+def add_power_sgd(wrapped: DistributedDataParallel, *, rank: int, start_step: int, sequential: bool) -> None:
+    """Register PowerSGD on a DDP module.
 
     Args:
-        wrapped: the wrapper, which has no hook yet.
-        rank: of the matrices that travel, 1 or more.
-        start_step: how many reductions are exact first, 2 or more: DDP lays its buckets out anew after the first.
-        in_turn: whether a bucket waits for the one before. A bucket's second and third collective start when the one
-            before them is done. Under NCCL that order is the stream's. Under gloo it is that of its threads, which
-            differs between ranks: two buckets at once met one another's collectives and aborted the process.
+        wrapped: the DDP module, without a communication hook.
+        rank: rank of the matrices that are sent, at least 1.
+        start_step: number of exact reductions first, at least 2: DDP rebuilds its buckets after the first.
+        sequential: whether a bucket waits for the previous one. Each bucket runs three collectives, one after the
+            other. NCCL orders them by its stream. gloo's threads order them differently on each rank: the collectives
+            of two buckets were mixed up, which aborted the process.
     """
     state = PowerSGDState(
         None, matrix_approximation_rank=rank, start_powerSGD_iter=start_step, orthogonalization_epsilon=_TINY
     )
-    wrapped.register_comm_hook(state, _in_turn if in_turn else powerSGD_hook)
+    wrapped.register_comm_hook(state, _sequential_hook if sequential else powerSGD_hook)
 
 
-def _in_turn(state: PowerSGDState, bucket: dist.GradBucket) -> Future[Tensor]:
+def _sequential_hook(state: PowerSGDState, bucket: dist.GradBucket) -> Future[Tensor]:
     compresses = state.iter >= state.start_powerSGD_iter
     reduced: Future[Tensor] = powerSGD_hook(state, bucket)
     if compresses:

@@ -1,4 +1,4 @@
-"""The settings of the backend ddp."""
+"""Settings of the backend ddp."""
 
 from __future__ import annotations
 
@@ -13,24 +13,26 @@ class DDPSettings(Section):
     """Settings of the backend ddp (torch's DistributedDataParallel)."""
 
     communication: Literal["auto", "nccl", "gloo"] = "auto"
-    """Communication library: auto takes nccl where every process has a GPU of its own, else gloo."""
+    """Communication library; auto: nccl if every process has a separate GPU, else gloo."""
     find_unused_parameters: bool = False
-    """Search each backward for parameters that took no part; needed when some don't, and slower."""
+    """Find parameters that were not used in a forward, in each backward; needed if there are any, and slower."""
     static_graph: bool = False
-    """Promise that the same parameters take part in every step, which lets DDP skip work."""
+    """Declare that the same parameters are used in every step, which lets DDP skip work."""
     gradient_as_bucket_view: bool = True
-    """Let gradients be views of the communication buckets: one copy less for each step."""
+    """Make gradients views of the communication buckets, which saves a copy per step."""
     bucket_cap_mb: Annotated[float, Field(gt=0, le=2**20)] = 25.0
-    """Size of a gradient bucket in MiB: smaller overlaps more, larger has less latency."""
+    """Size of a gradient bucket in MiB; smaller: more overlap with backward, larger: less latency."""
     broadcast_buffers: bool = False
-    """Copy rank 0's buffers to all ranks before each forward."""
+    """Broadcast rank 0's buffers before each forward."""
     powersgd_rank: Annotated[int, Field(ge=1, le=1024)] = 2
-    """With compression powersgd: the rank of the matrices that travel; more is nearer to the gradient, and larger."""
+    """With compression powersgd: rank of the matrices that are sent; higher is more exact, and larger."""
     powersgd_start_step: Annotated[int, Field(ge=2, le=1_000_000_000)] = 1000
-    """With compression powersgd: how many steps are exact first; a tenth of all is a good start."""
+    """With compression powersgd: number of exact steps first; try a tenth of all steps."""
 
     @model_validator(mode="after")
     def _refuse_conflicts(self) -> DDPSettings:
         if self.static_graph and self.find_unused_parameters:
-            raise conflict("static_graph", "find_unused_parameters", "a static graph has none that vary")
+            raise conflict(
+                "static_graph", "find_unused_parameters", "in a static graph the unused parameters never change"
+            )
         return self

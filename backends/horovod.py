@@ -1,4 +1,4 @@
-"""Many processes on Horovod, coordinated through MPI or gloo. The only file that knows Horovod."""
+"""The backend horovod: Horovod with its MPI or gloo controller. The only module that imports Horovod."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from unitrain.launch.detect import Launch
 _LAUNCHERS = ("horovodrun", "mpirun")
 _SERVER = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
 _ANSWER_S = 3.0
-# What Horovod can't reduce, and what stands in for it.
+# Dtypes that Horovod can't reduce, and the dtypes to convert them to.
 _WIDER = {
     torch.bfloat16: torch.float32,
     torch.int8: torch.int32,
@@ -36,18 +36,18 @@ class HorovodSettings(Section):
     """Settings of the backend horovod."""
 
     controller: Literal["auto", "mpi", "gloo"] = "auto"
-    """What coordinates Horovod's processes: auto follows the launcher."""
+    """Controller that coordinates Horovod's processes; auto: chosen by the launcher."""
     fusion_threshold_mb: Annotated[float, Field(ge=0, le=2**20)] | None = None
-    """Size of Horovod's fusion buffer in MiB; null leaves HOROVOD_FUSION_THRESHOLD or Horovod's own, 128."""
+    """Size of Horovod's fusion buffer in MiB; null: HOROVOD_FUSION_THRESHOLD, else Horovod's default of 128."""
     cycle_time_ms: Annotated[float, Field(gt=0, le=60_000)] | None = None
-    """Milliseconds between Horovod's negotiations; null leaves HOROVOD_CYCLE_TIME or Horovod's own, 1."""
+    """Milliseconds between Horovod's cycles; null: HOROVOD_CYCLE_TIME, else Horovod's default of 1."""
 
 
 class HorovodBackend(Backend):
-    """Horovod's collectives under explicit names; gradients are averaged by core's flat buckets on top of them.
+    """Horovod's collectives with explicit names. The core's buckets average the gradients with them.
 
-    ``hvd.DistributedOptimizer`` is not used: it makes a new optimizer object, which loses loaded state and schedulers,
-    sums over accumulated passes, and must be synchronised before clipping.
+    ``hvd.DistributedOptimizer`` is not used: it creates a new optimizer object, which loses loaded state and existing
+    schedulers, sums over accumulated passes instead of averaging, and must be synchronised before clipping.
     """
 
     name = "horovod"
@@ -58,7 +58,7 @@ class HorovodBackend(Backend):
 
     @classmethod
     def expected_world(cls, launch: Launch) -> int:
-        """Horovod sees the world of mpirun and horovodrun; under any other launcher each process is alone."""
+        """Return the launcher's world size under mpirun and horovodrun, else 1: others don't start Horovod's world."""
         return launch.world_size if launch.launcher in _LAUNCHERS else 1
 
     @classmethod
@@ -68,30 +68,30 @@ class HorovodBackend(Backend):
 
     @classmethod
     def is_engine_error(cls, error: BaseException) -> bool:
-        """Whether Horovod says that another rank has gone."""
+        """Return whether an error is a HorovodInternalError."""
         return type(error).__name__ == "HorovodInternalError"
 
     @classmethod
     def check(cls, config: StrategyConfig, launch: Launch) -> None:
-        """Refuse to start without Horovod, or with a controller that it lacks or that the launcher does not serve."""
-        hvd = _engine()
+        """Refuse to start without Horovod, or with a controller that it lacks or that the launcher does not support."""
+        hvd = _import_horovod()
         if config.device != "cpu" and torch.cuda.is_available() and not hvd.nccl_built():
-            # Horovod would copy to the CPU without waiting for the GPU, and throw in a thread of its own.
+            # Horovod would copy to the CPU without waiting for the GPU, and throw in a background thread.
             raise BackendError(
-                f"this Horovod was built for CPUs only, and device is {config.device!r} on a host with GPUs: rebuild "
+                f"this Horovod was built for CPUs only, but device is {config.device!r} on a host with GPUs: rebuild "
                 "it with `unitrain install-horovod --gpu nccl`, set device to cpu, or use backend ddp."
             )
         controller = _controller(config, launch)
         built = {"mpi": hvd.mpi_built(), "gloo": hvd.gloo_built()}
         if not built[controller]:
             raise BackendError(
-                f"this Horovod was built without {controller}, which {launch.launcher} needs: rebuild it with "
-                "`unitrain install-horovod --force` where an MPI is found."
+                f"this Horovod was built without the {controller} controller, which {launch.launcher} needs: rebuild "
+                "it with `unitrain install-horovod --force` (for the mpi controller, install an MPI first)."
             )
         if controller == "gloo" and launch.launcher == "mpirun":
             raise ConfigError(
                 "horovod.controller is gloo, but these processes were started by mpirun or horovodrun --mpi, which "
-                "serves only the MPI controller: start with horovodrun --gloo, or set horovod.controller to auto."
+                "support only the MPI controller: start with horovodrun --gloo, or set horovod.controller to auto."
             )
         if controller == "mpi" and launch.launcher != "mpirun":
             raise ConfigError(
@@ -102,22 +102,24 @@ class HorovodBackend(Backend):
             _check_served(*(os.environ[name] for name in _SERVER))
 
     def start(self) -> tuple[int, int]:
-        """Start Horovod, once in a process."""
-        self._hvd = _engine()
+        """Initialise Horovod, once per process."""
+        self._hvd = _import_horovod()
         self._ops = {"sum": self._hvd.Sum, "max": self._hvd.Max, "min": self._hvd.Min}
         variables = _variables(self.config, _controller(self.config, self.launch))
         if not self._hvd.is_initialized():
             os.environ.update(variables)
             self._hvd.init()
-            # Horovod is started once in a process and ended with it: MPI can't be started twice, and ranks that start
-            # gloo again may find one another's old addresses. Unlike atexit, this is heeded by multiprocessing too.
+            # Horovod is initialised once per process and shut down at its exit: MPI can't be initialised twice, and
+            # ranks that initialise gloo again may find old addresses. Unlike atexit handlers, finalizers run in
+            # multiprocessing's children too.
             Finalize(None, self._hvd.shutdown, exitpriority=0)
         elif any(os.environ.get(name) != value for name, value in variables.items()):
-            warnings.warn("Horovod goes on as the process's first strategy started it.", UserWarning, stacklevel=7)
+            message = "Horovod is initialised once per process: it keeps the settings of the first strategy."
+            warnings.warn(message, UserWarning, stacklevel=7)
         return self._hvd.rank(), self._hvd.size()
 
     def all_reduce(self, tensor: Tensor, op: str, name: str) -> Wait:
-        """Reduce; what Horovod can't reduce, in a wider dtype."""
+        """All-reduce; dtypes that Horovod can't reduce are converted to wider ones."""
         wider = _WIDER.get(tensor.dtype)
         if wider is not None:
             return self._all_reduce_as(tensor, wider, op, name)
@@ -135,7 +137,7 @@ class HorovodBackend(Backend):
         return finish
 
     def all_gather(self, tensor: Tensor, name: str) -> Callable[[], Tensor]:
-        """Gather, as rows."""
+        """All-gather along a new first dimension."""
         handle = self._hvd.allgather_async(tensor.unsqueeze(0), name=name)
         return lambda: cast(Tensor, self._wait(handle))
 
@@ -149,13 +151,13 @@ class HorovodBackend(Backend):
 
 
 def _check_served(host: str, port: str) -> None:
-    """Refuse a network interface or a server of horovodrun's that is not there: Horovod would abort the process."""
+    """Refuse a missing network interface or horovodrun server, with which Horovod would abort the process."""
     interface = os.environ.get("HOROVOD_GLOO_IFACE")
     known = [name for _, name in socket.if_nameindex()]
     if interface and interface not in known:
         raise LaunchError(
             f"HOROVOD_GLOO_IFACE is {interface!r}, but must be one of this host's network interfaces, "
-            f"{', '.join(known)}: choose with horovodrun --network-interfaces, which sets it."
+            f"{', '.join(known)}: set it with horovodrun --network-interfaces."
         )
     try:
         socket.create_connection((host, int(port)), _ANSWER_S).close()
@@ -167,7 +169,7 @@ def _check_served(host: str, port: str) -> None:
 
 
 def _variables(config: StrategyConfig, controller: str) -> dict[str, str]:
-    """Return what Horovod reads from the environment when it starts. What the user has set there stays."""
+    """Return the environment variables to initialise Horovod with. Those that the user has set take precedence."""
     seconds = config.timeout_s
     unless_set = {
         "HOROVOD_CPU_OPERATIONS": controller,
@@ -179,7 +181,7 @@ def _variables(config: StrategyConfig, controller: str) -> dict[str, str]:
     variables["HOROVOD_CONTROLLER"] = controller
     settings = config.section("horovod", HorovodSettings)
     if config.deterministic:
-        variables["HOROVOD_FUSION_THRESHOLD"] = "0"  # what is fused, and so the order of sums, follows from timing
+        variables["HOROVOD_FUSION_THRESHOLD"] = "0"  # what is fused, and so the order of summation, depends on timing
     elif settings.fusion_threshold_mb is not None:
         variables["HOROVOD_FUSION_THRESHOLD"] = str(int(settings.fusion_threshold_mb * 2**20))
     if settings.cycle_time_ms is not None:
@@ -191,12 +193,12 @@ def _controller(config: StrategyConfig, launch: Launch) -> str:
     chosen = config.section("horovod", HorovodSettings).controller
     if chosen != "auto":
         return chosen
-    # Alone, Horovod's MPI controller would need an MPI that can start without its launcher.
+    # In a single process, the MPI controller would need an MPI that can start without its launcher.
     return "mpi" if launch.launcher == "mpirun" else "gloo"
 
 
-def _engine() -> Any:
-    """Import horovod.torch. The import succeeds without its C extension, so the capability is checked."""
+def _import_horovod() -> Any:
+    """Import horovod.torch. The import succeeds without its C extension, so check for that, too."""
     remedy = "Build it for this torch with `unitrain install-horovod`, or use backend ddp."
     try:
         hvd = import_module("horovod.torch")

@@ -1,4 +1,4 @@
-"""One process, one device."""
+"""The backend single: one process, one device."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from unitrain.backend import LocalBackend
 
 
 class SingleBackend(LocalBackend):
-    """Trains on one device, without a wrapper and without communication."""
+    """Runs on one device, without wrapping modules and without communication."""
 
     name = "single"

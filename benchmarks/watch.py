@@ -19,7 +19,7 @@ from shared.processes import GLOO, HOROVOD_GLOO, HOROVOD_MPI, in_processes, star
 from shared.report import Found, run, table
 from shared.workloads import mlp
 from unitrain.backend import load_backend
-from unitrain.job.handshake import introduce
+from unitrain.job.handshake import handshake
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -48,7 +48,7 @@ def measure_world(seconds: float) -> Found | None:
             steps += 100
         lasted, watching = time.perf_counter() - begin, _seconds_of_watching() - watching_before
         begin = time.perf_counter()
-        introduce(strategy.communicator, strategy.config, load_backend(strategy.config.backend))
+        handshake(strategy.communicator, strategy.config, load_backend(strategy.config.backend))
         compared = time.perf_counter() - begin
         begin = time.perf_counter()
         hashlib.sha256(bytes(CHECKPOINT_BYTES)).digest()

@@ -63,7 +63,7 @@ def a_rank_without_samples() -> None:
 
 
 def test_a_rank_without_samples_is_an_error_on_all() -> None:
-    with pytest.raises(DataError, match="1 of 3 ranks have no sample of this stream at all"):
+    with pytest.raises(DataError, match="1 of 3 ranks have no samples of this dataset"):
         run_ranks(a_rank_without_samples, nprocs=3)
 
 

@@ -76,7 +76,7 @@ def told(capsys: pytest.CaptureFixture[str]) -> set[tuple[str, str, str]]:
 
 @pytest.mark.parametrize("case", CALLS)
 def test_debug_names_the_lines_of_calls_that_differ(case: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(CommunicationError, match="left with exit code 1"):
+    with pytest.raises(CommunicationError, match="exited with code 1"):
         run_ranks(call_apart, case)
     places = [f"{__file__}:{at(call)}" for call, _ in CALLS[case]]
     for rank, call, place in told(capsys):
@@ -86,6 +86,6 @@ def test_debug_names_the_lines_of_calls_that_differ(case: str, capsys: pytest.Ca
 
 
 def test_debug_names_a_backward_that_only_one_rank_does(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(CommunicationError, match="left with exit code 1"):
+    with pytest.raises(CommunicationError, match="exited with code 1"):
         run_ranks(call_apart, "forward", False)
     assert {(rank, call) for rank, call, _ in told(capsys)} == {("0", "backward for optimizer 0"), ("1", "barrier()")}

@@ -102,15 +102,15 @@ def test_a_lever_reaches_the_run(recipe: Path) -> None:
 
 
 def test_a_recipe_that_fails_alone_is_one_message(recipe: Path) -> None:
-    with pytest.raises(UsageError, match=r"as one process, ended with status 2: .*--epoks is not a flag"):
+    with pytest.raises(UsageError, match=r"In one process: exit code 2: .*--epoks is not a flag"):
         bench(recipe, flags=["--epoks", "3"], processes=1)
 
 
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (("--epochs", "1"), "it took 5 optimizer steps of 9"),
-        (("--strategy.threads-per-process", "1"), "threads_per_process is 1 by the recipe's own flags or code"),
+        (("--epochs", "1"), "the recipe made only 5 of 9 steps"),
+        (("--strategy.threads-per-process", "1"), "the recipe's flags or code set threads_per_process to 1"),
     ],
 )
 def test_a_run_that_is_not_the_candidate_s_is_none(recipe: Path, flags: tuple[str, ...], said: str) -> None:
@@ -199,9 +199,9 @@ def test_a_lever_is_kept_only_where_it_helps_twice_and_changes_no_result() -> No
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"steps": 5}, "--steps is 5, but must be 6 or more"),
+        ({"steps": 5}, "--steps is 5, but must be at least 6"),
         ({"processes": 0}, "--processes is 0"),
-        ({"levers": ["bucket"]}, "'bucket' is no lever; those are ddp.static_graph, "),
+        ({"levers": ["bucket"]}, "'bucket' can't be tuned; choose from ddp.static_graph, "),
     ],
 )
 def test_a_wrong_argument_is_one_message(recipe: Path, settings: dict[str, Any], said: str) -> None:

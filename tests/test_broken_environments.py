@@ -113,9 +113,9 @@ def test_what_can_be_a_host(host: str, is_one: bool) -> None:
 
 
 def test_a_variable_that_contradicts_another() -> None:
-    with pytest.raises(LaunchError, match="PMIX_RANK is '0', but must be '1' as OMPI_COMM_WORLD_RANK is"):
+    with pytest.raises(LaunchError, match="PMIX_RANK is '0', but must be '1', the value of OMPI_COMM_WORLD_RANK"):
         detect({**JOBS["openmpi-4"], "PMIX_RANK": "0"})
-    with pytest.raises(LaunchError, match="HOROVOD_CROSS_SIZE is '2', but must be a whole number from 1 to 1"):
+    with pytest.raises(LaunchError, match="HOROVOD_CROSS_SIZE is '2', but must be an integer from 1 to 1"):
         detect({**JOBS["horovodrun-gloo"], "HOROVOD_CROSS_SIZE": "2"})
 
 

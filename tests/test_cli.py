@@ -33,7 +33,7 @@ def test_help_names_every_subcommand(capsys: pytest.CaptureFixture[str]) -> None
 def test_the_help_of_a_subcommand_has_its_defaults(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["install-horovod", "--help"])
-    assert "release of Horovod (default: 0.28.1)" in " ".join(capsys.readouterr().out.split())
+    assert "version of Horovod (default: 0.28.1)" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_an_error_is_one_message_and_its_own_exit_code(capsys: pytest.CaptureFix
     assert main(["install-horovod", "--version", "newest"]) == 2
     said = capsys.readouterr()
     assert said.out == ""
-    assert said.err.startswith("unitrain install-horovod: --version 'newest' is no version of Horovod")
+    assert said.err.startswith("unitrain install-horovod: --version 'newest' is not a valid version")
     assert said.err.count("\n") == 1
 
 

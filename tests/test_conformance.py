@@ -72,7 +72,7 @@ def test_ddp_averages_sparse_gradients_and_refuses_what_its_wrapper_does_not_see
     for sparse, trunk, module in world.run(what_is_refused, world):
         assert sparse == ""
         assert "add the losses" in trunk
-        assert "call what prepare() returned" in module
+        assert "Call the model that prepare() returned" in module
 
 
 # --------------------------------------------------------------------------------------------------------- plug-ins

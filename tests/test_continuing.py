@@ -47,7 +47,7 @@ def test_other_settings_are_listed_and_refused_unless_forced(tmp_path: Path) -> 
     Run(tmp_path, {"lr": 0.1, "epochs": 3}).train(1).close()
     run = Run(tmp_path, {"lr": 0.2, "momentum": 0.9, "epochs": 3}, clip_norm=1.0, timeout_s=5)
     before = run.model.weight.clone()
-    said = r"clip_norm was None and is 1\.0; lr was 0\.1 and is 0\.2; momentum was None and is 0\.9\. Continue with"
+    said = r"clip_norm was None and is now 1\.0; lr was 0\.1 and is now 0\.2; momentum was None and is now 0\.9\. Use"
     with pytest.raises(CheckpointError, match=said):
         run.checkpoint.resume()
     assert torch.equal(run.model.weight, before)
@@ -60,7 +60,7 @@ def test_a_run_of_its_own_does_not_save_among_another_s_checkpoints(tmp_path: Pa
     Run(tmp_path).train(2).close()
     run = Run(tmp_path)
     with pytest.raises(
-        CheckpointError, match=r"holds checkpoints of another run, up to step-0000000002: resume\(\) it"
+        CheckpointError, match=r"contains checkpoints of another run, up to step-0000000002: call resume\(\)"
     ):
         run.train(1)
     assert steps_in(tmp_path) == [2, 1]

@@ -1,4 +1,4 @@
-"""Ranks that train on the same samples, since their script shares nothing out, are warned of."""
+"""A warning for ranks that train on the same samples, since their script does not shard them."""
 
 from __future__ import annotations
 
@@ -25,6 +25,6 @@ def train_on(own_share: bool) -> list[str]:
 def test_ranks_that_train_on_the_same_samples_are_warned_of() -> None:
     first, other = run_ranks(train_on, False)
     assert len(first) == 1
-    assert first[0].startswith(f"{__file__}: the first 3 losses are the same on all 2 ranks")
+    assert first[0].startswith(f"{__file__}: the first 3 losses are equal on all 2 ranks")
     assert other == []
     assert run_ranks(train_on, True) == [[], []]

@@ -43,7 +43,7 @@ def test_the_rows_are_spread_evenly_over_no_more_devices_than_rows(rows: int, ex
 
 def test_a_compiled_module_is_refused() -> None:
     compiled: Any = torch.compile(nn.Linear(1, 1), backend="eager")
-    with pytest.raises(UsageError, match=r"compiled can't be copied to 2 devices"):
+    with pytest.raises(UsageError, match=r"a compiled module can't be replicated on 2 devices"):
         backend_on(2).wrap_model(compiled)
     assert backend_on(1).wrap_model(compiled) is compiled
 

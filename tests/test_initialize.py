@@ -74,9 +74,9 @@ def _horovod_with_mpi() -> bool:
 WITHOUT_MPI = "def init(): ...\ndef mpi_built(): return False\ndef gloo_built(): return True\n"
 
 
-@pytest.mark.parametrize("content", ["", WITHOUT_MPI], ids=["no engine", "no MPI"])
+@pytest.mark.parametrize("content", ["", WITHOUT_MPI], ids=["no extension", "no MPI"])
 def test_mpirun_with_a_horovod_that_lacks_mpi_gets_ddp(tmp_path: Path, content: str) -> None:
-    """A Horovod that was not built for this torch imports without its engine; another was built without MPI."""
+    """A Horovod that was not built for this torch imports without its C extension; another was built without MPI."""
     (tmp_path / "horovod" / "torch").mkdir(parents=True)
     (tmp_path / "horovod" / "__init__.py").touch()
     (tmp_path / "horovod" / "torch" / "__init__.py").write_text(content)
@@ -126,7 +126,8 @@ def test_n_copies_of_a_job_are_refused(environment: Any, name: str, backend: str
         unitrain.init(backend=backend)
     said = str(raised.value)
     assert f"{launch.launcher} started {launch.world_size} processes" in said
-    assert f"under backend '{backend}' each would see a world of 1: {launch.world_size} copies of one job" in said
+    assert f"with backend '{backend}' each would have a world size of 1" in said
+    assert f"{launch.world_size} copies of one job" in said
     assert f"Use backend auto (here: {choose_backend(launch, StrategyConfig())})" in said
     assert launch.evidence[0] in said
 
@@ -150,7 +151,7 @@ class Elsewhere(Backend):
 
 
 def test_a_library_that_sees_another_world_is_ended_and_refused() -> None:
-    with pytest.raises(LaunchError, match=r"this is rank 0 of 1, but backend elsewhere sees rank 1 of 3"):
+    with pytest.raises(LaunchError, match=r"this process is rank 0 of 1, but backend 'elsewhere' returned rank 1 of 3"):
         Strategy(Elsewhere, StrategyConfig(device="cpu"), Launch("python"))
     assert Elsewhere.ended
 
@@ -178,7 +179,7 @@ def test_a_process_group_of_the_script_is_adopted_and_left(close_twice: bool) ->
 
 
 def test_one_strategy_at_a_time() -> None:
-    with unitrain.init(backend="single"), pytest.raises(UsageError, match=r"close\(\) it first"):
+    with unitrain.init(backend="single"), pytest.raises(UsageError, match=r"call its close\(\) first"):
         unitrain.init(backend="single")
     again = unitrain.init(backend="single")
     again.close()
@@ -210,7 +211,7 @@ def test_config_and_keywords() -> None:
     ],
 )
 def test_settings_without_effect_warn_where_the_user_wrote_them(settings: dict[str, Any], named: str) -> None:
-    with pytest.warns(UserWarning, match=f"^without effect under backend 'single': {named}.$") as warned:
+    with pytest.warns(UserWarning, match=f"^these settings have no effect with backend 'single': {named}.$") as warned:
         unitrain.init(backend="single", **settings)
     assert [warning.filename for warning in warned] == [__file__]
 
@@ -227,18 +228,18 @@ def _bf16_on_horovod() -> None:
 
 @HOROVOD
 def test_compression_that_a_backend_lacks_is_refused() -> None:
-    with pytest.raises(ConfigError, match="compression 'bf16' can't be honoured by backend 'horovod', which knows"):
+    with pytest.raises(ConfigError, match="compression 'bf16' is not supported by backend 'horovod', which supports"):
         run_ranks(_bf16_on_horovod, launcher="horovodrun")
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:3"])
 def test_a_gpu_that_is_not_there(device: str) -> None:
-    with pytest.raises(ConfigError, match=f"device '{device}' was asked for, but torch sees no CUDA GPU"):
+    with pytest.raises(ConfigError, match=f"device is '{device}', but torch finds no CUDA GPU"):
         unitrain.init(backend="single", device=device)
 
 
 def test_nccl_without_a_gpu() -> None:
-    with pytest.raises(ConfigError, match=r"ddp\.communication is nccl, .* Set it to auto or gloo"):
+    with pytest.raises(ConfigError, match=r"ddp\.communication is nccl, .* Set ddp\.communication to auto or gloo"):
         unitrain.init(backend="ddp", ddp={"communication": "nccl"})
     with pytest.raises(ConfigError, match=r"data_parallel\.device_ids is \[0, 1\]"):
         unitrain.init(backend="data_parallel", data_parallel={"device_ids": [0, 1]})
@@ -247,10 +248,10 @@ def test_nccl_without_a_gpu() -> None:
 def test_a_static_graph_and_accumulation_exclude_each_other_under_ddp_alone() -> None:
     settings: dict[str, Any] = {"ddp": {"static_graph": True}, "accumulate": 2}
     with pytest.raises(
-        ConfigError, match=r"^ddp\.static_graph is true, and accumulate is 2; they exclude each other: "
+        ConfigError, match=r"^ddp\.static_graph is true, and accumulate is 2; they are mutually exclusive: "
     ):
         unitrain.init(backend="ddp", **settings)
-    with pytest.warns(UserWarning, match=r"^without effect under backend 'single': ddp\.$"):
+    with pytest.warns(UserWarning, match=r"^these settings have no effect with backend 'single': ddp\.$"):
         unitrain.init(backend="single", **settings)
 
 
@@ -263,7 +264,7 @@ def test_auto_device_is_the_cpu_where_there_is_no_gpu() -> None:
     ("launcher", "world_size", "gpus", "device", "said"),
     [
         ("torchrun", 1, 4, "auto", ["--nproc-per-node 4"]),
-        ("python", 1, 2, "auto", ["2 GPUs are visible to one process", "torchrun --nproc-per-node 2"]),
+        ("python", 1, 2, "auto", ["one process uses 2 GPUs", "torchrun --nproc-per-node 2"]),
         ("python", 1, 2, "cpu", []),
         ("python", 1, 1, "auto", []),
         ("torchrun", 4, 4, "auto", []),

@@ -17,7 +17,7 @@ from packaging.version import Version
 
 from unitrain.commands.horovod import check as horovod_check
 from unitrain.commands.horovod.build import Edit, apply_edits, check_tools, edits_for, fetch, run_logged
-from unitrain.commands.horovod.check import find_horovod, prove
+from unitrain.commands.horovod.check import check_allreduce, find_horovod
 from unitrain.commands.horovod.install import cache_folder, combine, install_horovod
 from unitrain.commands.toolchain import Mpi, find_mpi
 from unitrain.errors import BackendError, ConfigError
@@ -41,7 +41,7 @@ def test_without_tools_and_mpi_all_of_them_are_named_with_the_command_that_adds_
     assert "CMake was not found: pip install cmake" in done.stderr
     assert "Traceback" not in done.stderr
     assert not list(bare.folder.glob("cache/horovod/*/*.log"))
-    assert "gloo controller only, since there is no mpirun here" in done.stdout
+    assert "gloo controller only, since no mpirun was found" in done.stdout
     assert "pip install 'unitrain[mpi]'" in done.stdout
 
 
@@ -92,7 +92,7 @@ def test_this_machine_can_build() -> None:
 
 def test_gpu_operations_need_a_cuda_toolkit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", None)
-    with pytest.raises(BackendError, match=r"is built without CUDA: install a CUDA build of torch"):
+    with pytest.raises(BackendError, match=r"was built without CUDA: install a CUDA build of torch"):
         check_tools(OPEN_MPI, "nccl")
 
 
@@ -108,7 +108,7 @@ def test_a_cuda_toolkit_of_another_major_version_is_refused(tmp_path: Path, monk
     monkeypatch.setattr(torch.version, "cuda", "13.2")
     with pytest.raises(BackendError) as caught:
         check_tools(OPEN_MPI, "nccl")
-    assert f"the toolkit in {tmp_path} is of CUDA 9.2, but torch was built with 13.2" in str(caught.value)
+    assert f"the toolkit in {tmp_path} is for CUDA 9.2, but torch was built with 13.2" in str(caught.value)
 
 
 # The change to Horovod's source fits, or it is not built.
@@ -126,8 +126,8 @@ def test_a_source_that_is_not_as_expected_is_refused_by_name(tmp_path: Path, tex
         (tmp_path / "CMakeLists.txt").write_text(text)
     with pytest.raises(BackendError) as caught:
         apply_edits(tmp_path, edits_for(None))
-    assert "'set(CMAKE_CXX_STANDARD 14)' stands" in str(caught.value)
-    assert "in CMakeLists.txt, not once" in str(caught.value)
+    assert "'set(CMAKE_CXX_STANDARD 14)' occurs" in str(caught.value)
+    assert "in CMakeLists.txt, and not once" in str(caught.value)
     assert "0.28.1" in str(caught.value)
 
 
@@ -157,7 +157,9 @@ def test_an_unknown_release_is_an_error_with_pips_reason(tmp_path: Path, monkeyp
 
 
 def test_a_version_that_is_none_is_a_wrong_setting() -> None:
-    with pytest.raises(ConfigError, match=r"--version 'latest' is no version of Horovod; known to work: 0\.28\.1"):
+    with pytest.raises(
+        ConfigError, match=r"--version 'latest' is not a valid version; tested versions of Horovod: 0\.28\.1"
+    ):
         combine("latest", None, None)
 
 
@@ -169,7 +171,7 @@ def test_a_failed_command_shows_its_first_error_and_the_log(tmp_path: Path) -> N
     message = str(caught.value)
     assert message.startswith("It did not compile:\n    a.cc:1:2: error: no such thing\n    1001\n")
     assert "1100" not in message
-    assert message.endswith(f"All of the output is in {log}")
+    assert message.endswith(f"The complete output is in {log}")
     assert len(log.read_text().splitlines()) == 151
 
 
@@ -226,7 +228,7 @@ def test_the_cache_is_where_the_user_wants_it(monkeypatch: pytest.MonkeyPatch, t
 def test_a_cache_that_cant_be_written_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("UNITRAIN_CACHE", str(tmp_path / "file"))
-    with pytest.raises(BackendError, match=rf"{tmp_path}/file.* can't be written .*set UNITRAIN_CACHE"):
+    with pytest.raises(BackendError, match=rf"{tmp_path}/file.* is not writable .*set UNITRAIN_CACHE"):
         install_horovod("0.28.1")
 
 
@@ -263,17 +265,15 @@ def test_the_installed_horovod_tells_what_it_was_built_with() -> None:
 @HOROVOD
 @pytest.mark.parametrize("controller", ["mpi", "gloo"])
 def test_two_processes_add_up(controller: str) -> None:
-    prove(controller)
+    check_allreduce(controller)
 
 
 @pytest.mark.launcher
 @HOROVOD
 def test_a_proof_that_fails_says_what_the_processes_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(horovod_check, "_PROOF", "import sys; sys.exit('a bad build')")
-    with pytest.raises(
-        BackendError, match=r"its mpi controller failed: .*mpirun(.|\n)*a bad build(.|\n)*exit status 1"
-    ):
-        prove("mpi")
+    monkeypatch.setattr(horovod_check, "_TEST", "import sys; sys.exit('a bad build')")
+    with pytest.raises(BackendError, match=r"its mpi controller failed: .*mpirun(.|\n)*a bad build(.|\n)*exit code 1"):
+        check_allreduce("mpi")
 
 
 @pytest.mark.launcher
@@ -284,10 +284,10 @@ def test_a_proof_that_hangs_is_stopped_with_all_its_processes(
 ) -> None:
     started = tmp_path / "started"
     hang = f"import time, os; open(f'{started}-{{os.getpid()}}', 'w').close(); time.sleep(600)"
-    monkeypatch.setattr(horovod_check, "_PROOF", hang)
-    monkeypatch.setattr(horovod_check, "_PROOF_SECONDS", 6.0)
-    with pytest.raises(BackendError, match=r"nothing in 6 s, so it was stopped"):
-        prove(controller)
+    monkeypatch.setattr(horovod_check, "_TEST", hang)
+    monkeypatch.setattr(horovod_check, "_TEST_SECONDS", 6.0)
+    with pytest.raises(BackendError, match=r"timed out after 6 s"):
+        check_allreduce(controller)
     pids = [int(path.name.partition("-")[2]) for path in tmp_path.glob("started-*")]
     assert len(pids) == 2
     _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=20)

@@ -58,10 +58,10 @@ def share_out(lengths: list[int], shift: int) -> list[int]:
 
 @pytest.mark.parametrize(
     ("lengths", "shift", "said"),
-    [([9, 8], 0, "its length is 9 on rank 0; 8 on rank 1"), ([9, 9], 5, "its content is ")],
+    [([9, 8], 0, "the length is 9 on rank 0; 8 on rank 1"), ([9, 9], 5, "the fingerprint is ")],
 )
 def test_other_data(lengths: list[int], shift: int, said: str) -> None:
-    with pytest.raises(DataError, match=f"different data: {said}.*Give every rank the whole dataset"):
+    with pytest.raises(DataError, match=f"different data to a loader: {said}.*Pass the whole dataset on every rank"):
         run_ranks(share_out, lengths, shift)
 
 

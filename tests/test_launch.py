@@ -44,8 +44,8 @@ def on_one_host(launcher: str, **changes: Any) -> list[Launch]:
 
 
 EXPECTED: dict[str, list[Launch]] = {
-    "torchrun": on_one_host("torchrun", meeting="served", address="localhost:43729"),
-    "torchrun-restarted": on_one_host("torchrun", meeting="served", address="localhost:46191", restarts=1),
+    "torchrun": on_one_host("torchrun", rendezvous="served", address="localhost:43729"),
+    "torchrun-restarted": on_one_host("torchrun", rendezvous="served", address="localhost:46191", restarts=1),
     "torchrun-two-nodes": [
         place(
             "torchrun",
@@ -54,29 +54,29 @@ EXPECTED: dict[str, list[Launch]] = {
             local_rank=rank % 2,
             local_world_size=2,
             node_rank=rank // 2,
-            meeting="served",
+            rendezvous="served",
             address="127.0.0.1:29517",
         )
         for rank in range(4)
     ],
-    "torch-distributed-launch": on_one_host("torchrun", meeting="served", address="localhost:34121"),
-    "torchrun-inside-srun": on_one_host("torchrun", meeting="served", address="localhost:35943", also=("srun",)),
-    "horovodrun-gloo": on_one_host("horovodrun", meeting="horovod", address="127.0.0.1:14902"),
-    "horovodrun-mpi": on_one_host("mpirun", meeting="mpi", mpi="Open MPI 4"),
-    "openmpi-4": on_one_host("mpirun", meeting="mpi", mpi="Open MPI 4"),
-    "openmpi-4-inside-srun": on_one_host("mpirun", meeting="mpi", mpi="Open MPI 4", also=("srun",)),
-    "openmpi-5": on_one_host("mpirun", meeting="mpi", mpi="Open MPI 5"),
-    "mpich": on_one_host("mpirun", meeting="mpi", mpi="MPICH"),
-    "intel-mpi": on_one_host("mpirun", meeting="mpi", mpi="MPICH"),
-    "srun": on_one_host("srun", meeting="tcp", address="127.0.0.1:20160"),
-    "srun-pmi2": on_one_host("srun", meeting="tcp", address="127.0.0.1:20192"),
-    "srun-resv-ports": on_one_host("srun", meeting="tcp", address="127.0.0.1:21013"),
-    "srun-inside-sbatch": on_one_host("srun", meeting="tcp", address="127.0.0.1:20256"),
-    "srun-inside-srun-pty": on_one_host("srun", meeting="tcp", address="127.0.0.1:21003"),
+    "torch-distributed-launch": on_one_host("torchrun", rendezvous="served", address="localhost:34121"),
+    "torchrun-inside-srun": on_one_host("torchrun", rendezvous="served", address="localhost:35943", also=("srun",)),
+    "horovodrun-gloo": on_one_host("horovodrun", rendezvous="horovod", address="127.0.0.1:14902"),
+    "horovodrun-mpi": on_one_host("mpirun", rendezvous="mpi", mpi="Open MPI 4"),
+    "openmpi-4": on_one_host("mpirun", rendezvous="mpi", mpi="Open MPI 4"),
+    "openmpi-4-inside-srun": on_one_host("mpirun", rendezvous="mpi", mpi="Open MPI 4", also=("srun",)),
+    "openmpi-5": on_one_host("mpirun", rendezvous="mpi", mpi="Open MPI 5"),
+    "mpich": on_one_host("mpirun", rendezvous="mpi", mpi="MPICH"),
+    "intel-mpi": on_one_host("mpirun", rendezvous="mpi", mpi="MPICH"),
+    "srun": on_one_host("srun", rendezvous="tcp", address="127.0.0.1:20160"),
+    "srun-pmi2": on_one_host("srun", rendezvous="tcp", address="127.0.0.1:20192"),
+    "srun-resv-ports": on_one_host("srun", rendezvous="tcp", address="127.0.0.1:21013"),
+    "srun-inside-sbatch": on_one_host("srun", rendezvous="tcp", address="127.0.0.1:20256"),
+    "srun-inside-srun-pty": on_one_host("srun", rendezvous="tcp", address="127.0.0.1:21003"),
     "srun-two-nodes": [
-        place("srun", 0, 3, local_world_size=2, meeting="tcp", address="node0:20176"),
-        place("srun", 1, 3, local_world_size=2, meeting="tcp", address="node0:20176"),
-        place("srun", 2, 3, local_rank=0, local_world_size=1, node_rank=1, meeting="tcp", address="node0:20176"),
+        place("srun", 0, 3, local_world_size=2, rendezvous="tcp", address="node0:20176"),
+        place("srun", 1, 3, local_world_size=2, rendezvous="tcp", address="node0:20176"),
+        place("srun", 2, 3, local_rank=0, local_world_size=1, node_rank=1, rendezvous="tcp", address="node0:20176"),
     ],
     "srun-pty": [Launch("python")],
     "sbatch": [Launch("python")],
@@ -132,7 +132,7 @@ def test_nothing_is_plain_python() -> None:
 def test_set_by_hand() -> None:
     launch = without_evidence(detect(BY_HAND))
     assert launch == place(
-        "env", 1, 4, local_world_size=2, node_rank=None, meeting="tcp", address="node0:29500"
+        "env", 1, 4, local_world_size=2, node_rank=None, rendezvous="tcp", address="node0:29500"
     )  # two hosts: which one this is shows when they talk
 
 
@@ -152,7 +152,7 @@ def test_master_given_by_hand_under_other_launchers() -> None:
     master = {"MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
     for name in ("openmpi-4", "mpich", "srun", "horovodrun-gloo"):
         launch = detect({**RECORDED[name][0], **master})
-        assert (launch.meeting, launch.address) == ("tcp", "node0:29500")
+        assert (launch.rendezvous, launch.address) == ("tcp", "node0:29500")
 
 
 def test_override() -> None:
@@ -176,7 +176,9 @@ def test_override_with_a_launcher_that_is_not_there() -> None:
 
 def test_hand_and_launcher_contradict() -> None:
     environ = {**RECORDED["srun"][1], "RANK": "0", "WORLD_SIZE": "1"}
-    with pytest.raises(LaunchError, match=r"srun says .* rank 1 of 2, but RANK and WORLD_SIZE say rank '0' of '1'"):
+    with pytest.raises(
+        LaunchError, match=r"according to srun .* rank 1 of 2, but according to RANK and WORLD_SIZE rank '0' of '1'"
+    ):
         detect(environ)
     assert detect({**environ, "UNITRAIN_LAUNCHER": "srun"}).rank == 1
     agreeing = detect({**environ, "RANK": "1", "WORLD_SIZE": "2"})
@@ -193,7 +195,8 @@ def test_batch_script_that_inherited_a_step() -> None:
     stale = {key: RECORDED["srun"][1][key] for key in ("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST")}
     batch = {**RECORDED["sbatch"][0], **stale, "SLURM_NTASKS": "3"}
     with pytest.raises(
-        LaunchError, match=r"SLURM_STEP_NUM_TASKS is '2', but must be '3' as SLURM_NTASKS is.*UNITRAIN_LAUNCHER=python"
+        LaunchError,
+        match=r"SLURM_STEP_NUM_TASKS is '2', but must be '3', the value of SLURM_NTASKS.*UNITRAIN_LAUNCHER=python",
     ):
         detect(batch)
 

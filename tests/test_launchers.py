@@ -163,7 +163,7 @@ def test_defaults_learn_the_digits(launchers: Launchers) -> None:
 def test_a_world_that_the_backend_would_not_see_is_refused(launchers: Launchers, name: str, backend: str) -> None:
     job = launchers.run(name, RECIPE, ["--strategy.backend", backend])
     assert job.code != 0
-    assert job.output.count(f"{name} started 2 processes, but under backend '{backend}'") == 1, job.output
+    assert job.output.count(f"{name} started 2 processes, but with backend '{backend}'") == 1, job.output
     assert "Use backend auto" in job.output
     assert "epoch" not in job.output
     assert not (launchers.folder / "runs").exists()

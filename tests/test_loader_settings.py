@@ -30,7 +30,7 @@ def strategy() -> Iterator[Strategy]:
         ({"batch_size": 2.0}, "at least 1, not 2.0"),
         ({"batch_size": True}, "at least 1, not True"),
         ({"global_batch_size": -1}, "at least 1, not -1"),
-        ({"batch_size": 2, "num_wokers": 2}, "no setting 'num_wokers'. Did you mean 'num_workers'"),
+        ({"batch_size": 2, "num_wokers": 2}, "no argument 'num_wokers'. Did you mean 'num_workers'"),
         ({"batch_size": 2, "generator": torch.Generator()}, "'generator': the order follows from the strategy's seed"),
         ({"batch_size": 2, "in_order": False}, "'in_order'"),
         ({"batch_size": 2, "pin_memory_device": "cuda"}, "'pin_memory_device'"),
@@ -43,7 +43,7 @@ def test_wrong_settings(strategy: Strategy, settings: dict[str, Any], message: s
 
 
 def test_a_batch_smaller_than_its_micro_batches() -> None:
-    with pytest.raises(ConfigError, match="global_batch_size 3 can't be cut into accumulate=4 micro-batches"):
+    with pytest.raises(ConfigError, match="global_batch_size 3 can't be split into accumulate=4 micro-batches"):
         pretended_rank(accumulate=4).dataloader([1, 2, 3], global_batch_size=3)
 
 
@@ -55,11 +55,11 @@ class WithoutLength:
 @pytest.mark.parametrize(
     ("dataset", "message"),
     [
-        ([], "no batch can be made: 0 samples"),
+        ([], "the loader has no batches: 0 samples"),
         (WithoutLength(), "WithoutLength has no __len__"),
-        ((i for i in range(3)), "a generator can be read only once"),
-        (7, "int is no dataset"),
-        (None, "NoneType is no dataset"),
+        ((i for i in range(3)), "a generator is an iterator, which can be read only once"),
+        (7, "int is not a dataset"),
+        (None, "NoneType is not a dataset"),
     ],
 )
 def test_wrong_datasets(strategy: Strategy, dataset: Any, message: str) -> None:
@@ -68,7 +68,7 @@ def test_wrong_datasets(strategy: Strategy, dataset: Any, message: str) -> None:
 
 
 def test_drop_last_of_everything(strategy: Strategy) -> None:
-    with pytest.raises(DataError, match="3 samples, a global batch of 4, drop_last=True"):
+    with pytest.raises(DataError, match="3 samples, a global batch size of 4, drop_last=True"):
         strategy.dataloader([1, 2, 3], batch_size=4, drop_last=True)
 
 

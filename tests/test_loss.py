@@ -78,9 +78,9 @@ def test_nan_at_the_smallest_scale_is_not_an_overflow() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda out: out, r"one number, but this has shape \(2, 2\)"),
+        (lambda out: out, r"must be a scalar, but has shape \(2, 2\)"),
         (lambda out: out.sum().item(), "float"),
-        (lambda out: out.sum().detach(), "no gradient"),
+        (lambda out: out.sum().detach(), "does not require grad"),
     ],
 )
 def test_loss_must_be_a_scalar_with_a_gradient(ready: Ready, make: Callable[[Tensor], Any], message: str) -> None:
@@ -99,5 +99,5 @@ def test_a_backward_of_the_user_s_is_one_too_many(ready: Ready) -> None:
     strategy, model, optimizer = ready
     loss = model(torch.ones(2, 4)).pow(2).sum()
     loss.backward()
-    with pytest.raises(UsageError, match=r"step\(\) does one itself"):
+    with pytest.raises(UsageError, match=r"step\(\) calls it itself"):
         strategy.step(loss, optimizer)

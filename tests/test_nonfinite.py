@@ -26,12 +26,14 @@ def test_nonfinite_loss_stops_with_exit_code_3(capsys: pytest.CaptureFixture[str
         step_with(strategy_of(), [1, 1, math.nan, 1])
     assert stopped.value.code == 3
     said = capsys.readouterr().out
-    assert "stopped: not finite at step 3: the loss of rank 0; first bad parameter: 0.weight" in said
+    assert "stopped: not finite at step 3: the loss of rank 0; first affected parameter: 0.weight" in said
     assert "on_nonfinite" in said
 
 
 def test_nonfinite_loss_raises() -> None:
-    with pytest.raises(NonFiniteError, match=r"not finite at step 2: the loss of rank 0; first bad parameter: 0\.w"):
+    with pytest.raises(
+        NonFiniteError, match=r"not finite at step 2: the loss of rank 0; first affected parameter: 0\.w"
+    ):
         step_with(strategy_of(on_nonfinite="raise"), [1, math.inf])
 
 
@@ -53,7 +55,7 @@ def test_nonfinite_gradient_of_a_finite_loss_is_caught(settings: dict[str, Any],
     before = weights(model)
     model.get_parameter("2.bias").register_hook(lambda g: torch.full_like(g, bad))  # type: ignore[no-untyped-call]
     x = torch.ones(2, 4, dtype=torch.float64)
-    said = r"a gradient of rank 0 \(every rank's loss was finite\); first bad parameter: 2.bias"
+    said = r"a gradient of rank 0 \(the losses of all ranks were finite\); first affected parameter: 2.bias"
     with pytest.raises(NonFiniteError, match=said):  # noqa: PT012
         for _ in range(2 if settings.get("accumulate") else 1):
             strategy.step(model(x).sum(), optimizer)

@@ -43,15 +43,18 @@ def test_parameters_have_the_names_of_the_user_s_module() -> None:
     compiled: Any = torch.compile(module, backend="eager")
     prepared.add_names(compiled)
     assert prepared.name(module.get_parameter("weight")) == "weight"
-    assert prepared.knows(module.get_parameter("bias"))
+    assert prepared.has(module.get_parameter("bias"))
     other = nn.Parameter(torch.ones(3))
-    assert not prepared.knows(other)
+    assert not prepared.has(other)
     assert prepared.name(other) == "an unprepared parameter of shape (3,)"
 
 
 def test_parameters_of_no_prepared_module_are_refused_where_there_are_several_processes() -> None:
     weights = [nn.Parameter(torch.ones(size)) for size in (1, 2)]
-    with pytest.raises(UsageError, match=r"2 parameters of no prepared module \(shapes \(1,\), \(2,\), \.\.\.\)"):
+    with pytest.raises(
+        UsageError,
+        match=r"2 parameters of the optimizer belong to no prepared module \(shapes \(1,\), \(2,\), \.\.\.\)",
+    ):
         PreparedModules(distributed=True).check(weights)
     PreparedModules(distributed=False).check(weights)
 

@@ -275,7 +275,7 @@ def test_weights_of_torchvision_are_data_and_no_code(recipe: Recipe, no_network:
     [
         (("--batch-size", "0"), "--batch-size is '0', but must be an integer >= 1."),
         (("--modle", "x"), "--modle is not a flag. Did you mean '--model'?"),
-        (("--config", "twice.yaml"), "'lr' is given twice, first in line 1"),
+        (("--config", "twice.yaml"), "duplicate key 'lr', first in line 1"),
         (("--data", "imagefolder:nowhere"), "data imagefolder:nowhere can't be used: "),
     ],
 )

@@ -49,7 +49,7 @@ if sys.argv[1:] == ["fail"]:
     if launch.rank == 1:
         sys.exit(7)
     time.sleep(600)
-sys.stdout.write(f"rank {launch.rank} met {launch.world_size} by {launch.meeting}\\n")
+sys.stdout.write(f"rank {launch.rank} met {launch.world_size} by {launch.rendezvous}\\n")
 """
 
 
@@ -84,7 +84,10 @@ def test_mpirun_with_a_master_needs_no_mpi4py(script: list[str], free_port: int)
 def test_mpirun_without_mpi4py(script: list[str]) -> None:
     done = run([*MPIRUN, *script, "no mpi4py"])
     assert done.returncode != 0
-    assert "unitrain.errors.BackendError: mpirun says that this is one of 2 processes" in done.stderr
+    assert (
+        "unitrain.errors.BackendError: mpirun started 2 processes, whose rendezvous without Horovod needs mpi4py"
+        in done.stderr
+    )
     assert "pip install 'unitrain[mpi]'" in done.stderr
 
 
@@ -205,13 +208,13 @@ def test_alone_each_call_gives_an_empty_store() -> None:
 
 
 def rank_0_of_2(address: str) -> Launch:
-    return Launch("env", rank=0, world_size=2, local_world_size=2, meeting="tcp", address=address)
+    return Launch("env", rank=0, world_size=2, local_world_size=2, rendezvous="tcp", address=address)
 
 
 def test_port_is_taken() -> None:
     with socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(LaunchError, match=rf"port {port} is taken .*env says .* MASTER_PORT"):
+        with pytest.raises(LaunchError, match=rf"address of env is .*, but port {port} is in use .* MASTER_PORT"):
             rendezvous(rank_0_of_2(f"127.0.0.1:{port}"), 5)
 
 
@@ -223,31 +226,38 @@ def test_port_is_taken_by_one_that_says_nothing(script: list[str]) -> None:
         place = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
         done = run(script, {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
     assert done.returncode != 0
-    assert f"LaunchError: env says that the ranks meet at 127.0.0.1:{port}, but what listens there" in done.stderr
+    assert (
+        f"LaunchError: the rendezvous address of env is 127.0.0.1:{port}, but another program than rank 0"
+        in done.stderr
+    )
 
 
 def test_host_is_unknown() -> None:
-    with pytest.raises(LaunchError, match=r"at nowhere\.invalid:29500.*no host 'nowhere\.invalid'.*MASTER_ADDR"):
+    with pytest.raises(
+        LaunchError, match=r"is nowhere\.invalid:29500, but host 'nowhere\.invalid' can't be resolved.*MASTER_ADDR"
+    ):
         rendezvous(rank_0_of_2("nowhere.invalid:29500"), 5)
 
 
 def test_others_do_not_come(free_port: int) -> None:
-    said = rf"rank 0 of 3 waited 1 s at 127\.0\.0\.1:{free_port}, and did not meet all others: rank 1, 2 did not come\."
+    said = rf"rank 0 of 3 waited 1 s at 127\.0\.0\.1:{free_port}, but rank 1, 2 did not connect\."
     with pytest.raises(CommunicationError, match=said):
         rendezvous(replace(rank_0_of_2(f"127.0.0.1:{free_port}"), world_size=3), 1)
 
 
 def test_rank_0_does_not_come(free_port: int, capfd: pytest.CaptureFixture[str]) -> None:
-    launch = Launch("env", rank=1, world_size=2, meeting="tcp", address=f"127.0.0.1:{free_port}")
-    said = rf"rank 1 of 2 waited 1 s for rank 0 at 127\.0\.0\.1:{free_port}, and nobody listens there\."
+    launch = Launch("env", rank=1, world_size=2, rendezvous="tcp", address=f"127.0.0.1:{free_port}")
+    said = rf"rank 1 of 2 waited 1 s for rank 0 at 127\.0\.0\.1:{free_port}, but nothing listens there\."
     with pytest.raises(CommunicationError, match=said):
         rendezvous(launch, 1)
     assert capfd.readouterr() == ("", ""), "torch's client would have much to say"
 
 
 def test_horovodrun_is_gone(free_port: int) -> None:
-    launch = Launch("horovodrun", rank=1, world_size=2, meeting="horovod", address=f"127.0.0.1:{free_port}")
-    with pytest.raises(CommunicationError, match=rf"horovodrun does not answer at 127\.0\.0\.1:{free_port}, where "):
+    launch = Launch("horovodrun", rank=1, world_size=2, rendezvous="horovod", address=f"127.0.0.1:{free_port}")
+    with pytest.raises(
+        CommunicationError, match=rf"horovodrun does not answer at 127\.0\.0\.1:{free_port}, the address in "
+    ):
         rendezvous(launch, 1)
 
 

@@ -117,7 +117,7 @@ def test_the_last_failure_s_code_is_its_own(tmp_path: Path) -> None:
     job = run_job([*RUN, "--max-restarts", "1", "--", *command], tmp_path)
     assert (job.code, starts(tmp_path)) == (128 + signal.SIGKILL, 2)
     assert re.search(r"was killed by SIGKILL after .* s; restart 1 of 1 in 1 s\.$", messages(job)[0])
-    assert re.search(r"was killed by SIGKILL after .* s; no restart of 1 is left\.$", messages(job)[1])
+    assert re.search(r"was killed by SIGKILL after .* s; no restarts left \(--max-restarts 1\)\.$", messages(job)[1])
 
 
 def test_without_restarts_a_command_is_as_it_is(tmp_path: Path) -> None:
@@ -129,10 +129,10 @@ def test_without_restarts_a_command_is_as_it_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--max-restarts", "-1", "--", "true"], "--max-restarts is -1, but must be a whole number, 0 or more"),
+        (["--max-restarts", "-1", "--", "true"], "--max-restarts is -1, but must be an integer >= 0"),
         (["--max-restarts", "many", "--", "true"], "'many'"),
-        ([], "there is no command to run"),
-        (["--"], "there is no command to run"),
+        ([], "no command was given"),
+        (["--"], "no command was given"),
         (["--", "mpiruns", "-np", "2"], "'mpiruns' can't be started (No such file or directory)"),
         (["--", "."], "'.' can't be started (Permission denied)"),
     ],

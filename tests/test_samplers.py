@@ -164,16 +164,16 @@ def test_a_dataloader_with_a_distributed_sampler_is_not_sharded_twice(shuffle: b
     (batch,) = converted
     assert sorted(batch.tolist()) == DATA
     assert (batch.tolist() == DATA) != shuffle
-    with pytest.raises(ConfigError, match=f"twice: write shuffle={shuffle}"):
+    with pytest.raises(ConfigError, match=f"twice: pass shuffle={shuffle}"):
         pretended_rank().dataloader(DATA, batch_size=2, sampler=sampler)
 
 
 def test_contradictions_are_refused() -> None:
     strategy = pretended_rank()
     for given, message in (
-        ({"batch_size": 2, "shuffle": True, "sampler": [1]}, "not shuffle and sampler"),
-        ({"batch_size": 2, "batch_sampler": [[1]]}, "says too much"),
-        ({"batch_sampler": [[1]], "drop_last": True}, "says too much"),
+        ({"batch_size": 2, "shuffle": True, "sampler": [1]}, "shuffle and sampler are mutually exclusive"),
+        ({"batch_size": 2, "batch_sampler": [[1]]}, "batch_sampler is mutually exclusive with"),
+        ({"batch_sampler": [[1]], "drop_last": True}, "batch_sampler is mutually exclusive with"),
         ({"sampler": [1], "batch_sampler": [[1]]}, "not sampler and batch_sampler"),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -207,13 +207,15 @@ def test_the_result_is_frozen() -> None:
     [
         ("UNITRAIN_PRESICION", "Did you mean 'UNITRAIN_PRECISION'?"),
         ("UNITRAIN_BUCKET_CAP_MB", "Did you mean 'UNITRAIN_DDP__BUCKET_CAP_MB'?"),
-        ("UNITRAIN_DDP", "It is a section: name a setting in it, for example 'UNITRAIN_DDP__BROADCAST_BUFFERS'."),
+        ("UNITRAIN_DDP", "It is a section: give a setting in it, for example 'UNITRAIN_DDP__BROADCAST_BUFFERS'."),
         ("UNITRAIN_precision", "is ignored."),
         ("UNITRAIN_LR", "is ignored."),
     ],
 )
 def test_an_unknown_variable_warns_and_is_ignored(name: str, said: str) -> None:
-    with pytest.warns(UserWarning, match=f"^{name} is not a variable of UniTrain") as caught:
+    with pytest.warns(
+        UserWarning, match=f"^{name} is not an environment variable of UniTrain, and is ignored"
+    ) as caught:
         assert init(None, {name: "bf16"}) == StrategyConfig()
     assert said in str(caught[0].message)
 
@@ -352,7 +354,7 @@ def test_help_imports_no_engine() -> None:
         (["--milestones", "3,x"], "--milestones is '3,x', but must be a list (0,1 or [0, 1]), each an integer."),
         (
             ["--strategy.data-parallel.device-ids", "0,0"],
-            "--strategy.data-parallel.device-ids is '0,0': names a GPU twice; each holds one replica.",
+            "--strategy.data-parallel.device-ids is '0,0': contains a GPU twice; each holds one replica.",
         ),
         (["--model", "a b"], "--model is 'a b': a model's name has no space in it."),
         (["--batch-size", "2000"], "batch_size above 1000 needs freeze."),
@@ -366,11 +368,11 @@ def test_help_imports_no_engine() -> None:
         (["--bucket-cap-mb", "3"], "--bucket-cap-mb is not a flag. Did you mean '--strategy.ddp.bucket-cap-mb'?"),
         (
             ["--strategy.ddp", "{}"],
-            "--strategy.ddp is not a flag. It is a section: name a setting in it, "
+            "--strategy.ddp is not a flag. It is a section: give a setting in it, "
             "for example '--strategy.ddp.communication'.",
         ),
         (["--zzz"], "--zzz is not a flag."),
-        (["train"], "'train' stands where a flag (--name) is expected."),
+        (["train"], "unexpected argument 'train': settings are given as flags (--name value)."),
     ],
 )
 def test_a_wrong_command_line_is_one_message(argv: list[str], message: str) -> None:
@@ -392,21 +394,25 @@ def test_several_errors_are_one_message_with_a_line_each(tmp_path: Path, monkeyp
 def test_settings_that_exclude_each_other_are_named_where_each_was_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UNITRAIN_DDP__STATIC_GRAPH", "true")
     assert refusal("--strategy.ddp.find-unused-parameters").startswith(
-        "UNITRAIN_DDP__STATIC_GRAPH is 'true', and --strategy.ddp.find-unused-parameters is 'true'; they exclude each "
-        "other: "
+        "UNITRAIN_DDP__STATIC_GRAPH is 'true', and --strategy.ddp.find-unused-parameters is 'true'; they are "
+        "mutually exclusive: "
     )
     assert init_refusal(StrategyConfig(precision="fp64"), compression="bf16").startswith(
-        "config.precision is 'fp64', and compression is 'bf16'; they exclude each other: "
+        "config.precision is 'fp64', and compression is 'bf16'; they are mutually exclusive: "
     )
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "shown"),
-    [("deterministic", True, "true"), ("precision", "fp16", "'fp16'"), ("on_nonfinite", "skip", "'skip'")],
+    ("name", "value", "shown", "reason"),
+    [
+        ("deterministic", True, "true", "needs DDP's buckets"),
+        ("precision", "fp16", "'fp16'", "carries an overflow"),
+        ("on_nonfinite", "skip", "'skip'", "carries a skipped gradient"),
+    ],
 )
-def test_what_powersgd_cannot_be_combined_with(name: str, value: Any, shown: str) -> None:
+def test_what_powersgd_cannot_be_combined_with(name: str, value: Any, shown: str, reason: str) -> None:
     assert init_refusal(compression="powersgd", **{name: value}).startswith(
-        f"{name} is {shown}, and compression is 'powersgd'; they exclude each other: powersgd w"
+        f"{name} is {shown}, and compression is 'powersgd'; they are mutually exclusive: powersgd {reason}"
     )
 
 
@@ -421,9 +427,9 @@ def test_what_powersgd_cannot_be_combined_with(name: str, value: Any, shown: str
         ({"ddp": {"bucket_cap": 1}}, "ddp.bucket_cap is not a setting. Did you mean 'ddp.bucket_cap_mb'?"),
         (
             {"horovod": {"q": 1}},
-            "horovod.q is not a setting. The settings here: controller, fusion_threshold_mb, cycle_time_ms.",
+            "horovod.q is not a setting. Available settings: controller, fusion_threshold_mb, cycle_time_ms.",
         ),
-        ({"ddp": {None: 1}}, "ddp has the key null, but a setting's name is a string."),
+        ({"ddp": {None: 1}}, "ddp has the key null, but the name of a setting is a string."),
         (
             {"horovod": 3},
             "horovod is 3, but must be a section with controller, fusion_threshold_mb, cycle_time_ms.",
@@ -458,10 +464,10 @@ def test_a_long_value_is_shortened() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (b"strategy:\n  seed: 1\n  seed: 2\n", ", line 3: not valid settings in YAML: 'seed' is given twice"),
+        (b"strategy:\n  seed: 1\n  seed: 2\n", ", line 3: invalid YAML: duplicate key 'seed'"),
         (
             b"lr: 1\nstrategy: {}\nlr: 1\n",
-            ", line 3: not valid settings in YAML: 'lr' is given twice, first in line 1.",
+            ", line 3: invalid YAML: duplicate key 'lr', first in line 1.",
         ),
         (b"strategy:\n  presicion: bf16\n", "line 2) is not a setting. Did you mean 'strategy.precision'?"),
         (b"startegy: {}\n", "line 1) is not a setting. Did you mean 'strategy'?"),
@@ -471,18 +477,18 @@ def test_a_long_value_is_shortened() -> None:
         (b"strategy: {ddp: 3}\n", "line 1) is 3, but must be a section with communication, "),
         (b"lr: .nan\n", "line 1) is nan, but must be a number > 0."),
         (b"model: 3\n", "line 1) is 3, but must be a string."),
-        (b"on: 3\n", "line 1: not valid settings in YAML: the key 'on' is not a name"),
-        (b"? [a]\n: 3\n", "line 1: not valid settings in YAML: while constructing a mapping: found unhashable key."),
+        (b"on: 3\n", "line 1: invalid YAML: the key 'on' is not a string"),
+        (b"? [a]\n: 3\n", "line 1: invalid YAML: while constructing a mapping: found unhashable key."),
         (b"", " must hold 'name: value' settings, but is empty."),
         (b"# nothing\n", " must hold 'name: value' settings, but is empty."),
         (b"- lr\n", " must hold 'name: value' settings, but is ['lr']."),
         (b"hello\n", " must hold 'name: value' settings, but is 'hello'."),
-        (b"\x80\x81\xff", " is not text (UTF-8), so no YAML file."),
-        (b"\0\0\0", ": not valid settings in YAML: unacceptable character #x0000"),
-        (b"lr: [1\nmodel: }", ", line 2: not valid settings in YAML: "),
+        (b"\x80\x81\xff", " is not a YAML file: it is not encoded in UTF-8."),
+        (b"\0\0\0", ": invalid YAML: unacceptable character #x0000"),
+        (b"lr: [1\nmodel: }", ", line 2: invalid YAML: "),
         (b"lr: 1\n---\nlr: 2\n", "but found another document."),
-        (b"lr: 2024-99-99\n", ": not valid settings in YAML: month must be in 1..12."),
-        (b"lr: " + b"[" * 5000, ": not valid settings in YAML: "),
+        (b"lr: 2024-99-99\n", ": invalid YAML: month must be in 1..12."),
+        (b"lr: " + b"[" * 5000, ": invalid YAML: "),
         (b"a: &a [*a]\n", "line 1) is not a setting."),
     ],
 )
@@ -764,11 +770,11 @@ CASES: dict[str, tuple[list[str], dict[str, str], str]] = {
         {},
         r"^--loudnes is not a flag\. Did you mean '--strategy\.echo\.loudness'\?$",
     ),
-    "two that exclude each other": (
+    "two that are mutually exclusive": (
         [],
         {"UNITRAIN_ECHO__LOUDNESS": "0"},
-        r"^strategy\.echo\.hall is true \(the default\), and UNITRAIN_ECHO__LOUDNESS is '0'; they exclude each other: "
-        r"silence does not come back\.$",
+        r"^strategy\.echo\.hall is true \(the default\), and UNITRAIN_ECHO__LOUDNESS is '0'; they are mutually "
+        r"exclusive: silence does not come back\.$",
     ),
     "a plug-in without its library": (
         ["--strategy.missing.x", "1"],
@@ -784,13 +790,13 @@ CASES: dict[str, tuple[list[str], dict[str, str], str]] = {
     "its variable": (
         [],
         {"UNITRAIN_RAISES__X": "1"},
-        r"UNITRAIN_RAISES__X is not a variable of UniTrain and is ignored\. Backend 'raises' has no settings: "
-        r"RuntimeError: no network card\.\n(?s:.*)loudness=11 hall=False$",
+        r"UNITRAIN_RAISES__X is not an environment variable of UniTrain, and is ignored\. Backend 'raises' has no "
+        r"settings: RuntimeError: no network card\.\n(?s:.*)loudness=11 hall=False$",
     ),
     "a plug-in that asks for what is being made": (
         ["--strategy.circular.x", "1"],
         {},
-        "Backend 'circular' .* can't be imported: a backend's module imports StrategyConfig from unitrain.config",
+        "Backend 'circular' .* can't be imported: a backend's module must import StrategyConfig from unitrain.config",
     ),
     "a setting without a default": (
         ["--strategy.needy.hall"],
@@ -805,7 +811,7 @@ CASES: dict[str, tuple[list[str], dict[str, str], str]] = {
     "a backend called as a common setting": (
         ["--strategy.seed.hall"],
         {},
-        "Backend 'seed' has no settings: ValueError: StrategyConfig has an attribute 'seed' of its own",
+        "Backend 'seed' has no settings: ValueError: StrategyConfig already has an attribute 'seed'",
     ),
 }
 

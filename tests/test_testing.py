@@ -114,7 +114,7 @@ def test_a_duty_that_kills_its_rank_fails_itself() -> None:
     outcomes = outcomes_of(duty(fine), duty(die_on_rank_1), duty(fine, "later"))
     assert outcomes["fine"] == ""
     assert list(outcomes) == ["fine", "die_on_rank_1"]
-    assert "died of SIGKILL" in outcomes["die_on_rank_1"]
+    assert "was killed by SIGKILL" in outcomes["die_on_rank_1"]
 
 
 def end_badly(world: World) -> None:

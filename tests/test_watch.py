@@ -15,7 +15,7 @@ def test_strangers_are_not_let_in() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     address = listener.getsockname()
     welcomed: list[dict[int, Link] | None] = []
-    hub = threading.Thread(target=lambda: welcomed.append(watch._welcome(listener, "secret", 1, 30.0)))
+    hub = threading.Thread(target=lambda: welcomed.append(watch._accept_all(listener, "secret", 1, 30.0)))
     hub.start()
     hellos: list[object] = [
         {"kind": "hello", "token": "guessed", "rank": 0},

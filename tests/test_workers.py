@@ -77,7 +77,7 @@ FAILURES = [
         die,
         {},
         (DataError, RuntimeError, CommunicationError),
-        r"DataLoader worker.*(killed by signal: Killed|exited unexpectedly|died)|rank 1 .*left with exit code 1",
+        r"DataLoader worker.*(killed by signal: Killed|exited unexpectedly|died)|rank 1 .*exited with code 1",
         id="dies",
     ),
     pytest.param(hang, {"timeout": 1}, DataError, "no batch came from the loader's workers for 1 s", id="hangs"),

@@ -1,6 +1,6 @@
 """UniTrain: one PyTorch training script, unchanged and with the same result, on every backend and launcher.
 
-The names below are imported when they are first used: ``unitrain --help`` needs no torch, whose import takes seconds.
+The names below are imported on first use: ``unitrain --help`` does not need torch, whose import takes seconds.
 """
 
 from importlib import import_module
@@ -73,13 +73,13 @@ _HOMES = {
 }
 
 
-if not TYPE_CHECKING:  # a type checker would take any misspelled name for one of these
+if not TYPE_CHECKING:  # otherwise a type checker would accept any misspelled name
 
     def __getattr__(name: str) -> Any:
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = getattr(import_module(f"unitrain.{_HOMES.get(name, 'errors')}"), name)
-        globals()[name] = value  # the next access does not come here
+        globals()[name] = value  # later accesses skip this function
         return value
 
 

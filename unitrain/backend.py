@@ -1,8 +1,8 @@
-"""What a backend is: the narrow interface that communicates, and the registry in which backends are found by name.
+"""The interface that a communication backend implements, and the registry that finds backends by name.
 
-A backend implements ``start``, ``all_reduce``, ``all_gather`` and ``broadcast``, and ``close`` where there is something
-to end. Everything else is derived from these, once, for every backend. It overrides ``wrap_model``, ``arm`` and
-``watch_gradients`` only where its library averages gradients in a way of its own, as torch's DDP does.
+A backend implements ``start``, ``all_reduce``, ``all_gather`` and ``broadcast``, and ``close`` if there is something
+to shut down. Everything else is derived from these, once, for every backend. It overrides ``wrap_model``, ``arm`` and
+``watch_gradients`` only if its library averages gradients itself, as torch's DDP does.
 """
 
 from __future__ import annotations
@@ -23,43 +23,43 @@ from unitrain.errors import BackendError, ConfigError, nearest
 from unitrain.launch.detect import Launch
 
 GROUP = "unitrain.backends"
-"""The entry-point group in which distributions name their backends."""
+"""The entry-point group under which packages register backends."""
 
 Wait = Callable[[], None]
-"""What an asynchronous collective returns: call it to wait for the result."""
+"""Returned by an asynchronous collective. Call it to wait for the result."""
 
 
 class Backend(ABC):
-    """Communication of one process with the others, as one library does it. Base class of every backend.
+    """Communicates with the other processes through one library. Base class of all backends.
 
-    Only the core calls these methods, always in the same order on all ranks unless ``matches_by_name`` is set. Names
-    identify a call: of two calls under way at once, no two have the same name.
+    Only the core calls these methods, in the same order on all ranks unless ``matches_by_name`` is set. A name
+    identifies a call: no two calls in flight have the same name.
 
     Args:
         config: the resolved settings of the run.
-        launch: who this process is, as its launcher says.
-        device: where this process computes.
+        launch: rank, world size and launcher of this process.
+        device: the device that this process computes on.
 
     Attributes:
-        settings: this backend's own section of the settings: an instance of ``Settings``.
-        rank: rank of this process, as the launcher says; ``start`` must agree.
-        world_size: number of processes; ``start`` must agree.
-        device: where tensors are communicated.
+        settings: this backend's section of the settings, an instance of ``Settings``.
+        rank: rank of this process according to the launcher; ``start`` must return the same.
+        world_size: number of processes; ``start`` must return the same.
+        device: the device of the tensors that are communicated.
         devices: all devices that this process computes on.
     """
 
     name: ClassVar[str]
-    """The backend's name: that of its entry point."""
+    """Name of the backend. Must equal the name of its entry point."""
     Settings: ClassVar[type[Section]] = Section
-    """The backend's own settings, which a user writes as ``strategy.NAME.SETTING``."""
+    """The settings of this backend. Users write them as ``strategy.NAME.SETTING``."""
     served_by: ClassVar[str] = "see its documentation"
-    """The launchers that start what this backend can use, for messages."""
+    """The launchers that this backend works under, for error messages."""
     compressions: ClassVar[tuple[str, ...]] = ("none", "fp16", "bf16")
-    """What ``compression`` may be under this backend."""
+    """The values of ``compression`` that this backend supports."""
     matches_by_name: ClassVar[bool] = False
-    """Whether the library matches the ranks' calls by their names, and not by their order."""
+    """Whether the library matches calls across ranks by name instead of by order."""
     gradient_reduction: Literal["sum", "mean"] = "sum"
-    """Whether the gradients that ``watch_gradients`` leaves are the sum over the ranks, or the mean."""
+    """Whether ``watch_gradients`` leaves the sum of the gradients over the ranks, or their mean."""
 
     def __init__(self, config: StrategyConfig, launch: Launch, device: torch.device) -> None:
         self.config = config
@@ -70,33 +70,33 @@ class Backend(ABC):
         self.device = device
         self.devices: tuple[torch.device, ...] = (device,)
 
-    # ------------------------------------------------------------------------- asked before anything is started
+    # ------------------------------------------------------------------------- called before anything is started
 
     @classmethod
     def expected_world(cls, launch: Launch) -> int:
-        """Return the world size that this backend would see under ``launch``, without starting anything."""
+        """Return the world size that this backend would have under ``launch``, without starting anything."""
         return launch.world_size
 
     @classmethod
     def check(cls, config: StrategyConfig, launch: Launch) -> None:
-        """Raise where this backend can't run, or can't honour the settings. Called before any work.
+        """Check that this backend can run with these settings. Called before any other work.
 
         Raises:
             BackendError: its library is missing.
-            ConfigError: a setting can't be honoured.
+            ConfigError: a setting is not supported.
         """
 
     @classmethod
     def versions(cls) -> dict[str, str]:
-        """Return the versions of the libraries other than torch, by name. They must be the same on all ranks."""
+        """Return the versions of its libraries other than torch, by name. They must be the same on all ranks."""
         return {}
 
     @classmethod
     def is_engine_error(cls, error: BaseException) -> bool:
-        """Return whether an error is what the library raises where another rank has died, or does not come.
+        """Return whether the library raises this error because another rank has died or did not join a collective.
 
-        Such an error is reported as a consequence: the rank that died is named instead. Any other error is reported
-        as the script's or the backend's own.
+        Such an error is reported as a consequence of the other rank's failure, and names that rank. Any other error
+        is reported as one of the script or of the backend.
         """
         return False
 
@@ -104,33 +104,33 @@ class Backend(ABC):
 
     @abstractmethod
     def start(self) -> tuple[int, int]:
-        """Start communication; return this process's rank and the world size, as the library sees them."""
+        """Start communication. Return this process's rank and the world size according to the library."""
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor, op: str, name: str) -> Wait:
-        """Start to reduce a contiguous tensor on ``device`` in place; return what waits for the end.
+        """Start an in-place all-reduce of a contiguous tensor on ``device``. Return a function that waits for it.
 
         The result is the same on all ranks, bit for bit.
 
         Args:
-            tensor: of any real dtype but bool, of the same shape and dtype on all ranks. It must not be read or
+            tensor: of any real dtype except bool, with the same shape and dtype on all ranks. It is not read or
                 written until the wait has returned.
             op: ``sum``, ``max`` or ``min``.
-            name: the same on all ranks.
+            name: identifies the call; the same on all ranks.
         """
 
     @abstractmethod
     def all_gather(self, tensor: Tensor, name: str) -> Callable[[], Tensor]:
-        """Start to gather contiguous tensors of one shape; the result waits and returns them as (world size, ...).
+        """Start an all-gather of equally shaped tensors. Return a function that waits and returns (world size, ...).
 
         Args:
-            tensor: of dtype uint8 or float64.
+            tensor: contiguous, of dtype uint8 or float64.
             name: as in ``all_reduce``.
         """
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, src: int, name: str) -> Wait:
-        """Start to overwrite a contiguous uint8 tensor with rank ``src``'s; return what waits for the end."""
+        """Start to overwrite a contiguous uint8 tensor with that of rank ``src``. Return a function that waits."""
 
     # --------------------------------------------------------------------------------------------------- optional
 
@@ -138,52 +138,52 @@ class Backend(ABC):
         """End communication.
 
         Args:
-            failed: whether this process ends because of an error. Other ranks may be gone: wait for none of them.
+            failed: whether this process ends because of an error. Other ranks may be gone: do not wait for them.
         """
 
     def wrap_model(self, module: nn.Module) -> nn.Module:
-        """Return what the user calls instead of ``module``. Its parameters stay the same objects."""
+        """Return the module that the user calls in place of ``module``. Its parameters stay the same objects."""
         return module
 
     def arm(self, sync: bool) -> None:
-        """Say whether the coming forward and backward shall communicate. Called before the forward."""
+        """Set whether the next forward and backward communicate. Called before the forward."""
 
     def watch_gradients(self, parameters: Sequence[Parameter]) -> Callable[[bool], None] | None:
-        """Average the gradients of ``parameters`` in every backward that is armed, from now on.
+        """Average the gradients of ``parameters`` in every armed backward from now on.
 
         Returns:
-            What completes a step's averaging: afterwards each ``grad`` holds the reduced gradient, or None where no
-            rank had one. Its argument is true where some gradients came from a backward that ``arm`` was too late
-            for. None leaves the averaging to the core's buckets.
+            A function that completes the averaging of a step: afterwards each ``grad`` holds the reduced gradient, or
+            None if no rank had one. Its argument is true if ``arm`` came too late for some of the gradients' backward.
+            Return None to leave the averaging to the core's buckets.
         """
         return None
 
 
 class LocalBackend(Backend):
-    """Base of the backends of one process, which has nobody to communicate with."""
+    """Base class of backends that run in a single process: every collective is the identity."""
 
-    served_by: ClassVar[str] = "plain python"
+    served_by: ClassVar[str] = "python"
     compressions: ClassVar[tuple[str, ...]] = ("none",)
 
     @classmethod
     def expected_world(cls, launch: Launch) -> int:
-        """Return 1, whoever launched the process."""
+        """Return 1 under every launcher."""
         return 1
 
     def start(self) -> tuple[int, int]:
-        """Start nothing."""
+        """Return the rank and a world size of 1."""
         return self.rank, 1
 
     def all_reduce(self, tensor: Tensor, op: str, name: str) -> Wait:
-        """Leave the tensor as it is."""
+        """Leave the tensor unchanged."""
         return lambda: None
 
     def all_gather(self, tensor: Tensor, name: str) -> Callable[[], Tensor]:
-        """Return the tensor as a world of one."""
+        """Return the tensor with a first dimension of size 1."""
         return lambda: tensor.unsqueeze(0)
 
     def broadcast(self, tensor: Tensor, src: int, name: str) -> Wait:
-        """Leave the tensor as it is."""
+        """Leave the tensor unchanged."""
         return lambda: None
 
 
@@ -191,13 +191,13 @@ def _found() -> dict[str, EntryPoint]:
     return _found_on(tuple(sys.path))
 
 
-@lru_cache(maxsize=4)  # a look costs 4 ms, and every backend is looked up for unitrain.StrategyConfig
+@lru_cache(maxsize=4)  # a lookup costs 4 ms, and unitrain.StrategyConfig looks up every backend
 def _found_on(path: tuple[str, ...]) -> dict[str, EntryPoint]:
     return {point.name: point for point in entry_points(group=GROUP)}
 
 
 def backend_names() -> list[str]:
-    """Return the names of the installed backends, sorted. Imports none of them."""
+    """Return the names of the installed backends, sorted, without importing them."""
     return sorted(_found())
 
 
@@ -206,7 +206,7 @@ def load_backend(name: str) -> type[Backend]:
 
     Raises:
         ConfigError: no backend of that name is installed.
-        BackendError: its entry point can't be imported, or names something that is no backend or is called otherwise.
+        BackendError: its entry point can't be imported, or is not a backend of that name.
     """
     found = _found()
     if name not in found:
@@ -220,12 +220,12 @@ def load_backend(name: str) -> type[Backend]:
     except (ImportError, AttributeError) as error:
         raise BackendError(f"backend {name!r} ({value}) can't be imported: {error}") from error
     if not (isinstance(backend, type) and issubclass(backend, Backend)):
-        raise BackendError(f"backend {name!r} names {value}, which is not a subclass of unitrain.Backend.")
+        raise BackendError(f"backend {name!r} is registered as {value}, which is not a subclass of unitrain.Backend.")
     called = getattr(backend, "name", None)
     if called != name:
         raise BackendError(
-            f"the entry point {name!r} names {value}, which calls itself {called!r}: its class attribute `name` must "
-            f"be {name!r} as well, or settings and messages would speak of two backends."
+            f"the entry point {name!r} is {value}, whose class attribute `name` is {called!r}: it must be {name!r}, "
+            "the name of the entry point, which settings and messages use."
         )
     missing = sorted(backend.__abstractmethods__)
     if missing:

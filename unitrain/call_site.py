@@ -1,4 +1,4 @@
-"""Which line of the user's own script is behind a call."""
+"""Finds the line of the user's script that made a call."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ _LIBRARIES = frozenset({"unitrain", "torch", "contextlib"})
 
 
 def is_own(frame: FrameType) -> bool:
-    """Whether a frame is of the user's code: not UniTrain's (nor a backend's, wherever its file stands) nor torch's."""
+    """Return whether a frame belongs to user code, and not to UniTrain, a backend or torch."""
     module = str(frame.f_globals.get("__name__"))
     return module.split(".")[0] not in _LIBRARIES or module.startswith("unitrain.recipes.")
 
 
 def current() -> str:
-    """Return the user's line that is being run, as ``file:line``."""
+    """Return the line of user code that is being run, as ``file:line``."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and not is_own(frame):
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""Collective communication for users and for the core: what is derived from the verbs of a backend."""
+"""Collective communication for users and for the core, built on a backend's three collectives."""
 
 from __future__ import annotations
 
@@ -22,33 +22,33 @@ _CHUNK_BYTES = 2**26
 
 
 class Peers(Protocol):
-    """What is known of the other ranks."""
+    """The state of the other ranks."""
 
     def whereabouts(self) -> str:
-        """Return where the ranks are that this one waits for, or an empty string."""
+        """Return what the ranks that this one waits for are doing, or an empty string if that is unknown."""
 
     def compare_calls(self, call: str, place: str) -> None:
-        """Return once every rank has come to this call; the job ends where one comes to another."""
+        """Return once every rank has reached this call. The job ends if a rank makes another call."""
 
 
 class Communicator:
-    """Communication of one process with the others, on a started backend.
+    """Collectives on a started backend.
 
     Args:
-        backend: what communicates.
-        pulse: where this process notes down what it waits in.
-        peers: knows where the other ranks are; None where there are none, or before they have met.
-        compares: whether ranks compare their calls before they make them.
+        backend: the started backend.
+        pulse: records which collective this process is waiting in.
+        peers: the state of the other ranks; None in a world of one, and before the handshake.
+        compares: whether ranks compare their calls before they make them (``debug``).
 
     Attributes:
         rank: rank of this process.
         world_size: number of processes.
-        device: where tensors are communicated.
+        device: the device of the tensors that are communicated.
         is_main: whether this is rank 0.
         pulse: as given.
         closed: whether communication has ended.
-        all_reduce_async: the backend's verb, for the core: no copy, no check.
-        all_gather_async: the backend's verb, for the core.
+        all_reduce_async: the backend's ``all_reduce``, for the core: in place, without checks.
+        all_gather_async: the backend's ``all_gather``, for the core: without checks.
     """
 
     def __init__(self, backend: Backend, pulse: Pulse, *, peers: Peers | None = None, compares: bool = False) -> None:
@@ -65,7 +65,7 @@ class Communicator:
         self._compares = compares and peers is not None
 
     def close(self, *, failed: bool) -> None:
-        """End communication, and the backend with it."""
+        """Close the backend."""
         self.closed = True
         self._backend.close(failed=failed)
 
@@ -74,13 +74,14 @@ class Communicator:
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
         """See ``Strategy.all_reduce``."""
         if op not in ("sum", "mean", "max", "min"):
-            raise UsageError(f"all_reduce knows sum, mean, max and min, not {op!r}.")
+            raise UsageError(f"all_reduce supports sum, mean, max and min, not {op!r}.")
         work = self._communicable(tensor, "all_reduce")
         if work.is_complex():
-            raise UsageError("all_reduce can't reduce complex tensors: give it torch.view_as_real(tensor).")
+            raise UsageError("all_reduce does not support complex tensors: pass torch.view_as_real(tensor).")
         if op == "mean" and not work.is_floating_point():
             raise UsageError(
-                f"the mean of a {tensor.dtype} tensor is not one: convert it to a floating-point dtype first."
+                f"the mean of a {tensor.dtype} tensor is not a {tensor.dtype}: convert the tensor to a floating-point "
+                "dtype first."
             )
         if work.dtype == torch.bool:
             work = work.to(torch.int64 if op == "sum" else torch.uint8)
@@ -101,7 +102,7 @@ class Communicator:
         return self._gathered(work).to(tensor.device)
 
     def _gathered(self, work: Tensor) -> Tensor:
-        """Gather tensors whose form is known to be the same on all ranks."""
+        """Gather tensors whose shapes and dtypes are known to be the same on all ranks."""
         if self.world_size == 1 or not work.numel():
             return work.unsqueeze(0).repeat(self.world_size, *[1] * work.dim())
         gathered = self._complete(lambda: self.all_gather_async(_as_bytes(work), "all_gather")(), "all_gather", work)
@@ -122,7 +123,7 @@ class Communicator:
         """See ``Strategy.barrier``."""
         if self.world_size > 1:
             zero = torch.zeros(1, device=self.device)
-            # Under NCCL a wait orders streams and does not hold the host; to read the result does.
+            # Under NCCL a wait synchronises streams and does not block the host; reading the result does.
             self._complete(lambda: (self.all_reduce_async(zero, "sum", "barrier")(), zero.item()), "barrier")
 
     # ------------------------------------------------------------------------------------------------- on objects
@@ -136,7 +137,7 @@ class Communicator:
         size = int(self.broadcast(torch.tensor(data.numel()), src))
         if self.rank != src:
             data = torch.empty(size, dtype=torch.uint8)
-        for start in range(0, size, _CHUNK_BYTES):  # what passes through a GPU's memory stays small
+        for start in range(0, size, _CHUNK_BYTES):  # in chunks: on a GPU, each passes through its memory
             part = data[start : start + _CHUNK_BYTES]
             received = self.broadcast(part, src)
             if self.rank != src:
@@ -154,10 +155,10 @@ class Communicator:
         return [_from_bytes(row[:size]) for row, size in zip(self._gathered(padded).cpu(), sizes, strict=True)]
 
     def on_main(self, action: Callable[[], T]) -> T:
-        """Do something on rank 0, and return on every rank what it returns there. Collective.
+        """Call ``action`` on rank 0, and return its result on every rank. Collective.
 
         Args:
-            action: returns something picklable, or raises a ``UnitrainError``, which is raised on every rank.
+            action: returns a picklable object, or raises a ``UnitrainError``, which is then raised on every rank.
         """
         outcome: tuple[T | None, UnitrainError | None] = (None, None)
         if self.is_main:
@@ -173,41 +174,41 @@ class Communicator:
     # ----------------------------------------------------------------------------------------------------- checks
 
     def compare_calls(self, call: str) -> None:
-        """Wait until every rank has come to the same call, where calls are compared; the job ends where one has not."""
+        """With ``debug``, wait until every rank has reached the same call. The job ends if one makes another."""
         if self._compares and self._peers is not None:
             self._peers.compare_calls(call, call_site.current())
 
     def _check_same_form(self, tensor: Tensor) -> None:
-        """Raise UsageError on all ranks where they gave tensors of other shapes or dtypes. Collective."""
+        """Raise UsageError on all ranks if shapes or dtypes differ between ranks. Collective."""
         form = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
         digest = hashlib.blake2b(form.encode(), digest_size=8).digest()
         digests = self._gathered(torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(self.device))
         if (digests != digests[0]).any():
             forms = ", ".join(f"{one} on rank {rank}" for rank, one in enumerate(self.all_gather_object(form)))
             raise UsageError(
-                f"all_gather takes tensors of one shape and dtype, but was given {forms}: pad them, or use "
+                f"all_gather needs tensors of the same shape and dtype on all ranks, but got {forms}: pad them, or use "
                 "all_gather_object."
             )
 
     def _communicable(self, tensor: Tensor, verb: str) -> Tensor:
-        """Return a contiguous copy on ``device`` that may be overwritten."""
+        """Return a contiguous copy on ``device``."""
         if not isinstance(tensor, Tensor):
             raise UsageError(f"{verb} takes a tensor, not {type(tensor).__name__}: wrap it in torch.tensor(...).")
         if tensor.layout != torch.strided:
-            raise UsageError(f"{verb} can't communicate sparse tensors: convert it first (to_dense).")
+            raise UsageError(f"{verb} does not support sparse tensors: convert it with to_dense() first.")
         return tensor.detach().to(self.device, copy=True, memory_format=torch.contiguous_format)
 
     def _complete(self, collective: Callable[[], T], verb: str, tensor: Tensor | None = None, how: str = "") -> T:
-        """Run a collective to its end, and explain an error of the backend's where another rank is the cause.
+        """Run a collective and wait for it. If it fails because of another rank, say which and where it is.
 
         Args:
             collective: runs it.
             verb: its name.
-            tensor: what it communicates.
-            how: what else must be the same on all ranks.
+            tensor: the tensor that it communicates.
+            how: its other arguments, which must be the same on all ranks.
         """
         if self.closed:
-            raise UsageError(f"{verb} was called after close(), which ends communication: call it before.")
+            raise UsageError(f"{verb} was called after strategy.close(), which ends communication: call it before.")
         with self.pulse.within(verb):
             if self._compares:
                 what = "" if tensor is None else f" of {str(tensor.dtype)[6:]}{list(tensor.shape)}"
@@ -219,9 +220,9 @@ class Communicator:
                     raise
                 others = self._peers.whereabouts() if self._peers is not None else ""
                 raise CommunicationError(
-                    f"rank {self.rank} of {self.world_size} could not complete {verb}: another rank has ended, or has "
-                    f"not called it in time. {f'{others}. ' if others else ''}"
-                    f"The error of {self._backend.name}: {str(error).strip().splitlines()[0]}"
+                    f"rank {self.rank} of {self.world_size} could not complete {verb}: another rank has ended, or did "
+                    f"not call it within timeout_s. {f'{others}. ' if others else ''}"
+                    f"Error of {self._backend.name}: {str(error).strip().splitlines()[0]}"
                 ) from error
 
     def _check_rank(self, src: int) -> None:
@@ -229,20 +230,23 @@ class Communicator:
             raise UsageError(f"there is no rank {src}: this run has ranks 0 to {self.world_size - 1}.")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Communicator:
-        """A copied model (an average of its weights, say) communicates as the original does."""
+        """Return the same object: a copied model (an average of its weights, say) shares it."""
         return self
 
     def __reduce__(self) -> Any:
-        raise UsageError("what communicates can't be pickled: save a model's state with strategy.save, or export it.")
+        raise UsageError(
+            "an object that communicates can't be pickled: save a model's state with strategy.save, or use "
+            "strategy.export."
+        )
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """Return a flat view of a tensor's bytes: what is only moved need not be of a dtype that a backend knows."""
+    """Return a flat view of a tensor's bytes, so that a backend need not support its dtype to move it."""
     return tensor.reshape(-1).view(torch.uint8)
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles tensors as on the CPU: on another rank, the sender's GPU may not exist, or belong to somebody else."""
+    """Pickles GPU tensors as CPU tensors: the sender's GPU may not exist, or not be free, on another rank."""
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, Tensor) and value.device.type != "cpu":

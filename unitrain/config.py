@@ -1,8 +1,8 @@
-"""The settings that every backend shares, and the base of all sections: frozen pydantic models.
+"""The settings that all backends share, and the base class of all sections: frozen pydantic models.
 
-Every field's docstring is its ``--help`` text. A backend's own settings stand beside the backend (``Settings``);
-``unitrain.settings.strategy_config`` adds them to ``StrategyConfig`` as one section for each installed backend, and
-``unitrain.StrategyConfig`` is the result.
+A field's docstring is its ``--help`` message. A backend defines its own settings as ``Backend.Settings``;
+``unitrain.settings.strategy_config`` adds them to ``StrategyConfig``, one section for each installed backend. The
+result is ``unitrain.StrategyConfig``.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ SectionType = TypeVar("SectionType", bound="Section")
 
 
 class Section(BaseModel):
-    """A frozen model that refuses unknown keys; base of every part of a configuration, a recipe's own included.
+    """Base class of every part of a configuration, including a recipe's: a frozen model without unknown keys.
 
     Fields hold plain values (ints, floats, strings, paths, choices, lists of them) or further sections, so that each
-    can be written as a flag, as a variable and in YAML.
+    can be set by a flag, an environment variable or YAML.
     """
 
     model_config: ClassVar[ConfigDict] = ConfigDict(
@@ -31,7 +31,7 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _read_plain(cls, value: Any, info: ValidationInfo) -> Any:
-        """Parse what a flag or a variable can only write as a string, and refuse a boolean where a number belongs."""
+        """Parse values that flags and environment variables write as strings, and refuse a boolean for a number."""
         members = _union_members(cls.model_fields[str(info.field_name)].annotation)
         if value == "null" and type(None) in members:
             return None
@@ -48,65 +48,65 @@ class Section(BaseModel):
 
 
 def _union_members(annotation: Any) -> tuple[Any, ...]:
-    """Return the alternatives of a type without their ``Annotated``: itself where it is no union."""
+    """Return the members of a union without their ``Annotated``, or the type itself if it is not a union."""
     alternatives = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
     return tuple(get_args(member)[0] if get_origin(member) is Annotated else member for member in alternatives)
 
 
 class StrategyConfig(Section):
-    """How a training script runs: backend, device, precision, gradient handling.
+    """Settings of a training run: backend, device, precision, gradient handling.
 
     Scripts use ``unitrain.StrategyConfig``, which also has a section for each installed backend.
     """
 
     backend: Annotated[str, Field(min_length=1, json_schema_extra={"allowed": "auto or a backend's name"})] = "auto"
-    """Who communicates: single, data_parallel, ddp, horovod or a plugin's; auto follows launcher and GPUs."""
+    """Backend: single, data_parallel, ddp, horovod or a plug-in; auto chooses by launcher and GPUs."""
     device: Annotated[
         str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]+)?)$", json_schema_extra={"allowed": "auto, cpu, cuda or cuda:N"})
     ] = "auto"
-    """Where to compute; auto takes the GPU of this local rank, or the CPU where there is none."""
+    """Device to compute on; auto takes the GPU with the index of the local rank, or the CPU if there is none."""
     precision: Precision = "fp32"
-    """fp32; bf16 or fp16 (autocast over float32 weights); fp64 (casts model and inputs; exists to prove parity)."""
+    """fp32; bf16 or fp16 (autocast with float32 weights); fp64 (casts model and inputs; to verify results)."""
     sync_batchnorm: bool = False
-    """Compute BatchNorm's statistics over the global batch instead of each process's share."""
+    """Compute BatchNorm statistics over the global batch instead of each process's part of it."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
-    """Seeds python, numpy and torch on every rank, and the order of the data."""
+    """Seed of python's, numpy's and torch's generators on every rank, and of the order of the data."""
     deterministic: bool = False
-    """Ask torch for deterministic algorithms; slower, and an error where there is none."""
+    """Use deterministic algorithms only; slower, and an error where torch has none."""
     accumulate: Annotated[int, Field(ge=1)] = 1
-    """Micro-batches in one optimizer step; global_batch_size covers them all."""
+    """Micro-batches per optimizer step (gradient accumulation); global_batch_size is the sum over them."""
     clip_norm: Annotated[float, Field(gt=0)] | None = None
-    """Scale the gradients so that their total 2-norm is at most this; null doesn't."""
+    """Clip gradients to this total 2-norm; null: no clipping."""
     clip_value: Annotated[float, Field(gt=0)] | None = None
-    """Clamp every element of the gradients to plus or minus this; null doesn't."""
+    """Clip every element of the gradients to plus or minus this; null: no clipping."""
     grad_norm: bool = False
-    """Return the gradients' 2-norm in every StepResult, though nothing is clipped."""
+    """Return the 2-norm of the gradients in every StepResult, even without clipping."""
     on_nonfinite: Literal["stop", "skip", "raise"] = "stop"
     """What all ranks do when a loss or gradient is NaN or infinite: stop the run, skip the step, or raise."""
     compression: Literal["none", "fp16", "bf16", "powersgd"] = "none"
-    """Send gradients in half the bytes (fp16, bf16) or far fewer (powersgd, under ddp); no longer exactly the same."""
+    """Compress gradients: half the bytes (fp16, bf16) or far fewer (powersgd, ddp only); lossy."""
     check_in_sync_every: Annotated[int, Field(ge=0, le=10**9)] = 0
-    """Optimizer steps between checks that all ranks hold the same weights, for debugging; 0: never."""
+    """Steps between checks that all ranks have the same weights, for debugging; 0: never."""
     debug: bool = False
-    """Compare every collective call before it is made, and keep each rank's own gradients to tell whose is bad."""
+    """Compare the ranks' calls before each collective, and keep local gradients to find which rank's is not finite."""
     timeout_s: Annotated[float, Field(gt=0, le=1_000_000)] = 600.0
-    """Seconds that a collective may wait for the other ranks before the job ends with an error."""
+    """Timeout of a collective in seconds; after it the job ends with an error."""
     heartbeat_timeout_s: Annotated[float, Field(gt=0, le=1_000_000)] = 30.0
-    """Seconds that a process may give no sign of life before the job ends; at most timeout_s is taken."""
+    """Seconds without a heartbeat after which a rank counts as stalled and the job ends; at most timeout_s."""
     threads_per_process: Annotated[int, Field(ge=1, le=4096)] | None = None
-    """Compute threads of each process; null leaves OMP_NUM_THREADS or takes cores // processes on this host."""
+    """Compute threads per process; null: OMP_NUM_THREADS, else this host's cores // processes."""
     cudnn_benchmark: bool | None = None
-    """Let cuDNN time its algorithms and keep the fastest (best for inputs of one size); null leaves torch's setting."""
+    """Let cuDNN benchmark its algorithms (faster if input sizes don't vary); null: torch's current setting."""
     tf32: bool | None = None
-    """Let CUDA compute float32 matrix products and convolutions in TF32; null leaves torch's: convolutions only."""
+    """Allow TF32 in float32 matrix products and convolutions; null: torch's setting, by default convolutions only."""
     pin_memory: bool | None = None
-    """Load batches into page-locked memory, for faster copies to a GPU; null does on a GPU, for what workers read."""
+    """Load batches into pinned memory, for faster copies to a GPU; null: on a GPU, for what workers read."""
 
     def section(self, backend: str, kind: type[SectionType]) -> SectionType:
-        """Return the settings of one backend: the defaults where this configuration has no section for it.
+        """Return the settings of one backend, or the defaults if this configuration has no section for it.
 
         Args:
-            backend: the backend's name.
+            backend: name of the backend.
             kind: its class of settings.
         """
         found = getattr(self, backend, None)
@@ -114,31 +114,29 @@ class StrategyConfig(Section):
 
     @model_validator(mode="after")
     def _refuse_conflicts(self) -> StrategyConfig:
-        """Refuse pairs of settings that exclude each other in every run."""
+        """Refuse settings that are mutually exclusive."""
         if self.precision == "fp64" and self.compression != "none":
-            raise conflict("precision", "compression", "fp64 proves parity, which rounded gradients break")
+            raise conflict("precision", "compression", "fp64 is for exact comparisons, and compression is lossy")
         if self.compression == "powersgd":
             if self.deterministic:
-                raise conflict(
-                    "deterministic", "compression", "powersgd works on DDP's own buckets, whose order varies"
-                )
+                raise conflict("deterministic", "compression", "powersgd needs DDP's buckets, whose order may vary")
             if self.precision == "fp16":
-                raise conflict("precision", "compression", "powersgd would carry an overflow into all later steps")
+                raise conflict("precision", "compression", "powersgd carries an overflow into all later steps")
             if self.on_nonfinite == "skip":
-                raise conflict("on_nonfinite", "compression", "powersgd would carry what is skipped into later steps")
+                raise conflict("on_nonfinite", "compression", "powersgd carries a skipped gradient into later steps")
         return self
 
 
 def conflict(one: str, other: str, reason: str) -> PydanticCustomError:
-    """Return the error that a section's validator raises where two of its settings exclude each other.
+    """Return the error that a section's validator raises if two of its settings are mutually exclusive.
 
-    The message that the user reads names both as they were written (flag, variable, line of a file), with their values.
+    The error message names both as they were written (flag, variable, line of a file), with their values.
 
     Args:
-        one: name of a setting, from the section on.
+        one: name of a setting within the section.
         other: name of the setting that it excludes.
         reason: why, as a clause without a full stop.
     """
     return PydanticCustomError(
-        "conflict", "{one} and {other} exclude each other: {reason}", {"one": one, "other": other, "reason": reason}
+        "conflict", "{one} and {other} are mutually exclusive: {reason}", {"one": one, "other": other, "reason": reason}
     )

@@ -1,4 +1,4 @@
-"""Which device a process computes on."""
+"""Chooses the device of a process."""
 
 from __future__ import annotations
 
@@ -14,33 +14,34 @@ def pick_device(setting: str, launch: Launch) -> torch.device:
     """Return the device of this process: one GPU for each local rank, or the CPU.
 
     Args:
-        setting: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``. ``auto`` takes a GPU where there is one.
-        launch: who this process is; its local rank picks the GPU among the visible ones.
+        setting: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``. ``auto`` takes a GPU if there is one.
+        launch: its local rank is the index of the GPU among the visible ones.
 
     Raises:
-        ConfigError: a GPU was asked for and there is none (of that number).
+        ConfigError: a GPU was requested and is not available.
         LaunchError: there are more processes on this host than visible GPUs.
     """
     if setting == "cpu" or (setting == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ConfigError(
-            f"device {setting!r} was asked for, but torch sees no CUDA GPU (torch {torch.__version__}, "
+            f"device is {setting!r}, but torch finds no CUDA GPU (torch {torch.__version__}, "
             f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'unset')}): use device cpu or auto."
         )
     visible = torch.cuda.device_count()
     if ":" in setting:
         index = int(setting.split(":")[1])
         if index >= visible:
-            raise ConfigError(f"device {setting!r} was asked for, but only cuda:0 to cuda:{visible - 1} are visible.")
+            raise ConfigError(f"device is {setting!r}, but only cuda:0 to cuda:{visible - 1} are visible.")
     elif launch.local_rank < visible:
         index = launch.local_rank
     elif visible == 1 and "CUDA_VISIBLE_DEVICES" in os.environ:
-        index = 0  # the launcher has given each process a GPU of its own (srun --gpus-per-task=1)
+        index = 0  # the launcher shows each process one GPU only (srun --gpus-per-task=1)
     else:
         raise LaunchError(
             f"local rank {launch.local_rank} has no GPU: {launch.launcher} started {launch.local_world_size} processes "
-            f"on this host and {visible} GPUs are visible. Start at most {visible} a host, or use device cpu."
+            f"on this host, and {visible} GPUs are visible. Start at most {visible} processes per host, or use device "
+            "cpu."
         )
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)

@@ -1,17 +1,17 @@
-"""UniTrain's errors, in one small tree.
+"""UniTrain's exceptions.
 
-    UnitrainError            everything that UniTrain raises on purpose
+    UnitrainError            base class
     ├── ConfigError          a setting is wrong (exit code 2)
     ├── LaunchError          the processes were not started as the run needs them (exit code 2)
-    ├── BackendError         a backend or its engine is missing or can't do what was asked
-    ├── DataError            a dataset, a sampler or a batch can't be used as given
-    ├── UsageError           a call that the API does not allow, or not at this point
-    ├── CheckpointError      a checkpoint can't be written, found, trusted or applied
-    ├── CommunicationError   processes could not talk to one another, or said different things
+    ├── BackendError         a backend or its library is missing, or does not work as it must
+    ├── DataError            a dataset, a sampler or a batch can't be used
+    ├── UsageError           a call that is not allowed, or not at this point
+    ├── CheckpointError      a checkpoint can't be written, found, read or applied
+    ├── CommunicationError   a collective failed, or the ranks' calls or models differ
     └── NonFiniteError       a loss or a gradient is NaN or infinite
 
-A message says what is wrong, why, and what to do. Foreign errors are mapped to these where a user could act on
-them; everything else passes through as it is.
+A message says what is wrong, why, and what to do. Errors of other libraries are converted to these if a user can act
+on them, and are not caught otherwise.
 """
 
 from __future__ import annotations
@@ -21,44 +21,44 @@ from difflib import get_close_matches
 
 
 class UnitrainError(Exception):
-    """Base of every error that UniTrain raises on purpose.
+    """Base class of UniTrain's exceptions.
 
-    ``exit_code`` is the status a process ends with when nobody catches the error.
+    ``exit_code`` is the exit code of the process if the exception is not caught.
     """
 
     exit_code = 1
 
 
 class ConfigError(UnitrainError):
-    """A setting is unknown, malformed, out of range, or can't be honoured in this run."""
+    """A setting is unknown, malformed, out of range, or not supported in this run."""
 
     exit_code = 2
 
 
 class LaunchError(UnitrainError):
-    """The launcher's environment is broken, or the world it made is not the one the backend would see."""
+    """The launcher's variables are missing or wrong, or don't describe the world that the backend would have."""
 
     exit_code = 2
 
 
 class BackendError(UnitrainError):
-    """A backend is unknown, its engine is missing, or it can't do what was asked of it."""
+    """A backend can't be imported, its library is missing, or it does not work as it must."""
 
 
 class DataError(UnitrainError):
-    """A dataset, a sampler or a batch can't be used as given."""
+    """A dataset, a sampler or a batch can't be used."""
 
 
 class UsageError(UnitrainError):
-    """A call that the API does not allow, or does not allow at this point."""
+    """A call that is not allowed, or not at this point."""
 
 
 class CheckpointError(UnitrainError):
-    """A checkpoint or a saved state can't be written, found, trusted or applied."""
+    """A checkpoint or a saved state can't be written, found, read or applied."""
 
 
 class CommunicationError(UnitrainError):
-    """Processes could not reach one another, or called collectives that do not match."""
+    """A collective failed because of another rank, or the ranks' calls or models differ."""
 
 
 class NonFiniteError(UnitrainError):
@@ -68,6 +68,6 @@ class NonFiniteError(UnitrainError):
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
-    """Return ``" Did you mean 'x'?"`` for the valid name nearest to ``name``, or an empty string."""
+    """Return ``" Did you mean 'x'?"`` with the valid name closest to ``name``, or an empty string if none is close."""
     match = get_close_matches(name, list(valid), n=1)
     return f" Did you mean {match[0]!r}?" if match else ""

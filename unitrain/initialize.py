@@ -1,4 +1,4 @@
-"""``unitrain.init``: from settings and environment to one complete strategy."""
+"""``unitrain.init``: makes the strategy from the settings and the environment."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from unitrain.errors import BackendError, ConfigError, LaunchError, UsageError
 from unitrain.job import excepthook
 from unitrain.job.job import current
 from unitrain.launch.detect import Launch, detect
-from unitrain.process import keep_memory, print_stacks_when_killed, tell
+from unitrain.process import keep_memory, print_stacks_when_killed, print_stderr
 from unitrain.rng import seed_all
 from unitrain.settings import resolve_strategy
 from unitrain.settings.keywords import StrategySettings
@@ -28,26 +28,26 @@ from unitrain.strategy import Strategy
 
 
 def init(config: StrategyConfig | None = None, **settings: Unpack[StrategySettings]) -> Strategy:
-    """Find out who started this process, choose a backend, and start it.
+    """Detect the launcher, choose a backend, and start it.
 
     Args:
-        config: the settings; those that were set on it explicitly outrank the environment's (``UNITRAIN_...``).
-        **settings: fields of ``StrategyConfig``; they outrank both.
+        config: the settings. Fields that were set explicitly take precedence over the environment (``UNITRAIN_...``).
+        **settings: fields of ``StrategyConfig``; they take precedence over both.
 
     Returns:
-        The strategy, which is closed at exit where the script does not close it.
+        The strategy. It is closed at exit if the script does not close it.
 
     Raises:
-        ConfigError: a setting is unknown, malformed, or can't be honoured here.
-        LaunchError: the launcher's environment is broken, or the backend would not see the launcher's world.
-        BackendError: the backend's engine is missing.
+        ConfigError: a setting is unknown, malformed, or not supported here.
+        LaunchError: the launcher's variables are missing or wrong, or the backend would not see the launcher's world.
+        BackendError: the backend's library is missing.
         UsageError: another strategy is still open.
     """
     excepthook.install_hook()
     print_stacks_when_killed()
     job = current()
     if job is not None and not job.ended:
-        raise UsageError("unitrain.init() was called while a strategy is open: close() it first; a process has one.")
+        raise UsageError("unitrain.init() was called while another strategy is open: call its close() first.")
     launch = _adopted(detect(os.environ))
     resolved = resolve_strategy(config, settings, os.environ)
     if resolved.backend == "auto":
@@ -59,7 +59,7 @@ def init(config: StrategyConfig | None = None, **settings: Unpack[StrategySettin
     _set_process_state(resolved, launch)
     if launch.rank == 0:
         for line in advice(launch, resolved, torch.cuda.device_count()):
-            tell(f"unitrain: {line}")
+            print_stderr(f"unitrain: {line}")
     strategy = Strategy(backend, resolved, launch)
     excepthook.install_hook()  # torch.distributed has laid one of its own over it, which holds messages back
     atexit.register(strategy.close)
@@ -67,11 +67,11 @@ def init(config: StrategyConfig | None = None, **settings: Unpack[StrategySettin
 
 
 def _adopted(launch: Launch) -> Launch:
-    """Believe a process group that the script has made itself, where no launcher says who this process is."""
+    """Without a launcher, take rank and world size from a process group that the script has initialised."""
     if launch.launcher != "python" or not (dist.is_available() and dist.is_initialized()):
         return launch
     rank, world = dist.get_rank(), dist.get_world_size()
-    # All on this host, as far as anybody knows: the strategy's devices are config's to say otherwise.
+    # All on this host, as far as is known; elsewhere the script sets the device.
     return replace(
         launch, launcher="env", rank=rank, world_size=world, local_rank=rank, local_world_size=world,
         evidence=("torch.distributed.is_initialized()",),
@@ -79,10 +79,10 @@ def _adopted(launch: Launch) -> Launch:
 
 
 def choose_backend(launch: Launch, config: StrategyConfig) -> str:
-    """Return what ``backend="auto"`` stands for under this launcher.
+    """Return the backend that ``backend="auto"`` selects under this launcher.
 
-    horovodrun asks for Horovod. mpirun gets Horovod where it is installed, else DDP. Every other launcher gets DDP.
-    Alone, a process takes all visible GPUs.
+    horovodrun: Horovod. mpirun: Horovod if it is installed with MPI, else DDP. Any other launcher: DDP. Without a
+    launcher: DataParallel if several GPUs are visible, else single.
     """
     if launch.launcher == "horovodrun":
         return "horovod"
@@ -95,25 +95,25 @@ def choose_backend(launch: Launch, config: StrategyConfig) -> str:
 
 
 def advice(launch: Launch, config: StrategyConfig, gpus: int) -> list[str]:
-    """Return what the user should know of how the job was started, a line each.
+    """Return hints on how the job was started, one per line.
 
     Args:
-        launch: who started it.
+        launch: how this process was started.
         config: the resolved settings.
-        gpus: how many are visible to this process.
+        gpus: number of GPUs that are visible to this process.
     """
     lines = []
     if launch.also:
         lines.append(
-            f"started by {launch.launcher}; the variables of {', '.join(launch.also)} are there too, and ignored."
+            f"started by {launch.launcher}; the variables of {', '.join(launch.also)} are set too, and are ignored."
         )
     script = " ".join(sys.argv) or "SCRIPT"
     idle = gpus > 1 and config.device in ("auto", "cuda") and launch.world_size == 1
     if idle and launch.launcher == "torchrun":
-        lines.append(f"one process on {gpus} visible GPUs: `torchrun --nproc-per-node {gpus} {script}` would use all.")
+        lines.append(f"one process, but {gpus} visible GPUs: `torchrun --nproc-per-node {gpus} {script}` uses all.")
     elif idle and launch.launcher == "python":
-        faster = f"`torchrun --nproc-per-node {gpus} {script}`, one process for each GPU, is faster."
-        lines.append(f"{gpus} GPUs are visible to one process: {faster}")
+        faster = f"`torchrun --nproc-per-node {gpus} {script}`, one process per GPU, is faster."
+        lines.append(f"one process uses {gpus} GPUs: {faster}")
     return lines
 
 
@@ -128,36 +128,37 @@ def _horovod_has_mpi(launch: Launch) -> bool:
 
 
 def _check_world(backend: type[Backend], launch: Launch) -> None:
-    """Refuse N silent copies of a job, before any work."""
+    """Refuse to run N independent copies of a job."""
     seen = backend.expected_world(launch)
     if seen == launch.world_size:
         return
     raise LaunchError(
-        f"{launch.launcher} started {launch.world_size} processes, but under backend {backend.name!r} each would see a "
-        f"world of {seen}: {launch.world_size} copies of one job. Use backend auto (here: "
-        f"{choose_backend(launch, StrategyConfig())}), or start with what serves {backend.name!r}: "
-        f"{backend.served_by}. Evidence: {', '.join(launch.evidence)}."
+        f"{launch.launcher} started {launch.world_size} processes, but with backend {backend.name!r} each would have a "
+        f"world size of {seen}, and they would train {launch.world_size} copies of one job. Use backend auto (here: "
+        f"{choose_backend(launch, StrategyConfig())}), or start the script with a launcher that {backend.name!r} "
+        f"works under: {backend.served_by}. Detected from {', '.join(launch.evidence)}."
     )
 
 
 def _check_honoured(backend: type[Backend], config: StrategyConfig, launch: Launch) -> None:
-    """Refuse what this backend can't do, and warn of what has no effect in this run."""
+    """Refuse settings that this backend does not support, and warn of those that have no effect in this run."""
     idle = []
     if config.compression not in backend.compressions:
         if launch.world_size > 1:
             raise ConfigError(
-                f"compression {config.compression!r} can't be honoured by backend {backend.name!r}, which knows "
+                f"compression {config.compression!r} is not supported by backend {backend.name!r}, which supports "
                 f"{', '.join(backend.compressions)}."
             )
         idle.append(f"compression={config.compression}")
     sections = {name: value for name, value in config if isinstance(value, Section)}
     idle += [name for name, section in sections.items() if name != backend.name and section != type(section)()]
     if idle:
-        warnings.warn(f"without effect under backend {backend.name!r}: {', '.join(idle)}.", UserWarning, stacklevel=3)
+        message = f"these settings have no effect with backend {backend.name!r}: {', '.join(idle)}."
+        warnings.warn(message, UserWarning, stacklevel=3)
 
 
 def _set_process_state(config: StrategyConfig, launch: Launch) -> None:
-    """Set what is torch's for the whole process: threads, seeds, determinism, cuDNN, TF32."""
+    """Set torch's process-wide state: threads, seeds, determinism, cuDNN, TF32."""
     threads = config.threads_per_process
     if threads is None and "OMP_NUM_THREADS" not in os.environ:
         threads = default_threads(launch.local_world_size)
@@ -178,9 +179,9 @@ def _set_process_state(config: StrategyConfig, launch: Launch) -> None:
 def _set_tf32(allowed: bool) -> None:
     """Allow or forbid TF32 for CUDA's matrix products and convolutions.
 
-    Both of torch's interfaces are set: after a change through ``fp32_precision`` alone, whoever reads ``allow_tf32``
-    gets a RuntimeError, and torch.compile reads it. After ``allow_tf32 = False`` alone, convolutions follow a
-    ``torch.backends.fp32_precision`` that allows it.
+    Both of torch's interfaces are set. After a change through ``fp32_precision`` alone, reading ``allow_tf32`` raises
+    a RuntimeError, and torch.compile reads it. After ``allow_tf32 = False`` alone, convolutions still use TF32 if
+    ``torch.backends.fp32_precision`` allows it.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch 2.9 deprecates the older one; later releases don't
@@ -190,5 +191,5 @@ def _set_tf32(allowed: bool) -> None:
 
 
 def default_threads(local_world_size: int) -> int:
-    """Return the compute threads of each process: its share of the cores, or the cores that it is bound to."""
+    """Return the compute threads of each process: cores // processes, at most the cores that it is bound to."""
     return max(1, min(len(os.sched_getaffinity(0)), (os.cpu_count() or 1) // local_world_size))

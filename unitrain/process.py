@@ -1,4 +1,4 @@
-"""This process: how it ends, what it prints on the way, and how its memory is given back to the system."""
+"""Operating system services: printing to stderr, ending processes, glibc's memory settings."""
 
 from __future__ import annotations
 
@@ -18,64 +18,64 @@ _libc = ctypes.CDLL(None)
 # Parameters of glibc's mallopt, from malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _NEVER = 2**31 - 1
-_LARGEST_FROM_HEAP = 32 * 2**20  # as large as glibc lets it be
+_LARGEST_FROM_HEAP = 32 * 2**20  # the largest value that glibc accepts
 
 
-def tell(text: str) -> None:
-    """Print on stderr in one piece, whose lines those of other ranks don't come between.
+def print_stderr(message: str) -> None:
+    """Print on stderr with a single write, so that the output of other ranks is not interleaved with it.
 
-    ``print`` writes a text and its end by themselves where Python is unbuffered, as torchrun starts it.
+    ``print`` writes the message and the newline separately if Python is unbuffered, as under torchrun.
     """
-    sys.stderr.write(f"{text}\n")
+    sys.stderr.write(f"{message}\n")
     sys.stderr.flush()
 
 
-def leave(code: int, line: str = "") -> NoReturn:
-    """End this process at once, from any thread: without exit handlers, which may wait for ranks that are gone."""
+def exit_now(code: int, line: str = "") -> NoReturn:
+    """End this process from any thread, without exit handlers, which may wait for ranks that are gone."""
     with suppress(OSError, ValueError):
         if line:
-            tell(line)
+            print_stderr(line)
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)
 
 
 def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
-    """Let this process get a signal when its parent dies, however that dies. Fit for a ``preexec_fn``."""
+    """Have this process receive a signal when its parent dies. Safe in a ``preexec_fn``."""
     _libc.prctl(_PR_SET_PDEATHSIG, number)
 
 
 def print_stacks(title: str) -> None:
-    """Print where this process's threads are, on stderr, the main thread last."""
-    with suppress(OSError, ValueError, AttributeError):  # a stderr without a file, in a notebook say
-        tell(title)
+    """Print the stacks of all threads on stderr, the main thread's last."""
+    with suppress(OSError, ValueError, AttributeError):  # stderr may have no file descriptor, in a notebook say
+        print_stderr(title)
         faulthandler.dump_traceback(all_threads=True)
 
 
 def print_stacks_when_killed() -> None:
-    """Print where the threads are when the process crashes, or is aborted by ``end_frozen``. Works without the GIL."""
+    """Print the stacks of all threads when the process crashes or is aborted. Works without the GIL."""
     if not faulthandler.is_enabled():
         with suppress(OSError, ValueError, AttributeError):
             faulthandler.enable()
 
 
-def end_frozen(pid: int, created: float, *, asks: bool) -> None:
-    """Kill a process of this host that gives no sign of life.
+def kill_stalled(pid: int, created: float, *, aborts: bool) -> None:
+    """Kill a stalled process of this host.
 
-    One that was stopped (SIGSTOP) is killed as it is. One that runs, but lets no other thread of its own run, is
-    aborted first, for it then prints where it is.
+    One that was stopped (SIGSTOP) is killed directly. One that is running, but holds the GIL, is aborted first: it
+    then prints its stacks.
 
     Args:
-        pid: its number.
-        created: when it was started; another process that has its number by now is left alone.
-        asks: whether this caller, of several, is the one that aborts it.
+        pid: its process id.
+        created: when it was started. Another process that has since got the same id is left alone.
+        aborts: whether this caller, of several, is the one that aborts it.
     """
     with suppress(psutil.Error):
         process = psutil.Process(pid)
         if abs(process.create_time() - created) > 1.0:
             return
         if process.status() != psutil.STATUS_STOPPED:
-            if asks:
+            if aborts:
                 process.send_signal(signal.SIGABRT)
             with suppress(psutil.TimeoutExpired):
                 process.wait(_ABORT_S)
@@ -84,11 +84,11 @@ def end_frozen(pid: int, created: float, *, asks: bool) -> None:
 
 
 def keep_memory() -> None:
-    """Let glibc keep what is freed, so that the next step finds it there.
+    """Have glibc keep freed memory for the next step.
 
-    Gradients are dropped at the end of a step, when activations are gone too, and glibc then gives the top of its heap
-    back to the system: the next step had to fault in thousands of pages, which took a fifth of a small ResNet's time.
-    Blocks of more than 32 MiB still go back. Elsewhere than under glibc this does nothing.
+    Gradients are freed at the end of a step, when activations are gone too, and glibc would return the top of its heap
+    to the system. The next step then had to fault in thousands of pages, which took a fifth of a small ResNet's time.
+    Blocks of more than 32 MiB are still returned. Does nothing with other C libraries.
     """
     mallopt = getattr(_libc, "mallopt", None)
     if mallopt is not None:

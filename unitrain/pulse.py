@@ -1,22 +1,22 @@
-"""What a process is doing, as it notes it down for the others."""
+"""What this process is doing, recorded for the other ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-OWN_CODE = "its own code"
+USER_CODE = "user code"
 CLOSING = "close"
 
 
 class Pulse:
-    """What this process's main thread is doing. Written there, at the cost of an assignment, and read by the watch.
+    """What the main thread of this process is doing. It writes this, at the cost of an assignment; the watch reads it.
 
     Attributes:
-        phase: what it is waiting for the other ranks in, else ``OWN_CODE``.
-        calls: how many waits it has begun, so that two that follow one another can be told from one that lasts.
-        step: optimizer steps that the run has made.
-        boundary: how many boundaries it has passed, at which a run can be stopped.
+        phase: the call in which it waits for the other ranks, or ``USER_CODE``.
+        calls: number of waits so far, which distinguishes two consecutive waits from a long one.
+        step: number of optimizer steps so far.
+        boundary: number of boundaries passed so far, at which a run can be stopped.
     """
 
     __slots__ = ("_failed", "boundary", "calls", "phase", "step")
@@ -24,18 +24,18 @@ class Pulse:
     def __init__(self) -> None:
         self.step: int = 0
         self.boundary: int = 0
-        self.phase: str = OWN_CODE
+        self.phase: str = USER_CODE
         self.calls: int = 0
         self._failed = False
 
     @contextmanager
     def within(self, phase: str) -> Iterator[None]:
-        """Note that the block waits for the other ranks; of nested blocks, the outermost says in what.
+        """Record that the block waits for the other ranks. Of nested blocks, the outermost sets the phase.
 
-        A wait that fails stays noted: the other ranks are told where this one failed, for as long as it can be asked.
+        A wait that fails stays recorded, so that the other ranks can report where this one failed.
         """
         self.calls += 1
-        outermost = self._failed or self.phase is OWN_CODE
+        outermost = self._failed or self.phase is USER_CODE
         if outermost:
             self.phase, self._failed = phase, False
         try:
@@ -44,4 +44,4 @@ class Pulse:
             self._failed = True
             raise
         if outermost:
-            self.phase = OWN_CODE
+            self.phase = USER_CODE

@@ -1,4 +1,4 @@
-"""The strategy: what a training script talks to. It builds the parts of a run in order, and delegates to them."""
+"""``Strategy``, the interface of a training script. It builds the parts of a run in order and delegates to them."""
 
 from __future__ import annotations
 
@@ -45,22 +45,22 @@ Ts = TypeVarTuple("Ts")
 
 @final
 class Strategy:
-    """How a script's processes, devices and gradients work together. Made by ``unitrain.init``.
+    """Runs a training script on one or many devices and processes. Made by ``unitrain.init``.
 
     Args:
-        backend: the class of the backend that communicates.
+        backend: class of the backend.
         config: the resolved settings.
-        launch: who started this process.
+        launch: how this process was started.
 
     Attributes:
         config: the resolved settings.
-        launch: who started this process, with its local rank and world size.
+        launch: how this process was started: launcher, local rank, local world size.
         rank: rank of this process.
-        world_size: number of processes (1 under DataParallel, whose devices are ``devices``).
-        local_rank: rank of this process among those on its host.
-        node_rank: number of this host.
-        device: where this process computes.
-        devices: all devices that this process computes on.
+        world_size: number of processes (1 under DataParallel, whose GPUs are ``devices``).
+        local_rank: rank of this process on its host.
+        node_rank: rank of its host.
+        device: the device of this process.
+        devices: all devices of this process.
         is_main: whether this is rank 0.
     """
 
@@ -68,10 +68,10 @@ class Strategy:
         self.config = config
         self.launch = launch
         self.local_rank: int = launch.local_rank
-        engine = backend(config, launch, pick_device(config.device, launch))
-        self.device: torch.device = engine.device
-        self.devices: tuple[torch.device, ...] = engine.devices
-        self._communicator, self._job = join(engine, config, launch)
+        made = backend(config, launch, pick_device(config.device, launch))
+        self.device: torch.device = made.device
+        self.devices: tuple[torch.device, ...] = made.devices
+        self._communicator, self._job = join(made, config, launch)
         self.rank: int = self._communicator.rank
         self.world_size: int = self._communicator.world_size
         self.is_main: bool = self._communicator.is_main
@@ -80,11 +80,11 @@ class Strategy:
         self._prepared = PreparedModules(distributed=self.world_size > 1)
         pass_boundary = self._job.stopping.pass_boundary
         self._step = TrainingStep(
-            self._communicator, engine, self._prepared, self._precision.scaler, pass_boundary, config
+            self._communicator, made, self._prepared, self._precision.scaler, pass_boundary, config
         )
         self._loop = TrainingLoop(self._step, pass_boundary)
         self._preparation = preparation.Preparation(
-            self._communicator, engine, self._precision, self._prepared, self._step.register, config
+            self._communicator, made, self._precision, self._prepared, self._step.register, config
         )
         self._checkpoint: Checkpoint | None = None
         self._throughput: Throughput | None = None
@@ -98,15 +98,16 @@ class Strategy:
     def prepare(self, first: T, second: U, /, *more: Unpack[Ts]) -> tuple[T, U, Unpack[Ts]]: ...
 
     def prepare(self, first: Any, /, *more: Any) -> Any:  # type: ignore[misc]  # mypy on TypeVarTuple
-        """Make modules, optimizers and schedulers ready for this run, and return them in the order given.
+        """Prepare modules, optimizers and schedulers for this run, and return them in the same order. Collective.
 
-        A module is moved to the device, its BatchNorm is converted (with ``sync_batchnorm``), rank 0's weights and
-        buffers are copied to all ranks, its forward enters autocast, and it is wrapped where the backend wraps.
-        Parameters stay the same objects, and an optimizer is returned as it was given, with rank 0's state: loaded
-        state and schedulers made before stay valid. A module may be prepared before its optimizer exists. Collective.
+        A module is moved to the device, its BatchNorm layers are converted (with ``sync_batchnorm``), rank 0's
+        parameters and buffers are copied to all ranks, its forward runs under autocast (with ``bf16`` or ``fp16``), and
+        the backend wraps it if it needs to. Parameters stay the same objects. An optimizer is returned unchanged,
+        with rank 0's state, so that loaded state and existing schedulers stay valid. A module may be prepared before
+        its optimizer exists.
 
         Raises:
-            UsageError: something else was given, or it was prepared before.
+            UsageError: an argument is of another type, or was prepared before.
             CommunicationError: the ranks' models differ in names, shapes or dtypes.
 
         Example:
@@ -116,7 +117,7 @@ class Strategy:
         return prepared if more else prepared[0]
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return the context to compute a loss in. A prepared model's forward enters it by itself."""
+        """Return the autocast context for computing a loss. The forward of a prepared model enters it automatically."""
         return self._precision.autocast()
 
     def step(
@@ -127,29 +128,29 @@ class Strategy:
         *,
         weight: Weight | None = None,
     ) -> StepResult:
-        """Do all that follows a loss: backward, average, unscale, clip, check, step, zero the gradients. Collective.
+        """Run backward, average, unscale, clip and check the gradients, step, and zero the gradients. Collective.
 
-        Within an accumulation window only backward runs; the optimizer (and the scheduler) moves at its end. The
-        gradient is that of the mean over all samples of the window on all ranks.
+        Within an accumulation window only backward runs; the optimizer and the scheduler step at its end. The gradient
+        is that of the mean loss over all samples of the window on all ranks.
 
         Args:
-            loss: scalar, the mean over this rank's samples of the batch.
-            optimizer: what to step; several share the one loss.
+            loss: scalar; the mean over this rank's samples of the batch.
+            optimizer: the optimizer to step, or several that share the loss.
             scheduler: stepped when the optimizer is.
-            weight: what this rank's mean counts for: the number of its tokens, say. Default: the number of samples
-                of the batch that the strategy's loader yielded last; without such a loader all ranks are equal.
+            weight: weight of this rank's mean, the number of its tokens, say. Default: the number of samples in the
+                batch that the strategy's loader yielded last; without such a loader all ranks weigh the same.
 
         Raises:
-            UsageError: the loss is no scalar with a gradient, or a micro-batch was left out.
-            NonFiniteError: a loss or gradient is not finite, under ``on_nonfinite="raise"``.
-            Stopped: the same under ``on_nonfinite="stop"``.
+            UsageError: the loss is not a scalar that requires grad, or a micro-batch was left out.
+            NonFiniteError: a loss or gradient is not finite, with ``on_nonfinite="raise"``.
+            Stopped: a loss or gradient is not finite, with ``on_nonfinite="stop"``.
         """
         if isinstance(optimizer, Optimizer):
             self._step.backward(loss, (optimizer,), weight=weight)
             return self._step.update(optimizer, scheduler)
         if not isinstance(optimizer, Sequence) or not optimizer:
             raise UsageError(
-                f"step() needs an optimizer of torch, or a list of at least one, not {type(optimizer).__name__}."
+                f"step() takes a torch optimizer, or a non-empty list of them, not {type(optimizer).__name__}."
             )
         self._step.backward(loss, optimizer, weight=weight)
         results = [self._step.update(one) for one in optimizer]
@@ -165,44 +166,44 @@ class Strategy:
         sync: bool | None = None,
         weight: Weight | None = None,
     ) -> None:
-        """The first half of ``step``: for several losses on one optimizer, or several optimizers. Collective.
+        """Run the first half of ``step``, for several losses with one optimizer, or several optimizers. Collective.
 
-        Until ``update`` has ended the averaging, gradients are not complete. What is to see or change them is a step
-        pre-hook of the optimizer (``optimizer.register_step_pre_hook``).
+        Gradients are complete only within ``update``. To read or change them, use a step pre-hook of the optimizer
+        (``optimizer.register_step_pre_hook``).
 
         Args:
             loss: as in ``step``.
-            optimizer: whose parameters get gradients; needed where there are several optimizers (a GAN's), else
-                those of all prepared optimizers do.
-            sync: whether this backward ends the window, and communicates; default: as the loader or the count of
-                ``update`` calls says.
-            weight: as in ``step``; losses of one micro-batch share the first one's.
+            optimizer: the optimizer whose parameters get gradients. Required if there are several optimizers (in a
+                GAN). Default: all prepared optimizers.
+            sync: whether this backward ends the accumulation window and synchronises the gradients. Default: decided
+                by the loader, or by counting ``update`` calls.
+            weight: as in ``step``. Losses of one micro-batch share the weight of the first.
         """
         self._step.backward(loss, None if optimizer is None else [optimizer], sync=sync, weight=weight)
 
     def update(self, optimizer: Optimizer, scheduler: Any = None) -> StepResult:
-        """The second half of ``step``, once for each micro-batch and optimizer. Collective."""
+        """Run the second half of ``step``, once per micro-batch and optimizer. Collective."""
         return self._step.update(optimizer, scheduler)
 
     @property
     def global_step(self) -> int:
-        """Optimizer steps that the run has made, those before it was resumed included."""
+        """Number of optimizer steps of the run so far, including those before it was resumed."""
         return self._step.global_step
 
     @property
     def training_step(self) -> TrainingStep:
-        """What ``step``, ``backward`` and ``update`` call, for tools that measure it."""
+        """The object behind ``step``, ``backward`` and ``update``, for tools that measure it."""
         return self._step
 
     @contextmanager
     def evaluation(self, *modules: nn.Module) -> Iterator[None]:
-        """Evaluate: eval mode, no gradients, and BatchNorm statistics that all ranks agree on. Collective.
+        """Context manager for evaluation: eval mode, no gradients, BatchNorm the same on all ranks. Collective.
 
-        Running statistics of layers that are not synchronised are averaged over the ranks first. Afterwards every
-        layer is in the mode it was in.
+        Running statistics of layers that are not synchronised are averaged over the ranks first. Every layer's
+        training mode is restored at the end.
         """
         if not modules:
-            raise UsageError("evaluation() needs the model, or models, to be evaluated.")
+            raise UsageError("evaluation() needs the model or models to evaluate: strategy.evaluation(model).")
         modes = [(layer, layer.training) for module in modules for layer in module.modules()]
         batch_norm.average_statistics(modules, self._communicator)
         outer, self._loop.evaluating = self._loop.evaluating, True
@@ -219,7 +220,7 @@ class Strategy:
     # ---------------------------------------------------------------------------------------- data and measurement
 
     def dataloader(self, dataset: Any, **options: Unpack[LoaderOptions]) -> Loader:
-        """Return a loader of this rank's share of ``dataset``; ``unitrain.data.Loader`` describes its options.
+        """Return a loader of this rank's part of ``dataset``. See ``unitrain.data.Loader`` for its options.
 
         Example:
             >>> train = strategy.dataloader(train_set, global_batch_size=256, shuffle=True, num_workers=4)
@@ -227,21 +228,21 @@ class Strategy:
         return Loader(self._communicator, self._loop, self.config, self.launch.local_world_size, dataset, **options)
 
     def progress(self, loader: Loader, description: str = "") -> ProgressBar:
-        """Return what iterates over ``loader`` and shows samples a second and the time left on rank 0's terminal."""
-        from unitrain.data.progress import ProgressBar  # it imports rich, which few scripts want
+        """Return an iterable over ``loader`` that shows a progress bar on rank 0's terminal."""
+        from unitrain.data.progress import ProgressBar  # imports rich, which few scripts need
 
         return ProgressBar(loader, description, is_main=self.is_main)
 
     def meter(self) -> Meter:
-        """Return a sum and mean over all ranks that is reduced only when it is read."""
+        """Return a meter: a sum and a mean over all ranks, reduced only when it is read."""
         return Meter(self._communicator)
 
     def metric(self, metric: T) -> T:
-        """Let a torchmetrics ``Metric`` synchronise through this strategy, on any backend; it is returned as it is."""
+        """Make a torchmetrics ``Metric`` synchronise through this strategy on any backend, and return it."""
         return torchmetric.synchronise(metric, self._communicator)
 
     def throughput(self) -> Throughput:
-        """Return what measures samples a second, the split of the time and peak memory, from the first call on."""
+        """Return a meter of samples per second, of where the time goes, and of peak memory, from the first call on."""
         if self._throughput is None:
             self._throughput = Throughput(self._communicator, self.devices)
             self._step.observe(self._throughput)
@@ -249,9 +250,9 @@ class Strategy:
         return self._throughput
 
     def check_in_sync(self, module: nn.Module) -> None:
-        """Compare a model's parameters and buffers over the ranks, by checksums of their bits. Collective.
+        """Check that a model's parameters and buffers have the same bits on all ranks. Collective.
 
-        The running statistics of BatchNorm layers that are not synchronised are each rank's own, and left out.
+        Running statistics of BatchNorm layers that are not synchronised differ between ranks, and are left out.
 
         Raises:
             CommunicationError: on every rank, naming the first tensor that differs and the ranks where it does.
@@ -262,60 +263,59 @@ class Strategy:
 
     @property
     def communicator(self) -> Communicator:
-        """What communicates with the other ranks, for code that needs no more of a strategy."""
+        """The communicator of this process, for code that needs nothing else of the strategy."""
         return self._communicator
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
-        """Return a new tensor: the element-wise sum, mean, maximum or minimum over all ranks. Collective.
+        """Return the element-wise sum, mean, maximum or minimum over all ranks, as a new tensor. Collective.
 
         Args:
-            tensor: dense and real, of the same shape and dtype on all ranks, on any device. Booleans are counted
-                by ``sum``.
-            op: ``sum``, ``mean`` (of floating-point tensors), ``max`` or ``min``.
+            tensor: dense and real, with the same shape and dtype on all ranks, on any device. ``sum`` counts booleans.
+            op: ``sum``, ``mean`` (floating-point tensors only), ``max`` or ``min``.
 
         Raises:
-            UsageError: another op, or a tensor that can't be reduced.
-            CommunicationError: the other ranks did not take part within ``timeout_s``.
+            UsageError: the op or the tensor is not supported.
+            CommunicationError: another rank has ended, or did not make the call within ``timeout_s``.
         """
         return self._communicator.all_reduce(tensor, op)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Return all ranks' tensors, stacked along a new first dimension. Collective.
+        """Return the tensors of all ranks, stacked along a new first dimension. Collective.
 
         Raises:
-            UsageError: on all ranks, where they are not of one shape and dtype.
+            UsageError: their shapes or dtypes differ; on all ranks.
         """
         return self._communicator.all_gather(tensor)
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
-        """Return a new tensor: rank ``src``'s. It has the same shape and dtype on all ranks. Collective."""
+        """Return rank ``src``'s tensor as a new tensor. Shape and dtype must be the same on all ranks. Collective."""
         return self._communicator.broadcast(tensor, src)
 
     def all_gather_object(self, value: T) -> list[T]:
-        """Return all ranks' picklable objects, in rank order; tensors in them are on the CPU. Collective."""
+        """Return the picklable objects of all ranks, in rank order. Tensors in them are on the CPU. Collective."""
         return self._communicator.all_gather_object(value)
 
     def broadcast_object(self, value: T, src: int = 0) -> T:
-        """Return rank ``src``'s picklable object; tensors in it are on the CPU of other ranks. Collective.
+        """Return rank ``src``'s picklable object. On other ranks, tensors in it are on the CPU. Collective.
 
-        The other ranks' values are not read.
+        The values of the other ranks are ignored.
         """
         return self._communicator.broadcast_object(value, src)
 
     def barrier(self) -> None:
-        """Wait until every rank has come here. Collective."""
+        """Wait until every rank has reached this call. Collective."""
         self._communicator.barrier()
 
     # ------------------------------------------------------------------------------------------------ rank-0 I/O
 
     def print(self, *values: Any, **keywords: Any) -> None:
-        """``print`` on rank 0 only, flushed at once."""
+        """Print on rank 0 only, and flush."""
         if self.is_main:
             builtins.print(*values, **{"flush": True, **keywords})
 
     @contextmanager
     def main_first(self) -> Iterator[None]:
-        """Run the block on rank 0 first, then on the others: to download or build something once. Collective."""
+        """Context manager that runs its block on rank 0 first, then on the others: for downloads, say. Collective."""
         if not self.is_main:
             self.barrier()
         try:
@@ -325,30 +325,31 @@ class Strategy:
                 self.barrier()
 
     def on_main(self, action: Callable[[], T]) -> T:
-        """Do something on rank 0, and return on every rank what it returns there. Collective.
+        """Call ``action`` on rank 0, and return its result on every rank. Collective.
 
         Args:
-            action: returns something picklable, or raises a ``UnitrainError``, which is raised on every rank.
+            action: returns a picklable object, or raises a ``UnitrainError``, which is then raised on every rank.
         """
         return self._communicator.on_main(action)
 
     def save(self, value: Any, path: str | Path) -> None:
-        """Write ``value`` once, from rank 0, so that a reader sees the old file or the whole new one. Collective.
+        """Save ``value`` to a file on rank 0, atomically. Collective.
 
-        Modules, optimizers and schedulers inside dicts and lists are saved as their state, without wrappers' prefixes.
-        BatchNorm's running statistics that are not synchronised are averaged over the ranks first.
+        Modules, optimizers and schedulers, in dicts and lists too, are saved as their state dicts, whose keys have no
+        prefixes of wrappers. Running statistics of BatchNorm layers that are not synchronised are averaged over the
+        ranks first.
 
         Raises:
-            CheckpointError: rank 0 could not write, or ``load`` could not read it; raised on every rank.
-            UsageError: only some ranks gave modules.
+            CheckpointError: the file could not be written, or holds objects that ``load`` would refuse; on every rank.
+            UsageError: only some ranks passed modules.
         """
         files.save(self._communicator, self._prepared, value, files.local(path))
 
     def load(self, path: str | Path) -> Any:
-        """Read what ``save`` wrote, on rank 0, and return it on every rank, on the CPU. Collective.
+        """Load a file that ``save`` wrote on rank 0, and return its content on every rank, on the CPU. Collective.
 
         Raises:
-            CheckpointError: there is no such file, or it holds more than tensors and plain data; on every rank.
+            CheckpointError: the file does not exist, or holds more than tensors and plain data; on every rank.
         """
         return files.load(self._communicator, files.local(path))
 
@@ -361,15 +362,15 @@ class Strategy:
         background: bool = True,
         **objects: Any,
     ) -> Checkpoint:
-        """Return what saves and resumes a run's objects together; see ``unitrain.checkpoint.Checkpoint``. Collective.
+        """Return a ``unitrain.checkpoint.Checkpoint``, which saves and resumes objects together. Collective.
 
-        From now on SIGTERM, SIGINT and SIGUSR1 stop the run: all ranks at the same boundary, with a checkpoint.
+        From now on SIGTERM, SIGINT and SIGUSR1 save a checkpoint and stop the run, on all ranks at the same step.
 
         Args:
-            folder: holds one folder for each saved step.
-            config: the script's own settings, as plain data (what JSON can hold): resuming under others is refused.
-            keep: how many to keep.
-            background: write while training goes on.
+            folder: the folder of the checkpoints, each of which is a folder named by its step.
+            config: the script's settings, as plain data (JSON types). Resuming with other values is refused.
+            keep: number of checkpoints to keep.
+            background: write checkpoints while training continues.
             **objects: modules, optimizers, schedulers, loaders and dicts of plain values, by name.
 
         Raises:
@@ -377,7 +378,7 @@ class Strategy:
             CheckpointError: the folder can't be written to, or has too little space; on every rank.
         """
         if self._checkpoint is not None:
-            raise UsageError("a strategy has one checkpoint: give it all objects, or close() the first.")
+            raise UsageError("a strategy has one checkpoint: pass all objects to it, or call its close() first.")
         self._checkpoint = Checkpoint(
             self._communicator,
             self._prepared,
@@ -392,7 +393,7 @@ class Strategy:
             keep=keep,
             background=background,
         )
-        # Without a checkpoint there is nothing to save, and a signal does at once what it does to any program.
+        # Without a checkpoint there is nothing to save, and signals keep their usual effect.
         self._job.stopping.listen(self._checkpoint)
         return self._checkpoint
 
@@ -401,23 +402,23 @@ class Strategy:
         self._job.stopping.close()
 
     def unwrap(self, module: nn.Module) -> nn.Module:
-        """Return the user's own module behind what ``prepare`` or ``torch.compile`` returned."""
+        """Return the original module of a prepared or compiled one."""
         return self._prepared.unwrap(module)
 
     def export(self, module: nn.Module) -> nn.Module:
-        """Return a plain copy on the CPU, in eval mode: no wrapper, no hook of ours, BatchNorm as it was."""
+        """Return a plain copy on the CPU in eval mode, without wrappers, hooks or synchronised BatchNorm."""
         return preparation.export(self._prepared.unwrap(module))
 
     # -------------------------------------------------------------------------------------------------- life time
 
     def close(self) -> None:
-        """End communication. Waits for the other ranks, unless this process is failing. A second call does nothing."""
+        """End communication. Waits for the other ranks, unless this process is failing. Further calls do nothing."""
         job = self._job
         if job.ended:
             return
         job.ended = True
         try:
-            if not job.failed:  # a failing process keeps its watch, to say why it fails
+            if not job.failed:  # a failing process keeps its watch, to report the error
                 with job.pulse.within(CLOSING):
                     if self._checkpoint is not None:
                         self._checkpoint.close()
@@ -442,8 +443,8 @@ class Strategy:
         self.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Strategy:
-        """A copied object that holds its strategy shares it."""
+        """Return the same object: copies of an object that holds a strategy share it."""
         return self
 
     def __reduce__(self) -> Any:
-        raise UsageError("a strategy can't be pickled: save a model's state with strategy.save, or strategy.export it.")
+        raise UsageError("a strategy can't be pickled: use strategy.save or strategy.export for a model.")

@@ -105,7 +105,7 @@ class End:
 
     def note(self) -> None:
         """Note it for the report."""
-        found = self._lines(r"unitrain: (.*stopped because .*|stopped by .*|a second .*|error: .*)")
+        found = self._lines(r"unitrain: (.*stopped because .*|stopped by .*|received a second .*|error: .*)")
         said = re.sub(r" on \S+ \(pid \d+\)", "", found[0]).split(". Rank")[0].split('", line')[0] if found else ""
         said = re.sub(r"\[/\S+\] ", "", re.sub(r"/\S+/checkpoints", "FOLDER", said))  # places in gloo's source
         said = re.sub(r"/\S+/(?=program\.py:)", "", said)

@@ -18,7 +18,7 @@ def test_killed(world: World, tmp_path: Path) -> None:
     end = run(world, tmp_path, fault="kill:1:7")
     assert end.job.code != 0
     assert end.seconds < SLACK_S
-    assert re.fullmatch(r"rank 1 on \S+ \(pid \d+\) ended without a word: it was killed, .*", end.said(0))
+    assert re.fullmatch(r"rank 1 on \S+ \(pid \d+\) ended without reporting an error: it was killed, .*", end.said(0))
     assert "Traceback" not in end.job.stderr.split("stopped because")[0]
 
 
@@ -57,7 +57,7 @@ def test_frozen(world: World, tmp_path: Path) -> None:
     end = run(world, tmp_path, fault="stop:1:7")
     assert end.job.code != 0
     assert end.seconds < HEARTBEAT_S + SLACK_S
-    assert re.match(r"rank 1 on \S+ \(pid \d+\) gave no sign of life for \d s; it was in .* after step \d", end.said(0))
+    assert re.match(r"rank 1 on \S+ \(pid \d+\) sent no heartbeat for \d s; it was in .* after step \d", end.said(0))
 
 
 @worlds(PLAIN, soak=[TORCHRUN, MPIRUN, MPIRUN_DDP, HOROVODRUN])
@@ -76,7 +76,7 @@ def test_holding_the_gil(world: World, tmp_path: Path) -> None:
     end = run(world, tmp_path, fault="hold-gil:1:7")
     assert end.job.code != 0
     assert end.seconds < HEARTBEAT_S + SLACK_S
-    assert re.match(r"rank 1 on \S+ \(pid \d+\) gave no sign of life", end.said(0))
+    assert re.match(r"rank 1 on \S+ \(pid \d+\) sent no heartbeat", end.said(0))
     assert re.search(r"program.py\", line \d+ in <lambda>", end.job.output), "the stack of the frozen rank"
 
 
@@ -85,7 +85,7 @@ def test_endless_loop(world: World, tmp_path: Path) -> None:
     end = run(world, tmp_path, fault="spin:1:7")
     assert end.job.code != 0
     assert end.seconds < TIMEOUT_S + 5 + 2 * SLACK_S
-    assert re.match(r"rank 1 on \S+ \(pid \d+\) did not come where rank 0 waited for it", end.said(0))
+    assert re.match(r"rank 1 on \S+ \(pid \d+\) did not reach the call that rank 0 waited in", end.said(0))
     assert re.search(r"program.py\", line \d+ in _spin", end.job.output), "the stack of the rank that hangs"
 
 
@@ -95,7 +95,7 @@ def test_leaving_early(world: World, tmp_path: Path) -> None:
     end = run(world, tmp_path, fault="exit:1:7")
     assert end.job.code != 0
     assert end.seconds < 3 + SLACK_S
-    assert re.match(r"rank 1 on \S+ \(pid \d+\) came to its end after step 7", end.said(0))
+    assert re.match(r"rank 1 on \S+ \(pid \d+\) finished after step 7", end.said(0))
 
 
 @worlds(PLAIN, soak=[TORCHRUN, MPIRUN, MPIRUN_DDP, HOROVODRUN])
@@ -104,7 +104,7 @@ def test_leaving_at_once(world: World, kind: str, tmp_path: Path) -> None:
     end = run(world, tmp_path, fault=f"{kind}:1:7")
     assert end.job.code != 0
     assert end.seconds < SLACK_S
-    assert re.match(r"rank 1 on \S+ \(pid \d+\) ended without a word", end.said(0))
+    assert re.match(r"rank 1 on \S+ \(pid \d+\) ended without reporting an error", end.said(0))
     assert kind == "os-exit" or "Fatal Python error: Segmentation fault" in end.job.output
 
 

@@ -84,7 +84,7 @@ def test_a_second_signal_ends_at_once(world: World, tmp_path: Path) -> None:
     end = run(world, tmp_path, pause=20, meanwhile=when_step(tmp_path, 0, signal_twice))
     assert end.job.code == 143
     assert end.seconds < 10
-    assert "unitrain: a second SIGTERM: ended at once." in end.job.output
+    assert "unitrain: received a second SIGTERM: exiting at once." in end.job.output
     assert not any(note["step"] > 1 for note in notes(tmp_path))
 
 

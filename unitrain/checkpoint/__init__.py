@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or not there: written atomically, verified on reading, resumed on any world."""
+"""Checkpoints: written atomically, verified when read, and resumed with any world size."""
 
 from unitrain.checkpoint.checkpoint import Checkpoint
 

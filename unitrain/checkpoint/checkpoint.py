@@ -1,4 +1,4 @@
-"""What ``strategy.checkpoint`` returns: a run's state, saved and resumed as one."""
+"""``Checkpoint``: saves and resumes the state of a run."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ from unitrain.communicator import Communicator
 from unitrain.config import StrategyConfig
 from unitrain.errors import CheckpointError, UsageError
 from unitrain.job.messages import StopReason
-from unitrain.process import tell
+from unitrain.process import print_stderr
 from unitrain.rng import seed_rank
 from unitrain.training import batch_norm
 from unitrain.training.prepared import PreparedModules
 from unitrain.training.step import TrainingStep
 
-# What another value of would train another model. Launcher, backend, world size, timeouts and the like may change.
+# Settings that must not change when a run is resumed. Launcher, backend, world size and timeouts may.
 _TRAINING_SETTINGS = ("seed", "precision", "sync_batchnorm", "accumulate", "clip_norm", "clip_value", "compression")
 _SETTINGS = "_settings"
 
 
 class Checkpoint:
-    """The state of a run: its modules, optimizers, schedulers, loaders and plain values, by the names they were given.
+    """Saves and resumes modules, optimizers, schedulers, loaders and plain values. Made by ``strategy.checkpoint``.
 
     Args:
-        communicator: of this process; all ranks save and resume together.
-        prepared: the modules behind what is saved.
-        step: knows where the run stands.
-        scaler: fp16's loss scale, else None.
-        request_stop: reports what failed in the background to all ranks.
-        released: is called when the checkpoint has been closed.
-        settings: the strategy's.
-        folder: holds one folder for each saved step.
-        objects: by name; anything with ``state_dict`` and ``load_state_dict``, or a dict of plain values and tensors,
+        communicator: the communicator of this process.
+        prepared: gives the original modules of prepared ones.
+        step: counts the optimizer steps.
+        scaler: the GradScaler of fp16, else None.
+        request_stop: reports a failure in the background to all ranks.
+        released: called when the checkpoint has been closed.
+        settings: the strategy's settings.
+        folder: the folder of the checkpoints, each of which is a folder named by its step.
+        objects: objects by name, with ``state_dict`` and ``load_state_dict``, or dicts of plain values and tensors,
             which ``resume`` updates in place.
-        config: the script's own settings, as plain data: resuming under others is refused. The strategy's are always
-            compared.
-        keep: how many checkpoints to keep; the oldest go first.
-        background: write while training goes on; at most one is being written.
+        config: the script's settings, as plain data. Resuming with other values is refused. The strategy's settings
+            are always compared.
+        keep: number of checkpoints to keep; the oldest are removed first.
+        background: write checkpoints while training continues, one at a time.
 
     Raises:
         UsageError: an object has no state.
@@ -71,9 +71,12 @@ class Checkpoint:
     ) -> None:
         for name, value in objects.items():
             if not isinstance(value, dict) and not callable(getattr(value, "load_state_dict", None)):
-                raise UsageError(f"checkpoint: {name}={type(value).__name__} has no state: give an object or a dict.")
+                raise UsageError(
+                    f"checkpoint: {name} is a {type(value).__name__}, which has no load_state_dict: pass an object "
+                    "with state_dict and load_state_dict, or a dict."
+                )
         if keep < 1:
-            raise UsageError(f"checkpoint keeps at least 1, not {keep}.")
+            raise UsageError(f"checkpoint: keep is {keep}, but must be at least 1.")
         self._communicator = communicator
         self._prepared = prepared
         self._step = step
@@ -99,10 +102,11 @@ class Checkpoint:
     # ------------------------------------------------------------------------------------------------------- save
 
     def save(self) -> None:
-        """Save the state as it is, on all ranks; within an accumulation window, at its end. Collective.
+        """Save a checkpoint of the current state, or at the end of the accumulation window if one is open. Collective.
 
         Raises:
-            CheckpointError: this one, or one that was written in the background, could not be written; on every rank.
+            CheckpointError: this checkpoint, or the previous one in the background, could not be written; on every
+                rank.
         """
         if self._step.within_window:
             self._step.at_window_end(self._save)
@@ -110,7 +114,7 @@ class Checkpoint:
             self._save()
 
     def save_now(self) -> Path:
-        """Save the state at the end of a step, wait until it is on the disk, and return its folder. Collective."""
+        """Save a checkpoint between two steps, wait until it is written, and return its folder. Collective."""
         self._save()
         self.wait()
         return storage.folder_of(self._folder, self._step.global_step)
@@ -123,10 +127,10 @@ class Checkpoint:
             self._communicator.on_main(lambda: self._begin(randoms))
 
     def _begin(self, randoms: list[dict[str, Any]]) -> None:
-        """Write, or take a snapshot and let it be written while training goes on."""
+        """Write the state, or start to write a snapshot of it in the background."""
         number = self._step.global_step
         if not self._began:
-            self._part_with_others()
+            self._remove_newer()
             self._began = True
         parts = {name: self._state(value) for name, value in self._objects.items()}
         parts["_run"] = {"steps": number, "scaler": self._scaler_state(), "random": randoms}
@@ -137,19 +141,19 @@ class Checkpoint:
             self._writing = self._writer.submit(self._write, number, self._snapshot)
             self._writing.add_done_callback(self._report)
 
-    def _part_with_others(self) -> None:
-        """Let no checkpoint be taken for newer than this run's: those of a branch that it leaves are removed."""
+    def _remove_newer(self) -> None:
+        """Remove checkpoints newer than the one that was resumed: later ones of this run would not be the newest."""
         for folder in list(storage.found(self._folder)):
             if self._continues_from is None:
                 raise CheckpointError(
-                    f"{self._folder} holds checkpoints of another run, up to {folder.name}: resume() it, or give "
-                    "another folder, or remove them with discard()."
+                    f"{self._folder} contains checkpoints of another run, up to {folder.name}: call resume() to "
+                    "continue that run, or discard() to remove them, or use another folder."
                 )
             if storage.step_of(folder) > self._continues_from:
                 storage.discard(folder)
 
     def discard(self) -> None:
-        """Remove the checkpoints that an earlier run has left in the folder: this run begins anew. Collective."""
+        """Remove all checkpoints of earlier runs from the folder. Collective."""
 
         def remove() -> None:
             for folder in list(storage.found(self._folder)):
@@ -158,12 +162,12 @@ class Checkpoint:
         self._communicator.on_main(remove)
 
     def _report(self, writing: Future[Path]) -> None:
-        """Let a failure in the background be one of all ranks, at their next boundary."""
+        """Report a failure in the background to all ranks, which raise it at their next boundary."""
         if writing.exception() is not None:
             self._request_stop(StopReason())
 
     def wait(self) -> None:
-        """Wait until what is written in the background is on the disk. Collective.
+        """Wait until the checkpoint in the background is written. Collective.
 
         Raises:
             CheckpointError: it could not be written; on every rank.
@@ -204,18 +208,18 @@ class Checkpoint:
     # ----------------------------------------------------------------------------------------------------- resume
 
     def resume(self, path: str | Path | None = None, *, force: bool = False) -> bool:
-        """Continue from the newest whole checkpoint, and return whether there is one. Collective.
+        """Resume from the newest intact checkpoint, and return whether there is one. Collective.
 
-        A damaged one is named on stderr, and the one before it is taken. The state is compared with the run's objects
-        before any of it is applied. The ranks' random numbers continue on a world of the same size; on another they
-        are drawn anew from seed, step and rank.
+        A damaged checkpoint is reported on stderr, and the previous one is used. The state is compared with the run's
+        objects before any of it is applied. Random number generators are restored if the world size is the same, else
+        seeded with seed, step and rank.
 
         Args:
-            path: the folder of one checkpoint (``.../step-0000000120``), to continue from this one and no other.
-            force: continue under settings that train otherwise than the saved run's.
+            path: folder of a checkpoint to resume from (``.../step-0000000120``), instead of the newest.
+            force: resume even if settings that affect training have changed.
 
         Raises:
-            CheckpointError: it is damaged, or of another model or run; on every rank, with nothing changed.
+            CheckpointError: no checkpoint is intact, or it does not fit this run; on every rank, with nothing changed.
         """
         self.wait()  # what this run saves in the background may be what it goes back to
         parts = self._communicator.on_main(self._newest if path is None else lambda: self._given(Path(path)))
@@ -233,10 +237,11 @@ class Checkpoint:
                 return self._read(folder)
             except storage.DamagedError as error:
                 damaged.append(str(error))
-                tell(f"unitrain: damaged checkpoint passed over: {error}")
+                print_stderr(f"unitrain: skipping a damaged checkpoint: {error}")
         if damaged:
             raise CheckpointError(
-                f"no checkpoint in {self._folder} is whole ({'; '.join(damaged)}). To begin anew, give another folder."
+                f"all checkpoints in {self._folder} are damaged ({'; '.join(damaged)}). To start a new run, use "
+                "another folder."
             )
         return None
 
@@ -251,18 +256,18 @@ class Checkpoint:
         return {**storage.read(folder, manifest["files"]), _SETTINGS: [manifest["strategy"], manifest["config"]]}
 
     def _check(self, parts: dict[str, Any], force: bool) -> None:
-        """Raise where the state does not fit, before any of it is applied. The same on every rank."""
+        """Raise CheckpointError if the state does not fit this run. The same on every rank."""
         changed = self._changed_settings(*parts.pop(_SETTINGS))
         if changed and not force:
             raise CheckpointError(
-                f"the run saved in {self._folder} was trained with other settings: {'; '.join(changed)}. Continue with "
-                "the same, or with resume(force=True), or begin anew in another folder. Nothing was loaded."
+                f"the run in {self._folder} was trained with other settings: {'; '.join(changed)}. Use the same "
+                "settings, or resume(force=True), or start a new run in another folder. Nothing was loaded."
             )
         names, saved = set(self._objects), set(parts) - {"_run"}
         if names != saved:
             raise CheckpointError(
-                f"the checkpoint in {self._folder} holds {', '.join(sorted(saved))}; this run has "
-                f"{', '.join(sorted(names))}."
+                f"the checkpoint in {self._folder} contains {', '.join(sorted(saved))}, but this run has "
+                f"{', '.join(sorted(names))}: pass the same objects to strategy.checkpoint. Nothing was loaded."
             )
         for name, value in self._objects.items():
             if isinstance(value, nn.Module):
@@ -272,19 +277,19 @@ class Checkpoint:
                 theirs = [len(g["params"]) for g in parts[name]["param_groups"]]
                 if groups != theirs:
                     raise CheckpointError(
-                        f"{name} has groups of {theirs} parameters in the checkpoint, and of {groups} in this run. "
-                        "Nothing was loaded."
+                        f"{name} has parameter groups of {theirs} parameters in the checkpoint, but of {groups} in "
+                        "this run. Nothing was loaded."
                     )
 
     def _changed_settings(self, strategy: dict[str, Any], config: dict[str, Any]) -> list[str]:
         own = self._settings.model_dump(mode="json")
         pairs = [(f"strategy.{name}", strategy.get(name), own[name]) for name in _TRAINING_SETTINGS]
         pairs += [(name, config.get(name), self._config.get(name)) for name in dict.fromkeys([*config, *self._config])]
-        return [f"{name} was {before!r} and is {now!r}" for name, before, now in pairs if before != now]
+        return [f"{name} was {before!r} and is now {now!r}" for name, before, now in pairs if before != now]
 
     def _apply(self, parts: dict[str, Any]) -> None:
         ranks, run = self._communicator, parts["_run"]
-        # Loaders refuse other data before the model is touched.
+        # Loaders first: they refuse other data before the model is changed.
         for name in sorted(self._objects, key=lambda n: isinstance(self._objects[n], (nn.Module, Optimizer))):
             value = self._objects[name]
             if isinstance(value, nn.Module):
@@ -303,7 +308,7 @@ class Checkpoint:
             seed_rank(self._settings.seed, run["steps"], ranks.rank)
 
     def close(self) -> None:
-        """Wait for the writer, and end it. Collective."""
+        """Wait for the background writer, and end it. Collective."""
         try:
             self.wait()
         finally:
@@ -317,8 +322,8 @@ def _compare_tensors(name: str, ours: dict[str, Any], theirs: dict[str, Any]) ->
         mine, other = (_shape(state.get(key)) for state in (ours, theirs))
         if mine != other:
             raise CheckpointError(
-                f"the checkpoint is of another {name}: {key} is {other} in the checkpoint and {mine} in this run. "
-                "Nothing was loaded."
+                f"the checkpoint belongs to another {name}: {key} is {other} in the checkpoint, but {mine} in this "
+                "run. Nothing was loaded."
             )
 
 

@@ -1,4 +1,4 @@
-"""One file, written and read by rank 0 for all."""
+"""``strategy.save`` and ``strategy.load``: files written and read by rank 0."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def local(path: str | Path) -> Path:
     """Return a path of the file system.
 
     Raises:
-        UsageError: it is a URL, which would name a folder in the working directory.
+        UsageError: it is a URL, which ``Path`` would take for a relative path.
     """
-    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)):  # a Path has taken one of its slashes
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)):  # Path removes one of the slashes
         raise UsageError(
-            f"{path} is a URL, but checkpoints and files are written to a file system that all hosts see: give a path, "
-            "of a mounted bucket say."
+            f"{path} is a URL, but files and checkpoints are written to a file system that all hosts share: pass a "
+            "path, of a mounted bucket for example."
         )
     return Path(path)
 
@@ -37,14 +37,14 @@ def save(communicator: Communicator, prepared: PreparedModules, value: Any, path
     """See ``Strategy.save``."""
     modules = list(_modules(value))
     if len(set(communicator.all_gather_object(len(modules)))) > 1:
-        raise UsageError("save() was given modules on some ranks only: give every rank the same objects.")
-    # What is written is rank 0's, and its running statistics shall speak of all ranks' samples.
+        raise UsageError("save() got modules on some ranks only: pass the same objects on every rank.")
+    # Rank 0's state is written, so its running statistics must cover the samples of all ranks.
     batch_norm.average_statistics(modules, communicator)
 
     def write() -> None:
         try:
             _write(_states(prepared, value), path)
-        except Exception as error:  # what can't be pickled raises whatever it likes
+        except Exception as error:  # pickling may raise any exception
             raise CheckpointError(f"{path} could not be written: {_reason(error)}") from error
 
     communicator.on_main(write)
@@ -58,7 +58,7 @@ def load(communicator: Communicator, path: Path) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True)
         except FileNotFoundError as error:
             raise CheckpointError(f"{path} does not exist.") from error
-        except Exception as error:  # a broken file makes torch's reader raise errors of many kinds
+        except Exception as error:  # torch.load raises many kinds of exceptions for a broken file
             raise CheckpointError(f"{path} could not be read: {_reason(error)}") from error
 
     return communicator.on_main(read)
@@ -75,7 +75,7 @@ def _modules(value: Any) -> Iterator[nn.Module]:
 
 
 def _states(prepared: PreparedModules, value: Any) -> Any:
-    """Replace what has a state by its state, keys without the prefixes of wrappers."""
+    """Replace objects that have a state by it. Keys have no prefixes of wrappers."""
     if isinstance(value, nn.Module):
         return prepared.unwrap(value).state_dict()
     if callable(getattr(value, "state_dict", None)):
@@ -95,7 +95,7 @@ def _write(value: Any, path: Path) -> None:
             torch.save(value, file)
             file.flush()
             os.fsync(file.fileno())
-        # What can't be read is told now, and not when it is needed. This reads no tensor's data.
+        # Report now, and not when it is needed, that a file can't be loaded. This does not read tensor data.
         torch.load(temporary, map_location="cpu", weights_only=True, mmap=True)
         os.replace(temporary, path)
     except BaseException:
@@ -104,9 +104,9 @@ def _write(value: Any, path: Path) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """Return why a file could not be written or read; torch's own words would have the user run what is in it."""
+    """Return why a file could not be written or read, without torch's advice to allow code in it."""
     if isinstance(error, pickle.UnpicklingError):
         kind = re.search(r"GLOBAL (\S+)", str(error))
-        found = f"{kind[1]} is" if kind else "something in it is"
-        return f"{found} neither a tensor nor plain data (ints, floats, strings, lists, dicts), and code is never run."
+        found = f"{kind[1]} is" if kind else "it contains an object that is"
+        return f"{found} neither a tensor nor plain data (int, float, str, list, dict), and pickled code is never run."
     return f"{type(error).__name__}: {error}"

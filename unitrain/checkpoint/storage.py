@@ -1,8 +1,8 @@
-"""Checkpoints on disk: one folder for each step, which is either whole or not there.
+"""Checkpoints on disk: one folder per step, which exists either completely or not at all.
 
-A folder is written under another name, every file and the folder are synced to the disk, and it is renamed last. The
-manifest in it names size and SHA-256 of every file, and has a digest of its own. Nothing else says which checkpoint is
-the newest, so nothing can be wrong about it.
+A folder is written under a temporary name, every file and the folder are synced to the disk, and it is renamed last.
+Its manifest contains the size and SHA-256 of every file, and a digest of itself. The newest checkpoint is found by the
+names of the folders; there is no other record that could be wrong.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _BLOCK = 2**20
 
 
 class _Hashing:
-    """A file that takes note of the digest and the size of what is written to it."""
+    """A file that computes the digest and the size of what is written to it."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self.digest = hashlib.sha256()
         self.size = 0
         self.error: OSError | None = None
-        """What went wrong; torch's writer hides it behind an error of its own."""
+        """The error of a write, which torch's writer replaces by another."""
 
     def write(self, data: bytes) -> int:
         self.digest.update(data)
@@ -55,7 +55,7 @@ class _Hashing:
 
 
 class DamagedError(Exception):
-    """A checkpoint is not what its manifest says; the message names the file and the reason."""
+    """A checkpoint does not match its manifest; the message names the file and the reason."""
 
 
 def folder_of(root: Path, step: int) -> Path:
@@ -64,7 +64,7 @@ def folder_of(root: Path, step: int) -> Path:
 
 
 def step_of(folder: Path) -> int:
-    """Return the step of a checkpoint's folder."""
+    """Return the step in the name of a checkpoint's folder."""
     return int(folder.name.removeprefix("step-"))
 
 
@@ -72,13 +72,13 @@ def write(root: Path, step: int, parts: Mapping[str, Any], about: Mapping[str, A
     """Write a checkpoint of ``parts`` (by name: tensors and plain data) and return its folder.
 
     Args:
-        root: the folder that holds the checkpoints.
-        step: its number.
-        parts: what to write, each in a file of its own.
+        root: the folder of the checkpoints.
+        step: number of the step.
+        parts: the states by name, each written to a separate file.
         about: plain data for the manifest.
 
     Raises:
-        CheckpointError: it could not be written; nothing is left of it.
+        CheckpointError: it could not be written; nothing of it is left.
     """
     final = folder_of(root, step)
     temporary = root / f".{final.name}.{os.getpid()}.tmp"
@@ -92,7 +92,7 @@ def write(root: Path, step: int, parts: Mapping[str, Any], about: Mapping[str, A
             json.dump(manifest, file, indent=1)
             _sync(file.fileno())
         _sync_folder(temporary)
-        # This step may have been saved before: the same weights, or a run that begins anew here.
+        # The step may have been saved before, by this run or after resuming.
         aside = _set_aside(final) if final.exists() else None
         os.rename(temporary, final)
         _sync_folder(root)
@@ -105,14 +105,14 @@ def write(root: Path, step: int, parts: Mapping[str, Any], about: Mapping[str, A
 
 
 def probe(root: Path, needed: int) -> None:
-    """Find out now, and not hours later, that a checkpoint can't be written.
+    """Check that a checkpoint can be written, at the start and not hours later.
 
     Args:
-        root: the folder that is to hold the checkpoints; it is made.
-        needed: bytes that a checkpoint takes at least.
+        root: the folder of the checkpoints; it is created.
+        needed: minimum size of a checkpoint in bytes.
 
     Raises:
-        CheckpointError: the folder can't be made or written to, or has too little space.
+        CheckpointError: the folder can't be created or written to, or has too little space.
     """
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -124,8 +124,8 @@ def probe(root: Path, needed: int) -> None:
         raise CheckpointError(f"checkpoints can't be written to {root}: {_explain(error, root)}") from error
     if free < needed:
         raise CheckpointError(
-            f"checkpoints can't be written to {root}: one takes {needed} bytes or more, and {free} bytes are free. "
-            "Make room, or name a folder on another disk."
+            f"checkpoints can't be written to {root}: one needs at least {needed} bytes, but {free} bytes are free. "
+            "Free some space, or use a folder on another disk."
         )
 
 
@@ -144,7 +144,7 @@ def _write_part(path: Path, value: Any) -> dict[str, Any]:
 def _explain(error: Exception, root: Path) -> str:
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         free = shutil.disk_usage(root).free
-        return f"No space left on the device of {root}: {free} bytes are free. What was saved before is intact."
+        return f"No space left on the device of {root}: {free} bytes are free. Earlier checkpoints are intact."
     return str(error)
 
 
@@ -161,7 +161,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def discard(folder: Path) -> None:
-    """Remove a checkpoint so that at no moment half of it is left under its name."""
+    """Remove a checkpoint atomically: it is renamed first."""
     if folder.exists():
         shutil.rmtree(_set_aside(folder))
 
@@ -174,7 +174,7 @@ def _set_aside(folder: Path) -> Path:
 
 
 def recover(root: Path) -> None:
-    """Put a checkpoint back that was set aside for a new one of its step, which never came to stand there."""
+    """Restore a checkpoint that was set aside for a new one of the same step that was not completed."""
     if root.is_dir():
         for aside in root.glob(f".step-*{_ASIDE}"):
             folder = root / aside.name[1 : -len(_ASIDE)]
@@ -183,7 +183,7 @@ def recover(root: Path) -> None:
 
 
 def sweep(root: Path) -> None:
-    """Remove what a killed process left half-written."""
+    """Remove incomplete checkpoints of killed processes."""
     recover(root)
     if root.is_dir():
         for path in root.iterdir():
@@ -198,16 +198,17 @@ def prune(root: Path, keep: int) -> None:
 
 
 def found(root: Path) -> Iterator[Path]:
-    """Yield the folders of checkpoints, the newest step first, whole or not."""
+    """Yield the folders of checkpoints, the newest step first, without verifying them."""
     if root.is_dir():
         yield from sorted((p for p in root.iterdir() if _FOLDER.fullmatch(p.name)), reverse=True)
 
 
 def verify(folder: Path) -> dict[str, Any]:
-    """Return a checkpoint's manifest, having read and compared every byte of its files.
+    """Verify a checkpoint by reading all of its files, and return its manifest.
 
     Raises:
-        DamagedError: the manifest or a file is missing, or is not what it was.
+        DamagedError: the manifest or a file is missing or changed.
+        CheckpointError: its format is that of another version.
     """
     try:
         manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_bytes())
@@ -219,7 +220,7 @@ def verify(folder: Path) -> dict[str, Any]:
     if digest != _digest(manifest):
         raise DamagedError(f"{folder / MANIFEST}: its digest does not match its content")
     if schema != SCHEMA:
-        raise CheckpointError(f"{folder} has schema {schema}; this UniTrain reads schema {SCHEMA}.")
+        raise CheckpointError(f"{folder} has schema {schema}, but this version of UniTrain reads schema {SCHEMA}.")
     for name, expected in files.items():
         _verify_file(folder / name, expected["size"], expected["sha256"])
     return manifest
@@ -237,21 +238,21 @@ def _verify_file(path: Path, size: int, sha256: str) -> None:
     except OSError as error:
         raise DamagedError(f"{path}: {error.strerror}") from error
     if digest.hexdigest() != sha256:
-        raise DamagedError(f"{path}: its content is not what was written (SHA-256)")
+        raise DamagedError(f"{path}: its SHA-256 does not match the manifest")
 
 
 def read(folder: Path, names: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the files of a verified checkpoint, on the CPU; code in them is refused, and never run.
+    """Load the files of a verified checkpoint on the CPU. Pickled code in them is refused, and never run.
 
     Raises:
-        CheckpointError: a file holds more than tensors and plain data.
+        CheckpointError: a file contains more than tensors and plain data.
     """
     parts = {}
     for name in names:
         try:
             parts[name.removesuffix(".pt")] = torch.load(folder / name, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
-            raise CheckpointError(f"{folder / name} holds code, which is never run: {error}") from error
+            raise CheckpointError(f"{folder / name} contains pickled code, which is never run: {error}") from error
     return parts
 
 

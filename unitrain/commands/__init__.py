@@ -1,1 +1,1 @@
-"""What this machine has, and how to add Horovod to it."""
+"""The subcommands of ``unitrain``."""

@@ -1,4 +1,4 @@
-"""The ``unitrain`` command: reads the command line and hands over to the module of one subcommand."""
+"""The ``unitrain`` command: parses the command line and calls a subcommand."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line ``argv`` (default: that of the process) and return the exit status."""
+    """Run the command line ``argv`` (default: that of the process) and return the exit code."""
     arguments = _parser().parse_args(argv)
-    # As an exception, a SIGTERM ends what a subcommand has started too; by itself it would leave a compiler running.
+    # Raised as an exception, SIGTERM also ends the child processes of a subcommand, a compiler say.
     before = signal.signal(signal.SIGTERM, _terminate)
     try:
         return int(arguments.run(arguments))
@@ -54,81 +54,98 @@ def _sentence(summary: str) -> str:
 
 
 def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    summary = "measure a recipe under every launcher, backend and lever found here, and write the settings to take"
+    summary = "measure a recipe with every launcher and backend found here, and recommend settings for it"
     parser = commands.add_parser(
         "bench", help=summary, description=_sentence(summary), usage="unitrain bench [OPTION ...] TARGET [-- FLAG ...]"
     )
-    parser.add_argument("--backend", metavar="NAME", help="the only backend for several processes (default: all)")
-    parser.add_argument("--processes", type=int, metavar="N", help="most processes (default: GPUs, else cores)")
-    parser.add_argument("--steps", type=int, default=30, metavar="N", help="of each run (default: %(default)s)")
-    parser.add_argument("--levers", metavar="NAMES", help="settings to try, with commas; none for none (default: all)")
-    parser.add_argument("--output", type=Path, default=Path("bench"), metavar="FOLDER", help="default: %(default)s")
-    parser.add_argument("--no-picture", action="store_true", help="draw none, which needs matplotlib")
-    parser.add_argument("target", type=Path, metavar="TARGET", help="a recipe's path; options of bench stand before it")
+    parser.add_argument(
+        "--backend", metavar="NAME", help="the only backend to use with several processes (default: all)"
+    )
+    parser.add_argument(
+        "--processes",
+        type=int,
+        metavar="N",
+        help="maximum number of processes (default: number of GPUs, else of cores)",
+    )
+    parser.add_argument(
+        "--steps", type=int, default=30, metavar="N", help="optimizer steps per run (default: %(default)s)"
+    )
+    parser.add_argument("--levers", metavar="NAMES", help="settings to tune, comma-separated, or none (default: all)")
+    parser.add_argument(
+        "--output", type=Path, default=Path("bench"), metavar="FOLDER", help="output folder (default: %(default)s)"
+    )
+    parser.add_argument("--no-picture", action="store_true", help="don't draw a picture, which needs matplotlib")
+    parser.add_argument("target", type=Path, metavar="TARGET", help="path of a recipe; options of bench go before it")
     parser.add_argument("flags", nargs=argparse.REMAINDER, metavar="FLAG", help="flags for the recipe")
     parser.set_defaults(run=_run_bench)
 
 
 def _add_conform(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    summary = "judge a backend, a plug-in say: run the contract that every backend must keep (needs pytest)"
+    summary = "test a backend, such as a plug-in: run the tests that every backend must pass (needs pytest)"
     parser = commands.add_parser("conform", help=summary, description=_sentence(summary))
-    parser.add_argument("--backend", metavar="NAME", required=True, help="its name")
+    parser.add_argument("--backend", metavar="NAME", required=True, help="name of the backend")
     parser.add_argument(
-        "--processes", metavar="N", default="1,2,3", help="numbers of processes, with commas (default: %(default)s)"
+        "--processes", metavar="N", default="1,2,3", help="numbers of processes, comma-separated (default: %(default)s)"
     )
-    parser.add_argument("arguments", nargs="*", metavar="ARGUMENT", help="after --, arguments for pytest")
+    parser.add_argument("arguments", nargs="*", metavar="ARGUMENT", help="arguments for pytest, after --")
     parser.set_defaults(run=_run_conform)
 
 
 def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     summary = "show what this machine has for distributed training, and the command that adds what is missing"
     parser = commands.add_parser("doctor", help=summary, description=_sentence(summary))
-    parser.add_argument("--json", action="store_true", help="print one JSON object, for machines")
+    parser.add_argument("--json", action="store_true", help="print a JSON object")
     parser.set_defaults(run=_run_doctor)
 
 
 def _add_install_horovod(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    summary = "build Horovod against the installed torch, install it, and prove it on two processes"
+    summary = "build Horovod against the installed torch, install it, and test it on two processes"
     parser = commands.add_parser("install-horovod", help=summary, description=_sentence(summary))
-    parser.add_argument("--version", default="0.28.1", help="release of Horovod (default: %(default)s)")
+    parser.add_argument("--version", default="0.28.1", help="version of Horovod (default: %(default)s)")
     parser.add_argument(
         "--gpu",
         choices=["auto", "nccl", "none"],
         default="auto",
-        help="nccl also builds GPU operations; auto does so where torch sees a GPU (default: %(default)s)",
+        help="nccl also builds GPU operations; auto does so if torch finds a GPU (default: %(default)s)",
     )
-    parser.add_argument("--without-mpi", action="store_true", help="leave MPI out even where it is installed")
-    parser.add_argument("--force", action="store_true", help="build, install and prove again, whatever is there")
+    parser.add_argument("--without-mpi", action="store_true", help="build without MPI even if it is installed")
+    parser.add_argument("--force", action="store_true", help="build, install and test again even if it is installed")
     parser.set_defaults(run=_run_install_horovod)
 
 
 def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    summary = "run a command, stop it in good order, and start it again where it fails"
+    summary = (
+        "run a command, forward signals to its ranks so that they stop with a checkpoint, and restart it on failure"
+    )
     parser = commands.add_parser(
         "run", help=summary, description=_sentence(summary), usage="unitrain run [-h] [--max-restarts N] -- COMMAND ..."
     )
-    parser.add_argument("--max-restarts", type=int, default=0, metavar="N", help="how often (default: %(default)s)")
+    parser.add_argument(
+        "--max-restarts", type=int, default=0, metavar="N", help="maximum number of restarts (default: %(default)s)"
+    )
     parser.add_argument("program", nargs=argparse.REMAINDER, metavar="COMMAND", help="mpirun, torchrun, python, ...")
     parser.set_defaults(run=_run_run)
 
 
 def _add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    summary = "train under every launcher and backend found here, and compare each with a plain loop on one device"
+    summary = "train with every launcher and backend found here, and compare each with a plain loop on one device"
     parser = commands.add_parser("verify", help=summary, description=_sentence(summary))
-    parser.add_argument("--backend", metavar="NAME", help="the only backend to put on trial (default: all)")
-    parser.add_argument("--device", default="cpu", help="where to train: cpu, cuda or cuda:N (default: %(default)s)")
-    parser.add_argument("--recipe", type=Path, metavar="PATH", help="a recipe to train instead of the built-in model")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="where to write the deviations as JSON")
-    parser.add_argument("flags", nargs="*", metavar="FLAG", help="after --, flags for the recipe")
+    parser.add_argument("--backend", metavar="NAME", help="the only backend to verify (default: all)")
+    parser.add_argument(
+        "--device", default="cpu", help="device to train on: cpu, cuda or cuda:N (default: %(default)s)"
+    )
+    parser.add_argument("--recipe", type=Path, metavar="PATH", help="recipe to train instead of the built-in model")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the deviations to this file as JSON")
+    parser.add_argument("flags", nargs="*", metavar="FLAG", help="flags for the recipe, after --")
     parser.set_defaults(run=_run_verify)
 
 
 def _after_dashes(remainder: list[str]) -> list[str]:
-    """Return what remains of a command line; some releases of Python leave the first "--" in it, some take it out."""
+    """Return the remainder without a leading "--", which only some versions of Python remove."""
     return remainder[1:] if remainder[:1] == ["--"] else remainder
 
 
-# A subcommand's module is imported when it is run, so that --help and the other subcommands don't pay for it.
+# The module of a subcommand is imported when it is run, so that --help and other subcommands start faster.
 
 
 def _run_bench(arguments: argparse.Namespace) -> int:

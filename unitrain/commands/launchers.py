@@ -1,4 +1,4 @@
-"""Command lines that start so many processes on this host, for each launcher that is found here."""
+"""The launchers that are available on this host, and their command lines."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ def local_launchers() -> list[str]:
 
 
 def launch_command(launcher: str, processes: int, arguments: Sequence[str]) -> list[str]:
-    """Return the command that starts ``python ARGUMENTS`` in so many processes on this host.
+    """Return the command that runs ``python ARGUMENTS`` in several processes on this host.
 
     Args:
-        launcher: one of ``local_launchers()``; horovodrun is taken with its gloo controller, as its MPI controller is
-            mpirun.
-        processes: how many.
-        arguments: a script, or ``-m`` and a module, and what it is given.
+        launcher: one of ``local_launchers()``. horovodrun uses its gloo controller, since with MPI it calls mpirun.
+        processes: number of processes.
+        arguments: a script, or ``-m`` and a module, with its arguments.
     """
     count = str(processes)
     if launcher == "torchrun":
@@ -43,5 +42,5 @@ def launch_command(launcher: str, processes: int, arguments: Sequence[str]) -> l
 
 
 def launch_environment() -> dict[str, str]:
-    """Return this environment, fit for small local runs, without settings of UniTrain's."""
+    """Return the environment for small local runs: this one, without UniTrain's variables."""
     return {name: value for name, value in small_mpi_environment().items() if not name.startswith("UNITRAIN_")}

@@ -1,4 +1,4 @@
-"""The programs that a build or a launch needs, as this environment would find them: compiler, CMake, CUDA, MPI."""
+"""Finds the programs that a build or a launch needs: compiler, CMake, CUDA, MPI."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-_ASK_SECONDS = 120.0  # a first import of torch over a network's file system takes that long
+_TIMEOUT_SECONDS = 120.0  # the first import of torch from a network file system takes long
 _GRACE_SECONDS = 5.0
 _SHOWN_CHARACTERS = 300
 
@@ -28,7 +28,7 @@ _MPI_VERSIONS = (
 
 @dataclass(frozen=True)
 class Program:
-    """An executable and the version that it reports."""
+    """An executable and its version."""
 
     path: Path
     version: str
@@ -36,32 +36,32 @@ class Program:
 
 @dataclass(frozen=True)
 class Mpi:
-    """An MPI installation: its launcher, and the compiler wrapper that belongs to it."""
+    """An MPI installation: its launcher and its compiler wrapper."""
 
     implementation: str
     """Open MPI, MPICH, Intel MPI, IBM Spectrum MPI, or unknown."""
     version: str
     mpirun: Path
     compiler: Path | None
-    """mpicxx of the same folder; None where only the launcher is installed."""
+    """mpicxx in the same folder; None if only the launcher is installed."""
 
     def __str__(self) -> str:
         return f"{self.implementation} {self.version}".strip()
 
 
 def search_path() -> str:
-    """Return PATH with this environment's own programs first, as if it were activated."""
+    """Return PATH with the programs of this Python environment first, as if it were activated."""
     return os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
 
 
 def find_program(name: str) -> Path | None:
-    """Return where ``name`` is found: in this environment first, then on PATH."""
+    """Return the path of a program, in this Python environment or on PATH."""
     found = shutil.which(name, path=search_path())
     return Path(found) if found else None
 
 
 def small_mpi_environment() -> dict[str, str]:
-    """Return an environment for a small run: Open MPI (4 and 5) may start more processes than cores, and as root."""
+    """Return an environment in which Open MPI (4 and 5) may start more processes than cores, also as root."""
     return {
         **os.environ,
         "PATH": search_path(),
@@ -74,43 +74,47 @@ def small_mpi_environment() -> dict[str, str]:
     }
 
 
-def ask(*command: str | Path) -> str | None:
-    """Return what ``command`` prints, on either stream; None if it can't be run, fails, or hangs."""
-    worked, said = attempt(*command)
-    return said if worked else None
+def output_of(*command: str | Path) -> str | None:
+    """Return what ``command`` prints to stdout and stderr; None if it can't be run, fails, or times out."""
+    succeeded, output = attempt(*command)
+    return output if succeeded else None
 
 
 def attempt(*command: str | Path, environment: Mapping[str, str] | None = None) -> tuple[bool, str]:
-    """Run a quick ``command`` and return whether it succeeded, and what it printed on either stream.
+    """Run a short ``command``. Return whether it succeeded, and what it printed to stdout and stderr.
 
-    The default environment is this process's own, with ``search_path`` as PATH.
+    The default environment is that of this process, with ``search_path`` as PATH.
     """
     try:
         with running([str(part) for part in command], environment or {**os.environ, "PATH": search_path()}) as process:
-            said, _ = process.communicate(timeout=_ASK_SECONDS)
+            output, _ = process.communicate(timeout=_TIMEOUT_SECONDS)
     except OSError as error:
         return False, str(error)
     except subprocess.TimeoutExpired:
-        return False, f"no end after {_ASK_SECONDS:.0f} s"
+        return False, f"timed out after {_TIMEOUT_SECONDS:.0f} s"
     if process.returncode != 0:
-        return False, said or f"exit status {process.returncode}"
-    return True, said
+        return False, output or f"exit code {process.returncode}"
+    return True, output
 
 
 def run_one(mpi: Mpi, *program: str) -> tuple[bool, str]:
-    """Have ``mpi`` run one process of ``program`` here; return whether it succeeded, and its output or the reason."""
-    worked, said = attempt(mpi.mpirun, "-np", "1", *program, environment=small_mpi_environment())
-    if worked:
-        return True, said
-    words = " ".join(line.strip() for line in said.splitlines() if line.strip("- "))
-    # Open MPI wants one even for processes on this host.
-    hint = "; apt-get install openssh-client may be all it needs" if find_program("ssh") is None else ""
-    return False, f"{words[:_SHOWN_CHARACTERS] or 'it says nothing'}{hint}"
+    """Run one process of ``program`` with mpirun. Return whether it succeeded, and its output or the reason."""
+    succeeded, output = attempt(mpi.mpirun, "-np", "1", *program, environment=small_mpi_environment())
+    if succeeded:
+        return True, output
+    words = " ".join(line.strip() for line in output.splitlines() if line.strip("- "))
+    # Open MPI needs ssh even for processes on this host.
+    hint = (
+        "; ssh is missing, which may be the reason: apt-get install openssh-client"
+        if find_program("ssh") is None
+        else ""
+    )
+    return False, f"{words[:_SHOWN_CHARACTERS] or 'no output'}{hint}"
 
 
 @contextmanager
 def running(command: Sequence[str], environment: Mapping[str, str] | None = None) -> Iterator[subprocess.Popen[str]]:
-    """Run ``command``, its output as one stream of text; an exception in the block ends it and all it started."""
+    """Run ``command``, with stdout and stderr as one pipe. An exception in the block ends it and its descendants."""
     with subprocess.Popen(
         command,
         env=environment,
@@ -131,7 +135,7 @@ def _end_tree(pid: int) -> None:
     try:
         root = psutil.Process(pid)
         family = [root, *root.children(recursive=True)]
-        root.terminate()  # a launcher passes it on, in the way its processes expect
+        root.terminate()  # a launcher forwards it to its processes
     except psutil.NoSuchProcess:
         return
     _, alive = psutil.wait_procs(family, timeout=_GRACE_SECONDS)
@@ -140,18 +144,18 @@ def _end_tree(pid: int) -> None:
 
 
 def find_compiler() -> Program | None:
-    """Return the C++ compiler that CMake would take: that of CXX, else the first of the usual names."""
+    """Return the C++ compiler that CMake would use: that of CXX, else the first of the usual names."""
     names = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
     return _first(names, r"^(.+)$")
 
 
 def find_cmake() -> Program | None:
-    """Return CMake."""
+    """Return CMake, or None if it is not installed."""
     return _first(["cmake"], r"version (\S+)")
 
 
 def find_cuda() -> Program | None:
-    """Return the folder of CUDA's toolkit: of HOROVOD_CUDA_HOME or CUDA_HOME, of nvcc on PATH, or the usual one."""
+    """Return the folder of the CUDA toolkit: from HOROVOD_CUDA_HOME, CUDA_HOME, nvcc on PATH, or the default one."""
     homes = [Path(os.environ[name]) for name in ("HOROVOD_CUDA_HOME", "CUDA_HOME") if os.environ.get(name)]
     if nvcc := find_program("nvcc"):
         homes.append(nvcc.resolve().parent.parent)
@@ -163,18 +167,18 @@ def find_cuda() -> Program | None:
 
 
 def find_mpi() -> Mpi | None:
-    """Return the MPI whose ``mpirun`` comes first, or None where there is no ``mpirun`` that works."""
+    """Return the MPI whose ``mpirun`` is found first, or None without a working ``mpirun``."""
     mpirun = find_program("mpirun")
     if mpirun is None:
         return None
-    said = ask(mpirun, "--version")
-    if said is None:
+    output = output_of(mpirun, "--version")
+    if output is None:
         return None
-    # Only the wrapper beside mpirun is sure to be of the same MPI; the next one on PATH may be of another.
+    # Only a wrapper in the folder of mpirun is sure to belong to the same MPI.
     wrapper = shutil.which("mpicxx", path=str(mpirun.parent))
     compiler = Path(wrapper) if wrapper else None
     for implementation, pattern in _MPI_VERSIONS:
-        if match := pattern.search(said):
+        if match := pattern.search(output):
             return Mpi(implementation, match[1], mpirun, compiler)
     return Mpi("unknown MPI", "", mpirun, compiler)
 
@@ -184,8 +188,8 @@ def _first(names: list[str], version: str) -> Program | None:
         path = find_program(name)
         if path is None:
             continue
-        said = ask(path, "--version")
-        if said is not None:
-            match = re.search(version, said, re.MULTILINE)
+        output = output_of(path, "--version")
+        if output is not None:
+            match = re.search(version, output, re.MULTILINE)
             return Program(path, match[1] if match else "unknown")
     return None

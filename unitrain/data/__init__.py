@@ -1,4 +1,4 @@
-"""Each process's share of a dataset: each sample exactly once, in an order that no world changes."""
+"""Data loading: shards a dataset over the ranks, each sample once per epoch, in an order independent of the world."""
 
 from unitrain.data.loader import Loader
 

@@ -1,7 +1,7 @@
-"""Ranks whose streams differ in length agree, step by step, on how much there is and when there is no more.
+"""Agrees, step by step, on the sizes of micro-batches and the end of an epoch, for shards of different lengths.
 
-For every optimizer step, one sum over the ranks tells how many samples each of its micro-batches has: 0 everywhere is
-the end. It is begun while the step before is computed and read when that is done, so that nobody waits for it.
+For every optimizer step, one sum over the ranks gives the number of samples in each of its micro-batches; 0 in all is
+the end. The sum is started while the previous step is computed, and read when that is done, so that no rank waits.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from unitrain.data.sharding import EpochPlan, MicroBatch
 from unitrain.data.stream import Piece
 from unitrain.errors import DataError
 
-# Ranks make their loaders in the same order, so a number names the same one on all.
+# All ranks make their loaders in the same order, so a count identifies a loader.
 _numbers = itertools.count()
 
 
 class Agreement:
-    """The sums of one loader.
+    """The agreement of all ranks for one loader.
 
     Args:
-        communicator: of this process; all ranks agree.
-        plan: the steps' sizes.
+        communicator: the communicator of this process.
+        plan: the sizes of the steps.
     """
 
     def __init__(self, communicator: Communicator, plan: EpochPlan) -> None:
@@ -35,19 +35,19 @@ class Agreement:
         self._plan = plan
         self._name = f"stream.{next(_numbers)}"
         self._asked: Callable[[], list[int]] | None = None
-        # On a GPU, to read a sum on the stream that computes would be to wait for the computation.
+        # On a GPU, reading a sum on the compute stream would wait for the computation.
         self._stream = torch.cuda.Stream(communicator.device) if communicator.device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def micro_batches(self, pieces: Iterator[Piece], start: int, step: int) -> Iterator[tuple[MicroBatch, Any]]:
-        """Yield this rank's pieces, and empty batches once it has none, for as long as any rank has samples.
+        """Yield this rank's micro-batches, and empty ones after its last, as long as any rank has samples.
 
         Args:
-            pieces: what this rank reads, from the beginning of the epoch.
-            start: samples of the epoch, of all ranks, that were consumed before.
-            step: in how many steps they were; this rank's part of these is dropped.
+            pieces: the batches that this rank reads, from the beginning of the epoch.
+            start: samples of the epoch that were consumed before, over all ranks.
+            step: number of steps in which they were consumed. This rank's part of these is skipped.
         """
         if self._asked is not None:
-            self._asked()  # of an iteration that was broken off
+            self._asked()  # of an iteration that ended early
         source = _Source(pieces)
         accumulate, opening = self._plan.accumulate, True
         ahead = list(itertools.islice(source, step * accumulate, (step + 1) * accumulate))
@@ -56,7 +56,7 @@ class Agreement:
             window, current, ahead = sum(sizes), ahead, []
             for i, size in enumerate(sizes):
                 last = i == len(sizes) - 1
-                # The next step is read as this one goes on, and asked for while its last micro-batch is computed.
+                # The next step is read during this one, and its sum started before the last micro-batch.
                 ahead += itertools.islice(source, accumulate - len(ahead) if last else 1)
                 if last:
                     self._ask(ahead, source)
@@ -74,42 +74,42 @@ class Agreement:
         self._asked = self._sum([*counts, not source.began])
 
     def _sizes(self) -> list[int]:
-        """Return how many samples the step's micro-batches have, over all ranks; nothing at the end."""
+        """Return the sizes of the step's micro-batches, over all ranks; an empty list at the end."""
         assert self._asked is not None
-        *sizes, without = self._asked()
+        *sizes, empty_ranks = self._asked()
         self._asked = None
         sizes = [size for size in sizes if size]
         if not sizes or (self._plan.drop_last and sum(sizes) < self._plan.global_batch):
             return []
-        if without:
+        if empty_ranks:
             raise DataError(
-                f"{without} of {self._plan.world_size} ranks have no sample of this stream at all: it needs as many "
-                "shards as there are ranks, or more."
+                f"{empty_ranks} of {self._plan.world_size} ranks have no samples of this dataset: it must have at "
+                "least as many shards as there are ranks."
             )
         return sizes
 
-    def _sum(self, numbers: list[int]) -> Callable[[], list[int]]:
-        """Begin to sum numbers over the ranks; return what waits for the sums."""
+    def _sum(self, values: list[int]) -> Callable[[], list[int]]:
+        """Start to sum values over the ranks. Return a function that waits for the sums."""
         if self._plan.world_size == 1:
-            return lambda: numbers
-        with self._apart():
-            tensor = torch.tensor(numbers, device=self._communicator.device)
+            return lambda: values
+        with self._on_own_stream():
+            tensor = torch.tensor(values, device=self._communicator.device)
             wait = self._communicator.all_reduce_async(tensor, "sum", self._name)
 
         def sums() -> list[int]:
-            with self._apart(), self._communicator.pulse.within("the next batch"):
+            with self._on_own_stream(), self._communicator.pulse.within("the next batch"):
                 wait()
                 summed: list[int] = tensor.tolist()
                 return summed
 
         return sums
 
-    def _apart(self) -> AbstractContextManager[Any]:
+    def _on_own_stream(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
 
 class _Source:
-    """This rank's pieces that have samples."""
+    """Iterates over this rank's pieces that have samples."""
 
     def __init__(self, pieces: Iterator[Piece]) -> None:
         self._pieces = pieces
@@ -128,7 +128,7 @@ class _Source:
         raise StopIteration
 
     def nothing(self) -> Any:
-        """Return the empty batch with which a rank that has read all takes part."""
+        """Return an empty batch, for a rank whose shard has ended before others."""
         if isinstance(self._nothing, DataError):
             raise self._nothing
         return self._nothing

@@ -1,4 +1,4 @@
-"""Short texts and numbers that change when data do: of a dataset, without reading samples, and of one sample."""
+"""Fingerprints that change when data change: of a dataset, without reading samples, and of a sample."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from torch.utils.data import ConcatDataset, Subset, TensorDataset
 from unitrain.data.structure import rebuilt
 from unitrain.errors import CheckpointError
 
-# Of long tensors, so many rows, spread evenly.
+# At most about this many rows of a tensor are used, at even distances.
 _ROWS = 4096
 
 
 def fingerprint(dataset: Any) -> str:
-    """Return what a dataset shows of its content, as a text; empty where it shows nothing.
+    """Return a fingerprint of a dataset as a string, or an empty string if its content is unknown.
 
-    Known are the tensors of a ``TensorDataset``, the labels that torchvision's datasets keep (``targets``), the columns
-    of Hugging Face's, and what ``Subset`` and ``ConcatDataset`` are made of. A dataset may have a ``fingerprint``
-    attribute of its own, a text.
+    It covers the tensors of a ``TensorDataset``, the labels of torchvision's datasets (``targets``), the columns of
+    Hugging Face's, and the parts of ``Subset`` and ``ConcatDataset``. Any dataset may define it as a string attribute
+    ``fingerprint``.
     """
     digest = hashlib.blake2b(digest_size=8)
     return digest.hexdigest() if _add(digest, dataset) else ""
 
 
 def _add(digest: Any, dataset: Any) -> bool:
-    """Add a dataset's content, and say whether there was anything."""
+    """Add a dataset's content to the digest, and return whether any is known."""
     own = getattr(dataset, "fingerprint", None)
     if isinstance(own, str):
         digest.update(own.encode())
@@ -60,12 +60,12 @@ def _add_rows(digest: Any, rows: Tensor | Sized) -> None:
         some = some.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     values = np.asarray(some)
     digest.update(f"{len(rows)} {values.dtype} {values.shape}".encode())
-    # Of objects numpy has but the addresses.
+    # The bytes of an object array are addresses.
     digest.update(str(values.tolist()).encode() if values.dtype == object else np.ascontiguousarray(values).tobytes())
 
 
 def sample_digest(sample: Any) -> int:
-    """Return a number that two samples share only if they hold the same tensors, arrays, texts and numbers."""
+    """Return a digest as an int: equal for samples with equal tensors, arrays, strings, ints and floats."""
     digest = hashlib.blake2b(digest_size=7)
 
     def add(value: Any) -> None:
@@ -81,18 +81,18 @@ def sample_digest(sample: Any) -> int:
 
 
 def check_same_data(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """Compare the data that two states of loaders are of.
+    """Check that the state of a loader belongs to the same data as its current state.
 
     Raises:
-        CheckpointError: they are not the same.
+        CheckpointError: length or fingerprint differ.
     """
-    remedy = "Give the data that the run was begun with, or begin an epoch with other data: set loader.epoch."
+    remedy = "Use the dataset that the run was started with, or start a new epoch with other data: set loader.epoch."
     if state["length"] != own["length"]:
         raise CheckpointError(
-            f"the state is of a dataset of {state['length']} samples, and this has {own['length']}. {remedy}"
+            f"the state belongs to a dataset of {state['length']} samples, but this one has {own['length']}. {remedy}"
         )
     if state["fingerprint"] != own["fingerprint"] and state["fingerprint"] and own["fingerprint"]:
         raise CheckpointError(
-            f"the state is of another dataset: its fingerprint is {state['fingerprint']}, and this one's "
+            f"the state belongs to another dataset: its fingerprint is {state['fingerprint']}, but that of this one is "
             f"{own['fingerprint']}. {remedy}"
         )

@@ -1,4 +1,4 @@
-"""Batches of an iterable dataset: who reads which part of it, and how the ranks stay together."""
+"""Iterable datasets: which rank reads which part, and how the ranks agree on the batches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from unitrain.data.workers import with_deaths_explained
 from unitrain.errors import ConfigError, DataError
 from unitrain.rng import derived_seed
 
-# Hugging Face's streams are split by their library, WebDataset's by the splitters that they are given.
+# Hugging Face's streams are split by the library, WebDataset's by their splitters.
 _LIBRARIES = ("datasets", "webdataset")
 
 
@@ -27,12 +27,12 @@ class Iterable:
     """An iterable dataset, as one rank reads it.
 
     Args:
-        communicator: of this process; the ranks share the dataset.
-        dataset: with ``__iter__``.
-        plan: the steps' sizes; its number of samples is not used.
-        collate: makes a batch of samples.
-        sharded: whether the dataset yields a part of its own on each rank and worker.
-        settings: the DataLoader's.
+        communicator: the communicator of this process.
+        dataset: has ``__iter__``.
+        plan: the sizes of the steps; its number of samples is not used.
+        collate: makes a batch of a list of samples.
+        sharded: whether the dataset yields a different part on each rank and worker.
+        settings: keyword arguments of the DataLoader.
     """
 
     def __init__(
@@ -51,9 +51,8 @@ class Iterable:
         shares = plan.world_size * plan.accumulate
         if sharded and plan.global_batch % shares:
             raise ConfigError(
-                f"global_batch_size {plan.global_batch} can't be cut into equal batches for {plan.world_size} ranks "
-                f"with accumulate={plan.accumulate}, and each rank of a sharded stream reads its own: make it a "
-                f"multiple of {shares}."
+                f"global_batch_size {plan.global_batch} can't be split evenly over {plan.world_size} ranks with "
+                f"accumulate={plan.accumulate}, as a sharded iterable dataset needs: make it a multiple of {shares}."
             )
         has_hook = _library(dataset) not in _LIBRARIES and callable(getattr(dataset, "shard", None))
         self._stream: ShardedStream | WholeStream
@@ -71,17 +70,17 @@ class Iterable:
         """Return the plan of an epoch.
 
         Raises:
-            TypeError: nobody knows how long the stream is.
+            TypeError: the length of the dataset is unknown.
         """
         if self._agreement is not None or not hasattr(self._dataset, "__len__"):
             raise TypeError(
-                f"a loader of a {type(self._dataset).__name__} has no len(): it ends when the stream does, "
-                "which shows only then."
+                f"a loader of a {type(self._dataset).__name__} has no len(): the number of its batches is unknown "
+                "until the dataset ends."
             )
         return replace(self._plan, samples=len(self._dataset))
 
     def readers(self) -> list[int] | None:
-        """Return what a position in a sharded stream depends on: ranks, workers of each, samples of their batches."""
+        """Return what a position in a sharded dataset depends on: world size, workers per rank, batch size."""
         if self._agreement is None:
             return None
         plan = self._plan
@@ -89,9 +88,9 @@ class Iterable:
         return [plan.world_size, max(1, self._loader.num_workers), batch_size]
 
     def batches(self, seed: int, number: int, start: int, step: int) -> Iterator[tuple[MicroBatch, Any]]:
-        """Yield this rank's part of each micro-batch of an epoch, from step ``step`` on, its sample ``start``.
+        """Yield this rank's part of each micro-batch of an epoch, from step ``step`` and sample ``start`` on.
 
-        What was consumed is read once more and dropped: only the stream itself knows how to begin anywhere else.
+        Samples that were consumed are read again and skipped, since a stream can only be read from its beginning.
         """
         self._generator.manual_seed(derived_seed("workers", seed, number, self._plan.rank) >> 1)
         self._stream.begin(seed, number, start)
@@ -101,34 +100,34 @@ class Iterable:
         return self._agreement.micro_batches(pieces, start, step)
 
     def _compared(self, pieces: Iterator[Piece]) -> Iterator[Piece]:
-        """Compare the ranks' first samples: the same where all read the whole stream, and only there."""
+        """Compare the first samples of the ranks: they must be equal exactly if each rank reads the whole dataset."""
         first = next(pieces, None)
         if self._plan.world_size > 1:
             digests = self._communicator.all_gather(torch.tensor(0 if first is None else first.first)).tolist()
-            self._judge(digests)
+            self._check_first(digests)
         if first is not None:
             yield first
             yield from pieces
 
-    def _judge(self, digests: list[int]) -> None:
+    def _check_first(self, digests: list[int]) -> None:
         name = type(self._dataset).__name__
         if self._agreement is None and len(set(digests)) > 1:
             raise DataError(
-                f"the ranks read different samples from this {name}, of which each was to keep its share of the whole: "
-                "pass sharded=True where the dataset yields a part of its own on each rank and worker; else let it "
-                "yield the same on all, with random numbers from python's, numpy's or torch's generators."
+                f"the ranks read different samples from this {name}, which must be the same on all unless it is "
+                "sharded: pass sharded=True if the dataset yields a different part on each rank and worker. Otherwise "
+                "draw its random numbers from python's, numpy's or torch's global generators."
             )
         if self._agreement is not None and len(set(digests)) == 1 and digests[0] and self._communicator.is_main:
             warnings.warn(
-                f"this {name} begins with the same sample on every rank: it may not be sharded at all, and is then "
-                "read once by each.",
+                f"this {name} begins with the same sample on every rank: if it is not sharded, every rank trains on "
+                "all of it. Pass sharded=False then.",
                 UserWarning,
                 stacklevel=2,
             )
 
 
 def is_sharded(dataset: Any) -> bool:
-    """Whether a dataset is known to yield a part of its own on each rank and worker, or has the hook for it."""
+    """Return whether a dataset is of a library that shards its datasets, or has a method ``shard``."""
     return _library(dataset) in _LIBRARIES or callable(getattr(dataset, "shard", None))
 
 
@@ -137,7 +136,7 @@ def _library(dataset: Any) -> str:
 
 
 def _split(dataset: Any, plan: EpochPlan) -> Any:
-    """Return this rank's part of Hugging Face's streams, which split the rest among workers; else the dataset."""
+    """Return this rank's part of a Hugging Face stream, which splits it over workers itself; else the dataset."""
     if _library(dataset) != "datasets":
         return dataset
     from datasets.distributed import split_dataset_by_node

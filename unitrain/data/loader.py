@@ -1,4 +1,4 @@
-"""A strategy's loader: each process's share of a dataset, each sample exactly once, at the right weight."""
+"""``Loader``: yields each process's part of a dataset, each sample exactly once per epoch."""
 
 from __future__ import annotations
 
@@ -24,49 +24,50 @@ from unitrain.job.handshake import difference
 
 
 class Loader:
-    """Iterates over this rank's share of a dataset. Made by ``strategy.dataloader``.
+    """Iterates over this rank's part of a dataset. Made by ``strategy.dataloader``.
 
-    Every rank gets the same number of batches, already on its device. Where a global batch has fewer samples than
-    there are ranks, the others get an empty batch: the same structure with tensors of 0 rows, which weighs nothing in
-    ``strategy.step`` and the meters.
+    Every rank gets the same number of batches, already on its device. If a global batch has fewer samples than there
+    are ranks, some ranks get an empty batch: the same structure with tensors of 0 rows, which has weight 0 in
+    ``strategy.step`` and in meters.
 
-    An iteration that comes to its end is an epoch. One that is broken off counts as an epoch as well once one of its
-    batches has gone into a backward of the strategy: the next iteration begins the next epoch. One that is broken off
-    before that, ``next(iter(loader))`` say, does not count: the next iteration yields the same batches again.
+    A complete iteration is an epoch. An iteration that ends early counts as an epoch, too, if one of its batches was
+    used in a backward of the strategy: the next iteration starts the next epoch. Otherwise, after
+    ``next(iter(loader))`` say, it does not count: the next iteration yields the same batches again.
 
     Args:
-        communicator: of this process; the ranks share the data.
+        communicator: the communicator of this process.
         listener: the training loop.
         config: the strategy's settings.
         local_world_size: number of processes on this host.
-        dataset: map-style (``__getitem__`` and ``__len__``), iterable (``__iter__``), or a torch ``DataLoader`` to be
-            converted.
-        global_batch_size: samples of one optimizer step over all processes and micro-batches; results then do not
-            depend on the number of processes.
-        batch_size: PyTorch's: samples of one batch of one process. Give exactly one of the two.
-        shuffle: a new order each epoch, which depends on the strategy's seed and the epoch alone.
-        sampler: yields the indices of an epoch, in place of ``shuffle``; every rank draws the same ones.
-        batch_sampler: yields lists of indices, in place of a batch size and an order. Each is the global batch of one
-            optimizer step, of which every rank gets its share.
-        drop_last: leave out the samples that do not fill a last step.
-        sample_seeding: let each sample draw python's, numpy's and torch's random numbers from (seed, epoch, sample),
-            so that it looks the same wherever and whenever it is read. For map-style data.
-        sharded: whether an iterable dataset yields a part of its own on each rank and worker. Otherwise every rank
-            reads all of it and keeps its share. Default: as Hugging Face's and WebDataset's do, and those with a
-            method ``shard(num_shards, index)``, which is called.
-        **settings: ``DataLoader``'s, with torch's meaning: collate_fn, num_workers, persistent_workers, pin_memory,
-            prefetch_factor, timeout, worker_init_fn, multiprocessing_context. By default, there are workers only on
-            a GPU (one for each core of this process but one, at most 8, and none for data in memory), and they have
-            half of ``timeout_s`` for a batch.
+        dataset: a map-style dataset (``__getitem__`` and ``__len__``), an iterable one (``__iter__``), or a torch
+            ``DataLoader``, which is converted.
+        global_batch_size: number of samples per optimizer step, over all processes and micro-batches. Results then do
+            not depend on the number of processes.
+        batch_size: number of samples per batch of one process, as in PyTorch. Exactly one of the two is required.
+        shuffle: shuffle in each epoch, in an order that depends only on the strategy's seed and the epoch.
+        sampler: yields the indices of an epoch, instead of ``shuffle``. It must yield the same on every rank, and is
+            seeded for that.
+        batch_sampler: yields lists of indices, instead of a batch size and an order. Each list is the global batch of
+            one optimizer step, which is split over the ranks.
+        drop_last: drop the last step of an epoch if it is incomplete.
+        sample_seeding: seed python's, numpy's and torch's generators for each sample with (seed, epoch, sample), so
+            that random augmentations don't depend on workers and ranks. For map-style datasets.
+        sharded: whether an iterable dataset yields a different part on each rank and worker. Otherwise every rank
+            reads all of it and keeps its part. Default: True for datasets of Hugging Face and WebDataset, and for
+            those with a method ``shard(num_shards, index)``, which is called.
+        **settings: keyword arguments of ``DataLoader``: collate_fn, num_workers, persistent_workers, pin_memory,
+            prefetch_factor, timeout, worker_init_fn, multiprocessing_context. By default, workers are used only with
+            a GPU (one per core of this process minus one, at most 8, and none for data in memory), with a timeout of
+            half of ``timeout_s`` per batch.
 
     Attributes:
-        dataset: what was given.
-        epoch: the epoch that the next iteration yields, or the one under way.
-        global_batch_size: samples of one optimizer step over all processes; None with a batch sampler.
+        dataset: the dataset.
+        epoch: the epoch of the next iteration, or of the current one.
+        global_batch_size: number of samples per optimizer step over all processes; None with a batch sampler.
 
     Raises:
-        ConfigError: settings that contradict each other or torch does not know.
-        DataError: a dataset that can't be sharded.
+        ConfigError: arguments are unknown or contradict each other.
+        DataError: the dataset can't be sharded.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class Loader:
         if given.is_iterable:
             self._source = self._iterable(given, self._reads_shards)
         elif sharded is not None:
-            raise ConfigError("sharded is for iterable datasets; the samples of a map-style one are dealt out.")
+            raise ConfigError("sharded is for iterable datasets only: the loader always shards map-style datasets.")
         else:
             self._source = self._map_style(given, sample_seeding)
 
@@ -131,8 +132,8 @@ class Loader:
         planned = source.plan(self._seed, 0)
         if planned.steps == 0:
             raise DataError(
-                f"no batch can be made: {planned.samples} samples, a global batch of {self.global_batch_size}, "
-                f"drop_last={given.drop_last}. Give more data or a smaller batch."
+                f"the loader has no batches: {planned.samples} samples, a global batch size of "
+                f"{self.global_batch_size}, drop_last={given.drop_last}. Use more data or a smaller batch size."
             )
         return source
 
@@ -152,21 +153,21 @@ class Loader:
         return EpochPlan(samples, self.global_batch_size, accumulate, ranks.rank, ranks.world_size, given.drop_last)
 
     def __len__(self) -> int:
-        """Return the number of batches (micro-batches) in a whole epoch, the same on every rank.
+        """Return the number of batches (micro-batches) in an epoch, the same on every rank.
 
         Raises:
-            TypeError: an iterable dataset does not tell, as with a torch DataLoader.
+            TypeError: the length of an iterable dataset is unknown, as with a torch DataLoader.
         """
         return self._source.plan(self._seed, self.epoch).micro_batches
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps in a whole epoch; TypeError where ``len()`` is one."""
+        """Number of optimizer steps in an epoch. Raises TypeError if ``len()`` does."""
         return self._source.plan(self._seed, self.epoch).steps
 
     @property
     def samples(self) -> int | None:
-        """Samples of a whole epoch, over all ranks; None where an iterable dataset does not tell."""
+        """Number of samples in an epoch, over all ranks; None if the length of an iterable dataset is unknown."""
         try:
             return self._source.plan(self._seed, self.epoch).end
         except TypeError:
@@ -174,12 +175,12 @@ class Loader:
 
     @property
     def yielded(self) -> int:
-        """Samples of the epoch under way that were yielded, over all ranks, those of an open window included."""
+        """Number of samples yielded in the current epoch, over all ranks, including those of an open window."""
         return self._yielded
 
     @property
     def epoch(self) -> int:
-        """The epoch that the next iteration yields, or the one under way. Set it to begin another."""
+        """The epoch of the next iteration, or of the current one. Set it to start another."""
         return self._epoch
 
     @epoch.setter
@@ -188,35 +189,35 @@ class Loader:
         self._begin_at(0, 0)
 
     def _begin_at(self, consumed: int, steps: int) -> None:
-        """Let the next iteration begin after so many samples and steps of the epoch."""
+        """Start the next iteration after this many samples and steps of the epoch."""
         self._iteration: Iteration | None = None
         self._start = (consumed, steps)
         self._consumed, self._steps = self._start
         self._yielded = consumed
 
     @property
-    def _under_way(self) -> bool:
-        """Whether an iteration that counts as an epoch has been broken off, or is under way."""
+    def _counts(self) -> bool:
+        """Whether there is an unfinished iteration that counts as an epoch."""
         return self._iteration is not None and self._iteration.trained
 
     def epochs(self, total: int) -> Iterator[int]:
-        """Yield the numbers of the epochs that are left of ``total``, and see to it that each is iterated as such.
+        """Yield the remaining epochs of ``total``, and set ``epoch`` for each.
 
-        The first continues where ``load_state_dict`` says, or follows the one whose iteration was broken off.
+        The first continues from the loaded state, or follows an epoch whose iteration ended early.
         """
-        for number in range(self.epoch + self._under_way, total):
-            if self._under_way or number != self.epoch:
+        for number in range(self.epoch + self._counts, total):
+            if self._counts or number != self.epoch:
                 self.epoch = number
             yield number
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield this rank's batches of an epoch, on the device: the rest of one that was loaded, else the next."""
-        if self._under_way:
+        """Yield this rank's batches of an epoch, on its device, after those that were consumed before resuming."""
+        if self._counts:
             self.epoch += 1
-        elif self._iteration is not None:  # broken off before anything was trained on: it did not count
+        elif self._iteration is not None:  # ended before anything was trained on: it does not count
             self._begin_at(*self._start)
         if not self._compared and self._communicator.world_size > 1 and not self._reads_shards:
-            self._check_ranks_alike()
+            self._check_same_data()
         self._compared = True
         iteration = self._iteration = Iteration()
         try:
@@ -232,42 +233,47 @@ class Loader:
         listener = self._listener
         batches = self._source.batches(self._seed, self.epoch, *self._start)
         for micro_batch, batch in listener.observed(feed(batches, self._communicator.device)):
-            # Asked anew for each batch: an evaluation may begin and end within a training epoch.
+            # Checked for each batch: an evaluation may begin and end within a training epoch.
             if not listener.is_training():
                 listener.boundary()
             else:
                 if micro_batch.first:
-                    listener.boundary()  # all that was yielded has been trained on
+                    listener.boundary()  # all batches so far have been trained on
                 listener.yields(micro_batch, iteration)
-            # Within an accumulation window nothing is consumed yet: its gradients are in no checkpoint.
+            # Samples are consumed at the end of a window: checkpoints don't contain accumulated gradients.
             if micro_batch.last:
                 self._consumed, self._steps = micro_batch.stop, micro_batch.step + 1
             self._yielded = micro_batch.stop
             yield batch
             if iteration is not self._iteration:
-                raise UsageError("this loader is iterated anew elsewhere: it yields one epoch at a time.")
+                raise UsageError("another iteration over this loader was started: it supports one at a time.")
 
-    def _check_ranks_alike(self) -> None:
-        """Raise, on all ranks, where they are about to share out different data. Collective."""
+    def _check_same_data(self) -> None:
+        """Check that all ranks were given the same data. Collective.
+
+        Raises:
+            DataError: they were not; on every rank.
+        """
         own = self.state_dict()
         facts = {
-            "its length": own["length"],
-            "its content": own["fingerprint"],
-            "its global batch size": own["global_batch_size"],
+            "the length": own["length"],
+            "the fingerprint": own["fingerprint"],
+            "the global batch size": own["global_batch_size"],
         }
         found = difference(self._communicator.all_gather_object(facts))
         if found is not None:
             raise DataError(
-                f"the ranks gave a loader different data: {found[0]} is {found[1]}. Give every rank the whole dataset: "
-                "the loader divides it. (An iterable dataset that yields each rank's part takes sharded=True.)"
+                f"the ranks passed different data to a loader: {found[0]} is {found[1]}. Pass the whole dataset on "
+                "every rank: the loader shards it. (For an iterable dataset that is sharded already, pass "
+                "sharded=True.)"
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the run stands in its data, in ints and strings that are equal on all ranks. Not collective.
+        """Return the position in the data, as ints and strings that are equal on all ranks. Not collective.
 
-        A batch is consumed when it has been yielded; one that was only prefetched is not, nor is one of an iteration
-        that was broken off before anything was trained on. The batches of an accumulation window are consumed
-        together, with its last: a state from within a window is that of its start.
+        A batch is consumed when it has been yielded. Batches that were only prefetched are not, nor are those of an
+        iteration that ended before anything was trained on. The batches of an accumulation window are consumed
+        together at its end: within a window, the state is that of its start.
         """
         return {
             "seed": self._seed,
@@ -281,51 +287,52 @@ class Loader:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next iteration continue where ``state`` was taken, on any number of ranks and any backend.
+        """Continue from ``state`` in the next iteration, with any number of ranks and any backend.
 
-        Samples that were consumed are not read; those of an iterable dataset are, and dropped. Order and random
-        numbers follow from the state's seed from now on, with a warning where the strategy's is another. With another
-        global batch size the rest of the epoch is cut anew, with a warning: each sample still comes once, but the
-        batches are not those of an uninterrupted run. A sharded iterable dataset continues within an epoch only on as
-        many ranks and workers as before.
+        Consumed samples are not read again, except those of an iterable dataset, which are skipped. Order and random
+        numbers follow from the state's seed from now on, with a warning if the strategy's seed differs. If the global
+        batch size differs, the rest of the epoch is split into batches of the new size, with a warning: each sample
+        is still yielded once, but the batches are not those of an uninterrupted run. A sharded iterable dataset can
+        continue within an epoch only with the same number of ranks and workers.
 
         Raises:
-            CheckpointError: this is no loader's state, or that of other data or of a stream that was read otherwise.
+            CheckpointError: this is not a loader's state, or it belongs to other data, or can't be continued from.
         """
         own = self.state_dict()
         missing = own.keys() - state.keys()
         if missing:
-            raise CheckpointError(f"this is no loader's state: it lacks {', '.join(sorted(missing))}.")
+            raise CheckpointError(f"this is not the state of a loader: it lacks {', '.join(sorted(missing))}.")
         check_same_data(state, own)
         if state["consumed"]:
             self._check_position(state, own)
         if state["seed"] != self._config.seed:
             self._warn(
-                f"the data keep their order, by the saved run's seed {state['seed']}, though this run's seed is "
-                f"{self._config.seed}."
+                f"the order of the data still follows from the saved run's seed {state['seed']}, although the seed of "
+                f"this run is {self._config.seed}."
             )
         if state["global_batch_size"] != self.global_batch_size:
             self._warn(
-                f"the global batch size was {state['global_batch_size']} and is {self.global_batch_size}: epoch "
+                f"the global batch size was {state['global_batch_size']} and is now {self.global_batch_size}: epoch "
                 f"{state['epoch']} continues after {state['consumed']} samples in batches of the new size."
             )
         self._seed, self.epoch = state["seed"], state["epoch"]
         self._begin_at(state["consumed"], state["steps"])
 
     def _check_position(self, state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-        """Raise where an epoch can't continue within."""
+        """Raise CheckpointError if this loader can't continue from a position within an epoch."""
         if state["readers"] != own["readers"]:
             raise CheckpointError(
-                f"a sharded stream can't continue within epoch {state['epoch']}: its ranks, workers of each and "
-                f"samples of a batch were {state['readers']} and are {own['readers']}. Continue as before, or begin an "
-                "epoch: set loader.epoch."
+                f"a sharded iterable dataset can't continue within epoch {state['epoch']}: world size, workers per "
+                f"rank and batch size were {state['readers']}, and are now {own['readers']}. Use the same as before, "
+                "or start a new epoch: set loader.epoch."
             )
         if isinstance(self._source, MapStyle) and not self._source.plan(state["seed"], state["epoch"]).can_start_at(
             state["consumed"]
         ):
             raise CheckpointError(
-                f"epoch {state['epoch']} can't continue after {state['consumed']} samples: its sampler yields other "
-                "batches, or fewer samples, than when the state was taken."
+                f"epoch {state['epoch']} can't continue after {state['consumed']} samples: the sampler yields other "
+                "batches, or fewer samples, than when the state was saved. Use the same sampler, or start a new epoch: "
+                "set loader.epoch."
             )
 
     def _warn(self, message: str) -> None:

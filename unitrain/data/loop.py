@@ -1,4 +1,4 @@
-"""What a loader knows of the training loop around it."""
+"""The interface between a loader and the training loop."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class Iteration:
     """One iteration over a loader.
 
     Attributes:
-        trained: whether one of its batches has gone into a backward. One that was broken off before that, a peek at
-            the first batch say, does not count as an epoch.
+        trained: whether one of its batches was used in a backward. If it ends before that, as in
+            ``next(iter(loader))``, it does not count as an epoch.
     """
 
     __slots__ = ("trained",)
@@ -23,16 +23,16 @@ class Iteration:
 
 
 class LoopListener(Protocol):
-    """What a loader tells the training loop."""
+    """Receives notifications from a loader."""
 
     def is_training(self) -> bool:
-        """Return whether batches are asked for to train on, and not for an evaluation."""
+        """Return whether batches are used for training, and not for an evaluation."""
 
     def boundary(self) -> None:
-        """All that was yielded before has been used: the run can be stopped here."""
+        """All previous batches have been used: the run can be stopped here."""
 
     def yields(self, micro_batch: MicroBatch | None, iteration: Iteration) -> None:
-        """The loader is about to yield a micro-batch to train on; None: there are no more."""
+        """The loader is about to yield a micro-batch for training; None at the end."""
 
     def observed(self, batches: Iterator[tuple[MicroBatch, Any]]) -> Iterator[tuple[MicroBatch, Any]]:
-        """Return the iterator that the loader is to yield from: the same, or one that measures it."""
+        """Return the iterator that the loader yields from: the same, or one that measures it."""

@@ -1,4 +1,4 @@
-"""The keyword arguments of ``strategy.dataloader``, for type checkers and completion."""
+"""The keyword arguments of ``strategy.dataloader``, for editors and type checkers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.utils.data import Sampler
 
 
 class LoaderOptions(TypedDict, total=False):
-    """What ``strategy.dataloader`` takes besides the dataset; ``unitrain.data.Loader`` describes each."""
+    """Options of ``strategy.dataloader``; see ``unitrain.data.Loader`` for their meaning."""
 
     global_batch_size: int | None
     batch_size: int | None

@@ -1,14 +1,14 @@
-"""The order of an epoch: a shuffle of ``range(n)`` that is computed where it is read, and never built as a whole.
+"""The order of an epoch: a shuffle of ``range(n)`` computed element by element, without storing the permutation.
 
-It follows from seed and epoch alone and is pinned by golden vectors in the tests: neither a newer numpy or torch nor
-a newer UniTrain changes it.
+It depends only on seed and epoch. Tests compare it with golden vectors, so that it is the same with any version of
+numpy, torch and UniTrain.
 
-- Fewer than 65,536 samples are sorted by random keys, SplitMix64's (Steele, Lea, Flood, "Fast splittable pseudorandom
-  number generators", OOPSLA 2014): an exact shuffle, since the keys are distinct.
-- From there on, a Feistel network (Luby, Rackoff, "How to construct pseudorandom permutations from pseudorandom
-  functions", SIAM J. Comput. 17, 1988) permutes the next power of two, and what falls outside ``range(n)`` is permuted
-  again until it falls inside (cycle walking: Black, Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002).
-  Eight rounds: four fail tests of uniformity. This is statistics, not cryptography.
+- Fewer than 65,536 samples are sorted by random keys from SplitMix64 (Steele, Lea, Flood, "Fast splittable
+  pseudorandom number generators", OOPSLA 2014): an exact shuffle, since the keys are distinct.
+- For more, a Feistel network (Luby, Rackoff, "How to construct pseudorandom permutations from pseudorandom functions",
+  SIAM J. Comput. 17, 1988) permutes the integers below the next power of two, and values outside ``range(n)`` are
+  permuted again until they are inside (cycle walking: Black, Rogaway, "Ciphers with arbitrary finite domains", CT-RSA
+  2002). Eight rounds, since four fail tests of uniformity. It is not meant for cryptography.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from unitrain.errors import DataError
 _EXACT_BELOW = 2**16
 _LARGEST = 2**62
 _ROUNDS = 8
-# A quarter of a megabyte for each of the four arrays at work: they stay in a core's cache.
+# The four arrays in use take a quarter of a MiB each, and stay in a core's cache.
 _CHUNK = 2**15
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
@@ -34,17 +34,17 @@ class Shuffled:
     """A shuffled ``range(samples)``.
 
     Args:
-        samples: how many; up to 2**62.
-        seed: the run's.
-        epoch: which shuffle of the run.
+        samples: number of samples, at most 2**62.
+        seed: seed of the run.
+        epoch: each epoch has a different order.
 
     Raises:
-        DataError: there are too many samples.
+        DataError: there are more than 2**62 samples.
     """
 
     def __init__(self, samples: int, seed: int, epoch: int) -> None:
         if samples > _LARGEST:
-            raise DataError(f"{samples} samples can't be shuffled: the order is defined up to 2**62.")
+            raise DataError(f"{samples} samples can't be shuffled: at most 2**62 are supported.")
         self._samples = samples
         digest = hashlib.blake2b(f"unitrain order {seed} {epoch}".encode(), digest_size=8 * _ROUNDS).digest()
         self._keys = np.frombuffer(digest, dtype="<u8").astype(np.uint64)
@@ -53,9 +53,9 @@ class Shuffled:
         self._high_bits = bits - self._low_bits
 
     def take(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the samples at these positions, which may be any of ``range(samples)``."""
+        """Return the samples at these positions of the order."""
         if len(positions) and not 0 <= positions.min() <= positions.max() < self._samples:
-            raise IndexError(f"there are positions 0 to {self._samples - 1}")
+            raise IndexError(f"positions must be from 0 to {self._samples - 1}")
         if self._samples < _EXACT_BELOW:
             return self._sorted[positions]
         taken = np.empty(len(positions), dtype=np.int64)
@@ -65,7 +65,7 @@ class Shuffled:
         return taken
 
     def _walk(self, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """Permute within the power of two until every value is a sample's."""
+        """Permute the integers below the power of two until every value is in ``range(samples)``."""
         limit = np.uint64(self._samples)
         values = self._permute(values)
         outside = np.flatnonzero(values >= limit)
@@ -76,7 +76,7 @@ class Shuffled:
         return values
 
     def _permute(self, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """Apply the rounds: the two halves, of unequal width where the bits are odd, take turns at being masked."""
+        """Apply the rounds, which mask the two halves in turn. With an odd number of bits, they differ in width."""
         high = values >> np.uint64(self._low_bits)
         low = values & np.uint64((1 << self._low_bits) - 1)
         mask, scratch = np.empty_like(values), np.empty_like(values)
@@ -102,7 +102,7 @@ class Shuffled:
 
 
 class InOrder:
-    """The samples as they are numbered."""
+    """The samples in the order of the dataset."""
 
     def take(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the samples at these positions."""

@@ -1,4 +1,4 @@
-"""A progress bar over a loader, on rank 0's terminal: samples of all ranks, samples a second, time left."""
+"""A progress bar for a loader on rank 0's terminal: samples of all ranks, samples per second, remaining time."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from unitrain.data.loader import Loader
 
 
 class ProgressBar:
-    """Iterates over a loader and shows how far it is. Made by ``strategy.progress``.
+    """Iterates over a loader with a progress bar. Made by ``strategy.progress``.
 
-    Where there is no terminal, and on ranks other than 0, it shows nothing.
+    Shows nothing without a terminal, and on ranks other than 0.
 
     Args:
-        loader: of a strategy.
-        is_main: whether this is rank 0, which shows it.
-        description: what stands before the bar.
-        console: where it is shown; default: standard error.
+        loader: the loader.
+        is_main: whether this is rank 0, which shows the bar.
+        description: shown before the bar.
+        console: where the bar is shown; default: stderr.
     """
 
     def __init__(self, loader: Loader, description: str = "", *, is_main: bool, console: Console | None = None) -> None:
@@ -40,11 +40,11 @@ class ProgressBar:
         self._values = ""
 
     def show(self, **values: Any) -> None:
-        """Show values behind the bar, a loss say, from the next refresh on. Floats have four digits."""
-        texts = (
+        """Show values after the bar, such as a loss, with four significant digits for floats."""
+        shown = (
             f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in values.items()
         )
-        self._values = ", ".join(texts)
+        self._values = ", ".join(shown)
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the loader's batches."""
@@ -63,7 +63,7 @@ class ProgressBar:
         with Progress(*columns, console=self._console, transient=True) as progress:
             task = None
             for batch in self._loader:
-                if task is None:  # only now is it known where the epoch began: it may have been continued
+                if task is None:  # only now is the start known: the epoch may have been resumed
                     done = self._loader.yielded
                     task = progress.add_task(self._description, total=total, completed=done, values="")
                 yield batch
@@ -71,7 +71,7 @@ class ProgressBar:
 
 
 class _Pace(ProgressColumn):
-    """Samples a second, of all ranks."""
+    """Samples per second, over all ranks."""
 
     def render(self, task: Task) -> Text:
         speed = task.finished_speed or task.speed

@@ -1,4 +1,4 @@
-"""The orders of an epoch, ours and those of a user's samplers, and the plans that deal them out."""
+"""The orders of epochs, from the dataset or from samplers, and the plans that shard them."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from unitrain.rng import derived_seed, generators_restored, seed_generators
 
 
 class Order(Protocol):
-    """Which sample stands where in an epoch."""
+    """The order of the samples in an epoch."""
 
     def take(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the samples at these positions."""
 
 
 class Epoch(NamedTuple):
-    """One epoch: how it is cut, and in which order."""
+    """One epoch: its plan and its order."""
 
     plan: EpochPlan | BatchPlan
     order: Order
     repeats: bool
-    """Whether a sample may come twice."""
+    """Whether a sample may occur more than once."""
 
 
 class Orders(Protocol):
-    """What makes epochs."""
+    """Makes epochs."""
 
     def epoch(self, seed: int, number: int, start: int) -> Epoch:
         """Return epoch ``number`` of a run with ``seed``, from position ``start`` on."""
@@ -52,7 +52,7 @@ class OwnOrder:
 
 
 class SamplerOrder:
-    """A user's sampler, of which every rank draws the same indices."""
+    """The order of a sampler, the same indices on every rank."""
 
     def __init__(self, plan: EpochPlan, sampler: Iterable[int]) -> None:
         self._plan = plan
@@ -68,7 +68,7 @@ class SamplerOrder:
 
 
 class BatchSamplerOrder:
-    """A user's batch sampler, of which every rank draws the same batches."""
+    """The order and batches of a batch sampler, the same on every rank."""
 
     def __init__(self, plan: BatchPlan, batch_sampler: Iterable[Sequence[int]]) -> None:
         self._plan = plan
@@ -94,9 +94,9 @@ class _Listed:
 
 
 class _Seeded:
-    """A sampler whose random numbers follow from seed and epoch, and which leaves every generator as it was.
+    """A sampler that is seeded with seed and epoch, and whose use restores the state of every generator.
 
-    A generator that the sampler brings counts by the seed it was made with: another seed draws another order.
+    A generator of the sampler itself is seeded with its initial seed as well: another seed gives another order.
     """
 
     def __init__(self, sampler: Iterable[Any]) -> None:
@@ -121,7 +121,7 @@ class _Seeded:
 
 
 def _nested(sampler: Any) -> Iterator[Any]:
-    """Yield a sampler, and those that it draws from."""
+    """Yield a sampler and the samplers that it wraps."""
     while sampler is not None:
         yield sampler
         sampler = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)

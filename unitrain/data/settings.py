@@ -1,4 +1,4 @@
-"""What a loader may be told, and what a torch DataLoader was told."""
+"""The arguments of a loader: checks them, and takes over those of a torch DataLoader."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ PASSED_ON = (
 )  # fmt: skip
 _OURS = {
     "generator": "the order follows from the strategy's seed and the epoch",
-    "pin_memory_device": "the strategy knows its device",
-    "in_order": "batches come in order, or no run could be repeated",
+    "pin_memory_device": "the strategy sets the device",
+    "in_order": "batches are always in order, so that runs are reproducible",
 }
 
 
 @dataclass
 class LoaderSettings:
-    """What ``strategy.dataloader`` was given."""
+    """The arguments of ``strategy.dataloader``."""
 
     dataset: Any
     global_batch_size: int | None
@@ -39,32 +39,35 @@ class LoaderSettings:
     batch_sampler: Any
     drop_last: bool
     passed_on: dict[str, Any] = field(default_factory=dict)
-    """The DataLoader's."""
+    """Keyword arguments for the DataLoader."""
 
     def __post_init__(self) -> None:
         for name in self.passed_on:
             if name in _OURS:
-                raise ConfigError(f"a strategy's loader does not take {name!r}: {_OURS[name]}.")
+                raise ConfigError(f"strategy.dataloader does not take {name!r}: {_OURS[name]}.")
             if name not in PASSED_ON:
                 raise ConfigError(
-                    f"a loader has no setting {name!r}.{nearest(name, PASSED_ON)} It takes {', '.join(PASSED_ON)}."
+                    f"strategy.dataloader has no argument {name!r}.{nearest(name, PASSED_ON)} Of DataLoader's, it "
+                    f"takes {', '.join(PASSED_ON)}."
                 )
         if isinstance(self.dataset, DataLoader):
-            self._take_apart(self.dataset)
+            self._convert(self.dataset)
         self._check_dataset()
         self._check_order()
         self._check_size()
 
     @property
     def is_iterable(self) -> bool:
-        """Whether samples come one after another, and not by index."""
+        """Whether the dataset is an iterable one."""
         return isinstance(self.dataset, IterableDataset) or not hasattr(self.dataset, "__getitem__")
 
-    def _take_apart(self, loader: DataLoader[Any]) -> None:
-        """Take over what a torch DataLoader was given."""
+    def _convert(self, loader: DataLoader[Any]) -> None:
+        """Take over the arguments of a torch DataLoader."""
         for name in ("shuffle", "sampler", "batch_sampler", "drop_last"):
             if _is_given(getattr(self, name)):
-                raise ConfigError(f"{name} is what the DataLoader says already: give it to that, or give the dataset.")
+                raise ConfigError(
+                    f"{name} is set by the DataLoader: pass it to the DataLoader, or pass the dataset instead."
+                )
         given = {name: getattr(loader, name, None) for name in PASSED_ON}
         if not self.passed_on.get("num_workers", loader.num_workers):
             given.update(multiprocessing_context=None, timeout=None, prefetch_factor=None, persistent_workers=None)
@@ -72,8 +75,8 @@ class LoaderSettings:
         self.dataset, self.drop_last = loader.dataset, loader.drop_last
         if loader.batch_size is None and loader.batch_sampler is None:
             raise DataError(
-                "a DataLoader without batches (batch_size=None) can't be converted, since the samples in what it "
-                "yields can't be told: let the dataset yield single samples, and give a batch size."
+                "a DataLoader without automatic batching (batch_size=None) can't be converted, since it does not "
+                "define the number of samples: let the dataset yield single samples, and pass a batch size."
             )
         if isinstance(self.dataset, IterableDataset):
             pass
@@ -89,51 +92,53 @@ class LoaderSettings:
         name = type(self.dataset).__name__
         if self.is_iterable:
             if not hasattr(self.dataset, "__iter__"):
-                raise DataError(f"{name} is no dataset: it has neither __getitem__ nor __iter__.")
+                raise DataError(f"{name} is not a dataset: it has neither __getitem__ nor __iter__.")
             if isinstance(self.dataset, Iterator) and not isinstance(self.dataset, IterableDataset):
                 raise DataError(
-                    f"a {name} can be read only once, and by one process: give a dataset whose __iter__ begins anew."
+                    f"a {name} is an iterator, which can be read only once: pass a dataset whose __iter__ returns a "
+                    "new iterator."
                 )
         elif not hasattr(self.dataset, "__len__"):
-            raise DataError(f"{name} has no __len__: without it no epoch can be planned.")
+            raise DataError(f"{name} has no __len__, which a map-style dataset needs.")
 
     def _check_order(self) -> None:
         given = [name for name in ("shuffle", "sampler", "batch_sampler") if _is_given(getattr(self, name))]
         if len(given) > 1:
-            raise ConfigError(f"a loader takes one order of its samples, not {' and '.join(given)}.")
+            raise ConfigError(f"{' and '.join(given)} are mutually exclusive.")
         if given and self.is_iterable:
-            raise ConfigError(f"a dataset that is read in its own order takes no {given[0]}.")
+            raise ConfigError(f"{given[0]} is not supported for an iterable dataset, which defines its own order.")
         for sampler in (self.sampler, getattr(self.batch_sampler, "sampler", None)):
             if isinstance(sampler, DistributedSampler):
                 raise ConfigError(
-                    "the strategy's loader deals the samples out to the ranks; a DistributedSampler would do so "
-                    f"twice: write shuffle={sampler.shuffle} instead."
+                    "strategy.dataloader shards the dataset itself, so that a DistributedSampler would shard it twice: "
+                    f"pass shuffle={sampler.shuffle} instead."
                 )
 
     def _check_size(self) -> None:
         if self.batch_sampler is not None:
             if self.global_batch_size is not None or self.batch_size is not None or self.drop_last:
                 raise ConfigError(
-                    "a batch_sampler says what each batch is, so a batch size or drop_last beside it says too much."
+                    "batch_sampler is mutually exclusive with global_batch_size, batch_size and drop_last."
                 )
             return
         if (self.global_batch_size is None) == (self.batch_size is None):
             raise ConfigError(
-                "a loader needs exactly one of global_batch_size (samples of one step over all processes) and "
-                f"batch_size (of one batch of one process); got {self.global_batch_size} and {self.batch_size}."
+                "pass exactly one of global_batch_size (samples per optimizer step, over all processes) and batch_size "
+                f"(samples per batch of one process); got {self.global_batch_size} and {self.batch_size}."
             )
         given = self.global_batch_size if self.batch_size is None else self.batch_size
         if isinstance(given, bool) or not isinstance(given, int) or given < 1:
-            raise ConfigError(f"a batch size is a whole number of at least 1, not {given!r}.")
+            raise ConfigError(f"a batch size must be an integer of at least 1, not {given!r}.")
 
     def samples_per_step(self, world_size: int, accumulate: int) -> int:
-        """Return the samples of one optimizer step over all processes."""
+        """Return the number of samples per optimizer step over all processes."""
         if self.batch_size is not None:
             return self.batch_size * world_size * accumulate
         assert self.global_batch_size is not None  # checked
         if self.global_batch_size < accumulate:
             raise ConfigError(
-                f"global_batch_size {self.global_batch_size} can't be cut into accumulate={accumulate} micro-batches."
+                f"global_batch_size {self.global_batch_size} can't be split into accumulate={accumulate} "
+                f"micro-batches: it must be at least {accumulate}."
             )
         return self.global_batch_size
 

@@ -1,8 +1,8 @@
-"""Which positions of an epoch's order a rank trains on, and when: pure arithmetic, the same on every rank.
+"""Sharding: which positions of an epoch's order each rank trains on in each step, as pure arithmetic.
 
-An epoch is one order of all samples. Step ``s`` takes positions ``s·G`` to ``(s+1)·G`` of it, whatever the number of
-processes; the step's positions are cut into ``accumulate`` micro-batches, and rank ``r`` of ``W`` takes every ``W``-th
-position of a micro-batch from its ``r``-th on. No sample is padded, repeated or left out.
+An epoch is an order of all samples. Step ``s`` takes its positions ``s·G`` to ``(s+1)·G``, whatever the number of
+processes. These are split into ``accumulate`` micro-batches, and rank ``r`` of ``W`` takes every ``W``-th position of a
+micro-batch, starting with its ``r``-th. No sample is padded, repeated or left out.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ class MicroBatch:
     stop: int
     """One past its last position."""
     count: int
-    """Samples that this rank gets of it."""
+    """Number of samples of this rank in it."""
     window: int
-    """Samples of its whole accumulation window, over all ranks."""
+    """Number of samples in its accumulation window, over all ranks."""
     step: int
-    """Number of its window in the epoch."""
+    """Index of its window in the epoch."""
     first: bool
-    """Whether it begins its window."""
+    """Whether it is the first of its window."""
     last: bool
-    """Whether it ends its window."""
+    """Whether it is the last of its window."""
     opening: bool
-    """Whether an iteration over a loader begins with it."""
+    """Whether it is the first of an iteration over a loader."""
 
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """How an epoch of ``samples`` is cut. ``global_batch`` samples make one optimizer step over all processes."""
+    """Splits an epoch of ``samples`` into optimizer steps of ``global_batch`` samples over all processes."""
 
     samples: int
     global_batch: int
@@ -46,11 +46,11 @@ class EpochPlan:
     world_size: int
     drop_last: bool
     start: int = 0
-    """Positions that were consumed before: only the rest is planned."""
+    """Number of positions that were consumed before. Only the rest is planned."""
 
     @property
     def steps(self) -> int:
-        """Optimizer steps."""
+        """Number of optimizer steps."""
         full, rest = divmod(self.samples - self.start, self.global_batch)
         return full + (1 if rest and not self.drop_last else 0)
 
@@ -61,18 +61,18 @@ class EpochPlan:
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches: the same number on every rank."""
+        """Number of micro-batches, the same on every rank."""
         full, rest = divmod(self.samples - self.start, self.global_batch)
         if not rest or self.drop_last:
             return full * self.accumulate
         return full * self.accumulate + sum(start < rest for start in self.edges()[:-1])
 
     def can_start_at(self, start: int) -> bool:
-        """Whether the epoch can be cut anew from this position."""
+        """Return whether the rest of the epoch can be planned from this position."""
         return 0 <= start <= self.samples
 
     def edges(self) -> list[int]:
-        """Where a full window is cut into micro-batches."""
+        """Return the boundaries of the micro-batches in a full window."""
         return [i * self.global_batch // self.accumulate for i in range(self.accumulate + 1)]
 
     def __iter__(self) -> Iterator[MicroBatch]:
@@ -87,19 +87,19 @@ class EpochPlan:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How an epoch of given global batches is cut: each is one optimizer step over all processes."""
+    """Splits an epoch of given global batches: each is one optimizer step over all processes."""
 
     sizes: Sequence[int]
-    """Samples of each."""
+    """Number of samples in each."""
     accumulate: int
     rank: int
     world_size: int
     start: int = 0
-    """As in ``EpochPlan``; the end of a batch."""
+    """As in ``EpochPlan``; must be the end of a batch."""
 
     @property
     def samples(self) -> int:
-        """Samples of the whole epoch."""
+        """Number of samples in the whole epoch."""
         return sum(self.sizes)
 
     @property
@@ -108,7 +108,7 @@ class BatchPlan:
         return self.samples
 
     def can_start_at(self, start: int) -> bool:
-        """Whether the epoch can be cut anew from this position: not within a batch."""
+        """Return whether the rest of the epoch can be planned from this position: only at the end of a batch."""
         return start in running_sums(self.sizes, initial=0)
 
     def _windows(self) -> Iterator[tuple[int, int, int]]:
@@ -117,12 +117,12 @@ class BatchPlan:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps."""
+        """Number of optimizer steps."""
         return sum(1 for _ in self._windows())
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches: the same number on every rank."""
+        """Number of micro-batches, the same on every rank."""
         return sum(min(size, self.accumulate) for _, _, size in self._windows())
 
     def __iter__(self) -> Iterator[MicroBatch]:
@@ -136,7 +136,7 @@ class BatchPlan:
 def cut(
     first: int, window: int, edges: Sequence[int], step: int, opening: bool, rank: int, world_size: int
 ) -> Iterator[MicroBatch]:
-    """Yield a rank's micro-batches of a window: of the ``window`` positions from ``first`` on, cut at ``edges``."""
+    """Yield a rank's micro-batches of a window: the ``window`` positions from ``first`` on, split at ``edges``."""
     for start, stop in pairwise(edges):
         if start >= window:
             break

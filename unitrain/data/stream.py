@@ -1,11 +1,11 @@
-"""Reading an iterable dataset, in a worker process or in the main one: this rank's batches of it.
+"""Reads this rank's batches of an iterable dataset, in a worker process or in the main process.
 
 A stream is read in one of two ways:
 
-- ``WholeStream``: every rank reads all of it and keeps its share, sample by sample, as it does of a map-style dataset.
-  The global batches are the same on any number of ranks, and every rank sees by itself where the stream ends.
-- ``ShardedStream``: every rank and worker reads a part of its own, which nobody else reads. Parts differ in length, so
-  that the ranks must agree on the end: that is ``agreement.py``.
+- ``WholeStream``: every rank reads all samples and keeps its part, as with a map-style dataset. The global batches are
+  the same with any number of ranks, and every rank finds the end by itself.
+- ``ShardedStream``: every rank and worker reads a different shard. Shards differ in length, so that the ranks must
+  agree on the end; see ``agreement.py``.
 """
 
 from __future__ import annotations
@@ -31,37 +31,37 @@ T = TypeVar("T")
 
 
 class Piece(NamedTuple):
-    """What a reader yields."""
+    """A batch as yielded by a reader."""
 
     micro_batch: MicroBatch | None
-    """What the batch is part of, where the reader can know."""
+    """The micro-batch that the batch belongs to; None if the reader does not know it."""
     samples: int
-    """How many the batch has."""
+    """Number of samples in the batch."""
     batch: Any
-    """Without samples: the structure of a batch, with no rows, or the DataError that there is none."""
+    """Without samples: an empty batch, or the DataError that there is none."""
     first: int
     """A digest of the stream's first sample."""
 
 
 class _Stream(IterableDataset[Piece]):
-    """What both ways have in common.
+    """Base class of the two ways.
 
     Args:
-        dataset: what is read.
-        plan: which ranks share it, and in what steps.
-        collate: makes a batch of samples.
+        dataset: the iterable dataset.
+        plan: ranks and sizes of the steps.
+        collate: makes a batch of a list of samples.
     """
 
     def __init__(self, dataset: Any, plan: EpochPlan, collate: Collate) -> None:
         self._dataset = dataset
         self._plan = plan
         self._collate = collate
-        # Workers that persist have a copy of this object; what changes from epoch to epoch is in shared memory.
+        # Persistent workers have a copy of this object, so what changes between epochs is in shared memory.
         self._position = torch.zeros(3, dtype=torch.int64)
         self._position.share_memory_()  # type: ignore[no-untyped-call]
 
     def begin(self, seed: int, epoch: int, start: int) -> None:
-        """Say what the next iteration reads: the epoch from its sample ``start`` on."""
+        """Set the position of the next iteration: an epoch, from its sample ``start`` on."""
         self._position[:] = torch.tensor([seed, epoch, start])
 
     def __iter__(self) -> Iterator[Piece]:
@@ -74,18 +74,18 @@ class _Stream(IterableDataset[Piece]):
 
     @abstractmethod
     def _setting(self, seed: int, epoch: int, worker: int) -> Any:
-        """Return what makes the context in which the stream is read."""
+        """Return a function that makes the context manager in which the dataset is read."""
 
     @abstractmethod
     def _pieces(self, epoch: int, start: int, worker: int, workers: int) -> Iterator[Piece]:
-        """Read an epoch from a sample on, as one of so many workers."""
+        """Yield the pieces of an epoch from sample ``start`` on, as one of ``workers`` workers."""
 
 
 class WholeStream(_Stream):
-    """All of a stream, of which this rank keeps its share; a worker, every so many of its batches."""
+    """Reads all samples and keeps this rank's part. With W workers, each yields every W-th micro-batch."""
 
     def _setting(self, seed: int, epoch: int, worker: int) -> Any:
-        # Every rank and worker must read the same, so that all draw alike.
+        # Every rank and worker must read the same samples, so all are seeded alike.
         return _generators(derived_seed("stream", seed, epoch), _as_if_alone)
 
     def _pieces(self, epoch: int, start: int, worker: int, workers: int) -> Iterator[Piece]:
@@ -119,7 +119,7 @@ class WholeStream(_Stream):
 
 
 class ShardedStream(_Stream):
-    """A part of a stream that no other rank or worker reads; ``start`` is ignored."""
+    """Reads the shard of this rank and worker. ``start`` is ignored."""
 
     def __init__(self, dataset: Any, plan: EpochPlan, collate: Collate, *, has_hook: bool) -> None:
         super().__init__(dataset, plan, collate)
@@ -145,7 +145,7 @@ class ShardedStream(_Stream):
             if len(batch) == self._batch_size or not self._plan.drop_last:
                 yield Piece(None, len(batch), self._collate(batch), first)
         if first:
-            # Other ranks may have more, and this one then takes part with no samples.
+            # Other ranks may have more samples; this one then takes part with empty batches.
             try:
                 nothing = empty_batch(sample, self._collate)
             except DataError as error:
@@ -162,7 +162,7 @@ def _chain(first: T, rest: Iterator[T]) -> Iterator[T]:
 
 
 def _within(setting: Any, iterator: Iterator[T]) -> Iterator[T]:
-    """Yield from an iterator that runs in a context of its own, entered anew for each item."""
+    """Yield from an iterator, entering a context manager for each item."""
     while True:
         with setting():
             item = next(iterator, _NOTHING)
@@ -172,8 +172,8 @@ def _within(setting: Any, iterator: Iterator[T]) -> Iterator[T]:
 
 
 def _generators(seed: int, setting: Any) -> Any:
-    """Return what makes a context: ``setting``'s, and random numbers of the stream's own."""
-    if get_worker_info() is not None:  # whose generators serve nothing else
+    """Return a function that makes a context manager: ``setting``, with separately seeded generators."""
+    if get_worker_info() is not None:  # a worker's generators serve nothing else
         seed_generators(seed)
         return setting
     separate = SeparateGenerators(seed)
@@ -189,7 +189,7 @@ def _generators(seed: int, setting: Any) -> Any:
 
 
 def _as_if_alone() -> AbstractContextManager[None]:
-    """Hide from a dataset that it is read by one of many workers, among which it might want to split itself."""
+    """Hide from a dataset that it is read by a worker, over which it might shard itself."""
     return nullcontext() if get_worker_info() is None else _alone()
 
 
@@ -204,7 +204,7 @@ def _alone() -> Iterator[None]:
 
 @contextmanager
 def _environment(**variables: int) -> Iterator[None]:
-    """Set what datasets that shard themselves look for; not every launcher does."""
+    """Set the environment variables by which datasets shard themselves; not every launcher sets them."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update({name: str(value) for name, value in variables.items()})
     try:

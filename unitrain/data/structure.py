@@ -1,4 +1,4 @@
-"""Batches are nested: what is done to every tensor in one, and what remains of one that has no samples."""
+"""Nested batches: applying a function to every tensor, and making an empty batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from unitrain.errors import DataError
 
 
 def _parts(batch: Any) -> dict[Any, Any] | None:
-    """Return what a container holds, by key, name or place; None for anything else."""
+    """Return the items of a container, by key, field or index; None for anything else."""
     if isinstance(batch, Mapping):
         return dict(batch.items())
     if isinstance(batch, (list, tuple)):
@@ -25,9 +25,9 @@ def _parts(batch: Any) -> dict[Any, Any] | None:
 
 
 def _refilled(batch: Any, parts: Sequence[Any]) -> Any:
-    """Return a container like ``batch`` with other parts, in the order of ``_parts``."""
+    """Return a container like ``batch`` with other items, in the order of ``_parts``."""
     if isinstance(batch, MutableMapping):
-        clone = copy.copy(batch)  # keeps what a subclass has besides its items: a default factory, say
+        clone = copy.copy(batch)  # keeps attributes of a subclass: a default factory, say
         clone.update(zip(batch, parts, strict=True))
         return clone
     if isinstance(batch, Mapping):
@@ -41,12 +41,12 @@ def _refilled(batch: Any, parts: Sequence[Any]) -> Any:
 
 
 def _open_parts(batch: Any) -> dict[Any, Any] | None:
-    """``_parts``, but of no container that knows itself how it is moved: a PackedSequence, a tokenizer's output."""
+    """Like ``_parts``, except for containers with a method ``to``: a PackedSequence, a tokenizer's output."""
     return None if callable(getattr(batch, "to", None)) else _parts(batch)
 
 
 def rebuilt(batch: Any, leaf: Callable[[Any], Any]) -> Any:
-    """Return the same structure with ``leaf(x)`` in place of each ``x`` in it that is no container."""
+    """Return the same structure with every ``x`` that is not a container replaced by ``leaf(x)``."""
     parts = _open_parts(batch)
     return leaf(batch) if parts is None else _refilled(batch, [rebuilt(part, leaf) for part in parts.values()])
 
@@ -62,12 +62,12 @@ def tensors(batch: Any) -> Iterator[Tensor]:
 
 
 def without_rows(one: Any, two: Any) -> Any:
-    """Return what a batch of no samples looks like, told from the batches of a sample and of that sample twice.
+    """Return an empty batch, derived from the batch of a sample and the batch of the same sample twice.
 
-    What is twice as long in the second has length 0 in the result; what is the same in both stays.
+    A dimension that is twice as long in the second has size 0 in the result. Values that are equal in both are kept.
 
     Raises:
-        DataError: something is neither.
+        DataError: a value is neither equal nor twice as long.
     """
     if isinstance(one, (Tensor, np.ndarray)) and isinstance(two, type(one)):
         twice = [d for d in range(one.ndim) if one.ndim == two.ndim and two.shape[d] == 2 * one.shape[d] > 0]
@@ -84,6 +84,6 @@ def without_rows(one: Any, two: Any) -> Any:
         if parts is None and isinstance(one, (str, bytes, int, float, type(None))) and one == two:
             return one
     raise DataError(
-        f"a global batch has fewer samples than there are ranks, and a batch with a {type(one).__name__} in it "
-        "can't be cut to 0 rows for the others: set drop_last=True, or take fewer processes."
+        f"a global batch has fewer samples than there are ranks, and an empty batch for the others can't be made from "
+        f"one that contains a {type(one).__name__}: set drop_last=True, or use fewer processes."
     )

@@ -1,1 +1,1 @@
-"""Whether the job's processes live, what each is doing, and how they agree to stop: beside training, and not in it."""
+"""Supervision of a job's processes, outside the training step: handshake, heartbeats, stopping, errors, restarts."""

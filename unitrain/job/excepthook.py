@@ -1,7 +1,8 @@
-"""How an uncaught error ends: said once, in the user's terms, and on every rank.
+"""Handles uncaught exceptions: reports the error once, and ends the whole job.
 
-An error on one rank must end the job. Every launcher ends it when a process fails, provided the process really exits:
-an engine's own exit handlers may wait for ranks that are still computing. So a failed process of a job ends at once.
+An error on one rank must end the job. Launchers end it when a process fails, provided that the process really exits:
+the exit handlers of a communication library may wait for ranks that are still computing. So a process of a job that
+fails exits without running them.
 """
 
 from __future__ import annotations
@@ -19,33 +20,33 @@ from unitrain.errors import ConfigError, LaunchError, UnitrainError
 from unitrain.job.job import Job, current
 from unitrain.job.messages import Verdict
 from unitrain.launch.detect import Launch, detect
-from unitrain.process import leave, tell
+from unitrain.process import exit_now, print_stderr
 
-# An error of every rank (a bad setting) is rank 0's to tell; the others tell it if they are still there after this.
+# An error on all ranks (a wrong setting) is reported by rank 0; the others report it if they still run after this.
 _PATIENCE_S = 5.0
-# What an engine says of a rank that has gone may come before the news that it has.
+# A library's error about another rank's death may arrive before the hub's verdict on that rank.
 _CAUSE_S = 3.0
 _RANK_0_FIRST_S = 0.3
 
 
 class _FailureHook:
-    """An excepthook that knows which rank it is on."""
+    """The excepthook of a process of a job."""
 
-    _at_work: ClassVar[bool] = False
+    _running: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self._previous = sys.excepthook
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if _FailureHook._at_work:
-            # torch.distributed laid a hook of its own over the one it found, and calls that from within this one.
+        if _FailureHook._running:
+            # torch.distributed wraps the excepthook that it finds, which is this one or its predecessor.
             self._previous(kind, error, trace)
             return
-        _FailureHook._at_work = True
+        _FailureHook._running = True
         try:
             self._end(kind, error, trace)
         finally:
-            _FailureHook._at_work = False
+            _FailureHook._running = False
 
     def _end(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         job, launch = current(), _launch()
@@ -53,40 +54,40 @@ class _FailureHook:
         if job is not None:
             job.failed = True
         if kind is KeyboardInterrupt and launch.world_size > 1:
-            leave(130, "unitrain: interrupted" if launch.rank == 0 else "")
+            exit_now(130, "unitrain: interrupted" if launch.rank == 0 else "")
         code = error.exit_code if isinstance(error, UnitrainError) else 130 if kind is KeyboardInterrupt else 1
-        # A wrong setting is wrong on every rank, and named in the message, wherever the script met it.
-        of_all_ranks = isinstance(error, (ConfigError, LaunchError))
-        if of_all_ranks and launch.rank > 0 and watch is None:
-            if launch.launcher == "srun":  # it hands all tasks the same arguments, and does not end those that are left
-                leave(code)
+        # A wrong setting is wrong on every rank. Its message names it, so the line of the script does not matter.
+        on_all_ranks = isinstance(error, (ConfigError, LaunchError))
+        if on_all_ranks and launch.rank > 0 and watch is None:
+            if launch.launcher == "srun":  # passes the same arguments to all tasks, and does not end the remaining ones
+                exit_now(code)
             time.sleep(_PATIENCE_S)
-        verdict = None if job is None else _verdict(job, error, of_all_ranks)
+        verdict = None if job is None else _verdict(job, error, on_all_ranks)
         if verdict is not None and verdict.rank != launch.rank:
-            leave(code, "" if of_all_ranks else f"unitrain: {watch}: stopped because {verdict.text}")
+            exit_now(code, "" if on_all_ranks else f"unitrain: {watch}: stopped because {verdict.text}")
         if isinstance(error, UnitrainError):
             where = error.__cause__.place if isinstance(error.__cause__, RankError) else place(trace)
-            tell(f"unitrain: error: {error}{'' if of_all_ranks else where}")
+            print_stderr(f"unitrain: error: {error}{'' if on_all_ranks else where}")
         else:
             self._previous(kind, error, trace)
-        if launch.world_size > 1 and job is not None and not of_all_ranks:
-            said = "" if isinstance(error, UnitrainError) else f": {summary(error)}"
+        if launch.world_size > 1 and job is not None and not on_all_ranks:
+            reason = "" if isinstance(error, UnitrainError) else f": {summary(error)}"
             who = f"rank {launch.rank} of {launch.world_size} on {socket.gethostname()} (pid {os.getpid()})"
-            tell(f"unitrain: {who} failed{said}")
+            print_stderr(f"unitrain: {who} failed{reason}")
         if launch.world_size > 1 or isinstance(error, UnitrainError):
-            leave(code)
+            exit_now(code)
 
 
-def _verdict(job: Job, error: BaseException, of_all_ranks: bool) -> Verdict | None:
-    """Report this error to the other ranks, and learn which failure was the job's first; None where nobody knows."""
+def _verdict(job: Job, error: BaseException, on_all_ranks: bool) -> Verdict | None:
+    """Report this error to the hub, and return which failure was the first of the job; None if that is unknown."""
     if job.watch is None:
         return None
-    patience, follows = 0.0, job.follows_from_another(error)
-    if follows:
+    patience, secondary = 0.0, job.is_secondary(error)
+    if secondary:
         patience = _CAUSE_S
-    elif job.launch.rank > 0:  # an error of all ranks is rank 0's to report
-        patience = _PATIENCE_S if of_all_ranks else _RANK_0_FIRST_S if isinstance(error, UnitrainError) else 0.0
-    return job.watch.fail(summary(error), patience_s=patience, follows=follows, everywhere=of_all_ranks)
+    elif job.launch.rank > 0:  # rank 0 reports an error that all ranks have
+        patience = _PATIENCE_S if on_all_ranks else _RANK_0_FIRST_S if isinstance(error, UnitrainError) else 0.0
+    return job.watch.fail(summary(error), patience_s=patience, secondary=secondary, on_all_ranks=on_all_ranks)
 
 
 def _launch() -> Launch:
@@ -100,12 +101,12 @@ def _launch() -> Launch:
 
 
 class RankError(Exception):
-    """What is known of an exception that another process raised: it can't carry its traceback to this one.
+    """The cause of an exception that another process raised: holds its traceback, which can't be pickled.
 
     Args:
-        rank: of the process.
-        trace: the traceback, as text.
-        place: what ``place`` returned there.
+        rank: rank of that process.
+        trace: the formatted traceback.
+        place: the result of ``place`` in that process.
     """
 
     def __init__(self, rank: int, trace: str, place: str) -> None:
@@ -114,7 +115,7 @@ class RankError(Exception):
 
 
 def place(trace: TracebackType | None) -> str:
-    """Name the last line of the user's own that led to an error, in a line to go below its message."""
+    """Return the last line of user code in a traceback, formatted as a line below the error message."""
     own = [(frame, line) for frame, line in traceback.walk_tb(trace) if is_own(frame)]
     if not own:
         return ""
@@ -123,21 +124,21 @@ def place(trace: TracebackType | None) -> str:
 
 
 def summary(error: BaseException) -> str:
-    """Return an error in one line."""
+    """Return the type and the first line of an error."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def announce(error: BaseException) -> None:
-    """Report to the other ranks an error that is shown otherwise than by the hook, before this process ends."""
+def report(error: BaseException) -> None:
+    """Report an error to the hub before this process ends. For errors that do not reach the excepthook."""
     job = current()
     if job is not None and job.watch is not None:
         job.failed = True
-        follows = job.follows_from_another(error)
-        job.watch.fail(summary(error), patience_s=_CAUSE_S if follows else 0.0, follows=follows)
+        secondary = job.is_secondary(error)
+        job.watch.fail(summary(error), patience_s=_CAUSE_S if secondary else 0.0, secondary=secondary)
 
 
 def install_hook() -> None:
-    """Let uncaught errors end the way this module says, from now on."""
+    """Install the excepthook of this module, once."""
     if not isinstance(sys.excepthook, _FailureHook):
         sys.excepthook = _FailureHook()

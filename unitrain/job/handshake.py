@@ -1,4 +1,4 @@
-"""What the ranks tell one another before any work: who they are, and that they are about to run the same thing."""
+"""The handshake: after the rendezvous, the ranks compare settings, versions and code before any work."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from unitrain.config import Section, StrategyConfig
 from unitrain.errors import ConfigError
 from unitrain.job.hub import Member
 
-# What each process may have to itself.
+# Settings that may differ between ranks.
 _OWN_SETTINGS = frozenset({"device", "threads_per_process", "pin_memory"})
 
 
-def introduce(communicator: Communicator, config: StrategyConfig, backend: type[Backend]) -> list[Member]:
-    """Return all processes of the job, by rank. Collective.
+def handshake(communicator: Communicator, config: StrategyConfig, backend: type[Backend]) -> list[Member]:
+    """Check that all ranks run the same thing, and return all processes of the job, by rank. Collective.
 
     Args:
-        communicator: of this process.
-        config: its settings.
+        communicator: the communicator of this process.
+        config: the settings of this process.
         backend: the backend's class.
 
     Raises:
-        ConfigError: the ranks have other settings, other versions or other code; on every rank, naming what differs.
+        ConfigError: settings, versions or code differ between ranks; on every rank, naming the difference.
     """
     own = (socket.gethostname(), os.getpid(), psutil.Process().create_time(), _facts(config, backend))
-    told = communicator.all_gather_object(own)
-    _check_alike([facts for *_, facts in told], set(type(config).model_fields))
-    return [Member(rank, host, pid, created) for rank, (host, pid, created, _) in enumerate(told)]
+    gathered = communicator.all_gather_object(own)
+    _check_same([facts for *_, facts in gathered], set(type(config).model_fields))
+    return [Member(rank, host, pid, created) for rank, (host, pid, created, _) in enumerate(gathered)]
 
 
 def _facts(config: StrategyConfig, backend: type[Backend]) -> dict[str, Any]:
-    """Return what must be the same on all ranks, by the name that a message gives it."""
-    # Another backend's section may be missing on a host, where that backend is not installed.
+    """Return what must be the same on all ranks, by the name that the error message uses."""
+    # The section of another backend is missing on hosts where that backend is not installed.
     others = {name for name, value in config if isinstance(value, Section) and name != backend.name}
     settings = config.model_dump(exclude={*_OWN_SETTINGS, *others})
     script = Path(sys.argv[0]) if sys.argv else Path()
@@ -72,23 +72,23 @@ def _digest(*files: Path) -> str:
     return digest.hexdigest()[:12]
 
 
-def _check_alike(facts: list[dict[str, Any]], settings: Collection[str]) -> None:
+def _check_same(facts: list[dict[str, Any]], settings: Collection[str]) -> None:
     found = difference(facts)
     if found is None:
         return
-    name, said = found
+    name, values = found
     if name.split(".")[0] in settings:
-        hint = "Give all ranks the same (environment, arguments and files)"
+        hint = "Give all ranks the same environment variables, arguments and configuration file"
     else:
-        hint = "Install and start the same on every host"
-    raise ConfigError(f"the ranks do not run the same: {name} is {said}. {hint}.")
+        hint = "Install and start the same version on every host"
+    raise ConfigError(f"the ranks do not run the same: {name} is {values}. {hint}.")
 
 
 def difference(facts: Sequence[Mapping[str, Any]]) -> tuple[str, str] | None:
-    """Return what is not the same on all ranks: the first name, and its values with the ranks that have them.
+    """Return the first name whose values differ between ranks, and the values with their ranks; None if all agree.
 
     Args:
-        facts: what each rank says, by name.
+        facts: the values of each rank, by name.
     """
     for name in dict.fromkeys(name for one in facts for name in one):
         ranks_by_value: dict[str, list[int]] = {}

@@ -1,4 +1,4 @@
-"""What rank 0 knows of all ranks, and what it concludes: who failed, who is frozen, and where all of them stop."""
+"""The hub on rank 0: decides which rank failed first, which is stalled, and where all ranks stop."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from unitrain.job import messages
 from unitrain.job.messages import Message, StopReason, Verdict
 from unitrain.pulse import CLOSING
 
-# A rank at its end and another that waits for it elsewhere: after this, neither is merely late in saying so.
-_CROSSED_S = 3.0
-# Engines have a timeout of their own, of ``timeout_s``, and raise where the user's script may see it. They come first.
-_AFTER_ENGINES_S = 5.0
-SILENT_END = "ended without a word: it was killed, or left by os._exit()"
+# How long one rank is in close() and another waits elsewhere before this is a deadlock, and not a late heartbeat.
+_DEADLOCK_S = 3.0
+# Libraries time out after ``timeout_s`` as well, and raise an error that the script can catch. They come first.
+_AFTER_LIBRARIES_S = 5.0
+SILENT_END = "ended without reporting an error: it was killed, crashed, or called os._exit()"
 
 
 @dataclass(frozen=True)
@@ -24,23 +24,23 @@ class Member:
     host: str
     pid: int
     created: float
-    """When it was started, as psutil says: a pid may be used again."""
+    """When it was started, by psutil: a pid may be reused."""
 
     def __str__(self) -> str:
         return f"rank {self.rank} on {self.host} (pid {self.pid})"
 
 
 class Hub:
-    """Draws conclusions from what the ranks say. It knows no sockets and no clock, so that it can be tested without.
+    """Decides from the messages of the ranks why the job ends. Uses no sockets and no clock, for easy testing.
 
-    The first conclusion is the job's verdict, and there is no second.
+    The first decision is the verdict of the job; later failures don't change it.
 
     Args:
         members: all processes, by rank.
-        timeout_s: how long a rank may wait for others that live.
-        heartbeat_timeout_s: how long a rank may say nothing.
-        say: sends a message to a rank, or to all (None).
-        now: the time, in seconds, as in all calls.
+        timeout_s: seconds that a rank may wait for other ranks.
+        heartbeat_timeout_s: seconds without a heartbeat after which a rank counts as stalled.
+        send: sends a message to a rank, or to all (None).
+        now: the current time in seconds, as in all calls.
     """
 
     def __init__(
@@ -49,20 +49,20 @@ class Hub:
         *,
         timeout_s: float,
         heartbeat_timeout_s: float,
-        say: Callable[[int | None, Message], None],
+        send: Callable[[int | None, Message], None],
         now: float,
     ) -> None:
         self._members = members
         self._timeout_s, self._heartbeat_timeout_s = timeout_s, heartbeat_timeout_s
-        self._say = say
+        self._send = send
         self._heard_at = dict.fromkeys(range(len(members)), now)
-        self._looked_at = now
-        self._beats: dict[int, messages.Beat] = {}
+        self._checked_at = now
+        self._heartbeats: dict[int, messages.Heartbeat] = {}
         self._present = set(self._heard_at)
-        self._reasons: list[StopReason] = []  # to stop for; the first is being agreed on, or acted on
+        self._reasons: list[StopReason] = []  # the first is being agreed on, or acted on
         self._boundaries: dict[int, int] = {}
         self._settled: set[int] = set()
-        self._calls: dict[int, messages.Call] = {}  # of the ranks that have come to their next one
+        self._calls: dict[int, messages.Call] = {}  # of the ranks that have reached their next call
         self.verdict: Verdict | None = None
 
     @property
@@ -70,18 +70,18 @@ class Hub:
         """Whether all ranks have left."""
         return not self._present
 
-    def hear(self, rank: int, message: Message, now: float) -> None:
-        """Take note of what a rank says."""
+    def receive(self, rank: int, message: Message, now: float) -> None:
+        """Process a message from a rank."""
         self._heard_at[rank] = now
         match message:
-            case messages.Beat():
-                self._beats[rank] = message
-            case messages.Failed(text=text, follows=True):
-                self._conclude_unanswered(rank, text)
-            case messages.Failed(text=text, everywhere=everywhere):
-                self._conclude(rank, f": {text}", everywhere=everywhere)
+            case messages.Heartbeat():
+                self._heartbeats[rank] = message
+            case messages.Failed(text=text, secondary=True):
+                self._decide_on_wait(rank, text)
+            case messages.Failed(text=text, on_all_ranks=on_all_ranks):
+                self._decide(rank, f": {text}", on_all_ranks=on_all_ranks)
             case messages.Ask():
-                self._say(rank, messages.Answer(self._where_the_others_are(rank)))
+                self._send(rank, messages.Answer(self._describe_others(rank)))
             case messages.Call():
                 self._compare_calls(rank, message)
             case messages.RequestStop(reason=reason) if reason not in self._reasons:
@@ -91,8 +91,8 @@ class Hub:
             case messages.Held(boundary=boundary):
                 self._boundaries[rank] = boundary
                 if len(self._boundaries) == len(self._members):
-                    # Nobody is beyond the boundary that it named, so all can still come to the furthest of them.
-                    self._say(None, messages.Stop(max(self._boundaries.values()), self._reasons[0]))
+                    # No rank has passed the boundary that it reported, so all can still stop at the furthest of them.
+                    self._send(None, messages.Stop(max(self._boundaries.values()), self._reasons[0]))
             case messages.Settled():
                 self._settled.add(rank)
                 if len(self._settled) == len(self._members):
@@ -103,84 +103,87 @@ class Hub:
                 self._present.discard(rank)
 
     def _hold(self) -> None:
-        if len(self._present) == len(self._members):  # else the run is at its end
+        if len(self._present) == len(self._members):  # otherwise the run is ending
             self._boundaries, self._settled = {}, set()
-            self._say(None, messages.Hold())
+            self._send(None, messages.Hold())
 
     def _compare_calls(self, rank: int, mine: messages.Call) -> None:
-        for other, its in self._calls.items():
-            if its.call != mine.call:
-                self._conclude(
+        for other, theirs in self._calls.items():
+            if theirs.call != mine.call:
+                self._decide(
                     rank,
-                    f" called {mine.call} at {mine.place}, where rank {other} called {its.call} at {its.place}: all "
-                    "ranks must make the same calls, in the same order",
+                    f" called {mine.call} at {mine.place}, where rank {other} called {theirs.call} at {theirs.place}: "
+                    "all ranks must make the same calls, in the same order",
                 )
         self._calls[rank] = mine
         if len(self._calls) == len(self._members):
             self._calls = {}
-            self._say(None, messages.CallsAgree())
+            self._send(None, messages.CallsAgree())
 
-    def lost(self, rank: int) -> None:
-        """Take note that a rank's connection has ended."""
+    def disconnected(self, rank: int) -> None:
+        """Process the end of a rank's connection."""
         if rank in self._present:
             self._present.discard(rank)
-            self._conclude(rank, f" {SILENT_END}")
+            self._decide(rank, f" {SILENT_END}")
 
-    def look(self, now: float) -> None:
-        """Look for ranks that say nothing, and for ranks that wait for longer than they may."""
-        asleep, self._looked_at = now - self._looked_at, now
-        if asleep > self._heartbeat_timeout_s / 2:  # this process was stopped itself, and perhaps the whole job
+    def check(self, now: float) -> None:
+        """Check for stalled ranks, and for waits that exceed the timeout."""
+        asleep, self._checked_at = now - self._checked_at, now
+        if asleep > self._heartbeat_timeout_s / 2:  # this process was suspended itself, and perhaps the whole job
             self._heard_at = dict.fromkeys(self._heard_at, now)
         for rank in sorted(self._present):
             silence = now - self._heard_at[rank]
             if silence > self._heartbeat_timeout_s:
-                self._conclude(
-                    rank, f" gave no sign of life for {silence:.0f} s; it was {self._place(rank)}", frozen=True
+                self._decide(
+                    rank, f" sent no heartbeat for {silence:.0f} s; it was {self._activity(rank)}", stalled=True
                 )
-        self._look_for_crossing()
-        waits = {rank: beat for rank, beat in self._beats.items() if rank in self._present and beat.waits}
+        self._check_for_deadlock()
+        waits = {rank: beat for rank, beat in self._heartbeats.items() if rank in self._present and beat.waits}
         longest = max(waits, key=lambda rank: waits[rank].seconds, default=None)
-        if longest is not None and waits[longest].seconds > self._timeout_s + _AFTER_ENGINES_S:
-            self._conclude_unanswered(longest, f"timeout_s is over for it, {waits[longest]}")
+        if longest is not None and waits[longest].seconds > self._timeout_s + _AFTER_LIBRARIES_S:
+            self._decide_on_wait(longest, f"timed out (timeout_s is {self._timeout_s:g}), {waits[longest]}")
 
-    def _conclude_unanswered(self, rank: int, text: str) -> None:
-        """Conclude that nobody came where a rank waited: another does not wait at all, or waits for something else."""
-        away = self._away(rank)
-        others = self._where_the_others_are(rank)
-        if away:
-            self._conclude(away[0], f" did not come where rank {rank} waited for it: {others}. Rank {rank}: {text}")
+    def _decide_on_wait(self, rank: int, text: str) -> None:
+        """Decide which rank is to blame for a wait that failed: one that does not wait, if there is one."""
+        not_waiting = self._not_waiting(rank)
+        others = self._describe_others(rank)
+        if not_waiting:
+            culprit = not_waiting[0]
+            self._decide(culprit, f" did not reach the call that rank {rank} waited in: {others}. Rank {rank}: {text}")
         else:
-            self._conclude(rank, f": {text}; {others}")
+            self._decide(rank, f": {text}; {others}")
 
-    def _look_for_crossing(self) -> None:
+    def _check_for_deadlock(self) -> None:
+        """Check for a rank that is in ``close`` while another waits for it in another call."""
         lasting = {
             rank: beat
-            for rank, beat in self._beats.items()
-            if rank in self._present and beat.waits and beat.seconds > _CROSSED_S
+            for rank, beat in self._heartbeats.items()
+            if rank in self._present and beat.waits and beat.seconds > _DEADLOCK_S
         }
         closing = [rank for rank, beat in lasting.items() if beat.phase == CLOSING]
         waiting = [rank for rank, beat in lasting.items() if beat.phase != CLOSING]
         if closing and waiting:
-            self._conclude(
+            self._decide(
                 closing[0],
-                f" came to its end after step {lasting[closing[0]].step}, and rank {waiting[0]} still waits for it, "
+                f" finished after step {lasting[closing[0]].step}, but rank {waiting[0]} still waits for it, "
                 f"{lasting[waiting[0]]}",
             )
 
-    def _conclude(self, rank: int, text: str, *, frozen: bool = False, everywhere: bool = False) -> None:
+    def _decide(self, rank: int, text: str, *, stalled: bool = False, on_all_ranks: bool = False) -> None:
         if self.verdict is None:
             text = f"{self._members[rank]}{text}"
-            self.verdict = Verdict(rank, text, frozen, everywhere)
-            self._say(None, self.verdict)
+            self.verdict = Verdict(rank, text, stalled, on_all_ranks)
+            self._send(None, self.verdict)
 
-    def _place(self, rank: int) -> str:
-        return str(self._beats[rank]) if rank in self._beats else "starting"
+    def _activity(self, rank: int) -> str:
+        return str(self._heartbeats[rank]) if rank in self._heartbeats else "starting"
 
-    def _away(self, asking: int) -> list[int]:
-        """Return the other ranks that do not wait."""
-        return [r for r in sorted(self._present - {asking}) if r not in self._beats or not self._beats[r].waits]
+    def _not_waiting(self, asking: int) -> list[int]:
+        """Return the other ranks that are not waiting in a collective."""
+        beats = self._heartbeats
+        return [rank for rank in sorted(self._present - {asking}) if rank not in beats or not beats[rank].waits]
 
-    def _where_the_others_are(self, asking: int) -> str:
-        """Say which ranks have not come to where one waits, or that all wait, but not for the same."""
-        named = self._away(asking) or sorted(self._present - {asking})
-        return "; ".join(f"{self._members[rank]} is {self._place(rank)}" for rank in named[:4])
+    def _describe_others(self, asking: int) -> str:
+        """Return what the ranks that are not waiting are doing, or, if all wait, what each waits in."""
+        named = self._not_waiting(asking) or sorted(self._present - {asking})
+        return "; ".join(f"{self._members[rank]} is {self._activity(rank)}" for rank in named[:4])

@@ -1,4 +1,4 @@
-"""This process's part in its job: what it is doing, who watches it, and how it stops or ends."""
+"""The job that this process belongs to: its pulse, its watch, and how it stops."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from unitrain.backend import Backend
 from unitrain.communicator import Communicator
 from unitrain.config import StrategyConfig
 from unitrain.errors import BackendError, LaunchError, UnitrainError
-from unitrain.job.handshake import introduce
+from unitrain.job.handshake import handshake
 from unitrain.job.stopping import Boundaries, Stopping
 from unitrain.job.verb_check import check_verbs
 from unitrain.job.watch import Watch
@@ -17,17 +17,17 @@ _current: Job | None = None
 
 
 def join(backend: Backend, config: StrategyConfig, launch: Launch) -> tuple[Communicator, Job]:
-    """Start a backend, and let this process join the others; it becomes the current job. Collective.
+    """Start a backend and join the other processes. The job becomes the current one. Collective.
 
     Args:
-        backend: not started yet.
+        backend: the backend, not started yet.
         config: the settings.
-        launch: who started this process.
+        launch: how this process was started.
 
     Raises:
-        BackendError: the backend does not do what it must.
-        LaunchError: it sees another world than the launcher made.
-        ConfigError: the ranks have other settings, other versions or other code.
+        BackendError: a collective of the backend gives a wrong result.
+        LaunchError: the backend's rank or world size is not that of the launcher.
+        ConfigError: settings, versions or code differ between ranks.
         CommunicationError: the ranks can't reach one another.
     """
     _start(backend, launch)
@@ -47,38 +47,36 @@ def join(backend: Backend, config: StrategyConfig, launch: Launch) -> tuple[Comm
 def _start(backend: Backend, launch: Launch) -> None:
     seen = backend.start()
     if not (isinstance(seen, tuple) and len(seen) == 2 and all(isinstance(number, int) for number in seen)):
-        raise BackendError(
-            f"backend {backend.name!r}: start() must return this process's rank and the world size, but returned "
-            f"{seen!r}."
-        )
+        raise BackendError(f"backend {backend.name!r}: start() must return (rank, world size), but returned {seen!r}.")
     if seen != (backend.rank, backend.world_size):
         backend.close(failed=True)
         raise LaunchError(
-            f"{launch.launcher} says that this is rank {backend.rank} of {backend.world_size}, but backend "
-            f"{backend.name} sees rank {seen[0]} of {seen[1]}. Evidence: {', '.join(launch.evidence) or 'none'}."
+            f"according to {launch.launcher} this process is rank {backend.rank} of {backend.world_size}, but backend "
+            f"{backend.name!r} returned rank {seen[0]} of {seen[1]}. Detected from "
+            f"{', '.join(launch.evidence) or 'the absence of launcher variables'}."
         )
 
 
 class Job:
-    """One process of a job. Collective: the ranks compare what they run, and watch one another from now on.
+    """The membership of this process in a job. Runs the handshake and starts the watch. Collective.
 
     Args:
-        communicator: of this process.
+        communicator: the communicator of this process.
         config: the settings.
-        launch: who started this process.
+        launch: how this process was started.
         backend: the backend's class.
 
     Attributes:
         launch: as given.
         pulse: what this process is doing.
-        node_rank: number of this process's host.
-        watch: reports this process to rank 0 and ends it when the job ends; None where there is one process.
-        stopping: stops this process when all are to stop.
-        failed: whether this process is ending because of an error: it then waits for nobody.
+        node_rank: rank of its host.
+        watch: sends heartbeats to rank 0 and ends this process when the job ends; None in a world of one.
+        stopping: stops this process at the same boundary as the others.
+        failed: whether this process is ending because of an error; it then does not wait for other ranks.
         ended: whether it is leaving, or has left, the job.
 
     Raises:
-        ConfigError: the ranks have other settings, other versions or other code.
+        ConfigError: settings, versions or code differ between ranks.
         CommunicationError: rank 0 can't be reached.
     """
 
@@ -94,16 +92,16 @@ class Job:
         boundaries = Boundaries(self.pulse)
         self.watch: Watch | None = None
         if communicator.world_size > 1:
-            members = introduce(communicator, config, backend)
-            if launch.node_rank is None:  # the launcher does not tell: hosts are numbered in the order of the ranks
+            members = handshake(communicator, config, backend)
+            if launch.node_rank is None:  # unknown to the launcher: hosts are numbered in the order of the ranks
                 hosts = [member.host for member in members]
                 self.node_rank = list(dict.fromkeys(hosts)).index(hosts[communicator.rank])
             one_host = launch.local_world_size == communicator.world_size
             self.watch = Watch(communicator, members, boundaries, config, one_host=one_host)
         self.stopping: Stopping = Stopping(boundaries, self.pulse, self.watch, is_main=communicator.is_main)
 
-    def follows_from_another(self, error: BaseException | None) -> bool:
-        """Return whether an error is, or comes from, what the backend's library raises where another rank has gone."""
+    def is_secondary(self, error: BaseException | None) -> bool:
+        """Return whether an error is, or was caused by, one that the library raises when another rank has gone."""
         while error is not None:
             if self._backend.is_engine_error(error):
                 return True
@@ -111,11 +109,11 @@ class Job:
         return False
 
     def leave(self) -> None:
-        """Leave in good order, when every rank has come to its end."""
+        """Leave the job, after every rank has reached its end."""
         if self.watch is not None:
             self.watch.close()
 
 
 def current() -> Job | None:
-    """Return the job that this process belongs to, or belonged to last."""
+    """Return the job that this process belongs to, or belonged to last; None before the first."""
     return _current

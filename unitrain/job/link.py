@@ -1,4 +1,4 @@
-"""One TCP connection between a process and the hub of its job, for messages."""
+"""A TCP connection for messages between a process and the hub of its job."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _links: weakref.WeakSet[Link] = weakref.WeakSet()
 
 
 class Link:
-    """One end of a connection. Any thread may send; one receives.
+    """One end of a connection. Any thread may send; only one may receive.
 
     Args:
-        connection: a connected TCP socket, which the link takes over.
+        connection: a connected TCP socket, which the link takes ownership of.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -28,19 +28,19 @@ class Link:
         _links.add(self)
 
     def fileno(self) -> int:
-        """Let ``multiprocessing.connection.wait`` wait for it."""
+        """Return the file descriptor, for ``multiprocessing.connection.wait``."""
         return self._connection.fileno()
 
     def send(self, message: Message) -> None:
-        """Send a message; where the other end has gone, it is lost."""
+        """Send a message. If the other end has gone, the message is lost."""
         with self._sending:
             try:
                 self._connection.send_bytes(encode(message))
             except OSError:
-                return  # whoever receives here finds that out too
+                return  # the receiving thread notices it too
 
     def receive(self, timeout_s: float | None = None) -> Message | None:
-        """Return the next message, or None where the other end has gone or says what is none."""
+        """Return the next message, or None on a timeout, a closed connection or an invalid message."""
         try:
             if timeout_s is not None and not self._connection.poll(timeout_s):
                 return None
@@ -55,7 +55,7 @@ class Link:
 
 
 def _forget_in_child() -> None:
-    """Close a forked process's copies: the others are to notice when the process that was forked from ends."""
+    """Close a forked child's copies of connections, so that the other ends notice when the parent ends."""
     for link in list(_links):
         link.close()
 

@@ -1,4 +1,4 @@
-"""What a process and the hub of its job say to each other, and how that is written on a connection."""
+"""The messages between the processes of a job and its hub, and their encoding."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from unitrain.pulse import OWN_CODE
+from unitrain.pulse import USER_CODE
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class StopReason:
     """Why a run is to stop at a boundary."""
 
     signal: int | None = None
-    """Number of the signal; None where a checkpoint could not be written in the background."""
+    """Number of the signal; None if a checkpoint could not be written in the background."""
 
 
 @dataclass(frozen=True)
@@ -35,29 +35,29 @@ class Welcome:
 
 
 @dataclass(frozen=True)
-class Beat:
-    """From a process: a heartbeat, and what the process is doing."""
+class Heartbeat:
+    """From a process: a heartbeat, with what the process is doing."""
 
     phase: str
     step: int
     seconds: float
     """How long it has been doing that."""
-    kind: Literal["beat"] = "beat"
+    kind: Literal["heartbeat"] = "heartbeat"
 
     @property
     def waits(self) -> bool:
         """Whether the process waits for other ranks."""
-        return self.phase != OWN_CODE
+        return self.phase != USER_CODE
 
     def __str__(self) -> str:
         return f"in {self.phase} after step {self.step}, for {self.seconds:.0f} s"
 
 
 @dataclass(frozen=True)
-class HubBeat:
+class HubHeartbeat:
     """From the hub: a heartbeat."""
 
-    kind: Literal["hub_beat"] = "hub_beat"
+    kind: Literal["hub_heartbeat"] = "hub_heartbeat"
 
 
 @dataclass(frozen=True)
@@ -65,23 +65,23 @@ class Failed:
     """From a process: it is about to end with an error."""
 
     text: str
-    follows: bool = False
-    """Whether the error is a library's whose wait for another rank failed."""
-    everywhere: bool = False
-    """Whether all ranks have it: a wrong setting, say."""
+    secondary: bool = False
+    """Whether the error follows from another rank's failure: a collective that failed, say."""
+    on_all_ranks: bool = False
+    """Whether all ranks have the same error: a wrong setting, say."""
     kind: Literal["failed"] = "failed"
 
 
 @dataclass(frozen=True)
 class Ask:
-    """From a process: where are the ranks that it waits for?"""
+    """From a process: asks what the ranks that it waits for are doing."""
 
     kind: Literal["ask"] = "ask"
 
 
 @dataclass(frozen=True)
 class Answer:
-    """From the hub: where they are."""
+    """From the hub: what they are doing."""
 
     text: str
     kind: Literal["answer"] = "answer"
@@ -89,10 +89,10 @@ class Answer:
 
 @dataclass(frozen=True)
 class Call:
-    """From a process: it has come to a collective call."""
+    """From a process: it has reached a collective call."""
 
     call: str
-    """Its name, and all that must be the same on all ranks."""
+    """Its name and arguments, as far as they must be the same on all ranks."""
     place: str
     """The line of the script."""
     kind: Literal["call"] = "call"
@@ -100,14 +100,14 @@ class Call:
 
 @dataclass(frozen=True)
 class CallsAgree:
-    """From the hub: every rank has come to the same call."""
+    """From the hub: every rank has reached the same call."""
 
     kind: Literal["calls_agree"] = "calls_agree"
 
 
 @dataclass(frozen=True)
 class RequestStop:
-    """From a process: all ranks are to stop at their next common boundary."""
+    """From a process: asks for all ranks to stop at their next common boundary."""
 
     reason: StopReason
     kind: Literal["request_stop"] = "request_stop"
@@ -115,14 +115,14 @@ class RequestStop:
 
 @dataclass(frozen=True)
 class Hold:
-    """From the hub: pass no boundary, and say which is the next."""
+    """From the hub: pass no boundary, and report which is the next."""
 
     kind: Literal["hold"] = "hold"
 
 
 @dataclass(frozen=True)
 class Held:
-    """From a process: the next boundary that it will come to."""
+    """From a process: its next boundary."""
 
     boundary: int
     kind: Literal["held"] = "held"
@@ -139,14 +139,14 @@ class Stop:
 
 @dataclass(frozen=True)
 class Settled:
-    """From a process: what the stop was for has been done."""
+    """From a process: the stop has been acted on."""
 
     kind: Literal["settled"] = "settled"
 
 
 @dataclass(frozen=True)
 class Leave:
-    """From a process: it has come to its end, in good order. From the hub: all have."""
+    """From a process: it has reached its end without an error. From the hub: all have."""
 
     kind: Literal["leave"] = "leave"
 
@@ -159,16 +159,16 @@ class Verdict:
     """The rank that failed first."""
     text: str
     """What happened to it, with its host and pid, in one line."""
-    frozen: bool = False
-    """Whether the process is still there, and gives no sign of life."""
-    everywhere: bool = False
+    stalled: bool = False
+    """Whether the process still exists, but sends no heartbeat."""
+    on_all_ranks: bool = False
     """As in ``Failed``."""
     kind: Literal["verdict"] = "verdict"
 
 
 Message = (
-    Hello | Welcome | Beat | HubBeat | Failed | Ask | Answer | Call | CallsAgree | RequestStop | Hold | Held | Stop
-    | Settled | Leave | Verdict
+    Hello | Welcome | Heartbeat | HubHeartbeat | Failed | Ask | Answer | Call | CallsAgree | RequestStop | Hold | Held
+    | Stop | Settled | Leave | Verdict
 )  # fmt: skip
 
 _ADAPTER: TypeAdapter[Message] = TypeAdapter(Annotated[Message, Field(discriminator="kind")])
@@ -180,7 +180,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes) -> Message | None:
-    """Return the message that the bytes hold, or None where they hold none."""
+    """Return the message that was encoded as ``data``, or None if it is invalid."""
     try:
         return _ADAPTER.validate_json(data)
     except ValidationError:

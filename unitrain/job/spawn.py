@@ -1,4 +1,4 @@
-"""``unitrain.spawn``: the ranks of a job as child processes of one script."""
+"""``unitrain.spawn``: starts the ranks of a job as child processes of a script."""
 
 from __future__ import annotations
 
@@ -26,46 +26,46 @@ from unitrain.job import excepthook
 from unitrain.launch.detect import OVERRIDE
 from unitrain.process import end_with_parent
 
-# A rank that ends by sys.exit (unitrain.Stopped is such an end) seldom does so alone: the others get this long.
+# How long the others get after a rank has called sys.exit (unitrain.Stopped, say): they usually do the same.
 _LEAVE_S = 10.0
-# A rank's death can become known a little after the errors that it causes in other ranks.
+# How long to wait for further reports after the first failure: a rank's death may be noticed after its consequences.
 _SETTLE_S = 0.5
 # Between SIGTERM and SIGKILL. A rank that waits inside a collective does not run its signal handlers.
 _TERMINATE_S = 2.0
-# How often to look for dead processes: a dead rank's own children can keep its pipe open.
-_LOOK_S = 0.25
+# How often to check for dead processes: children of a dead rank can keep its pipe open.
+_CHECK_S = 0.25
 
 
 def spawn(fn: Callable[..., object], *args: Any, nprocs: int | None = None) -> None:
-    """Run ``fn(*args)`` in new processes of this host that are the ranks of one job, and wait for them.
+    """Start ``nprocs`` processes on this host as the ranks of one job, run ``fn(*args)`` in each, and wait for them.
 
-    ``fn`` calls ``unitrain.init`` itself. It and ``args`` are pickled, so it is defined at the top of a module; a
-    script calls ``spawn`` under ``if __name__ == "__main__":``, since every rank imports the script again.
+    ``fn`` calls ``unitrain.init`` itself. ``fn`` and ``args`` are pickled, so ``fn`` must be defined at the top level
+    of a module. A script calls ``spawn`` under ``if __name__ == "__main__":``, since every rank imports it again.
 
     Args:
-        fn: what every rank does; what it returns is dropped.
-        *args: its arguments, the same for all ranks.
-        nprocs: the number of ranks; default: one for each visible GPU.
+        fn: the function that every rank runs. Its result is discarded.
+        *args: its arguments, the same on all ranks.
+        nprocs: number of ranks. Default: one per visible GPU.
 
     Raises:
-        UsageError: ``nprocs`` is missing where there is no GPU, or less than 1; or something can't be pickled.
+        UsageError: ``nprocs`` is less than 1, or missing without a GPU; or ``fn`` or ``args`` can't be pickled.
         CommunicationError: a rank died without an exception.
-        BaseException: what the first rank to fail raised, with its rank and traceback as the cause. The other ranks
-            are ended first.
+        BaseException: the exception of the first rank that failed, with its rank and traceback as the cause. The
+            other ranks are ended first.
     """
     excepthook.install_hook()
     if nprocs is None:
         nprocs = torch.cuda.device_count()
         if nprocs == 0:
-            raise UsageError("unitrain.spawn starts one process for each GPU, and there is none: give it nprocs=N.")
+            raise UsageError("unitrain.spawn starts one process per GPU by default, but there is none: pass nprocs=N.")
     if nprocs < 1:
-        raise UsageError(f"unitrain.spawn was given nprocs={nprocs}; it takes 1 or more.")
+        raise UsageError(f"unitrain.spawn: nprocs is {nprocs}, but must be at least 1.")
     try:
         pickle.dumps((fn, args))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise UsageError(
-            f"unitrain.spawn hands its function and arguments to other processes, and these can't be: {error}. Define "
-            "the function at the top of a module, and make in it what can't be pickled."
+            f"unitrain.spawn pickles its function and arguments, and failed: {error}. Define the function at the top "
+            "level of a module, and create objects that can't be pickled inside it."
         ) from error
     with spawn_environments(nprocs) as environments:
         run_processes(fn, args, environments, multiprocessing.get_context("spawn"))
@@ -73,7 +73,7 @@ def spawn(fn: Callable[..., object], *args: Any, nprocs: int | None = None) -> N
 
 @contextmanager
 def spawn_environments(nprocs: int) -> Iterator[list[dict[str, str]]]:
-    """Give the environment of each of ``nprocs`` ranks, and keep the store open in which they meet."""
+    """Yield the environments of ``nprocs`` ranks, and keep the store open that serves their rendezvous."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     job = {
         OVERRIDE: "spawn",
@@ -82,7 +82,7 @@ def spawn_environments(nprocs: int) -> Iterator[list[dict[str, str]]]:
         "GROUP_RANK": "0",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),
-        # torch's own word for a store that the launcher keeps: no rank tries to open another at this port.
+        # torch's variable for a store that the launcher keeps open: no rank opens another on this port.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
     yield [{**os.environ, **job, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(nprocs)]
@@ -90,15 +90,15 @@ def spawn_environments(nprocs: int) -> Iterator[list[dict[str, str]]]:
 
 @dataclass
 class _Report:
-    """How a rank ended, as it says itself."""
+    """How a rank ended, as reported by itself."""
 
     result: Any = None
     error: BaseException | None = None
     trace: str = ""
     place: str = ""
-    """The script's own line that led to a UnitrainError."""
+    """The line of user code that led to the error."""
     at: float = 0.0
-    """When it failed; the clocks of one host's processes can be compared."""
+    """When it failed, by the monotonic clock, which the processes of a host share."""
 
 
 def run_processes(
@@ -108,12 +108,19 @@ def run_processes(
     context: SpawnContext | ForkServerContext,
     timeout_s: float | None = None,
 ) -> list[Any]:
-    """Run ``fn(*args)`` in one process for each of ``environments`` (complete ones) and return what each returned.
+    """Run ``fn(*args)`` in one process per environment, and return their results.
+
+    Args:
+        fn: the function that every process runs.
+        args: its arguments.
+        environments: the complete environment of each process.
+        context: starts the processes.
+        timeout_s: seconds after which processes that still run are ended; None: no limit.
 
     Raises:
-        TimeoutError: some had not ended after ``timeout_s``.
+        TimeoutError: a process had not ended after ``timeout_s``.
         CommunicationError: a process died without an exception.
-        BaseException: what the first process to fail raised. No process is left in any of these cases.
+        BaseException: the exception of the first process that failed. All processes are ended in each of these cases.
     """
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     processes: list[BaseProcess] = []
@@ -134,12 +141,12 @@ def run_processes(
 
 
 def _collect(processes: list[BaseProcess], receivers: list[Connection], deadline: float | None) -> list[Any]:
-    """Return every process's result, or raise the first failure."""
+    """Return the results of all processes, or raise the first failure."""
     reports: dict[int, _Report] = {}
     settled_at = math.inf
     while len(reports) < len(processes) and time.monotonic() < settled_at:
         waiting = [rank for rank in range(len(processes)) if rank not in reports]
-        ready = wait([receivers[rank] for rank in waiting], _LOOK_S)
+        ready = wait([receivers[rank] for rank in waiting], _CHECK_S)
         for rank in waiting:
             if receivers[rank] in ready or processes[rank].exitcode is not None:
                 reports[rank] = _receive(rank, processes[rank], receivers[rank])
@@ -151,7 +158,7 @@ def _collect(processes: list[BaseProcess], receivers: list[Connection], deadline
     if failed:
         first = min(failed, key=lambda rank: reports[rank].at)
         _fail(first, reports[first], processes)
-    for rank, process in enumerate(processes):  # what is left to do after the report is to close down
+    for rank, process in enumerate(processes):  # after its report, a process only shuts down
         process.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
         if process.exitcode is None:
             _check_deadline(deadline, [rank])
@@ -162,28 +169,28 @@ def _collect(processes: list[BaseProcess], receivers: list[Connection], deadline
 
 def _check_deadline(deadline: float | None, late: list[int]) -> None:
     if late and deadline is not None and time.monotonic() >= deadline:
-        raise TimeoutError(f"not all ranks ended in time; {late} did not")
+        raise TimeoutError(f"these ranks did not end in time: {late}")
 
 
 def _receive(rank: int, process: BaseProcess, receiver: Connection) -> _Report:
     try:
-        if not receiver.poll():  # dead, and its pipe is kept open by a child of its own
+        if not receiver.poll():  # dead, and one of its children keeps its pipe open
             raise EOFError
         report = pickle.loads(receiver.recv_bytes())
     except EOFError:
         process.join(_TERMINATE_S)
-        # A death comes before the errors that it causes in other ranks, unless it is their way to end with them: an
-        # engine's (it aborts) or the watch's (it leaves with 1).
-        caused = process.exitcode in (-signal.SIGABRT, 1)
-        return _Report(error=_death(rank, process), at=math.inf if caused else -math.inf)
+        # A death is the cause of the errors in other ranks, unless it is a consequence of one itself: a communication
+        # library may abort the process, and the watch ends it with exit code 1.
+        secondary = process.exitcode in (-signal.SIGABRT, 1)
+        return _Report(error=_death(rank, process), at=math.inf if secondary else -math.inf)
     assert isinstance(report, _Report)
     return report
 
 
 def _death(rank: int, process: BaseProcess) -> CommunicationError:
     code = process.exitcode or 0
-    how = f"died of {signal.Signals(-code).name}" if code < 0 else f"left with exit code {code}"
-    return CommunicationError(f"rank {rank} (pid {process.pid}) {how} without having finished.")
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+    return CommunicationError(f"rank {rank} (pid {process.pid}) {how} before it had finished.")
 
 
 def _fail(rank: int, report: _Report, processes: list[BaseProcess]) -> None:
@@ -197,7 +204,7 @@ def _fail(rank: int, report: _Report, processes: list[BaseProcess]) -> None:
 
 
 def _end(processes: list[BaseProcess]) -> None:
-    """Leave none of the processes alive."""
+    """End all processes."""
     for process in processes:
         if process.exitcode is None:
             process.terminate()
@@ -210,8 +217,8 @@ def _end(processes: list[BaseProcess]) -> None:
 
 
 def _run(sender: Connection, environ: dict[str, str], fn: Callable[..., object], args: tuple[Any, ...]) -> None:
-    """Be one rank: what a child process does."""
-    # Whoever kills the parent kills its ranks. A forkserver, the parent of the processes that it forks, ends with the
+    """Run one rank, in a child process."""
+    # A rank is killed when its parent dies. A forkserver, the parent of the processes that it forks, ends with the
     # process that started it.
     end_with_parent()
     os.environ.clear()
@@ -226,8 +233,8 @@ def _run(sender: Connection, environ: dict[str, str], fn: Callable[..., object],
         at, place = time.monotonic(), excepthook.place(error.__traceback__)
         report = _Report(error=_portable(error), trace=traceback.format_exc(), place=place, at=at)
         sender.send_bytes(pickle.dumps(report))
-        excepthook.announce(error)
-        # Exit handlers may wait for ranks that will not come.
+        excepthook.report(error)
+        # Exit handlers may wait for ranks that are gone.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
@@ -235,7 +242,7 @@ def _run(sender: Connection, environ: dict[str, str], fn: Callable[..., object],
 
 
 def _portable(error: BaseException) -> BaseException:
-    """Return the error, or one that says the same where it can't be pickled."""
+    """Return the error, or a UnitrainError with the same message if it can't be pickled."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

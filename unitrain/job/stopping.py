@@ -1,9 +1,9 @@
-"""How a run ends before its time, on all ranks at the same boundary, with what it has done saved.
+"""Stops a run early, on all ranks at the same boundary, after saving a checkpoint.
 
-A signal is noted down by a thread and agreed on beside training: rank 0's hub asks every rank which boundary it has
-yet to pass, and names the furthest of them. No rank is beyond it, and each can come to it, so all stop there.
-Boundaries are counted; they are the ends of optimizer steps, where a loader's next batch is asked for, and each batch
-of an evaluation.
+A thread receives the signal, and the ranks agree on a boundary while training continues: rank 0's hub asks every rank
+for its next boundary, and chooses the furthest. No rank has passed it, and each will reach it, so all stop there.
+Boundaries are counted. They are the points where a loader is asked for the next step's batch, each batch of an
+evaluation, and, without a loader, the ends of optimizer steps.
 """
 
 from __future__ import annotations
@@ -20,48 +20,48 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from unitrain.job.messages import StopReason
-from unitrain.process import leave
+from unitrain.process import exit_now
 from unitrain.pulse import Pulse
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-# Launchers pass on the signal that the terminal has sent to all; that is the same wish, and no second one.
-_SAME_WISH_S = 1.0
+# The terminal sends Ctrl-C to all processes, and launchers forward it: signals this close together are the same one.
+_SAME_SIGNAL_S = 1.0
 _REQUEUE_S = 30.0
 
 
 class Stopped(SystemExit):
-    """The run was stopped on purpose, on every rank at the same step; uncaught, the process ends with ``code``.
+    """Raised on every rank, at the same step, when the run is stopped. If uncaught, the process exits with ``code``.
 
-    Codes: 143 for SIGTERM, 130 for SIGINT, 138 for SIGUSR1; 3 where a loss or gradient was not finite under
+    Codes: 143 for SIGTERM, 130 for SIGINT, 138 for SIGUSR1; 3 if a loss or gradient was not finite, with
     ``on_nonfinite="stop"``.
     """
 
 
 class Saves(Protocol):
-    """The open checkpoint, as far as stopping needs it."""
+    """The open checkpoint."""
 
     def wait(self) -> None:
-        """Raise what failed in the background; collective."""
+        """Wait for the background writer, and raise its error. Collective."""
 
     def save_now(self) -> Path:
-        """Save on all ranks, and return the folder; collective."""
+        """Save a checkpoint, wait for it, and return its folder. Collective."""
 
 
 class Coordinator(Protocol):
-    """What lets all ranks agree on where to stop."""
+    """Lets the ranks agree on a boundary to stop at."""
 
     def request_stop(self, reason: StopReason) -> None:
-        """Ask for a common boundary."""
+        """Ask all ranks to stop at a common boundary."""
 
     def settle(self) -> None:
-        """Say that what the stop was for has been done."""
+        """Report that this rank has acted on the stop."""
 
 
 class Boundaries:
-    """The boundaries that this process passes, and the one at which it is to stop.
+    """The boundaries of this process, and the one to stop at.
 
     Args:
-        pulse: where they are counted.
+        pulse: counts the boundaries that were passed.
     """
 
     def __init__(self, pulse: Pulse) -> None:
@@ -70,21 +70,21 @@ class Boundaries:
         self._stop_at = 0
         self._reason = StopReason()
         self.held: bool = False
-        """Whether no boundary may be passed without asking ``due``."""
+        """Whether ``due`` must be called before a boundary is passed."""
 
     def hold(self) -> int:
-        """Let no boundary be passed before it is agreed where to stop, and return the next one. From any thread."""
-        self.held = True  # first: a boundary that is passed meanwhile waits, and is none beyond the one returned
+        """Hold this process at its next boundary until the ranks have agreed, and return it. From any thread."""
+        self.held = True  # set first: a boundary reached in between waits, and is at most the one returned
         return self._pulse.boundary + 1
 
     def agree(self, boundary: int, reason: StopReason) -> None:
-        """Learn where to stop, and why. From any thread."""
+        """Set where to stop, and why. From any thread."""
         self._stop_at, self._reason = boundary, reason
         self._agreed.set()
 
     def due(self) -> StopReason | None:
-        """Return why to stop at the boundary that is being passed, or None where it is not the one."""
-        self._agreed.wait()  # for rank 0's answer, which comes at once, or the end of the process
+        """Return the reason to stop at the boundary being passed, or None if it is not the one to stop at."""
+        self._agreed.wait()  # rank 0 answers at once, or the watch ends the process
         if self._pulse.boundary < self._stop_at:
             return None
         self.held = False
@@ -93,12 +93,12 @@ class Boundaries:
 
 
 class Stopping:
-    """Stops this process at the boundary that all ranks agree on.
+    """Stops this process at the boundary that all ranks have agreed on.
 
     Args:
-        boundaries: those of this process.
-        pulse: where they are counted.
-        coordinator: lets all ranks agree; None where there is one process.
+        boundaries: the boundaries of this process.
+        pulse: counts the boundaries that were passed.
+        coordinator: lets the ranks agree; None in a world of one.
         is_main: whether this is rank 0, which prints.
     """
 
@@ -111,29 +111,29 @@ class Stopping:
         self._signals: StopSignals | None = None
 
     def listen(self, checkpoint: Saves) -> None:
-        """Let SIGTERM, SIGINT and SIGUSR1 save a checkpoint and stop the run, from now on."""
+        """From now on, save a checkpoint and stop the run on SIGTERM, SIGINT and SIGUSR1."""
         self._checkpoint = checkpoint
         self._signals = StopSignals(lambda number: self.request(StopReason(number)))
 
     def close(self) -> None:
-        """Let signals do what they did before."""
+        """Restore the previous signal handlers."""
         self._checkpoint = None
         if self._signals is not None:
             self._signals.close()
             self._signals = None
 
     def request(self, reason: StopReason) -> None:
-        """Ask for all ranks to stop at their next common boundary. Not collective; from any thread."""
+        """Ask all ranks to stop at their next common boundary. Not collective; from any thread."""
         if self._coordinator is None:
             self._boundaries.agree(self._boundaries.hold(), reason)
         else:
             self._coordinator.request_stop(reason)
 
     def pass_boundary(self) -> None:
-        """Pass a boundary, in the main thread, or stop at it, where it is the one that was agreed on.
+        """Pass a boundary, or stop if it is the one that was agreed on. In the main thread only.
 
         Raises:
-            Stopped: for a signal; the open checkpoint has been saved.
+            Stopped: after a signal; the open checkpoint has been saved.
             CheckpointError: a checkpoint could not be written in the background.
         """
         self._pulse.boundary += 1
@@ -151,10 +151,10 @@ class Stopping:
                 self._coordinator.settle()
 
     def _act_on(self, reason: StopReason) -> None:
-        """Do, at an agreed boundary, what it was agreed on for. Collective."""
+        """Act on the reason of a stop. Collective."""
         if reason.signal is None:
             if self._checkpoint is not None:
-                self._checkpoint.wait()  # raises what failed, unless that was reported already
+                self._checkpoint.wait()  # raises the error, unless it was raised already
             return
         number = signal.Signals(reason.signal)
         where = f" and saved in {self._checkpoint.save_now()}" if self._checkpoint is not None else ""
@@ -165,13 +165,13 @@ class Stopping:
 
 
 class StopSignals:
-    """Turns SIGTERM, SIGINT and SIGUSR1 into a call of ``request``, in a thread; a second signal ends the process.
+    """Calls ``request`` in a thread on SIGTERM, SIGINT and SIGUSR1. A second signal ends the process.
 
-    A thread is told by the interpreter's wake-up descriptor, for Python's own handlers wait until the main thread comes
-    back from a collective. A handler of the user's is left in place.
+    The thread reads the interpreter's wake-up descriptor, since Python runs signal handlers only when the main thread
+    has returned from a collective. Handlers that the script has installed are left in place.
 
     Args:
-        request: is given the signal's number.
+        request: called with the number of the signal.
     """
 
     def __init__(self, request: Callable[[int], None]) -> None:
@@ -179,7 +179,7 @@ class StopSignals:
         self._replaced: dict[int, Any] = {}
         self._wakeup_before = -1
         if threading.current_thread() is not threading.main_thread():
-            return  # where signals can't be handled
+            return  # only the main thread can set signal handlers
         own = [n for n in _SIGNALS if signal.getsignal(n) in (signal.SIG_DFL, signal.default_int_handler)]
         self._receiver, self._sender = socket.socketpair()
         self._sender.setblocking(False)
@@ -198,11 +198,12 @@ class StopSignals:
                 if not first_at:
                     first_at = time.monotonic()
                     self._request(number)
-                elif time.monotonic() - first_at > _SAME_WISH_S:
-                    leave(128 + number, f"unitrain: a second {signal.Signals(number).name}: ended at once.")
+                elif time.monotonic() - first_at > _SAME_SIGNAL_S:
+                    name = signal.Signals(number).name
+                    exit_now(128 + number, f"unitrain: received a second {name}: exiting at once.")
 
     def close(self) -> None:
-        """Put everything back as it was."""
+        """Restore the signal handlers, and end the thread."""
         if self._replaced:
             self.restore()
             self._sender.shutdown(socket.SHUT_WR)  # closing would not do: a forked process may have a copy
@@ -211,7 +212,7 @@ class StopSignals:
             self._receiver.close()
 
     def restore(self) -> None:
-        """Put the handlers back."""
+        """Restore the signal handlers."""
         if self._replaced:
             signal.set_wakeup_fd(self._wakeup_before)
         for number, handler in self._replaced.items():
@@ -223,7 +224,7 @@ _set_up: weakref.WeakSet[StopSignals] = weakref.WeakSet()
 
 
 def _forget_in_child() -> None:
-    """Let a forked process answer to signals as if nothing had been: its wake-ups would be taken for its parent's."""
+    """Restore signal handlers in a forked child: its wake-ups would go to the parent's thread."""
     for signals in _set_up:
         signals.restore()
 
@@ -232,11 +233,11 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def _wake_up(number: int, frame: object) -> None:
-    """Do nothing: that there is a handler is what makes the interpreter write to its wake-up descriptor."""
+    """Do nothing: the interpreter writes to its wake-up descriptor only if a handler is set."""
 
 
 def _requeue() -> str:
-    """Let SLURM put this job back into its queue, and return what to say of it: nothing outside SLURM."""
+    """Requeue this SLURM job, and return a message about it; an empty string outside SLURM."""
     job = os.environ.get("SLURM_JOB_ID")
     if job is None:
         return ""

@@ -1,4 +1,4 @@
-"""What a backend's verbs must do, tried once when the ranks meet: a wrong one would train another model in silence."""
+"""Self-test of a backend's collectives at startup: a wrong one would train a wrong model without an error."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ T = TypeVar("T")
 
 
 def check_verbs(backend: Backend) -> None:
-    """Call every verb of a started backend with values whose results are known. Collective; takes milliseconds.
+    """Check the results of every collective of a started backend. Collective; takes milliseconds.
 
-    Every operation is tried with every dtype that the core uses it with, several of them under way at once.
+    Every operation is tested with every dtype that the core uses, with many calls in flight.
 
     Raises:
-        BackendError: a verb raised an error of its own, or its result is wrong on this rank; names the verb, the
-            operation and the dtype.
+        BackendError: a call failed, or its result is wrong on this rank; names the collective, op and dtype.
+        CommunicationError: another rank has ended.
     """
-    # All are started before the first is waited for, as gradient buckets are.
+    # All are started before the first wait, as gradient buckets are.
     for verb in [*_reductions(backend), *_gathers(backend), *_broadcasts(backend)]:
         _check(backend, verb)
     _check_same_bits(backend)
 
 
 class _Verb(NamedTuple):
-    """A call that is under way."""
+    """A call in flight."""
 
     what: str
     wait: Callable[[], Tensor]
@@ -47,13 +47,13 @@ class _Verb(NamedTuple):
 
 
 def _reductions(backend: Backend) -> Iterator[_Verb]:
-    """Small integers, whose sums every dtype holds exactly."""
+    """Start reductions of small integers, whose sums every dtype represents exactly."""
     values = [torch.arange(_ELEMENTS) + rank % 3 for rank in range(backend.world_size)]
     everyone = torch.stack(values)
     results = {"sum": everyone.sum(0), "max": everyone.amax(0), "min": everyone.amin(0)}
     for dtype, (op, expected) in itertools.product(_DTYPES, results.items()):
         if expected.max() > _largest_exact(dtype):
-            continue  # there are so many ranks that the sum does not fit
+            continue  # with so many ranks, the dtype can't represent the sum
         what = f"all_reduce of {_name(dtype)} with op {op!r}"
         tensor = values[backend.rank].to(backend.device, dtype, copy=True)
         wait = _tried(backend, what, partial(backend.all_reduce, tensor, op, f"self_test.{op}.{_name(dtype)}"))
@@ -70,7 +70,7 @@ def _gathers(backend: Backend) -> Iterator[_Verb]:
 
 
 def _broadcasts(backend: Backend) -> Iterator[_Verb]:
-    """From every rank, or from a few of many."""
+    """Start broadcasts from every rank, or from a few if there are many."""
     stride = -(-backend.world_size // _MOST_SOURCES)
     for src in sorted({*range(0, backend.world_size, stride), backend.world_size - 1}):
         what = f"broadcast from rank {src}"
@@ -90,39 +90,41 @@ def _check(backend: Backend, verb: _Verb) -> None:
     found = _tried(backend, verb.what, verb.wait)
     if not isinstance(found, Tensor) or found.shape != verb.expected.shape:
         form = tuple(found.shape) if isinstance(found, Tensor) else found
-        raise _wrong(backend, verb.what, f"it returned {form}, where a tensor of {tuple(verb.expected.shape)} is due")
+        raise _wrong(backend, verb.what, f"returned {form}, but must return a tensor of {tuple(verb.expected.shape)}")
     if not torch.equal(found.cpu().to(torch.int64), verb.expected):
         values = f"{found.cpu().flatten().tolist()[:10]} instead of {verb.expected.flatten().tolist()[:10]}"
-        raise _wrong(backend, verb.what, f"on rank {backend.rank} of {backend.world_size} it gave {values}")
+        raise _wrong(backend, verb.what, f"gave {values} on rank {backend.rank} of {backend.world_size}")
 
 
 def _check_same_bits(backend: Backend) -> None:
-    """Compare sums whose rounding depends on the order: where they differ, the ranks' weights drift apart."""
+    """Check that sums that need rounding have the same bits on all ranks: otherwise their weights diverge."""
     generator = torch.Generator().manual_seed(backend.rank)
     sums = torch.randn(64, generator=generator, dtype=torch.float64).to(backend.device)
     what = "all_reduce of float64 with op 'sum'"
     _tried(backend, what, lambda: backend.all_reduce(sums, "sum", "self_test.bits")())
     gathered = _tried(backend, "all_gather of float64", lambda: backend.all_gather(sums, "self_test.same")()).cpu()
     if not (gathered == gathered[0]).all():
-        raise _wrong(backend, what, "its result is not the same on all ranks, bit for bit: their weights would differ")
+        raise _wrong(backend, what, "gave different bits on different ranks, whose weights would diverge")
 
 
 def _tried(backend: Backend, what: str, call: Callable[[], T]) -> T:
-    """Call a verb, or wait for it; what it raises itself is its backend's mistake."""
+    """Call a collective, or wait for it; report its error as one of the backend."""
     try:
         return call()
     except UnitrainError:
         raise
     except Exception as error:
         if backend.is_engine_error(error):
-            raise CommunicationError(f"rank {backend.rank} of {backend.world_size} lost the others: {error}") from error
-        raise _wrong(backend, what, f"it raised {type(error).__name__}: {error}") from error
+            raise CommunicationError(
+                f"rank {backend.rank} of {backend.world_size}: another rank ended during {what}: {error}"
+            ) from error
+        raise _wrong(backend, what, f"raised {type(error).__name__}: {error}") from error
 
 
 def _wrong(backend: Backend, what: str, how: str) -> BackendError:
     return BackendError(
-        f"backend {backend.name!r} ({type(backend).__module__}) does not do what it must: {what} was tried, and {how}. "
-        f"See docs/backends.md, and `unitrain conform --backend {backend.name}`."
+        f"backend {backend.name!r} ({type(backend).__module__}) failed its self-test: {what} {how}. See "
+        f"docs/backends.md, and `unitrain conform --backend {backend.name}`."
     )
 
 

@@ -1,7 +1,7 @@
-"""Each process's watch: a thread that tells the job's hub what the process is doing, and hears what becomes of the job.
+"""The watch: a thread in each process that sends heartbeats to the hub, and ends the process when the job ends.
 
-Rank 0 has the hub, in a thread of its own, and is a member like the others. A process's end closes its connection, so
-that a death is known at once, and a process that is frozen falls silent. Nothing here takes part in a training step.
+The hub runs in another thread of rank 0, which has a watch like the others. When a process dies, its connection is
+closed, and the hub notices at once. A stalled process sends no heartbeats. Nothing here runs within a training step.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from unitrain.job.link import Link
 from unitrain.job.messages import Message, StopReason, Verdict
 from unitrain.job.stopping import Boundaries
 from unitrain.launch.addresses import own_addresses, reach
-from unitrain.process import end_frozen, leave, print_stacks
+from unitrain.process import exit_now, kill_stalled, print_stacks
 
 A = TypeVar("A", messages.Answer, messages.CallsAgree)
 
-_PARTING_S = 5.0
+_CLOSE_S = 5.0
 _ANSWER_S = 2.0
 
 
 class Watch:
-    """Begins to watch, and to be watched. Collective.
+    """The watchdog of one process. Collective: connects to the hub, which waits for all ranks.
 
     Args:
-        communicator: of this process.
+        communicator: the communicator of this process.
         members: all processes of the job, by rank.
-        boundaries: those of this process, at which it can be stopped.
+        boundaries: the boundaries of this process, at which it can be stopped.
         config: the settings.
         one_host: whether all ranks are on this host.
 
     Raises:
-        CommunicationError: rank 0 can't be reached, or was not reached in time.
+        CommunicationError: rank 0 can't be reached, or not all ranks reached it within ``timeout_s``.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Watch:
         self._thread.start()
 
     def __str__(self) -> str:
-        """Return the process that this is the watch of, for messages."""
+        """Return the process that this watch belongs to, for messages."""
         return str(self._me)
 
     def _connect(self, communicator: Communicator, one_host: bool) -> tuple[Link, threading.Thread | None]:
@@ -101,41 +101,41 @@ class Watch:
     # --------------------------------------------------------------------------------------- for the main thread
 
     def fail(
-        self, text: str, *, patience_s: float = 0.0, follows: bool = False, everywhere: bool = False
+        self, text: str, *, patience_s: float = 0.0, secondary: bool = False, on_all_ranks: bool = False
     ) -> Verdict | None:
-        """Say that this process is about to end with an error, and return which failure was the job's first.
+        """Report that this process is about to end with an error, and return which failure was the first of the job.
 
         From now on the caller ends this process; a verdict no longer does.
 
         Args:
-            text: the error, in a line.
-            patience_s: how long to wait first for the verdict on another rank.
-            follows: whether the error is an engine's that waited in vain: then a rank is to blame that did not come.
-            everywhere: whether all ranks have it (a wrong setting, say), and one need say so.
+            text: the error, in one line.
+            patience_s: seconds to wait first for a verdict on another rank.
+            secondary: whether the error follows from another rank's failure: a collective that failed, say.
+            on_all_ranks: whether all ranks have the same error (a wrong setting, say), so that one of them reports it.
         """
         with self._changed:
-            if self._verdict is not None and not self._ending:  # the watch's thread ends the process, and says why
-                self._changed.wait(_PARTING_S)
+            if self._verdict is not None and not self._ending:  # the watch's thread is about to end the process
+                self._changed.wait(_CLOSE_S)
             self._ending = True
             if self._changed.wait_for(lambda: self._verdict is not None, patience_s):
                 return self._verdict
-        self._beat()
-        self._link.send(messages.Failed(text, follows, everywhere))
+        self._send_heartbeat()
+        self._link.send(messages.Failed(text, secondary, on_all_ranks))
         with self._changed:
             self._changed.wait_for(lambda: self._verdict is not None, _ANSWER_S)
             return self._verdict
 
     def whereabouts(self) -> str:
-        """Return where the ranks are that this one waits for, or an empty text where rank 0 does not say."""
+        """Return what the ranks that this one waits for are doing, or an empty string if rank 0 does not answer."""
         answer = self._ask(messages.Ask(), messages.Answer, _ANSWER_S)
         return answer.text if answer is not None else ""
 
-    def _ask(self, question: Message, expected: type[A], timeout_s: float | None = None) -> A | None:
-        """Send rank 0 a question, from the main thread, and return the answer; None where none comes in time."""
+    def _ask(self, request: Message, expected: type[A], timeout_s: float | None = None) -> A | None:
+        """Send the hub a request, from the main thread, and return its answer; None after ``timeout_s``."""
         with self._changed:
             self._answer = None
-        self._beat()
-        self._link.send(question)
+        self._send_heartbeat()
+        self._link.send(request)
         with self._changed:
             self._changed.wait_for(lambda: isinstance(self._answer, expected), timeout_s)
             return self._answer if isinstance(self._answer, expected) else None
@@ -145,38 +145,38 @@ class Watch:
         self._link.send(messages.RequestStop(reason))
 
     def settle(self) -> None:
-        """Say that this process has done what it was agreed to stop for."""
+        """Report that this process has acted on the stop."""
         self._link.send(messages.Settled())
 
     def compare_calls(self, call: str, place: str) -> None:
-        """Return once every rank has come to this call; the job ends where one comes to another.
+        """Return once every rank has reached this call. The job ends if a rank makes another call.
 
         Args:
-            call: what all are to call: its name, and all that must be the same on all ranks.
-            place: the line of the script that calls it here, for the message.
+            call: the name and arguments of the call, as far as they must be the same on all ranks.
+            place: the line of the script that makes it, for the error message.
         """
         self._ask(messages.Call(call, place), messages.CallsAgree)
 
     def close(self) -> None:
-        """Leave, in good order: every rank has come to its end."""
+        """Leave the job, after every rank has reached its end."""
         self._left = True
         self._link.send(messages.Leave())
-        self._thread.join(_PARTING_S)
+        self._thread.join(_CLOSE_S)
         if self._server is not None:
-            self._server.join(_PARTING_S)
+            self._server.join(_CLOSE_S)
         self._link.close()
 
     # --------------------------------------------------------------------------------------------- in the thread
 
     def _run(self) -> None:
-        heard_at = looked_at = time.monotonic()
+        heard_at = checked_at = time.monotonic()
         while not self._left:
-            self._beat()
+            self._send_heartbeat()
             ready = wait([self._link.fileno()], self._interval_s)
             now = time.monotonic()
-            if now - looked_at > self._heartbeat_timeout_s / 2:
-                heard_at = now  # this process was stopped itself, and perhaps the whole job
-            looked_at = now
+            if now - checked_at > self._heartbeat_timeout_s / 2:
+                heard_at = now  # this process was suspended itself, and perhaps the whole job
+            checked_at = now
             if ready:
                 heard_at = now
                 message = self._link.receive()
@@ -184,19 +184,19 @@ class Watch:
                     if not self._left:
                         self._decide(Verdict(0, f"{self._members[0]} {SILENT_END}"))
                     return
-                self._hear(message)
+                self._receive(message)
             elif now - heard_at > self._heartbeat_timeout_s:
-                silence = f"gave no sign of life for {now - heard_at:.0f} s"
-                self._decide(Verdict(0, f"{self._members[0]} {silence}", frozen=True))
+                silence = f"sent no heartbeat for {now - heard_at:.0f} s"
+                self._decide(Verdict(0, f"{self._members[0]} {silence}", stalled=True))
 
-    def _beat(self) -> None:
+    def _send_heartbeat(self) -> None:
         pulse, now = self._pulse, time.monotonic()
         state = (pulse.phase, pulse.calls, pulse.boundary)
         if state != self._state:
             self._state, self._since = state, now
-        self._link.send(messages.Beat(pulse.phase, pulse.step, now - self._since))
+        self._link.send(messages.Heartbeat(pulse.phase, pulse.step, now - self._since))
 
-    def _hear(self, message: Message) -> None:
+    def _receive(self, message: Message) -> None:
         match message:
             case Verdict():
                 self._decide(message)
@@ -212,46 +212,46 @@ class Watch:
                 self._left = True
 
     def _decide(self, verdict: Verdict) -> None:
-        """Learn why the job ends, and end this process with it."""
+        """End this process because of the verdict."""
         rank, culprit = verdict.rank, self._members[verdict.rank]
         with self._changed:
             self._verdict = verdict
             self._changed.notify_all()
             ending = self._ending
-        if verdict.frozen and culprit.host == self._me.host and rank != self._me.rank:
+        if verdict.stalled and culprit.host == self._me.host and rank != self._me.rank:
             neighbours = [m.rank for m in self._members if m.host == culprit.host and m.rank != rank]
-            end_frozen(culprit.pid, culprit.created, asks=self._me.rank == neighbours[0])
+            kill_stalled(culprit.pid, culprit.created, aborts=self._me.rank == neighbours[0])
         if ending:
             return  # the main thread has an error to report
-        if verdict.everywhere:
-            leave(ConfigError.exit_code)
+        if verdict.on_all_ranks:
+            exit_now(ConfigError.exit_code)
         if rank == self._me.rank:
-            print_stacks(f"unitrain: {self._me} was here when the job gave it up:")
-        leave(1, f"unitrain: {self._me}: stopped because {verdict.text}")
+            print_stacks(f"unitrain: stacks of {self._me} when the job was ended because of it:")
+        exit_now(1, f"unitrain: {self._me}: stopped because {verdict.text}")
 
 
 def _interval_s(heartbeat_timeout_s: float) -> float:
-    """Return the seconds between two signs of life."""
+    """Return the seconds between two heartbeats."""
     return min(1.0, heartbeat_timeout_s / 5)
 
 
 def _serve(
     listener: socket.socket, token: str, members: Sequence[Member], timeout_s: float, heartbeat_timeout_s: float
 ) -> None:
-    """Be the hub, until all ranks have left."""
-    links = _welcome(listener, token, len(members), timeout_s)
+    """Run the hub until all ranks have left."""
+    links = _accept_all(listener, token, len(members), timeout_s)
     if links is None:
         return
 
-    def say(rank: int | None, message: Message) -> None:
-        # This process last: a verdict ends it, and the others would be left to guess.
+    def send(rank: int | None, message: Message) -> None:
+        # To this process last: a verdict ends it, and the others would not receive theirs.
         for one in sorted(links, reverse=True) if rank is None else [rank]:
             if one in links:
                 links[one].send(message)
 
-    hub = Hub(members, timeout_s=timeout_s, heartbeat_timeout_s=heartbeat_timeout_s, say=say, now=time.monotonic())
+    hub = Hub(members, timeout_s=timeout_s, heartbeat_timeout_s=heartbeat_timeout_s, send=send, now=time.monotonic())
     interval_s = _interval_s(heartbeat_timeout_s)
-    say(None, messages.Welcome())
+    send(None, messages.Welcome())
     beat_at = 0.0
     while not hub.finished and links:
         ready = wait([link.fileno() for link in links.values()], interval_s)
@@ -262,20 +262,20 @@ def _serve(
                 if message is None:
                     link.close()
                     del links[rank]
-                    hub.lost(rank)
+                    hub.disconnected(rank)
                 else:
-                    hub.hear(rank, message, now)
-        hub.look(now)
+                    hub.receive(rank, message, now)
+        hub.check(now)
         if now - beat_at >= interval_s:
             beat_at = now
-            say(None, messages.HubBeat())
-    say(None, messages.Leave())
+            send(None, messages.HubHeartbeat())
+    send(None, messages.Leave())
     for link in links.values():
         link.close()
 
 
-def _welcome(listener: socket.socket, token: str, count: int, timeout_s: float) -> dict[int, Link] | None:
-    """Return a link to every rank, or None where they did not all come in time."""
+def _accept_all(listener: socket.socket, token: str, count: int, timeout_s: float) -> dict[int, Link] | None:
+    """Return a link to every rank, or None if not all have connected within ``timeout_s``."""
     links: dict[int, Link] = {}
     deadline = time.monotonic() + timeout_s
     with listener:
@@ -286,11 +286,11 @@ def _welcome(listener: socket.socket, token: str, count: int, timeout_s: float) 
             except TimeoutError:
                 return None
             hello = link.receive(_ANSWER_S)
-            # As bytes: of text, compare_digest takes ASCII only.
+            # As bytes: compare_digest takes only ASCII strings.
             if not isinstance(hello, messages.Hello) or not secrets.compare_digest(
                 hello.token.encode(errors="replace"), token.encode()
             ):
-                link.close()  # a stranger, or a port scanner
+                link.close()  # another program, a port scanner say
                 continue
             links[hello.rank] = link
     return links

@@ -1,1 +1,1 @@
-"""Who started the processes, how they meet, and how to start some."""
+"""Launcher detection and the rendezvous of the processes."""

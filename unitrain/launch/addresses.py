@@ -1,4 +1,4 @@
-"""Where a host can be reached by the others, and which of that answers."""
+"""Network addresses: those of this host, and connecting to rank 0's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of a network interface
 
 
 def own_addresses() -> list[str]:
-    """Return what this host can be reached by: its IPv4 addresses that are not loopback, then its name."""
+    """Return the addresses of this host: its IPv4 addresses that are not loopback, then its host name."""
     addresses = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, interface in socket.if_nameindex():
@@ -21,17 +21,17 @@ def own_addresses() -> list[str]:
             try:
                 address = socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24])
             except OSError:
-                continue  # it has no IPv4 address
+                continue  # no IPv4 address
             if not address.startswith("127."):
                 addresses.append(address)
     return [*addresses, socket.gethostname()]
 
 
 def reach(hosts: list[str], port: int) -> socket.socket:
-    """Return a connection to a port of rank 0's, at the first of its addresses that answers.
+    """Return a connection to rank 0, at the first of its addresses that accepts one.
 
     Raises:
-        CommunicationError: none does.
+        CommunicationError: none accepts a connection.
     """
     for host in hosts:
         try:
@@ -39,6 +39,6 @@ def reach(hosts: list[str], port: int) -> socket.socket:
         except OSError:
             continue
     raise CommunicationError(
-        f"rank 0 can't be reached from this host: tried {', '.join(hosts)}, port {port}. Does a firewall forbid it? "
-        "Ranks talk to rank 0 at ports that are free when the job starts, so the job's hosts must let each other in."
+        f"rank 0 can't be reached from this host: tried {', '.join(hosts)}, port {port}. Check for a firewall: ranks "
+        "connect to rank 0 on ports that are chosen when the job starts, so all ports must be open between its hosts."
     )

@@ -1,17 +1,17 @@
-"""Who started this process, and as which of how many: a mapping of environment variables to one frozen ``Launch``.
+"""Launcher detection: reads rank, world size and rendezvous from environment variables into a ``Launch``.
 
-Launchers are looked for in this order; the first whose variables are there is believed:
+Launchers are looked for in this order. The first whose variables are set is used:
 
 1. ``UNITRAIN_LAUNCHER``, set by hand (or by ``unitrain.spawn``) to one of ``LAUNCHERS``
 2. torchrun, and with it ``python -m torch.distributed.launch``
 3. horovodrun with the gloo controller
 4. mpirun of Open MPI; horovodrun's MPI controller looks the same
-5. mpirun or mpiexec of MPICH, Intel MPI and other relatives of hydra
+5. mpirun or mpiexec of MPICH, Intel MPI and others based on hydra
 6. srun
-7. RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT set by hand or by a cluster (``env``)
-8. nobody (``python``)
+7. RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, set by hand or by a cluster (``env``)
+8. none (``python``)
 
-The inner launcher comes before the one that it is usually started by: torchrun inside an srun step is torchrun.
+An inner launcher comes before the one that usually starts it: torchrun inside an srun step is torchrun.
 """
 
 from __future__ import annotations
@@ -28,49 +28,49 @@ from unitrain.launch.slurm import MOST_IDS, first_host, in_step, step_port
 OVERRIDE = "UNITRAIN_LAUNCHER"
 
 _MOST = 1_000_000
-"""More processes than any job has, or restarts."""
+"""Upper bound for numbers of processes and restarts."""
 _A_HOST = "a host name or address"
 
-Meeting = Literal["alone", "tcp", "served", "mpi", "horovod"]
+Rendezvous = Literal["alone", "tcp", "served", "mpi", "horovod"]
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What a launcher said about this process. Read once, by ``detect``."""
+    """How this process was started: the launcher, and its place in the job. Read once, by ``detect``."""
 
     launcher: str
-    """One of ``LAUNCHERS``: torchrun, horovodrun, mpirun, srun, env, spawn, or python (nobody launched it)."""
+    """One of ``LAUNCHERS``: torchrun, horovodrun, mpirun, srun, env, spawn, or python (no launcher)."""
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
     node_rank: int | None = 0
-    """Number of this process's host; None (on all ranks alike) where the launcher does not tell."""
-    meeting: Meeting = "alone"
-    """How the ranks can meet: at a port that rank 0 opens (tcp) or that the launcher keeps open (served), through
-    MPI, through horovodrun's key-value server, or not at all."""
+    """Rank of this process's host; None (then on all ranks) if the launcher does not set it."""
+    rendezvous: Rendezvous = "alone"
+    """How the ranks find one another: a TCP store that rank 0 opens (tcp) or that the launcher keeps open (served),
+    MPI (mpi), horovodrun's key-value server (horovod), or none needed (alone)."""
     address: str | None = None
-    """Where they meet, as host:port; None where that is agreed on through MPI."""
+    """Address of the rendezvous, as host:port; None with MPI, through which rank 0 broadcasts it."""
     mpi: str | None = None
-    """The MPI whose launcher this is: Open MPI 4 (or older), Open MPI 5 (or newer) or MPICH (or a relative)."""
+    """The MPI that the launcher belongs to: Open MPI 4 (or older), Open MPI 5 (or newer) or MPICH (or Intel MPI)."""
     restarts: int = 0
-    """How often torchrun has restarted the job."""
+    """Number of times that torchrun has restarted the job."""
     also: tuple[str, ...] = ()
-    """Other launchers whose variables are there too, and were not believed."""
+    """Other launchers whose variables are set too. They are ignored."""
     evidence: tuple[str, ...] = ()
-    """The variables that led to this, as NAME=value."""
+    """The variables that this was read from, as NAME=value."""
 
 
 @dataclass
 class _Variables:
-    """The variables of one launcher, read strictly: a bad one is an error with its name, value and remedy."""
+    """The variables of one launcher. A missing or wrong one is an error with its name, its value and a remedy."""
 
     environ: Mapping[str, str]
     launcher: str
     remedy: str
     used: dict[str, str] = field(default_factory=dict)
 
-    def text(self, name: str, wanted: str = "set") -> str:
+    def string(self, name: str, wanted: str = "set") -> str:
         value = self.environ.get(name)
         if not value:
             raise self.error(name, wanted)
@@ -78,20 +78,20 @@ class _Variables:
         return value
 
     def matching(self, name: str, pattern: str, wanted: str) -> str:
-        value = self.text(name, wanted)
+        value = self.string(name, wanted)
         if not re.fullmatch(pattern, value, re.ASCII):
             raise self.error(name, wanted)
         return value
 
-    def whole(self, name: str, low: int = 0, high: int = _MOST) -> int:
-        wanted = f"a whole number from {low} to {high}"
+    def integer(self, name: str, low: int = 0, high: int = _MOST) -> int:
+        wanted = f"an integer from {low} to {high}"
         value = int(self.matching(name, r"\d{1,18}", wanted))
         if not low <= value <= high:
             raise self.error(name, wanted)
         return value
 
     def host(self, name: str) -> str:
-        value = self.text(name, _A_HOST)
+        value = self.string(name, _A_HOST)
         if not _is_host(value):
             raise self.error(name, _A_HOST)
         return value
@@ -100,7 +100,7 @@ class _Variables:
         state = f"is {self.environ[name]!r}" if name in self.environ else "is not set"
         by = "the variables" if self.launcher == "env" else f"the variables of {self.launcher}"
         return LaunchError(
-            f"{name} {state}, but must be {wanted}: {by} say that this process is one of a job. {self.remedy}, "
+            f"{name} {state}, but must be {wanted}: {by} show that this process is part of a job. {self.remedy}, "
             f"or set {OVERRIDE}=python to run this process alone."
         )
 
@@ -113,25 +113,28 @@ class _Variables:
         local_world_size: str | int,
         node_rank: str | None = None,
     ) -> Launch:
-        """Return the place of this process, read from the variables of these names."""
-        world = self.whole(world_size, 1)
-        local_world = local_world_size if isinstance(local_world_size, int) else self.whole(local_world_size, 1, world)
+        """Return the place of this process in the job, read from the variables with these names."""
+        world = self.integer(world_size, 1)
+        if isinstance(local_world_size, int):
+            local_world = local_world_size
+        else:
+            local_world = self.integer(local_world_size, 1, world)
         return Launch(
             self.launcher,
-            rank=self.whole(rank, 0, world - 1),
+            rank=self.integer(rank, 0, world - 1),
             world_size=world,
-            local_rank=self.whole(local_rank, 0, local_world - 1),
+            local_rank=self.integer(local_rank, 0, local_world - 1),
             local_world_size=local_world,
-            node_rank=self.whole(node_rank, 0, world - 1) if node_rank else 0 if local_world == world else None,
+            node_rank=self.integer(node_rank, 0, world - 1) if node_rank else 0 if local_world == world else None,
         )
 
     def master(self) -> str:
-        """Return the address that MASTER_ADDR and MASTER_PORT give."""
-        return f"{self.host('MASTER_ADDR')}:{self.whole('MASTER_PORT', 1, 65535)}"
+        """Return the address in MASTER_ADDR and MASTER_PORT."""
+        return f"{self.host('MASTER_ADDR')}:{self.integer('MASTER_PORT', 1, 65535)}"
 
     @property
     def has_master(self) -> bool:
-        """Whether somebody chose where to meet; half a choice is an error of ``master``."""
+        """Whether MASTER_ADDR or MASTER_PORT is set; ``master`` raises if only one is."""
         return "MASTER_ADDR" in self.environ or "MASTER_PORT" in self.environ
 
 
@@ -145,9 +148,9 @@ def _read_torchrun(variables: _Variables) -> Launch:
             local_world_size="LOCAL_WORLD_SIZE",
             node_rank="GROUP_RANK",
         ),
-        meeting="served" if served else "tcp",
+        rendezvous="served" if served else "tcp",
         address=variables.master(),
-        restarts=variables.whole("TORCHELASTIC_RESTART_COUNT") if variables.launcher == "torchrun" else 0,
+        restarts=variables.integer("TORCHELASTIC_RESTART_COUNT") if variables.launcher == "torchrun" else 0,
     )
 
 
@@ -158,20 +161,20 @@ def _read_horovodrun(variables: _Variables) -> Launch:
         local_rank="HOROVOD_LOCAL_RANK",
         local_world_size="HOROVOD_LOCAL_SIZE",
     )
-    # Horovod aborts the process, or hangs, where these are wrong. Every other host has a process of the job at least.
-    hosts = variables.whole("HOROVOD_CROSS_SIZE", 1, launch.world_size - launch.local_world_size + 1)
-    variables.whole("HOROVOD_CROSS_RANK", 0, hosts - 1)
+    # Horovod aborts or hangs if these are wrong. Every other host runs at least one process of the job.
+    hosts = variables.integer("HOROVOD_CROSS_SIZE", 1, launch.world_size - launch.local_world_size + 1)
+    variables.integer("HOROVOD_CROSS_RANK", 0, hosts - 1)
     if "HOROVOD_CPU_OPERATIONS" in variables.environ:
         variables.matching("HOROVOD_CPU_OPERATIONS", "gloo", "gloo")
     host = variables.host("HOROVOD_GLOO_RENDEZVOUS_ADDR")
-    address = f"{host}:{variables.whole('HOROVOD_GLOO_RENDEZVOUS_PORT', 1, 65535)}"
+    address = f"{host}:{variables.integer('HOROVOD_GLOO_RENDEZVOUS_PORT', 1, 65535)}"
     if variables.has_master:
-        return replace(launch, meeting="tcp", address=variables.master())
-    return replace(launch, meeting="horovod", address=address)
+        return replace(launch, rendezvous="tcp", address=variables.master())
+    return replace(launch, rendezvous="horovod", address=address)
 
 
 def _read_open_mpi(variables: _Variables) -> Launch:
-    # OMPI_COMM_WORLD_NODE_RANK is the rank within the node among all jobs there, not the node's number.
+    # OMPI_COMM_WORLD_NODE_RANK is the rank among all jobs on the node, not the rank of the node.
     launch = variables.launch(
         rank="OMPI_COMM_WORLD_RANK",
         world_size="OMPI_COMM_WORLD_SIZE",
@@ -179,29 +182,29 @@ def _read_open_mpi(variables: _Variables) -> Launch:
         local_world_size="OMPI_COMM_WORLD_LOCAL_SIZE",
     )
     if "PMIX_RANK" in variables.environ or "PMIX_NAMESPACE" in variables.environ:
-        # MPI_Init aborts, or hangs, where they are wrong.
-        variables.matching("PMIX_RANK", str(launch.rank), f"'{launch.rank}' as OMPI_COMM_WORLD_RANK is")
-        variables.text("PMIX_NAMESPACE")
+        # MPI_Init aborts or hangs if they are wrong.
+        variables.matching("PMIX_RANK", str(launch.rank), f"'{launch.rank}', the value of OMPI_COMM_WORLD_RANK")
+        variables.string("PMIX_NAMESPACE")
     is_5 = _has_any("OMPI_VERSION", "PRTE_LAUNCHED")(variables.environ)
-    return _met_through_mpi(launch, variables, "Open MPI 5" if is_5 else "Open MPI 4")
+    return _with_mpi(launch, variables, "Open MPI 5" if is_5 else "Open MPI 4")
 
 
 def _read_hydra(variables: _Variables) -> Launch:
     launch = variables.launch(
         rank="PMI_RANK", world_size="PMI_SIZE", local_rank="MPI_LOCALRANKID", local_world_size="MPI_LOCALNRANKS"
     )
-    return _met_through_mpi(launch, variables, "MPICH")
+    return _with_mpi(launch, variables, "MPICH")
 
 
-def _met_through_mpi(launch: Launch, variables: _Variables, mpi: str) -> Launch:
+def _with_mpi(launch: Launch, variables: _Variables, mpi: str) -> Launch:
     if variables.has_master:
-        return replace(launch, mpi=mpi, meeting="tcp", address=variables.master())
-    return replace(launch, mpi=mpi, meeting="mpi")
+        return replace(launch, mpi=mpi, rendezvous="tcp", address=variables.master())
+    return replace(launch, mpi=mpi, rendezvous="mpi")
 
 
 def _read_srun(variables: _Variables) -> Launch:
-    rank = str(variables.whole("SLURM_PROCID"))
-    wanted = f"a list of the tasks on this node, with {rank!r} among them as SLURM_PROCID says"
+    rank = str(variables.integer("SLURM_PROCID"))
+    wanted = f"a list of the tasks on this node that contains SLURM_PROCID, {rank!r}"
     tasks_here = variables.matching("SLURM_GTIDS", r"\d+(,\d+)*", wanted).split(",")
     if rank not in tasks_here:
         raise variables.error("SLURM_GTIDS", wanted)
@@ -213,50 +216,50 @@ def _read_srun(variables: _Variables) -> Launch:
         node_rank="SLURM_NODEID",
     )
     if "SLURM_STEP_NUM_TASKS" in variables.environ:
-        # It is another in a batch script that was submitted from inside another step, and has inherited it.
+        # They differ in a batch script that was submitted from inside a step, and has inherited the step's variables.
         tasks = variables.used["SLURM_NTASKS"]
-        variables.matching("SLURM_STEP_NUM_TASKS", re.escape(tasks), f"{tasks!r} as SLURM_NTASKS is")
+        variables.matching("SLURM_STEP_NUM_TASKS", re.escape(tasks), f"{tasks!r}, the value of SLURM_NTASKS")
     wanted = "a list of nodes, like node[1-4]"
-    nodes = variables.text("SLURM_STEP_NODELIST", wanted)
+    nodes = variables.string("SLURM_STEP_NODELIST", wanted)
     if not _is_host(first_host(nodes)):
         raise variables.error("SLURM_STEP_NODELIST", wanted)
-    job = variables.whole("SLURM_JOB_ID", 0, MOST_IDS)
-    step = variables.whole("SLURM_STEP_ID", 0, MOST_IDS)
+    job = variables.integer("SLURM_JOB_ID", 0, MOST_IDS)
+    step = variables.integer("SLURM_STEP_ID", 0, MOST_IDS)
     if variables.has_master:
-        return replace(launch, meeting="tcp", address=variables.master())
-    # A node's name need not be known outside SLURM, so it is used only where there is more than one.
+        return replace(launch, rendezvous="tcp", address=variables.master())
+    # A node's name may not resolve outside SLURM, so it is used only if there are several nodes.
     host = first_host(nodes) if launch.local_world_size < launch.world_size else "127.0.0.1"
     reserved = None
     if "SLURM_STEP_RESV_PORTS" in variables.environ:
         reserved = variables.matching("SLURM_STEP_RESV_PORTS", r"\d{1,5}([-,]\d{1,5})*", "ports, like 12000-12001")
     port = step_port(job, step, reserved)
-    return replace(launch, meeting="tcp", address=f"{host}:{port}")
+    return replace(launch, rendezvous="tcp", address=f"{host}:{port}")
 
 
 def _read_env(variables: _Variables) -> Launch:
     address = variables.master()
-    # Hosts that meet at a loopback address are one host; otherwise nobody but the user knows how many are here.
+    # A loopback address means one host; otherwise only the user knows how many processes are on each.
     one_host = "LOCAL_WORLD_SIZE" not in variables.environ and _is_loopback(address.rpartition(":")[0])
     launch = variables.launch(
         rank="RANK",
         world_size="WORLD_SIZE",
         local_rank="LOCAL_RANK",
-        local_world_size=variables.whole("WORLD_SIZE", 1) if one_host else "LOCAL_WORLD_SIZE",
+        local_world_size=variables.integer("WORLD_SIZE", 1) if one_host else "LOCAL_WORLD_SIZE",
     )
-    return replace(launch, meeting="tcp", address=address)
+    return replace(launch, rendezvous="tcp", address=address)
 
 
 def _read_python(variables: _Variables) -> Launch:
     return Launch("python")
 
 
-def _is_host(text: str) -> bool:
-    """Return whether text can be a host's name or address; numbers and dots alone are an address or nothing."""
+def _is_host(name: str) -> bool:
+    """Return whether a string is a valid host name or IP address; digits and dots alone must be an address."""
     try:
-        ip_address(text.partition("%")[0])
+        ip_address(name.partition("%")[0])
     except ValueError:
         label = r"(?!-)[\w-]{1,63}(?<!-)"
-        return re.fullmatch(rf"({label}\.)*(?!\d+\.?$){label}\.?", text) is not None
+        return re.fullmatch(rf"({label}\.)*(?!\d+\.?$){label}\.?", name) is not None
     return True
 
 
@@ -331,25 +334,25 @@ LAUNCHERS = tuple(dict.fromkeys(launcher.name for launcher in (*_BY_PRECEDENCE, 
 
 
 def detect(environ: Mapping[str, str]) -> Launch:
-    """Return what ``environ`` says about who started this process.
+    """Return how this process was started, according to ``environ``.
 
-    Pure: neither looks at ``os.environ`` nor imports torch, an MPI or Horovod.
+    A pure function: does not read ``os.environ``, and imports neither torch nor an MPI nor Horovod.
 
     Raises:
         LaunchError: a launcher's variable is missing or wrong; RANK and WORLD_SIZE contradict the launcher; a
-            launcher started this process without saying as one of how many; UNITRAIN_LAUNCHER is not a launcher.
+            launcher set no world size; UNITRAIN_LAUNCHER is not a launcher.
     """
     present = [launcher for launcher in _BY_PRECEDENCE if launcher.present(environ)]
     chosen = _overridden(environ) or present[0]
     if chosen is _PYTHON and OVERRIDE not in environ and "PMIX_RANK" in environ:
         raise LaunchError(
-            f"PMIX_RANK is {environ['PMIX_RANK']!r}, but nothing says how many processes there are: a PMIx launcher "
-            f"such as prterun started this one. Use mpirun, or set {OVERRIDE}=python to run this process alone."
+            f"PMIX_RANK is {environ['PMIX_RANK']!r}, but no variable gives the world size: this process was started by "
+            f"a PMIx launcher such as prterun. Use mpirun, or set {OVERRIDE}=python to run this process alone."
         )
     variables = _Variables(environ, chosen.name, chosen.remedy)
     launch = chosen.read(variables)
     if chosen is _SPAWN or any(launcher.name == "torchrun" for launcher in present):
-        present = [launcher for launcher in present if launcher is not _ENV]  # their RANK is not set by hand
+        present = [launcher for launcher in present if launcher is not _ENV]  # it sets RANK itself
     elif _ENV in present and chosen is not _ENV and OVERRIDE not in environ:
         _refuse_contradiction(launch, environ)
     also = [launcher.name for launcher in present if launcher not in (chosen, _PYTHON)]
@@ -368,18 +371,18 @@ def _overridden(environ: Mapping[str, str]) -> _Launcher | None:
     if not named:
         raise LaunchError(
             f"{OVERRIDE} is {name!r}, but must be one of {', '.join(LAUNCHERS)}.{nearest(name, LAUNCHERS)} "
-            "Unset it to let UniTrain find out."
+            "Unset it to detect the launcher."
         )
-    # Two MPIs share the name mpirun: the one whose variables are there, else the first, which says what is missing.
+    # Two share the name mpirun: take the one whose variables are set, else the first, which says what is missing.
     return next((launcher for launcher in named if launcher.present(environ)), named[0])
 
 
 def _refuse_contradiction(launch: Launch, environ: Mapping[str, str]) -> None:
-    """Raise where RANK and WORLD_SIZE, set by hand, name another place than the launcher does."""
+    """Raise if RANK and WORLD_SIZE, set by hand, contradict the launcher."""
     by_hand = (environ.get("RANK", str(launch.rank)), environ.get("WORLD_SIZE", str(launch.world_size)))
     if by_hand != (str(launch.rank), str(launch.world_size)):
         raise LaunchError(
-            f"{launch.launcher} says that this process is rank {launch.rank} of {launch.world_size}, but RANK and "
-            f"WORLD_SIZE say rank {by_hand[0]!r} of {by_hand[1]!r}. Unset RANK and WORLD_SIZE, or say who is right "
-            f"with {OVERRIDE}={launch.launcher} or {OVERRIDE}=env."
+            f"according to {launch.launcher} this process is rank {launch.rank} of {launch.world_size}, but according "
+            f"to RANK and WORLD_SIZE rank {by_hand[0]!r} of {by_hand[1]!r}. Unset RANK and WORLD_SIZE, or choose with "
+            f"{OVERRIDE}={launch.launcher} or {OVERRIDE}=env."
         )

@@ -1,4 +1,4 @@
-"""How the processes of a job find one another: the store that ``torch.distributed.init_process_group`` is given."""
+"""The rendezvous: makes the store that ``torch.distributed.init_process_group`` is called with."""
 
 from __future__ import annotations
 
@@ -20,32 +20,33 @@ from unitrain.errors import BackendError, CommunicationError, LaunchError
 from unitrain.launch.addresses import own_addresses, reach
 from unitrain.launch.detect import Launch
 
-# A store lives as long as its process. MPI can be started once only, and a port that rank 0 gave up and took again
-# could be met by a rank that is still on its way out of the first store.
+# A store lives as long as its process. MPI can be started only once, and if rank 0 closed a port and opened it again, a
+# rank that has not left the first store yet could connect to the second.
 _stores: dict[Launch, Store] = {}
 _calls = itertools.count()
 
-_ANSWER_S, _AGAIN_S = 5.0, 0.1
+_ANSWER_S, _RETRY_S = 5.0, 0.1
 _KEY_VALUE_PATH = "/unitrain/store"
 
 
 def rendezvous(launch: Launch, timeout_s: float) -> Store:
-    """Return a store that the ranks of the job share. Collective: all ranks call it, each as often as the others.
+    """Return a store that the ranks of the job share. Collective: all ranks call it the same number of times.
 
-    The n-th call returns the n-th empty part of the job's one store, for a process group made after another ended.
+    The n-th call returns the n-th, empty namespace of the job's store, so that a process group can be made after
+    another has ended.
 
     Args:
-        launch: who this process is and how the ranks can meet.
-        timeout_s: how long to wait for the other ranks, and how long each later wait at the store may take.
+        launch: the place of this process, and how the ranks find one another.
+        timeout_s: timeout for the other ranks, and for later waits at the store.
 
     Raises:
-        LaunchError: the address is no host's, or its port is taken.
-        BackendError: mpi4py is missing, or talks to another MPI than the one that launched this process.
-        CommunicationError: the others did not come in time.
+        LaunchError: the host of the address is unknown, or its port is in use.
+        BackendError: mpi4py is missing, or belongs to another MPI than the launcher.
+        CommunicationError: the other ranks did not connect in time.
     """
     timeout = timedelta(seconds=timeout_s)
     if launch not in _stores:
-        _stores[launch] = _MEETINGS[launch.meeting](launch, timeout)
+        _stores[launch] = _RENDEZVOUS[launch.rendezvous](launch, timeout)
     store = PrefixStore(f"unitrain/{launch.restarts}/{next(_calls)}", _stores[launch])
     store.set_timeout(timeout)
     return store
@@ -56,17 +57,18 @@ def _alone(launch: Launch, timeout: timedelta) -> Store:
 
 
 def _at_address(launch: Launch, timeout: timedelta) -> Store:
-    """Meet where the launch says; rank 0 opens the store unless the launcher keeps one open there."""
+    """Connect to the launch's address, where rank 0 opens the store unless the launcher keeps one open."""
     address = str(launch.address)
     host, _, port = address.rpartition(":")
     try:
         socket.getaddrinfo(host, port)
     except OSError as error:
         raise LaunchError(
-            f"{launch.launcher} says that the ranks meet at {address}, but this machine knows no host {host!r} "
-            f"({error.strerror}). Set MASTER_ADDR and MASTER_PORT to an address of rank 0's host that all can reach."
+            f"the rendezvous address of {launch.launcher} is {address}, but host {host!r} can't be resolved here "
+            f"({error.strerror}). Set MASTER_ADDR and MASTER_PORT to an address of rank 0's host that all hosts can "
+            "reach."
         ) from error
-    opens = launch.rank == 0 and launch.meeting == "tcp"
+    opens = launch.rank == 0 and launch.rendezvous == "tcp"
     try:
         if opens:
             store = TCPStore(
@@ -79,51 +81,51 @@ def _at_address(launch: Launch, timeout: timedelta) -> Store:
     except DistError as error:
         if opens and "EADDRINUSE" in str(error):
             raise LaunchError(
-                f"port {port} is taken on this host, and {launch.launcher} says that the ranks meet at {address}. "
-                "End the program that has it (ss -ltnp shows which), or set MASTER_ADDR and MASTER_PORT to another."
+                f"the rendezvous address of {launch.launcher} is {address}, but port {port} is in use on this host. "
+                "End the program that uses it (ss -ltnp shows it), or set MASTER_ADDR and MASTER_PORT to another."
             ) from error
         raise CommunicationError(
-            f"rank {launch.rank} of {launch.world_size} waited {timeout.total_seconds():g} s at {address} and did not "
-            f"meet all others. Are all {launch.world_size} processes running, and can their hosts reach that address "
-            f"(firewall, MASTER_ADDR)? What torch said: {str(error).splitlines()[0]}"
+            f"rank {launch.rank} of {launch.world_size}: the rendezvous at {address} failed within "
+            f"{timeout.total_seconds():g} s. Check that all {launch.world_size} processes are running, and that their "
+            f"hosts can reach that address (firewall, MASTER_ADDR). Error of torch: {str(error).splitlines()[0]}"
         ) from error
 
 
 def _join(host: str, port: int, launch: Launch, timeout: timedelta) -> TCPStore:
-    """Return a client of the store that comes to be at an address.
+    """Return a client of the store at an address, waiting until it is open.
 
-    Where nobody listens, torch's own client waits for up to twice its time and then fills the screen; for a word of a
-    program that takes connections and says nothing it waits for ever. So it is started once somebody listens.
+    If nothing listens at the address, torch's client waits for up to twice its timeout and prints many lines. If a
+    program listens that never answers, it waits forever. So it is started in a thread, once something listens.
     """
     deadline = time.monotonic() + timeout.total_seconds()
     while not _listens(host, port):
         if time.monotonic() > deadline:
             raise CommunicationError(
                 f"rank {launch.rank} of {launch.world_size} waited {timeout.total_seconds():g} s for rank 0 at "
-                f"{host}:{port}, and nobody listens there. Was rank 0 started, and does it still run? Can this host "
-                "reach that address (firewall, MASTER_ADDR)?"
+                f"{host}:{port}, but nothing listens there. Check that rank 0 is running, and that this host can reach "
+                "that address (firewall, MASTER_ADDR)."
             )
-        time.sleep(_AGAIN_S)
+        time.sleep(_RETRY_S)
     joined: Future[TCPStore] = Future()
 
     def join() -> None:
         try:
             joined.set_result(TCPStore(host, port, launch.world_size, timeout=timeout, wait_for_workers=False))
-        except BaseException as error:  # whatever it is: who waits for the future would wait for ever
+        except BaseException as error:  # of any kind: otherwise the future would never be done
             joined.set_exception(error)
 
     threading.Thread(target=join, daemon=True).start()
     if wait([joined], _ANSWER_S).not_done and _listens(host, port):
         raise LaunchError(
-            f"{launch.launcher} says that the ranks meet at {host}:{port}, but what listens there is not rank 0: "
-            "the port is another program's. End that program (ss -ltnp on that host shows it), or set MASTER_ADDR "
-            "and MASTER_PORT to another."
+            f"the rendezvous address of {launch.launcher} is {host}:{port}, but another program than rank 0 listens "
+            "there. End that program (ss -ltnp on that host shows it), or set MASTER_ADDR and MASTER_PORT to another "
+            "address."
         )
     return joined.result()
 
 
 def _listens(host: str, port: int) -> bool:
-    """Whether a connection is taken at an address."""
+    """Return whether a connection is accepted at an address."""
     try:
         socket.create_connection((host, port), 1.0).close()
     except OSError:
@@ -132,17 +134,17 @@ def _listens(host: str, port: int) -> bool:
 
 
 def _wait_for_all(store: TCPStore, launch: Launch, timeout: timedelta) -> None:
-    """Wait until every rank has come, and name those that have not."""
-    keys = [f"unitrain/came/{launch.restarts}/{rank}" for rank in range(launch.world_size)]
+    """Wait until every rank has connected; if not, name those that are missing."""
+    keys = [f"unitrain/connected/{launch.restarts}/{rank}" for rank in range(launch.world_size)]
     store.set(keys[launch.rank], "")
     try:
         store.wait(keys, timeout)
     except DistError as error:
         missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
         raise CommunicationError(
-            f"rank {launch.rank} of {launch.world_size} waited {timeout.total_seconds():g} s at {launch.address}, and "
-            f"did not meet all others: rank {', '.join(missing)} did not come. Are all {launch.world_size} processes "
-            "running, and can their hosts reach that address (firewall, MASTER_ADDR)?"
+            f"rank {launch.rank} of {launch.world_size} waited {timeout.total_seconds():g} s at {launch.address}, but "
+            f"rank {', '.join(missing)} did not connect. Check that all {launch.world_size} processes are running, and "
+            "that their hosts can reach that address (firewall, MASTER_ADDR)."
         ) from error
 
 
@@ -153,11 +155,10 @@ def _through_mpi(launch: Launch, timeout: timedelta) -> Store:
 
 @contextmanager
 def _mpi(launch: Launch) -> Iterator[Any]:
-    """Give MPI's communicator of all ranks, and leave MPI as it was found.
+    """Yield MPI's communicator of all ranks, and leave MPI as it was.
 
-    Where nobody else has started MPI it is ended again at once. MPI_Finalize waits for all ranks: at exit, it would
-    keep a rank that failed from ending the job. Who wants MPI in the script imports mpi4py.MPI before
-    ``unitrain.init``.
+    If MPI is not initialised yet, it is finalised again at once. MPI_Finalize waits for all ranks: at exit, it would
+    keep a failed rank from ending the job. A script that uses MPI imports mpi4py.MPI before ``unitrain.init``.
     """
     try:
         import mpi4py
@@ -166,17 +167,17 @@ def _mpi(launch: Launch) -> Iterator[Any]:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise BackendError(
-            f"mpirun says that this is one of {launch.world_size} processes, and without Horovod they meet through "
-            f"mpi4py, which can't be used ({error}). Install it with pip install 'unitrain[mpi]', or let torchrun "
-            "start the job, or set MASTER_ADDR and MASTER_PORT (mpirun -x) to an address of rank 0's host."
+            f"mpirun started {launch.world_size} processes, whose rendezvous without Horovod needs mpi4py, which can't "
+            f"be imported ({error}). Install it with pip install 'unitrain[mpi]', or start the job with torchrun, or "
+            "set MASTER_ADDR and MASTER_PORT (mpirun -x) to an address of rank 0's host."
         ) from error
     mpi4py.rc.initialize = automatic
     library = MPI.Get_library_version()
     if _family(library) != launch.mpi or MPI.Is_finalized():
-        state = "was ended" if MPI.Is_finalized() else f"is {library.split(',')[0].splitlines()[0]!r}"
+        state = "was finalized" if MPI.Is_finalized() else f"is {library.split(',')[0].splitlines()[0]!r}"
         raise BackendError(
-            f"the MPI of mpi4py {state}, but the processes were started by the mpirun of {launch.mpi} and have to meet "
-            "through it. Start them with the mpirun that belongs to mpi4py, or let torchrun start the job, or set "
+            f"the MPI of mpi4py {state}, but the processes were started by the mpirun of {launch.mpi} and need it for "
+            "the rendezvous. Start them with the mpirun that belongs to mpi4py, or start the job with torchrun, or set "
             "MASTER_ADDR and MASTER_PORT to an address of rank 0's host."
         )
     starts = not MPI.Is_initialized()
@@ -185,8 +186,9 @@ def _mpi(launch: Launch) -> Iterator[Any]:
     world = MPI.COMM_WORLD
     if (world.rank, world.size) != (launch.rank, launch.world_size):
         raise LaunchError(
-            f"mpirun says that this is rank {launch.rank} of {launch.world_size}, but MPI sees rank {world.rank} of "
-            f"{world.size}: mpi4py was built for another MPI. Reinstall it with pip install --no-binary mpi4py mpi4py."
+            f"according to mpirun this process is rank {launch.rank} of {launch.world_size}, but according to mpi4py "
+            f"rank {world.rank} of {world.size}: mpi4py was built for another MPI. Rebuild it with pip install "
+            "--force-reinstall --no-cache-dir --no-binary mpi4py mpi4py."
         )
     yield world
     if starts:
@@ -194,14 +196,14 @@ def _mpi(launch: Launch) -> Iterator[Any]:
 
 
 def _family(library: str) -> str:
-    """Return the name by which ``Launch.mpi`` knows an MPI library, from what MPI_Get_library_version says."""
+    """Return the value of ``Launch.mpi`` for an MPI library, given the result of MPI_Get_library_version."""
     if library.startswith("Open MPI v"):
         return "Open MPI 5" if int(library.removeprefix("Open MPI v").split(".")[0]) >= 5 else "Open MPI 4"
     return "MPICH"
 
 
 def _through_horovodrun(launch: Launch, timeout: timedelta) -> Store:
-    """Meet through the key-value server over HTTP that horovodrun keeps for its gloo controller."""
+    """Exchange rank 0's address through horovodrun's key-value server over HTTP."""
     server = str(launch.address)
 
     def share(offer: str | None) -> str:
@@ -212,8 +214,8 @@ def _through_horovodrun(launch: Launch, timeout: timedelta) -> Store:
         while (answer := _request(server, "GET")) is None:
             if time.monotonic() > deadline:
                 raise CommunicationError(
-                    f"rank 0 did not leave its address with horovodrun ({server}) within "
-                    f"{timeout.total_seconds():g} s. Is it running?"
+                    f"rank 0 did not send its address to horovodrun's server ({server}) within "
+                    f"{timeout.total_seconds():g} s. Check that rank 0 is running."
                 )
             time.sleep(0.05)
         return answer
@@ -222,27 +224,30 @@ def _through_horovodrun(launch: Launch, timeout: timedelta) -> Store:
 
 
 def _request(server: str, method: str, body: str | None = None) -> str | None:
-    """Put or get the one value that UniTrain keeps with horovodrun; None where there is none yet."""
+    """Put or get UniTrain's value at horovodrun's server; return None if it is not set yet."""
     connection = http.client.HTTPConnection(server, timeout=10)
     try:
         connection.request(method, _KEY_VALUE_PATH, body)
         response = connection.getresponse()
-        text = response.read().decode()
+        content = response.read().decode()
     except OSError as error:
         raise CommunicationError(
-            f"horovodrun does not answer at {server}, where HOROVOD_GLOO_RENDEZVOUS_ADDR and "
-            f"HOROVOD_GLOO_RENDEZVOUS_PORT say that it is ({error}). Is it still running? Start the job with "
+            f"horovodrun does not answer at {server}, the address in HOROVOD_GLOO_RENDEZVOUS_ADDR and "
+            f"HOROVOD_GLOO_RENDEZVOUS_PORT ({error}). Check that it is still running. Start the job with "
             "horovodrun --gloo -np N python SCRIPT and leave its variables as they are."
         ) from error
     finally:
         connection.close()
-    return text if response.status == http.client.OK else None
+    return content if response.status == http.client.OK else None
 
 
 def _at_port_of_rank_0(launch: Launch, timeout: timedelta, share: Callable[[str | None], str]) -> Store:
-    """Meet at a port that was free when rank 0 opened its store there.
+    """Return a store that rank 0 opens on a free port.
 
-    ``share`` is given rank 0's offer, and None elsewhere, and returns the offer on every rank.
+    Args:
+        launch: the place of this process.
+        timeout: timeout for the other ranks.
+        share: called with rank 0's addresses and port on rank 0, and with None elsewhere; returns rank 0's everywhere.
     """
     if launch.rank == 0:
         store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timeout, wait_for_workers=False)
@@ -255,7 +260,7 @@ def _at_port_of_rank_0(launch: Launch, timeout: timedelta, share: Callable[[str 
     return TCPStore(host, port, is_master=False, timeout=timeout)
 
 
-_MEETINGS: dict[str, Callable[[Launch, timedelta], Store]] = {
+_RENDEZVOUS: dict[str, Callable[[Launch, timedelta], Store]] = {
     "alone": _alone,
     "tcp": _at_address,
     "served": _at_address,

@@ -1,45 +1,45 @@
-"""What SLURM's variables mean: whether they describe this process, and where the first task of its step can be met."""
+"""SLURM's environment variables: whether they describe this process, and the host and port for the rendezvous."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 
-# Steps that SLURM numbers from the top run shells and batch scripts, not tasks of a job (slurm.h: NO_VAL minus 2 to 6).
+# The highest step ids are those of batch scripts and shells, not of tasks of a job (slurm.h: NO_VAL minus 2 to 6).
 _SPECIAL_STEPS = {str(step) for step in range(0xFFFF_FFF0, 0x1_0000_0000)}
 
 MOST_IDS = 0xFFFF_FFFF
-"""The largest number of a job or a step that SLURM can give."""
+"""The largest job or step id of SLURM."""
 
 PORTS = range(20000, 30000)
-"""Where ``step_port`` lies: below the ephemeral ports of Linux, above those of most services."""
+"""Range of ``step_port``: below Linux's ephemeral ports, above those of most services."""
 
 
 def in_step(environ: Mapping[str, str]) -> bool:
     """Return whether SLURM started this process as a task of a step (``srun COMMAND``).
 
-    No step is a batch script or the shell of ``salloc``, whatever SLURM_PROCID and SLURM_NTASKS say there. The
-    interactive shell of ``salloc`` or of ``srun --pty`` with one task is one for SLURM, but a place where one works
-    as on any machine, so it does not count either. The shell of ``srun --pty -n 2`` can't be told from a job of two
-    tasks that was given a terminal and is taken for one; UNITRAIN_LAUNCHER=python runs a script alone there.
+    A batch script and the shell of ``salloc`` are not tasks of a step, even if SLURM_PROCID and SLURM_NTASKS are set
+    there. The interactive shell of ``salloc`` or of ``srun --pty`` with one task is a step for SLURM, but does not
+    count as one either: scripts run there as on any machine. The shell of ``srun --pty -n 2`` can't be distinguished
+    from a job of two tasks with a terminal, and counts as a step; UNITRAIN_LAUNCHER=python runs a script alone there.
     """
-    # Of a step, SLURM tells the number of tasks too: its number alone can be missing, but must not.
+    # SLURM sets both variables in a step. One of them is enough here, so that a missing one is reported later.
     if environ.get("SLURM_STEP_ID") in _SPECIAL_STEPS or not {"SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"} & set(environ):
         return False
     return not (environ.get("SLURM_STEP_NUM_TASKS") == "1" and "SLURM_PTY_PORT" in environ)
 
 
 def first_host(nodes: str) -> str:
-    """Return the first host of a node list in SLURM's notation: ``gpu[03-05,9],cpu1`` gives ``gpu03``."""
+    """Return the first host of a node list in SLURM's format: ``gpu[03-05,9],cpu1`` gives ``gpu03``."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
     return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first.group() if first else "")
 
 
 def step_port(job: int, step: int, reserved: str | None = None) -> int:
-    """Return the port where the ranks of a step meet.
+    """Return the port for the rendezvous of a step.
 
-    It is the first of those that ``srun --resv-ports`` reserved (``12000-12001``), else one of ``PORTS`` that every
-    task works out alike. A job's steps, and jobs with numbers near to one another, get different ones.
+    It is the first port reserved by ``srun --resv-ports`` (``12000-12001``), else one of ``PORTS``, computed from the
+    ids of job and step. The steps of a job, and jobs with close ids, get different ports.
     """
     if reserved:
         return int(re.split("[-,]", reserved)[0])

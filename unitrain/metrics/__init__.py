@@ -1,1 +1,1 @@
-"""What a run measures: means over all ranks, torchmetrics' objects, and throughput."""
+"""Metrics: means over all ranks, synchronisation of torchmetrics, and throughput."""

@@ -1,4 +1,4 @@
-"""Sums and means over all ranks that cost nothing until they are read."""
+"""Sums and means over all ranks that communicate only when they are read."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from unitrain.errors import UsageError
 
 
 class Meter:
-    """A sum and a count, kept on the device; made by ``strategy.meter()``.
+    """A sum and a count, kept on the device. Made by ``strategy.meter()``.
 
-    Reading reduces both over the ranks in one call, so that the result is the mean over all samples and never a mean
+    Reading reduces both over the ranks in one call, so that the result is the mean over all samples, and not a mean
     of means.
     """
 
@@ -36,16 +36,16 @@ class Meter:
         mean: Tensor | float | None = None,
         count: int = 1,
     ) -> None:
-        """Add what was found of ``count`` samples: their sum, or their mean. Nothing is communicated.
+        """Add the sum or the mean over ``count`` samples. Nothing is communicated.
 
         Args:
-            *unnamed: nothing; a value without a name is refused, since a sum and a mean could not be told apart.
-            total: the sum over the samples, a scalar.
-            mean: the mean over the samples, a scalar: what a criterion returned, say.
-            count: how many samples. Of 0, as in an empty batch, nothing is added, whatever the value.
+            *unnamed: not allowed: a positional value could be a sum or a mean.
+            total: scalar; the sum over the samples.
+            mean: scalar; the mean over the samples, such as the result of a loss function.
+            count: number of samples. With 0 (an empty batch) nothing is added, whatever the value.
 
         Raises:
-            UsageError: the value was not named, or both were given.
+            UsageError: the value was passed by position, or not exactly one of ``total`` and ``mean`` was passed.
 
         Example:
             >>> losses.add(mean=loss, count=len(labels))
@@ -53,19 +53,19 @@ class Meter:
         """
         if unnamed or (total is None) == (mean is None):
             raise UsageError(
-                "a meter's add() takes one of total= (a sum over the samples) and mean= (a mean over them), by name, "
-                "and count= (how many samples): meter.add(mean=loss, count=len(labels))."
+                "a meter's add() takes exactly one of total= (a sum over samples) and mean= (a mean over samples), by "
+                "keyword, and count= (number of samples): meter.add(mean=loss, count=len(labels))."
             )
         if count == 0:
             return
         value = total if mean is None else mean
-        assert value is not None  # one of them was given
+        assert value is not None  # checked above
         if isinstance(value, Tensor):
             value = value.detach()
             if self._total.device != value.device:
                 self._total = self._total.to(value.device)
         if mean is not None:
-            # In float64: a float32 product of a large count would lose digits that the sum keeps.
+            # In float64: a float32 product with a large count would lose digits that the sum keeps.
             value = value.to(torch.float64) * count if isinstance(value, Tensor) else value * count
         self._total += value
         self._count += count
@@ -78,7 +78,7 @@ class Meter:
         return self._communicator.all_reduce(pair)
 
     def value(self) -> float:
-        """Return the mean over all samples of all ranks, NaN where there were none. Collective."""
+        """Return the mean over all samples of all ranks, or NaN without samples. Collective."""
         total, count = self._reduced().tolist()
         return float(total / count) if count else float("nan")
 
@@ -91,6 +91,6 @@ class Meter:
         return int(self._reduced()[1])
 
     def reset(self) -> None:
-        """Begin anew."""
+        """Reset sum and count to 0."""
         self._total.zero_()
         self._count = 0

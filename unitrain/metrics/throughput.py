@@ -1,4 +1,4 @@
-"""How fast a run trains and where its time goes: measured where a script asks for it, and nowhere else."""
+"""Throughput of training and where its time goes. Costs nothing unless a script asks for it."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from unitrain.data.sharding import MicroBatch
 
 
 class Totals(NamedTuple):
-    """What one process has measured so far. Times are the host's, in seconds."""
+    """Measurements of one process so far. Times are host times in seconds."""
 
     samples: int = 0
-    """Samples that its loaders have handed out for training."""
+    """Samples that its loaders have yielded for training."""
     seconds: float = 0.0
-    """Time within iterations over these loaders."""
+    """Time spent in iterations over these loaders."""
     data: float = 0.0
     """The part of it spent waiting for a batch."""
     step: float = 0.0
-    """The part of it spent in ``step``, ``backward`` and ``update``, waiting for other ranks included."""
+    """The part of it spent in ``step``, ``backward`` and ``update``, including waits for other ranks."""
 
 
 class Throughput:
-    """Samples a second, the split of the time, and peak memory, over all ranks. Made by ``strategy.throughput()``.
+    """Measures samples per second, time and peak memory over all ranks. Made by ``strategy.throughput()``.
 
-    It needs to be told nothing: samples are counted, and the clock runs, while a loader of the strategy is iterated
-    for training. An evaluation after the epoch takes none of that time; one within it is part of the rest.
+    Samples are counted, and time is measured, while a loader of the strategy is iterated for training. An evaluation
+    after an epoch is not included; one within an epoch is part of ``rest_seconds``.
 
     Args:
-        communicator: of this process.
+        communicator: the communicator of this process.
         devices: all devices that this process computes on.
     """
 
@@ -42,28 +42,28 @@ class Throughput:
         self._gpus = [device for device in devices if device.type == "cuda"]
         self._samples = 0
         self._seconds = self._data = self._step = 0.0
-        self._iterations = 0  # that are under way
+        self._iterations = 0  # in progress
         self._iterating_since = 0.0
         self._stepping_since: float | None = None
         self._read = Totals()
 
     def totals(self) -> Totals:
-        """Return what this process has measured since the beginning. Not collective; waits for no device."""
+        """Return the measurements of this process so far. Not collective; does not synchronise devices."""
         now = perf_counter()
         iterating = now - self._iterating_since if self._iterations else 0.0
         stepping = 0.0 if self._stepping_since is None else now - self._stepping_since
         return Totals(self._samples, self._seconds + iterating, self._data, self._step + stepping)
 
     def read(self) -> dict[str, float]:
-        """Return what was measured since the last reading, ready for a logger. Collective: one small gather.
+        """Return the measurements since the last call, as a dict for a logger. Collective: one small gather.
 
         Returns:
             ``samples_per_second`` of all ranks together; ``data_seconds`` (waiting for a loader), ``step_seconds``
-            (backward, averaging and optimizer, as the host sees them) and ``rest_seconds`` (all else within the
-            training loop, forward included), means over the ranks; ``peak_memory_mb``, the largest of any rank since
-            its start in MiB: allocated on its GPU, or resident where there is none. ``slowest_rank`` is the one that
-            took longest to come to its steps, and ``slowest_ratio`` that time over the ranks' median: the others wait
-            for it in theirs.
+            (backward, averaging and optimizer, in host time) and ``rest_seconds`` (everything else in the training
+            loop, including the forward), as means over the ranks; ``peak_memory_mb``, the maximum over the ranks since
+            their start in MiB: memory allocated on the GPU, or resident memory without one. ``slowest_rank`` is the
+            rank that spent the most time outside of its steps, for which the others wait in theirs, and
+            ``slowest_ratio`` is its time divided by the median over the ranks.
         """
         if self._iterations:
             self._await_device()
@@ -73,8 +73,8 @@ class Throughput:
         ranks = self._communicator.all_gather(torch.tensor([*since, self._peak_memory()], dtype=torch.float64))
         samples, seconds, memory = ranks[:, 0].sum().item(), ranks[:, 1].max().item(), ranks[:, 4].max().item()
         _, mean_seconds, data, step, _ = ranks.mean(0).tolist()
-        own = ranks[:, 1] - ranks[:, 3]
-        slowest, median = own.max(0), own.median().item()
+        outside = ranks[:, 1] - ranks[:, 3]
+        slowest, median = outside.max(0), outside.median().item()
         return {
             "samples_per_second": samples / seconds if seconds else 0.0,
             "data_seconds": data,
@@ -86,7 +86,7 @@ class Throughput:
         }
 
     def batches(self, fed: Iterator[tuple[MicroBatch, Any]]) -> Iterator[tuple[MicroBatch, Any]]:
-        """Yield what a loader feeds for training, and take note of it. The loader calls this."""
+        """Yield from an iterator of training batches, and measure it. Called by the loader."""
         since = perf_counter()
         if self._iterations == 0:
             self._iterating_since = since
@@ -101,15 +101,15 @@ class Throughput:
         finally:
             self._iterations -= 1
             if self._iterations == 0:
-                self._await_device()  # what it computes still belongs to the samples that were counted
+                self._await_device()  # queued work belongs to the samples counted so far
                 self._seconds += perf_counter() - self._iterating_since
 
     def began(self) -> None:
-        """``backward`` or ``update`` was called. The training step calls this."""
+        """Start the clock of ``backward`` or ``update``. Called by the training step."""
         self._stepping_since = perf_counter()
 
     def ended(self) -> None:
-        """It has ended. The training step calls this."""
+        """Stop that clock. Called by the training step."""
         if self._stepping_since is not None:
             self._step += perf_counter() - self._stepping_since
             self._stepping_since = None
@@ -119,6 +119,6 @@ class Throughput:
             torch.cuda.synchronize(device)
 
     def _peak_memory(self) -> int:
-        """In bytes."""
+        """Return the peak memory in bytes."""
         on_gpus = [torch.cuda.max_memory_allocated(device) for device in self._gpus]
         return max(on_gpus, default=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)

@@ -1,4 +1,4 @@
-"""torchmetrics' objects, synchronised over the ranks of any backend."""
+"""Synchronises torchmetrics metrics over the ranks of any backend."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ M = TypeVar("M")
 
 def synchronise(metric: M, communicator: Communicator) -> M:
     """See ``Strategy.metric``."""
-    # torchmetrics is no dependency: its objects are known by the three attributes that they synchronise through.
+    # torchmetrics is not a dependency: metrics are recognised by the attributes that they synchronise through.
     if not all(hasattr(metric, name) for name in ("dist_sync_fn", "distributed_available_fn", "_to_sync")):
-        raise UsageError(f"metric() takes a torchmetrics Metric, not {type(metric).__name__}; for a mean, see meter().")
+        raise UsageError(
+            f"metric() takes a torchmetrics Metric, not {type(metric).__name__}. For a mean, use strategy.meter()."
+        )
     made: Any = metric
 
     def gather(state: Tensor, group: object = None) -> list[Tensor]:
@@ -30,7 +32,7 @@ def synchronise(metric: M, communicator: Communicator) -> M:
 
 
 def gather_rows(tensor: Tensor, communicator: Communicator) -> list[Tensor]:
-    """Return every rank's tensor, in rank order; they may differ in the length of their first dimension. Collective."""
+    """Return the tensors of all ranks, in rank order. Their first dimensions may differ in size. Collective."""
     if tensor.dim() == 0:
         return list(communicator.all_gather(tensor))
     lengths = communicator.all_gather(torch.tensor(len(tensor))).tolist()

@@ -1,4 +1,4 @@
-"""Where a configuration's values come from, and what is said of a wrong one."""
+"""Reads settings from keywords, the command line, the environment and YAML files, and validates them."""
 
 from unitrain.settings.resolution import OTHER_VARIABLES, dump_yaml, parse_command_line, resolve_strategy
 

@@ -1,4 +1,4 @@
-"""A command line whose flags are the settings of a model: its parser, its help and its error messages."""
+"""The command line of a settings model: parser, help and error messages."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from unitrain.settings.schema import Group, Setting, did_you_mean, dotted, flag
 from unitrain.settings.strategy_config import why_unknown
 
 _SOURCES = """\
-A setting is taken from the first of these that has it: this command line, a variable (UNITRAIN_PRECISION for
---strategy.precision, UNITRAIN_DDP__BUCKET_CAP_MB for --strategy.ddp.bucket-cap-mb; strategy only), the file given
-by --config, the default. {true,false} may also be written --FLAG and --no-FLAG; null stands for no value."""
+A setting is taken from the first of these that sets it: the command line, an environment variable (for strategy
+settings only: UNITRAIN_PRECISION for --strategy.precision, UNITRAIN_DDP__BUCKET_CAP_MB for
+--strategy.ddp.bucket-cap-mb), the file given by --config, the default. {true,false} may also be written --FLAG and
+--no-FLAG; null means no value."""
 
 
 def read_command_line(
     groups: Sequence[Group], argv: Sequence[str], *, prog: str, description: str
 ) -> tuple[str | None, dict[str, Any]]:
-    """Return the file given by ``--config`` and the settings given by flags, nested and still as strings.
+    """Return the file given by ``--config``, and the settings given by flags as nested strings.
 
-    ``--help`` prints and exits with 0. The ``--local-rank`` that ``torch.distributed.launch`` appends is dropped.
+    ``--help`` prints and exits with 0. The ``--local-rank`` that ``torch.distributed.launch`` appends is ignored.
 
     Raises:
-        ConfigError: An unknown flag, or one without its value.
+        ConfigError: a flag is unknown, or lacks its value.
     """
     parser = _parser(groups, prog, description)
     settings = {setting.path: setting for group in groups for setting in group.settings}
@@ -59,7 +60,7 @@ def _parser(groups: Sequence[Group], prog: str, description: str) -> argparse.Ar
         exit_on_error=False,
         add_help=False,
         argument_default=argparse.SUPPRESS,
-        # Each flag on a line of its own and its help below it: names are too long for two columns.
+        # Each flag on its own line with its help below: the names are too long for two columns.
         formatter_class=lambda prog: argparse.HelpFormatter(
             prog, max_help_position=8, width=min(shutil.get_terminal_size().columns - 2, 118)
         ),
@@ -73,7 +74,7 @@ def _parser(groups: Sequence[Group], prog: str, description: str) -> argparse.Ar
         title = dotted(group.path) or "settings"
         section = parser.add_argument_group(title, group.description or None)
         for setting in group.settings:
-            # --seed is strategy.seed, unless the model has a seed of its own.
+            # --seed is short for --strategy.seed, unless the model has a field seed.
             short = ["--seed"] if setting.path == ("strategy", "seed") and "--seed" not in names else []
             _add_flag(section, setting, short)
     return parser
@@ -106,11 +107,11 @@ def _help(setting: Setting) -> str:
 
 
 def _refuse_unknown(words: list[str], known: Sequence[str]) -> None:
-    """Raise for what no flag took; words that follow an unknown flag are its values and not named."""
+    """Raise ConfigError for unknown flags and stray arguments. Words after an unknown flag count as its values."""
     names = [word.partition("=")[0] for word in words if word.startswith("-")]
     if names:
         raise ConfigError(
             "\n".join(f"{name} is not a flag.{why_unknown(name) or did_you_mean(name, known)}" for name in names)
         )
     if words:
-        raise ConfigError(f"{words[0]!r} stands where a flag (--name) is expected.")
+        raise ConfigError(f"unexpected argument {words[0]!r}: settings are given as flags (--name value).")

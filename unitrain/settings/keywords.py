@@ -1,4 +1,4 @@
-"""What ``unitrain.init`` takes by keyword, for editors and type checkers."""
+"""The keyword arguments of ``unitrain.init``, for editors and type checkers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from unitrain.config import Precision, Section
 
 
 class StrategySettings(TypedDict, total=False):
-    """The fields of ``StrategyConfig``, all optional; what each means is said there."""
+    """The fields of ``StrategyConfig``, all optional; see there for their meaning."""
 
     backend: str
     device: str
@@ -33,8 +33,8 @@ class StrategySettings(TypedDict, total=False):
     cudnn_benchmark: bool | None
     tf32: bool | None
     pin_memory: bool | None
-    # The one place of the core that names backends, and only for type checkers. "Any further keyword is a section"
-    # can be said with PEP 728's extra_items, which mypy does not know yet. Settings of a plug-in type-check in a
+    # The only place in the core that names backends, and only for type checkers. PEP 728's extra_items could declare
+    # any other keyword to be a section, but mypy does not support it yet. Settings of a plug-in type-check in a
     # ``dict[str, Any]``, as in ``init(**{...})``, or in a StrategyConfig.
     data_parallel: Section | Mapping[str, Any]
     ddp: Section | Mapping[str, Any]

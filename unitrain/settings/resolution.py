@@ -1,7 +1,7 @@
-"""Where a configuration's values come from.
+"""Resolves a configuration from its sources.
 
-Sources, weakest first: defaults, a YAML file, the environment (a strategy's settings only), then the keyword arguments
-of ``unitrain.init`` or the command line.
+In order of increasing precedence: defaults, a YAML file, the environment (strategy settings only), then the keyword
+arguments of ``unitrain.init`` or the command line.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ from unitrain.settings.strategy_config import StrategyConfig, why_unknown
 from unitrain.settings.yaml_file import YamlFile, dump
 
 RecipeModel = TypeVar("RecipeModel", bound=Section)
-"""A recipe's settings: its own, and a field ``strategy: unitrain.StrategyConfig = unitrain.StrategyConfig()``."""
+"""Settings of a recipe: its own, and a field ``strategy: unitrain.StrategyConfig = unitrain.StrategyConfig()``."""
 
 OTHER_VARIABLES = {
-    "UNITRAIN_LAUNCHER": "overrides which launcher is taken to have started the process",
-    "UNITRAIN_FAULT": "makes a chosen rank fail, for tests",
+    "UNITRAIN_LAUNCHER": "overrides the detected launcher",
+    "UNITRAIN_FAULT": "makes a rank fail, for tests",
     "UNITRAIN_CACHE": "folder for what UniTrain builds and keeps",
 }
-"""The UNITRAIN_ variables that are no setting, and what they do."""
+"""The UNITRAIN_ variables that are not settings, and their purpose."""
 
 
 def resolve_strategy(
     config: CommonConfig | None, overrides: Mapping[str, object], environ: Mapping[str, str]
 ) -> StrategyConfig:
-    """Return the configuration that ``unitrain.init(config, **overrides)`` asks for.
+    """Return the configuration of ``unitrain.init(config, **overrides)``.
 
-    Of a complete ``config`` only the fields that were set on it outrank the environment; ``overrides`` outrank both.
-    Sections merge field by field. A field that no source gave is not in the result's ``model_fields_set``.
+    Fields that were set explicitly on ``config`` take precedence over the environment, and ``overrides`` over both.
+    Sections are merged field by field. A field that no source sets is not in the result's ``model_fields_set``.
 
     Args:
-        config: A configuration, for example a recipe's.
-        overrides: Settings by name; a section is a dict or a model.
-        environ: The environment, of which the ``UNITRAIN_`` variables are read.
+        config: a configuration, for example a recipe's.
+        overrides: settings by name; a section is a dict or a model.
+        environ: the environment, of which the ``UNITRAIN_`` variables are read.
 
     Raises:
-        ConfigError: A value is not allowed, a name unknown, or two settings exclude each other.
+        ConfigError: a value is not allowed, a name is unknown, or two settings are mutually exclusive.
     """
     if config is not None and not isinstance(config, CommonConfig):
         raise ConfigError(f"config must be a StrategyConfig, but is {reprlib.repr(config)}.")
@@ -66,27 +66,28 @@ def resolve_strategy(
 
 
 def parse_command_line(model: type[RecipeModel], argv: Sequence[str], *, prog: str, description: str) -> RecipeModel:
-    """Return the configuration of a recipe: the command line over the environment over ``--config FILE``.
+    """Return the configuration of a recipe from the command line, the environment and ``--config FILE``.
 
-    From here on, an error that nobody catches ends as one message and an exit code, as after ``unitrain.init``.
+    The command line takes precedence over the environment, which takes precedence over the file. From here on,
+    uncaught UniTrain errors end the process with a message and an exit code, as after ``unitrain.init``.
 
     Args:
-        model: The recipe's settings, of which only the strategy's are read from the environment.
-        argv: The arguments, without the program's name.
-        prog: The program's name, for ``--help``.
-        description: What the program does, for ``--help``.
+        model: the recipe's settings. Only the strategy's are read from the environment.
+        argv: the arguments, without the name of the program.
+        prog: name of the program, for ``--help``.
+        description: description of the program, for ``--help``.
 
     Raises:
-        ConfigError: A flag, a variable or the file is wrong; uncaught, the process ends with 2.
-        UsageError: The model's strategy is a ``unitrain.config.StrategyConfig``, which has no backend's settings.
-        SystemExit: After ``--help``, with 0.
+        ConfigError: a flag, a variable or the file is wrong; if uncaught, the exit code is 2.
+        UsageError: the model's strategy is a ``unitrain.config.StrategyConfig``, which lacks the backends' settings.
+        SystemExit: after ``--help``, with code 0.
     """
     excepthook.install_hook()
     for name, field in model.model_fields.items():
         if field.annotation is CommonConfig:
             raise UsageError(
-                f"{model.__name__}.{name} is a unitrain.config.StrategyConfig, which has the common settings alone: "
-                "annotate it with unitrain.StrategyConfig, which has every backend's."
+                f"{model.__name__}.{name} is a unitrain.config.StrategyConfig, which lacks the settings of the "
+                "backends: annotate it with unitrain.StrategyConfig."
             )
     config_file, flags = read_command_line(groups_of(model), argv, prog=prog, description=description)
     sources = [Source(flags, flag)]
@@ -99,36 +100,38 @@ def parse_command_line(model: type[RecipeModel], argv: Sequence[str], *, prog: s
 
 
 def dump_yaml(model: BaseModel) -> str:
-    """Return a configuration as YAML; given to ``--config``, it makes an equal one."""
+    """Return a configuration as YAML. ``--config`` reads an equal configuration from it."""
     return dump(model.model_dump(mode="json"))
 
 
 class _Environment(StrategyConfig, BaseSettings):
-    """Tells pydantic-settings how a strategy's variables are named; never instantiated."""
+    """Declares the names of a strategy's variables for pydantic-settings; never instantiated."""
 
     model_config = SettingsConfigDict(env_prefix="UNITRAIN_", env_nested_delimiter="__", enable_decoding=False)
 
 
 def _read_environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Return a strategy's settings from the environment, nested and still as strings; warn of unknown variables."""
+    """Return a strategy's settings from the environment as nested strings. Warn about unknown variables."""
     known = {variable(setting.path) for group in groups_of(StrategyConfig) for setting in group.settings}
     for name in sorted(environ):
         if name.startswith("UNITRAIN_") and name not in known and name not in OTHER_VARIABLES:
             suggestion = why_unknown(name) or did_you_mean(name, sorted(known | set(OTHER_VARIABLES)))
-            # At stacklevel 1 Python shows it once, though a recipe's command line and then init both read it.
-            warnings.warn(f"{name} is not a variable of UniTrain and is ignored.{suggestion}", stacklevel=1)
+            # stacklevel 1: Python shows it once, though both the command line and init read the environment.
+            warnings.warn(
+                f"{name} is not an environment variable of UniTrain, and is ignored.{suggestion}", stacklevel=1
+            )
     source = EnvSettingsSource(_Environment)
     source.env_vars = {name.lower(): value for name, value in environ.items() if name in known}
     return source()
 
 
 def _set_on(config: BaseModel) -> dict[str, Any]:
-    """Return the fields that were set on a model, in its sections too."""
+    """Return the fields that were set explicitly on a model and its sections."""
     return config.model_dump(exclude_unset=True)
 
 
 def _plain(name: str, value: object) -> object:
-    """Return a keyword's value, a model of the section that the keyword names as the fields that were set on it."""
+    """Return a keyword's value; for a section given as a model, the fields that were set on it."""
     field = StrategyConfig.model_fields.get(name)
     if isinstance(value, BaseModel) and field is not None and type(value) is field.annotation:
         return _set_on(value)

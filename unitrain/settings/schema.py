@@ -1,4 +1,4 @@
-"""What can be set: the settings of a configuration model, each with its names, its meaning and what is allowed."""
+"""The settings of a configuration model: names, descriptions, allowed values and defaults."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, get_origin
 from pydantic import BaseModel
 
 Path = tuple[str, ...]
-"""Where a setting stands: the names of its sections, then its own, as ``("ddp", "bucket_cap_mb")``."""
+"""Path of a setting: the names of its sections, then its own, as in ``("ddp", "bucket_cap_mb")``."""
 
 _NOUNS = {"integer": "an integer", "number": "a number", "string": "a string", "null": "null"}
 _BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
@@ -18,16 +18,16 @@ _BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusive
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting of a model, as help, documentation and error messages speak of it."""
+    """One setting of a model, for help, documentation and error messages."""
 
     path: Path
     description: str
     choices: tuple[str, ...]
-    """Every allowed value as it would be written, or nothing where they can't be listed."""
+    """All allowed values, as written by the user; empty if they can't be listed."""
     allowed: str
-    """What is allowed, as a phrase that follows "must be"."""
+    """The allowed values, as a phrase that follows "must be"."""
     default: str | None
-    """The default as it would be written; None where the setting is required."""
+    """The default, as written by the user; None if the setting is required."""
 
     @property
     def is_switch(self) -> bool:
@@ -37,17 +37,17 @@ class Setting:
 
 @dataclass(frozen=True)
 class Group:
-    """A section of a model: the settings directly in it."""
+    """A section of a model, with the settings directly in it."""
 
     path: Path
     description: str
     settings: tuple[Setting, ...]
     members: str
-    """The names of the settings and sections directly in it, in one line."""
+    """The names of the settings and sections directly in it, separated by commas."""
 
 
 def dotted(path: Iterable[object]) -> str:
-    """Return the name of a setting in a keyword or a YAML file."""
+    """Return the name of a setting as a keyword and in YAML."""
     return ".".join(map(str, path))
 
 
@@ -57,18 +57,18 @@ def flag(path: Iterable[object]) -> str:
 
 
 def variable(path: Iterable[object]) -> str:
-    """Return the name of a strategy's setting in the environment."""
+    """Return the environment variable of a strategy setting."""
     return "UNITRAIN_" + "__".join(map(str, path)).upper()
 
 
 def is_section(annotation: object) -> bool:
-    """Return whether a field of this type is a section, and so no setting itself."""
-    # Python 3.10 takes list[int] for a type, but not for one that issubclass accepts.
+    """Return whether a field of this type is a section, and not a setting."""
+    # In Python 3.10 list[int] is an instance of type, but issubclass refuses it.
     return get_origin(annotation) is None and isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
 def groups_of(model: type[BaseModel], path: Path = (), description: str = "") -> tuple[Group, ...]:
-    """Return the sections of a model, its own settings first, in the order in which they are written."""
+    """Return the sections of a model in the order of their definition, its own settings first."""
     properties = model.model_json_schema()["properties"]
     settings: list[Setting] = []
     sections: list[Group] = []
@@ -83,13 +83,13 @@ def groups_of(model: type[BaseModel], path: Path = (), description: str = "") ->
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return a sentence with the known name that an unknown one was meant to be, or an empty string.
+    """Return a sentence that suggests a known name for an unknown one, or an empty string.
 
-    What is written is compared with the last part of each name as well, so that seed finds --strategy.seed.
+    The unknown name is also compared with the last part of each known name, so that seed finds --strategy.seed.
     """
     known = [full for full in known if not name.startswith(f"{full}.")]
     if inside := [full for full in known if full.startswith((f"{name}.", f"{name}__"))]:
-        return f" It is a section: name a setting in it, for example {inside[0]!r}."
+        return f" It is a section: give a setting in it, for example {inside[0]!r}."
     bare = {full.rsplit(".", 1)[-1].lstrip("-"): full for full in known} | {full.lstrip("-"): full for full in known}
     match = get_close_matches(name.lstrip("-"), bare, n=1)
     return f" Did you mean {bare[match[0]]!r}?" if match else ""
@@ -102,31 +102,31 @@ def _setting(path: Path, description: str, schema: Mapping[str, Any], required: 
         description=" ".join(description.split()),
         choices=choices,
         allowed=_alternatives(choices) if choices else _phrase(schema),
-        default=None if required else as_text(schema.get("default")),
+        default=None if required else as_string(schema.get("default")),
     )
 
 
-def as_text(value: object) -> str:
-    """Return a plain value as a flag or a variable would write it."""
+def as_string(value: object) -> str:
+    """Return a plain value as written in a flag or an environment variable."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
-    return ",".join(map(as_text, value)) if isinstance(value, (list, tuple)) else str(value)
+    return ",".join(map(as_string, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
 def _choices(schema: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the values that a JSON schema lists, or nothing if any alternative is open."""
+    """Return the values that a JSON schema enumerates, or nothing if it also allows others."""
     if "anyOf" in schema:
         alternatives = [_choices(one) for one in schema["anyOf"]]
         return tuple(value for one in alternatives for value in one) if all(alternatives) else ()
     if "const" in schema:
-        return (as_text(schema["const"]),)
+        return (as_string(schema["const"]),)
     closed = {"boolean": ("true", "false"), "null": ("null",)}
-    return tuple(map(as_text, schema.get("enum", closed.get(schema.get("type", ""), ()))))
+    return tuple(map(as_string, schema.get("enum", closed.get(schema.get("type", ""), ()))))
 
 
 def _phrase(schema: Mapping[str, Any]) -> str:
-    """Return a JSON schema in words."""
-    if "allowed" in schema:  # put there by the model, where the schema would show a pattern
+    """Return a description of a JSON schema."""
+    if "allowed" in schema:  # set by the model, in place of a pattern
         return str(schema["allowed"])
     if "anyOf" in schema:
         # null first: after "each an integer" it would seem to be one of the items.

@@ -1,4 +1,4 @@
-"""Sources of settings merged into one valid model, or into one message that says what is wrong where."""
+"""Merges sources of settings into a valid model, or reports every wrong setting by name and source."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from unitrain.errors import ConfigError
-from unitrain.settings.schema import as_text, did_you_mean, dotted, flag, groups_of
+from unitrain.settings.schema import as_string, did_you_mean, dotted, flag, groups_of
 from unitrain.settings.strategy_config import why_unknown
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -21,13 +21,13 @@ _NOTHING = object()
 
 @dataclass(frozen=True)
 class Source:
-    """Values of one origin, and how its user names a setting there."""
+    """The values of one source, and the names of settings in it."""
 
     values: dict[str, Any]
     name_of: Callable[[Iterable[object]], str]
 
     def has(self, path: Iterable[object]) -> bool:
-        """Return whether a value stands at a path."""
+        """Return whether there is a value at a path."""
         return self.get(path) is not _NOTHING
 
     def get(self, path: Iterable[object]) -> object:
@@ -39,10 +39,10 @@ class Source:
 
 
 def validate(model: type[Model], sources: Sequence[Source]) -> Model:
-    """Return the model that the sources, weakest first, make together.
+    """Return the model that results from merging the sources, in order of increasing precedence.
 
     Raises:
-        ConfigError: A line for each wrong setting: its name as its user wrote it, the value, and what is allowed.
+        ConfigError: a line per wrong setting: its name as the user wrote it, its value, and the allowed values.
     """
     values: dict[str, Any] = {}
     for source in sources:
@@ -62,14 +62,14 @@ def _merge(weak: Mapping[str, Any], strong: Mapping[str, Any]) -> dict[str, Any]
 
 
 def format_validation_error(error: ValidationError, model: type[BaseModel], sources: Sequence[Source]) -> str:
-    """Return what is wrong, a line for each setting: its name where its value came from, the value, what is allowed."""
+    """Return the error message: a line per wrong setting, with its name, its value and the allowed values."""
     messages = _Messages(model, sources)
-    # The alternatives of a union fail one by one, with one line for all of them.
+    # Every member of a union reports an error, with the same line.
     return "\n".join(dict.fromkeys(messages.describe(details) for details in error.errors(include_url=False)))
 
 
 class _Messages:
-    """Words one error of pydantic's after another."""
+    """Formats the errors of pydantic."""
 
     def __init__(self, model: type[BaseModel], sources: Sequence[Source]) -> None:
         self._groups = {group.path: group for group in groups_of(model)}
@@ -80,17 +80,17 @@ class _Messages:
         kind, path = details["type"], details["loc"]
         if kind == "conflict":
             one, other = (self._assignment((*path, *details["ctx"][key].split("."))) for key in ("one", "other"))
-            return f"{one}, and {other}; they exclude each other: {details['ctx']['reason']}."
+            return f"{one}, and {other}; they are mutually exclusive: {details['ctx']['reason']}."
         if kind == "extra_forbidden":
             return self._unknown(path)
         if kind == "invalid_key":
-            return f"{dotted(path[:-1])} has the key {_shown(details['input'])}, but a setting's name is a string."
-        # A list's item or a union's alternative adds to the path of the setting.
+            return f"{dotted(path[:-1])} has the key {_shown(details['input'])}, but the name of a setting is a string."
+        # The path may continue into an item of a list, or a member of a union.
         while path not in self._settings and path not in self._groups:
             path = path[:-1]
         if kind == "missing":
             return f"{flag(path)} is required: {self._allowed(path)}."
-        if kind in ("value_error", "assertion_error"):  # a validator's own words, after pydantic's prefix
+        if kind in ("value_error", "assertion_error"):  # the validator's message follows pydantic's prefix
             reason = details["msg"].partition(", ")[2]
             return f"{self._assignment(path)}: {reason}." if path in self._settings else f"{reason}."
         return f"{self._assignment(path)}, but must be {self._allowed(path)}."
@@ -100,11 +100,11 @@ class _Messages:
         suggestion = why_unknown(wrong) or did_you_mean(wrong, map(dotted, [*self._settings, *self._groups]))
         section = self._groups[tuple(map(str, path[:-1]))]
         name = self._source_of(path).name_of(path)
-        return f"{name} is not a setting.{suggestion or f' The settings here: {section.members}.'}"
+        return f"{name} is not a setting.{suggestion or f' Available settings: {section.members}.'}"
 
     def _assignment(self, path: tuple[int | str, ...]) -> str:
-        """Return ``name is value``, as the user wrote them."""
-        if not any(source.has(path) for source in self._strongest_first):  # one of two that exclude each other
+        """Return ``name is value``, with the name as the user wrote it."""
+        if not any(source.has(path) for source in self._strongest_first):  # one of two that are mutually exclusive
             return f"{dotted(path)} is {self._settings[tuple(map(str, path))].default} (the default)"
         source = self._source_of(path)
         return f"{source.name_of(path)} is {_shown(source.get(path))}"
@@ -122,5 +122,5 @@ _SHORT.maxstring = _SHORT.maxother = 120
 
 
 def _shown(value: object) -> str:
-    """Return a wrong value, shortened."""
-    return as_text(value) if value is None or isinstance(value, bool) else _SHORT.repr(value)
+    """Return a value, shortened if it is long."""
+    return as_string(value) if value is None or isinstance(value, bool) else _SHORT.repr(value)

@@ -1,7 +1,7 @@
-"""``StrategyConfig`` with a section for every installed backend that has settings: ``unitrain.StrategyConfig``.
+"""``unitrain.StrategyConfig``: ``StrategyConfig`` with a section for every installed backend that has settings.
 
-Made once, when this module is imported. Type checkers can't know what is installed: they see the common fields, and
-``config.section(name, Settings)`` for a backend's own.
+It is made once, when this module is imported. Type checkers don't know what is installed: they see the common fields,
+and ``config.section(name, Settings)`` for those of a backend.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from unitrain.settings.keywords import StrategySettings
 
 
 def __getattr__(name: str) -> NoReturn:
-    if name == "StrategyConfig":  # asked for by a backend's module, which is imported in order to make it
-        raise ImportError("a backend's module imports StrategyConfig from unitrain.config")
+    if name == "StrategyConfig":  # by a backend's module, which is being imported to make it
+        raise ImportError("a backend's module must import StrategyConfig from unitrain.config")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def _section_of(backend: str) -> tuple[type[Section], Any] | None:
-    """Return a backend's section as a field, or None where the backend has no settings."""
+    """Return a backend's section as a pydantic field, or None if the backend has no settings."""
     settings = load_backend(backend).Settings
     if not (isinstance(settings, type) and issubclass(settings, Section)):
         raise TypeError(f"its Settings is {settings!r}, but must be a subclass of unitrain.config.Section")
@@ -36,15 +36,15 @@ def _section_of(backend: str) -> tuple[type[Section], Any] | None:
         if field.is_required():
             raise ValueError(f"its setting {name!r} has no default")
     if backend in config.StrategyConfig.model_fields or hasattr(config.StrategyConfig, backend):
-        raise ValueError(f"StrategyConfig has an attribute {backend!r} of its own")
+        raise ValueError(f"StrategyConfig already has an attribute {backend!r}")
     if not backend.isidentifier():
-        raise ValueError("its name is not an identifier")
+        raise ValueError("its name is not a Python identifier")
     description = settings.__doc__ or f"Settings of the backend {backend}."
     return settings, Field(default=settings(), description=" ".join(description.split()))
 
 
 def _sections() -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the fields for the installed backends, and for those left out, why."""
+    """Return the fields of the installed backends, and why others were left out."""
     fields: dict[str, Any] = {}
     left_out: dict[str, str] = {}
     for backend in backend_names():
@@ -52,7 +52,7 @@ def _sections() -> tuple[dict[str, Any], dict[str, str]]:
             field = _section_of(backend)
         except BackendError as error:
             left_out[backend] = str(error)
-        except Exception as error:  # whatever a broken plug-in raises: runs that don't choose it must not end with it
+        except Exception as error:  # a broken plug-in must not break runs that don't use it
             left_out[backend] = f"backend {backend!r} has no settings: {type(error).__name__}: {error}"
         else:
             if field is not None:
@@ -65,7 +65,7 @@ _FIELDS, _LEFT_OUT = _sections()
 if TYPE_CHECKING:
 
     class StrategyConfig(config.StrategyConfig):
-        """The common fields, and a constructor that takes the sections too."""
+        """The common fields, and a constructor that takes sections as well."""
 
         def __init__(self, **settings: Unpack[StrategySettings]) -> None: ...
 
@@ -73,19 +73,19 @@ else:
     StrategyConfig = create_model(
         "StrategyConfig",
         __base__=config.StrategyConfig,
-        __module__=__name__,  # where pickle finds it
-        # The descriptions are there already; pydantic would look for docstrings in the source of every caller: 40 ms.
+        __module__=__name__,  # so that it can be pickled
+        # The descriptions are set already. Without this, pydantic searches source code for docstrings: 40 ms.
         __cls_kwargs__={"use_attribute_docstrings": False},
-        __doc__="How a training script runs: the settings of all backends, and a section for each installed one.",
+        __doc__="Settings of a training run: those of all backends, and a section for each installed backend.",
         **_FIELDS,
     )
 
 
 def why_unknown(name: str) -> str:
-    """Return a sentence that says why a backend's settings are unknown here, or an empty string.
+    """Return a sentence that says why the settings of a backend are not available, or an empty string.
 
     Args:
-        name: of an unknown setting, as a flag, a variable or dotted.
+        name: name of an unknown setting: a flag, a variable or a dotted name.
     """
     words = re.split(r"\.|__", name.lstrip("-").replace("-", "_").removeprefix("UNITRAIN_").lower())
     return "".join(

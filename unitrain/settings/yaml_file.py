@@ -1,4 +1,4 @@
-"""Settings in a YAML file: read strictly, with the line of each key, and written."""
+"""Reads settings from YAML files strictly, with the line of each key, and writes them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class YamlFile:
     """The settings of one YAML file.
 
     Args:
-        name: The file's path, as the user wrote it.
+        name: path of the file, as the user wrote it.
 
     Raises:
-        ConfigError: The file can't be read, is no UTF-8 text, no YAML or no mapping, has a key twice in one section,
-            or a tag that would make an object.
+        ConfigError: the file can't be read, is not UTF-8, not YAML or not a mapping, or has a duplicate key or a tag
+            of a Python object.
     """
 
     def __init__(self, name: str) -> None:
@@ -30,11 +30,11 @@ class YamlFile:
         self.values, self._root = self._load(self._read())
 
     def name_of(self, path: Iterable[object]) -> str:
-        """Return a setting's name with the file and, where the setting or a section around it is in it, the line."""
+        """Return the name of a setting with the file and, if the setting or its section is in it, the line."""
         path = tuple(path)
         node, line = self._root, None
         for part in path:
-            # The last one counts: keys merged from an anchor stand before the section's own.
+            # The last one counts: keys merged from an anchor come before the section's own.
             found = [
                 pair for pair in getattr(node, "value", ()) if isinstance(pair, tuple) and pair[0].value == str(part)
             ]
@@ -51,21 +51,21 @@ class YamlFile:
         except OSError as error:
             raise ConfigError(f"--config {self._name} can't be read: {error.strerror}.") from None
         except ValueError:
-            raise ConfigError(f"--config {self._name} is not text (UTF-8), so no YAML file.") from None
+            raise ConfigError(f"--config {self._name} is not a YAML file: it is not encoded in UTF-8.") from None
 
-    def _load(self, text: str) -> tuple[dict[str, Any], yaml.Node]:
+    def _load(self, content: str) -> tuple[dict[str, Any], yaml.Node]:
         loader = None
         try:
-            loader = _StrictLoader(text)
+            loader = _StrictLoader(content)
             root = loader.get_single_node()
             values = None if root is None else loader.construct_document(root)
         except yaml.MarkedYAMLError as error:
             line = "" if error.problem_mark is None else f", line {error.problem_mark.line + 1}"
             reason = ": ".join(filter(None, (error.context, error.problem)))
-            raise ConfigError(f"--config {self._name}{line}: not valid settings in YAML: {reason}.") from None
+            raise ConfigError(f"--config {self._name}{line}: invalid YAML: {reason}.") from None
         except (yaml.YAMLError, ValueError, RecursionError) as error:
             reason = " ".join(str(error).split())
-            raise ConfigError(f"--config {self._name}: not valid settings in YAML: {reason}.") from None
+            raise ConfigError(f"--config {self._name}: invalid YAML: {reason}.") from None
         finally:
             if loader is not None:
                 loader.dispose()
@@ -76,7 +76,7 @@ class YamlFile:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """Refuses a key given twice, of which yaml.SafeLoader silently takes the last, and a key that is no name."""
+    """Refuses duplicate keys, of which yaml.SafeLoader silently takes the last, and keys that are not strings."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
@@ -85,28 +85,28 @@ class _StrictLoader(yaml.SafeLoader):
             if not isinstance(key, yaml.ScalarNode):
                 continue  # refused when it is constructed: lists and mappings are unhashable
             if key.tag not in (self.DEFAULT_SCALAR_TAG, "tag:yaml.org,2002:merge"):
-                problem = f"the key {key.value!r} is not a name (quote it if it is meant to be one)"
+                problem = f"the key {key.value!r} is not a string (quote it if it is meant to be one)"
                 raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
             if key.value in first:
-                problem = f"{key.value!r} is given twice, first in line {first[key.value]}"
+                problem = f"duplicate key {key.value!r}, first in line {first[key.value]}"
                 raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
             first[key.value] = key.start_mark.line + 1
         return node
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes strings so that they are read back as they were."""
+    """Writes strings so that reading them gives the same strings."""
 
 
-def _represent_string(dumper: _Dumper, text: str) -> yaml.ScalarNode:
-    """Escape Unicode's line breaks, which YAML takes for its own and PyYAML leaves in plain strings as they are."""
-    style = '"' if re.search("[\x85\u2028\u2029]", text) else None
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style)
+def _represent_string(dumper: _Dumper, value: str) -> yaml.ScalarNode:
+    """Quote strings with Unicode line breaks, which are line breaks in YAML too, but which PyYAML does not escape."""
+    style = '"' if re.search("[\x85\u2028\u2029]", value) else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style)
 
 
 _Dumper.add_representer(str, _represent_string)
 
 
 def dump(values: dict[str, Any]) -> str:
-    """Return plain values as YAML that ``YamlFile`` reads back."""
+    """Return plain values as YAML that ``YamlFile`` can read."""
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)

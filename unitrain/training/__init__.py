@@ -1,1 +1,1 @@
-"""The training step and what it needs: gradients, precision, BatchNorm, metrics, learning rates."""
+"""The training step: backward, gradient averaging, precision, BatchNorm, and preparation of modules."""

@@ -1,6 +1,6 @@
-"""One backward: a loss that is not finite shows in the reduced gradients, and one that counts for nothing does not.
+"""Runs a backward such that a loss that is not finite makes the reduced gradients not finite.
 
-The *reduced* gradients then tell all ranks, without a vote.
+All ranks then see it in the *reduced* gradients, without another collective. A loss of weight 0 has no effect on them.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ def run_backward(
     scale: Tensor | None,
     inputs: Sequence[Parameter] | None,
     windows: Sequence[Window],
-    counts: Weight,
+    weight: Weight,
     *,
     on_host: bool,
     distributed: bool,
 ) -> None:
-    """Run backward, and take note in ``windows`` of whether the loss is finite.
+    """Run backward, and record in ``windows`` whether the loss is finite.
 
-    On a GPU the host does not know that yet: the device adds NaN to a gradient where it is not.
+    On a GPU the host does not know that yet: if the loss is not finite, the device adds NaN to a gradient.
 
     Args:
         loss: scalar.
-        scale: what backward starts from; None stands for 1.
-        inputs: the parameters that get gradients; None stands for all.
-        windows: whose gradients these are.
-        counts: what the loss counts for; nothing, where it is 0.
+        scale: gradient scale; None means 1.
+        inputs: the parameters that get gradients; None means all.
+        windows: the accumulation windows that the gradients belong to.
+        weight: weight of the loss; with 0 it has no effect on the gradients.
         on_host: whether the loss can be read without waiting for a GPU.
-        distributed: whether there are other ranks to tell.
+        distributed: whether there are other ranks.
     """
-    if isinstance(counts, Tensor):
-        if counts.is_cuda:
-            with _replaced(windows, partial(_zero_where_nothing_counts, weight=counts)):
+    if isinstance(weight, Tensor):
+        if weight.is_cuda:
+            with _replaced(windows, partial(_zero_unless_weighted, weight=weight)):
                 _on_device(loss, scale, inputs, windows, distributed)
             return
-        counts = counts.item()
-    if counts == 0:
-        # No product with a loss of NaN may spoil what the other ranks have to say.
+        weight = weight.item()
+    if weight == 0:
+        # Zeros instead of a product with 0, which would be NaN for a loss of NaN.
         with _replaced(windows, torch.zeros_like):
             _run(loss, scale, inputs)
     elif not on_host:
@@ -56,7 +56,7 @@ def run_backward(
     elif math.isfinite(loss.item()):
         _run(loss, scale, inputs)
     else:
-        # The loss alone may not show in its gradient: where all labels are ignored, it is NaN and its gradient 0.
+        # The gradient alone may not show it: if all labels are ignored, the loss is NaN and its gradient 0.
         for window in windows:
             window.loss_is_finite = False
         with _replaced(windows, partial(torch.full_like, fill_value=math.nan)):
@@ -87,7 +87,7 @@ def _on_device(
 
 @contextmanager
 def _replaced(windows: Sequence[Window], make: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Replace every gradient that backward yields in the block, before it is accumulated and reduced."""
+    """Replace every gradient of a backward in the block, before it is accumulated and reduced."""
     with ExitStack() as stack:
         for window in windows:
             stack.enter_context(window.local_gradients.ignored())
@@ -97,6 +97,6 @@ def _replaced(windows: Sequence[Window], make: Callable[[Tensor], Tensor]) -> It
         yield
 
 
-def _zero_where_nothing_counts(gradient: Tensor, weight: Tensor) -> Tensor:
-    """Return zeros where the weight is 0: a product with it would leave a gradient of NaN as it is."""
+def _zero_unless_weighted(gradient: Tensor, weight: Tensor) -> Tensor:
+    """Return zeros if the weight is 0: a product with it would keep NaN."""
     return torch.where(weight.to(gradient.device) == 0, torch.zeros_like(gradient), gradient)

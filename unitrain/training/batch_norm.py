@@ -1,9 +1,9 @@
-"""BatchNorm over the global batch, on any backend's collectives: CPU and GPU, gloo, MPI and Horovod alike.
+"""Synchronised BatchNorm: statistics over the global batch, with any backend, on CPU and GPU.
 
-Each rank computes mean, variance and count of its share; one all-gather brings them together, and they are merged by
-Chan, Golub and LeVeque's pairwise formula ("Algorithms for computing the sample variance", 1983) in float64. Shares
-may be uneven, and empty. The backward needs one all-reduce. Both block: there is no other work to overlap them with.
-The passes over the batch itself are torch's kernels for given statistics, those of eval.
+Each rank computes the mean, variance and count of its part of the batch. One all-gather collects them, and they are
+merged in float64 by the pairwise formula of Chan, Golub and LeVeque ("Algorithms for computing the sample variance",
+1983). The parts may be uneven or empty. The backward needs one all-reduce. Both block, since there is no other work to
+overlap them with. The passes over the batch itself use torch's kernels for given statistics, those of eval mode.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from unitrain.errors import ConfigError
 
 
 class _SyncedNormalise(torch.autograd.Function):
-    """Normalise by statistics over all ranks' rows. Inputs are (rows, channels, ...)."""
+    """Normalise (rows, channels, ...) by statistics over the rows of all ranks."""
 
     @staticmethod
     def forward(
@@ -50,17 +50,17 @@ class _SyncedNormalise(torch.autograd.Function):
         ctx.save_for_backward(x, weight, *statistics, total)
         ctx.layer = layer
         ctx.mark_non_differentiable(mean, variance, total)
-        # By given statistics, as in eval: torch's kernel makes one pass of it.
+        # With given statistics, as in eval mode, torch's kernel needs a single pass.
         output = batch_norm(x, *statistics, _to(weight, kind), _to(bias, kind), eps=layer.eps)
         return output, mean, variance, total
 
     @staticmethod
-    @once_differentiable  # autograd can't see through the reduction, and would give a wrong second derivative
+    @once_differentiable  # a second derivative would be wrong: autograd does not see the all-reduce
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x, weight, mean, variance, total = ctx.saved_tensors
         layer, kind, channels, needs = ctx.layer, mean.dtype, x.size(1), ctx.needs_input_grad
         if x.numel():
-            # The gradients by given statistics; that of the input lacks what flows through the statistics.
+            # The gradients for given statistics. That of the input lacks the part through the statistics.
             grad_input, grad_weight, grad_bias = torch.ops.aten.native_batch_norm_backward(
                 grad.to(kind), x.to(kind), _to(weight, kind), mean, variance, None, None, False, layer.eps,
                 [needs[0], True, True],
@@ -85,7 +85,7 @@ class _SyncedNormalise(torch.autograd.Function):
 
 
 def _computed_in(x: Tensor) -> torch.dtype:
-    """Return what a layer computes in: half-precision sums would lose what float64 merging is to keep."""
+    """Return the dtype to compute in: at least float32, since half-precision sums would be too inexact."""
     return x.dtype if x.dtype in (torch.float32, torch.float64) else torch.float32
 
 
@@ -94,17 +94,17 @@ def _to(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 class SyncBatchNorm(_BatchNorm):
-    """A BatchNorm layer whose training statistics are those of all ranks' rows.
+    """A BatchNorm layer whose training statistics are computed over the rows of all ranks.
 
-    Made by ``synchronise`` from an existing layer, whose parameters, buffers, hooks and keys it keeps.
+    Made by ``synchronise`` from an existing layer, whose parameters, buffers, hooks and state dict keys it keeps.
     """
 
     plain: ClassVar[type[_BatchNorm]]
     communicator: Communicator
     sync_name: str
 
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's own name for it)
-        """Normalise ``input`` (rows, channels, ...) by the statistics of all ranks, or the running ones in eval."""
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
+        """Normalise ``input`` (rows, channels, ...) by statistics over all ranks, or the running ones in eval mode."""
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         if not self.training or self.communicator.world_size == 1:
             return self.plain.forward(self, input)
@@ -147,17 +147,17 @@ _SYNCED: dict[type, type[SyncBatchNorm]] = {c.plain: c for c in (SyncBatchNorm1d
 
 
 def is_unsynchronised(layer: nn.Module) -> bool:
-    """Whether a layer is a BatchNorm whose running statistics are its own rank's."""
+    """Return whether a layer is a BatchNorm whose running statistics differ between ranks."""
     return isinstance(layer, _BatchNorm) and not isinstance(layer, (SyncBatchNorm, nn.SyncBatchNorm))
 
 
 def synchronise(module: nn.Module, communicator: Communicator) -> None:
     """Make every BatchNorm layer in ``module`` compute its training statistics over all ranks, in place.
 
-    Only a layer's class changes: its parameters stay the same objects, and its buffers, hooks and keys stay.
+    Only the class of a layer changes: its parameters, buffers, hooks and state dict keys stay the same.
 
     Raises:
-        ConfigError: a layer is of a class derived from BatchNorm, whose forward can't be known.
+        ConfigError: a layer is of a subclass of BatchNorm, whose forward may be different.
     """
     for name, layer in module.named_modules():
         if not is_unsynchronised(layer):
@@ -165,15 +165,15 @@ def synchronise(module: nn.Module, communicator: Communicator) -> None:
         synced = _SYNCED.get(type(layer))
         if synced is None:
             raise ConfigError(
-                f"sync_batchnorm can't be applied to layer {name!r}, a {type(layer).__name__}: only BatchNorm1d, "
-                "2d and 3d themselves can be synchronised. Replace the layer, or set sync_batchnorm to false."
+                f"sync_batchnorm does not support layer {name!r} of class {type(layer).__name__}: it supports only "
+                "BatchNorm1d, BatchNorm2d and BatchNorm3d. Replace the layer, or set sync_batchnorm to false."
             )
         layer.__class__ = synced
         layer.__dict__.update(communicator=communicator, sync_name=f"batch_norm.{name}")
 
 
 def revert(module: nn.Module) -> None:
-    """Make layers that ``synchronise`` converted plain again, in place, with their statistics as they are."""
+    """Undo ``synchronise`` in place, keeping the statistics."""
     for layer in module.modules():
         if isinstance(layer, SyncBatchNorm):
             del layer.communicator, layer.sync_name
@@ -182,7 +182,7 @@ def revert(module: nn.Module) -> None:
 
 @torch.no_grad()
 def average_statistics(modules: Iterable[nn.Module], communicator: Communicator) -> None:
-    """Give all ranks the mean of their running means and variances, for layers that are not synchronised."""
+    """Average the running means and variances of layers that are not synchronised over the ranks, in place."""
     buffers = [
         buffer
         for module in modules
@@ -194,7 +194,7 @@ def average_statistics(modules: Iterable[nn.Module], communicator: Communicator)
     if communicator.world_size == 1 or not buffers:
         return
     flat = torch.cat([b.double().reshape(-1) for b in buffers])
-    with communicator.pulse.within("the statistics of BatchNorm"):
+    with communicator.pulse.within("averaging BatchNorm statistics"):
         communicator.all_reduce_async(flat, "sum", "batch_norm.statistics")()
     flat /= communicator.world_size
     for buffer, mean in zip(buffers, torch.split(flat, [b.numel() for b in buffers]), strict=True):

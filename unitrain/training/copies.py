@@ -1,4 +1,4 @@
-"""Whether the ranks train on the same samples, as they do where a script shares nothing out."""
+"""Detects ranks that train on the same samples, because the script does not shard its data."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ from torch import Tensor
 
 from unitrain.communicator import Communicator
 
-_LOOKS = 3
+_CHECKS = 3
 
 
 class CopyCheck:
-    """Compares the ranks' first losses, and warns where they are the same to the bit: N copies of one job.
+    """Compares the ranks' first losses, and warns if they are equal bit for bit: N copies of one job.
 
     Args:
-        ranks: who has losses.
+        communicator: the communicator of this process.
 
     Attributes:
-        pending: whether there is still something to compare.
+        pending: whether further losses need to be compared.
     """
 
-    def __init__(self, ranks: Communicator) -> None:
-        self._ranks = ranks
-        self._looks_left = _LOOKS
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self._checks_left = _CHECKS
         self.pending: bool = True
 
-    def look(self, loss: Tensor) -> None:
+    def compare(self, loss: Tensor) -> None:
         """Compare one loss. Collective."""
-        losses = self._ranks.all_gather(loss.detach().double())
-        alike = bool((losses == losses[0]).all())
-        self._looks_left -= 1
-        self.pending = alike and self._looks_left > 0
-        if alike and not self.pending and self._ranks.rank == 0:
+        losses = self._communicator.all_gather(loss.detach().double())
+        equal = bool((losses == losses[0]).all())
+        self._checks_left -= 1
+        self.pending = equal and self._checks_left > 0
+        if equal and not self.pending and self._communicator.is_main:
             warnings.warn(
-                f"the first {_LOOKS} losses are the same on all {self._ranks.world_size} ranks, to the bit: each seems "
-                "to train on the same samples, which gains nothing. Let strategy.dataloader share them out.",
+                f"the first {_CHECKS} losses are equal on all {self._communicator.world_size} ranks, which seem to "
+                "train on the same samples, at no gain in speed. Use strategy.dataloader, which shards the dataset.",
                 UserWarning,
                 stacklevel=6,
             )

@@ -1,7 +1,7 @@
-"""Gradients summed over the ranks while backward still runs: flat buckets on a strategy's ``_all_reduce``.
+"""Sums gradients over the ranks in flat buckets while backward still runs.
 
-The default for every backend that has no engine of its own for it. A parameter's gradient becomes a view of its
-bucket, so that reducing a bucket is one call and costs no copy back (Li et al., "PyTorch Distributed: Experiences on
+The default for backends whose library does not average gradients itself. A parameter's gradient becomes a view of its
+bucket, so that reducing a bucket is one call, without a copy back (Li et al., "PyTorch Distributed: Experiences on
 Accelerating Data Parallel Training", VLDB 2020, describes buckets filled from hooks).
 """
 
@@ -19,14 +19,14 @@ Wait = Callable[[], None]
 
 
 AllReduce = Callable[[Tensor, str, str], Wait]
-"""Sums a tensor in place over the ranks, asynchronously, given an operation and a name; the result waits for it."""
+"""Starts an in-place all-reduce of a tensor, given an op and a name. Returns a function that waits for it."""
 
 
 class _Bucket:
-    """Parameters of one dtype and device, their gradients side by side in one flat tensor.
+    """A flat tensor with the gradients of several parameters of one dtype and device.
 
-    Behind the gradients stands one element for each parameter: how many ranks gave it a gradient. Where none did,
-    ``grad`` stays None, as it would on one device, and weight decay and momentum leave the parameter alone.
+    After the gradients it holds an element per parameter, the number of ranks that have a gradient for it. If none
+    has, ``grad`` stays None, as on one device, and weight decay and momentum don't change the parameter.
     """
 
     def __init__(self, parameters: Sequence[Parameter], name: str) -> None:
@@ -34,12 +34,14 @@ class _Bucket:
         self.name = name
         size = sum(p.numel() for p in parameters)
         self.flat = torch.zeros(size + len(parameters), dtype=parameters[0].dtype, device=parameters[0].device)
-        self.real = torch.view_as_real(self.flat) if self.flat.is_complex() else self.flat  # as engines know it
+        self.real = (
+            torch.view_as_real(self.flat) if self.flat.is_complex() else self.flat
+        )  # libraries can't reduce complex tensors
         self.used = self.flat[size:]
         self.views = []
         offset = 0
         for p in parameters:
-            # The gradient takes its parameter's strides (channels_last, say), which optimizers' fast paths want.
+            # The gradient has its parameter's strides (channels_last, say), which optimizers' fast paths need.
             dense = p.is_contiguous() or _is_dense(p)
             part = self.flat[offset : offset + p.numel()]
             self.views.append(part.as_strided(p.size(), p.stride()) if dense else part.view(p.size()))
@@ -84,17 +86,17 @@ class GradientReducer:
     """Sums the gradients of a fixed list of parameters over the ranks, overlapping backward.
 
     Args:
-        parameters: in the order of registration; backward yields their gradients in about the reverse of it.
-        all_reduce: the strategy's asynchronous, in-place sum.
-        armed: tells whether the backward that is running shall communicate.
+        parameters: in the order of registration; backward computes their gradients in roughly the reverse order.
+        all_reduce: asynchronous in-place sum.
+        armed: returns whether the running backward communicates.
         name: prefix of the buckets' names, the same on all ranks.
-        bucket_mb: a bucket is closed once it holds this many MiB.
-        wire_dtype: reduce in this type (lossy) instead of the gradients' own.
-        overlap: send buckets while backward runs. Where it runs collectives of its own (BatchNorm's), ranks that use
-            different parameters would send theirs between different ones of these.
+        bucket_mb: size in MiB at which a bucket is complete.
+        wire_dtype: reduce in this dtype (lossy) instead of that of the gradients.
+        overlap: reduce buckets while backward runs. If backward runs other collectives (BatchNorm's), ranks that use
+            different parameters would call them in different orders.
 
     Raises:
-        UsageError: a parameter has got two gradients in one backward, or a sparse one.
+        UsageError: a parameter got two gradients in one backward, or a sparse gradient.
     """
 
     def __init__(
@@ -128,17 +130,17 @@ class GradientReducer:
                 return
             if parameter.grad is not None and parameter.grad.is_sparse:
                 raise UsageError(
-                    f"a parameter of shape {tuple(parameter.shape)} has a sparse gradient, which can't be summed over "
-                    "the ranks here: make its layer with sparse=False."
+                    f"a parameter of shape {tuple(parameter.shape)} has a sparse gradient, which is not supported with "
+                    "several processes: create its layer with sparse=False."
                 )
             if bucket.launched:
                 raise UsageError(
-                    "a gradient arrived after its bucket had been sent: a second backward ran before update() (pass "
-                    "each backward the optimizer that it is for), or a reentrant checkpoint runs one parameter twice "
-                    "(use torch.utils.checkpoint with use_reentrant=False)."
+                    "a gradient was computed after its bucket had been reduced: either a second backward ran before "
+                    "update() (pass the optimizer to each strategy.backward), or reentrant activation checkpointing "
+                    "used a parameter twice (use torch.utils.checkpoint with use_reentrant=False)."
                 )
             bucket.missing -= 1
-            # In the buckets' own order on every rank: engines without names match collectives by their order.
+            # In the same order on every rank: libraries without names match collectives by their order.
             while self._overlap and self._next < len(self._buckets) and self._buckets[self._next].missing == 0:
                 self._launch_next()
 
@@ -150,7 +152,7 @@ class GradientReducer:
         self._next += 1
 
     def finish(self) -> None:
-        """Send what has not been sent, wait for all, and leave each ``grad`` the sum over the ranks (or None)."""
+        """Reduce the remaining buckets and wait for all. Each ``grad`` is then the sum over the ranks, or None."""
         while self._next < len(self._buckets):
             self._launch_next()
         with torch.no_grad():
@@ -159,13 +161,13 @@ class GradientReducer:
         self._next = 0
 
     def close(self) -> None:
-        """Remove the hooks; gradients stay where they are."""
+        """Remove the hooks. Gradients are not changed."""
         for hook in self._hooks:
             hook.remove()
 
 
 def _group(parameters: Sequence[Parameter], cap_bytes: int) -> list[list[Parameter]]:
-    """Cut the parameters, last first, into buckets of one dtype and device of about ``cap_bytes`` each."""
+    """Group the parameters, last first, into buckets of one dtype and device of about ``cap_bytes`` each."""
     groups: list[list[Parameter]] = []
     open_groups: dict[tuple[torch.dtype, torch.device], tuple[list[Parameter], int]] = {}
     for p in reversed(parameters):
@@ -180,7 +182,7 @@ def _group(parameters: Sequence[Parameter], cap_bytes: int) -> list[list[Paramet
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """True where the tensor's elements fill one block of memory in some order of its dimensions."""
+    """Return whether the tensor fills one block of memory, in any order of its dimensions."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
         if size == 1:

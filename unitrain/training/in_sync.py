@@ -1,4 +1,4 @@
-"""Do all ranks hold the same model? Checksums of every parameter and buffer, compared in one gather."""
+"""Checks that all ranks have the same model, by one gather of checksums of its parameters and buffers."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ def check_in_sync(communicator: Communicator, module: nn.Module) -> None:
         ranks = [rank for rank in range(1, communicator.world_size) if everyone[rank, i] != everyone[0, i]]
         if ranks:
             raise CommunicationError(
-                f"the ranks have drifted apart: {name} {tuple(tensor.shape)} of rank {', '.join(map(str, ranks))} "
-                "is not rank 0's. Something changed it on some ranks only: a step outside strategy.step, a "
-                "random number that the ranks draw differently, or weights loaded on one rank."
+                f"the ranks' models differ: {name} {tuple(tensor.shape)} of rank {', '.join(map(str, ranks))} is not "
+                "that of rank 0. It was changed on some ranks only: by a step outside strategy.step, by random numbers "
+                "that differ between ranks, or by loading weights on one rank."
             )
 
 
 def _checksum(tensor: Tensor) -> Tensor:
-    """Return a 64-bit sum of a tensor's bits in which each position counts differently, on its device."""
+    """Return a 64-bit checksum of a tensor's bits, which depends on their positions, on its device."""
     plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     bits = plain.detach().contiguous().reshape(-1).view(_BITS[plain.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for start in range(0, bits.numel(), _CHUNK):
         part = bits[start : start + _CHUNK].to(torch.int64)
-        # Odd multipliers, spread by the golden ratio: a swap, or two changes that cancel in a plain sum, still shows.
+        # Odd multipliers, spread by the golden ratio, also detect swaps, and changes that cancel in a plain sum.
         place = torch.arange(start, start + part.numel(), device=tensor.device)
         total += (part * (place * -7046029254386353131 | 1)).sum()
     return total

@@ -1,4 +1,4 @@
-"""This rank's own gradients, before they are averaged."""
+"""The local gradients of this rank, before they are averaged."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _SMALL = 2**16
 
 
 class LocalGradients:
-    """This rank's own gradients of a window, kept until its end, for averaging leaves no trace of whose was bad.
+    """Keeps local gradients until the end of a window, to find the rank whose gradient was not finite.
 
-    One tells of nearly all: backward goes through a network from its end, and what is not finite on the way makes
-    every gradient after it so. So it is that of the first parameter which is kept, or the first that is small, since
-    keeping costs a copy. A gradient that goes bad beside that way (in a hook, or in a layer that nothing to be
-    trained stands before) needs ``all_of_them``.
+    One gradient is usually enough: backward goes through a network from its end, and a value that is not finite makes
+    all later gradients not finite. So the gradient of the first parameter is kept, or of the first small one, since
+    keeping it costs a copy. A gradient that is not finite on another path (through a hook, or in a layer without
+    trained layers before it) needs ``all_of_them``.
 
     Args:
-        all_of_them: keep every parameter's gradient, at the price of the memory of another set of them.
+        all_of_them: keep the gradients of all parameters, which doubles their memory.
     """
 
     def __init__(self, *, all_of_them: bool) -> None:
@@ -36,10 +36,10 @@ class LocalGradients:
         self._nan: Tensor | None = None
 
     def watch(self, parameters: Sequence[Parameter]) -> None:
-        """Keep the gradients of these from now on, and no others'.
+        """Keep the gradients of these parameters from now on, and no others.
 
         Args:
-            parameters: those that are trained, in the order of the optimizer.
+            parameters: the trained parameters, in the order of the optimizer.
         """
         self.close()
         if not self._all_of_them:
@@ -54,15 +54,15 @@ class LocalGradients:
         return None if self._nan is None else gradient + self._nan.to(gradient.dtype)
 
     def add_nan_unless_finite(self, loss: Tensor) -> None:
-        """Let the gradients that are kept become NaN in the coming backward where ``loss`` is not finite.
+        """Add NaN to the gradients that are kept in the next backward if ``loss`` is not finite.
 
-        The device does so, where the host does not know yet; reduced, they tell all ranks.
+        This runs on the device, since the host does not know the loss yet. The reduced gradients show it to all ranks.
         """
         self._nan = torch.where(loss.isfinite(), 0.0, math.nan)
 
     @contextmanager
     def ignored(self) -> Iterator[None]:
-        """Keep nothing of a backward that does not count."""
+        """Keep no gradients in the block."""
         self._keeps = False
         try:
             yield
@@ -70,12 +70,12 @@ class LocalGradients:
             self._keeps = True
 
     def clear(self) -> None:
-        """Forget what was kept."""
+        """Drop the gradients that were kept."""
         self._kept.clear()
         self._nan = None
 
     def are_finite(self) -> bool:
-        """Look at what was kept."""
+        """Return whether all gradients that were kept are finite."""
         return all(map(is_finite, self._kept))
 
     def close(self) -> None:
@@ -85,5 +85,5 @@ class LocalGradients:
 
 
 def is_finite(gradient: Tensor) -> bool:
-    """Return whether every number in a gradient is finite."""
+    """Return whether all elements of a gradient are finite."""
     return bool(plain_numbers(gradient).isfinite().all())

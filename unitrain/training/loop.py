@@ -1,4 +1,4 @@
-"""The training loop, as loaders tell of it: what is yielded to train on, and where the run can be stopped."""
+"""The training loop as seen by loaders: which batches are trained on, and where the run can be stopped."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ Batches = Iterator[tuple[MicroBatch, Any]]
 
 
 class LoopObserver(Protocol):
-    """What wants to measure the batches that are trained on."""
+    """Measures the batches that are trained on."""
 
     def batches(self, fed: Batches) -> Batches:
-        """Return an iterator that yields the same."""
+        """Return an iterator that yields the same batches."""
 
 
 class TrainingLoop:
-    """What a strategy's loaders tell of the loop around them; see ``unitrain.data.loop.LoopListener``.
+    """Receives the notifications of a strategy's loaders; see ``unitrain.data.loop.LoopListener``.
 
     Args:
-        step: trains on what loaders yield.
-        pass_boundary: is called where the run can be stopped, and raises where it is to stop.
+        step: the training step.
+        pass_boundary: called where the run can be stopped; raises if it is to be stopped.
 
     Attributes:
-        evaluating: whether an evaluation is under way.
+        evaluating: whether an evaluation is in progress.
     """
 
     def __init__(self, step: TrainingStep, pass_boundary: Callable[[], None]) -> None:
@@ -39,22 +39,22 @@ class TrainingLoop:
         self.evaluating = False
 
     def observe(self, observer: LoopObserver) -> None:
-        """Let an observer see the batches of every iteration that begins from now on."""
+        """Let an observer measure the batches of every iteration that starts from now on."""
         self._observer = observer
 
     def is_training(self) -> bool:
-        """Return whether batches are asked for to train on."""
+        """Return whether batches are used for training, and not for an evaluation."""
         return torch.is_grad_enabled() and not self.evaluating
 
     def boundary(self) -> None:
-        """Let the run be stopped here, unless it trains and gradients wait for the rest of their window."""
+        """Allow the run to be stopped here, unless an accumulation window is open in training."""
         if not (self._step.within_window and self.is_training()):
             self._pass_boundary()
 
     def yields(self, micro_batch: MicroBatch | None, iteration: Iteration) -> None:
-        """Take note of what is about to be trained on."""
+        """Record the micro-batch that is about to be trained on."""
         self._step.take(micro_batch, iteration)
 
     def observed(self, batches: Batches) -> Batches:
-        """Return what the loader is to yield from."""
+        """Return the iterator that the loader yields from."""
         return batches if self._observer is None or not self.is_training() else self._observer.batches(batches)

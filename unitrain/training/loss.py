@@ -1,4 +1,4 @@
-"""The loss that a step is given: what is wrong with it, and what its backward starts from."""
+"""Checks of the loss, and the gradient scale of its backward."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ def checked(loss: Tensor) -> Tensor:
     """Return a loss as a tensor without dimensions.
 
     Raises:
-        UsageError: it is no tensor of one element, or has no gradient.
+        UsageError: it is not a tensor of one element, or does not require grad.
     """
     if isinstance(loss, Tensor) and loss.requires_grad and not loss.dim():
         return loss
     if not isinstance(loss, Tensor):
-        raise UsageError(f"a loss is a tensor, not {type(loss).__name__}: give step() what the criterion returned.")
+        raise UsageError(f"a loss is a tensor, not {type(loss).__name__}: pass the result of the loss function.")
     if loss.numel() != 1:
-        raise UsageError(f"a loss is one number, but this has shape {tuple(loss.shape)}: take its mean().")
+        raise UsageError(f"a loss must be a scalar, but has shape {tuple(loss.shape)}: pass its mean().")
     if not loss.requires_grad:
         raise UsageError(
-            "the loss has no gradient: it was detached, or computed under no_grad() or from frozen weights."
+            "the loss does not require grad: it was detached, or computed under no_grad() or from frozen parameters."
         )
     return loss.reshape(())
 
 
 def refuse_a_second_backward(error: RuntimeError) -> None:
-    """Raise UsageError where torch's error is that of a loss that went through backward before."""
+    """Raise UsageError if torch's error is about a second backward through the same graph."""
     if "backward through the graph a second time" in str(error):
         raise UsageError(
-            "this loss has been through a backward already, and step() does one itself: leave yours out. Losses that "
-            "share a part of the model are added, and given to step() together."
+            "backward was already called on this loss: step() calls it itself, so remove loss.backward(). Add losses "
+            "that share a part of the graph, and pass their sum to step()."
         ) from error
 
 
 class GradientScales:
-    """What backward starts from instead of 1, so that the reduced gradient is that of the mean over all samples.
+    """Gradient scales: backward starts from these, so that the reduced gradient is that of the mean over all samples.
 
     Args:
-        scaler: fp16's loss scale, else None.
+        scaler: the GradScaler of fp16, else None.
     """
 
     def __init__(self, scaler: torch.amp.GradScaler | None) -> None:
@@ -51,7 +51,7 @@ class GradientScales:
         self._cached: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
 
     def of(self, loss: Tensor, share: Weight) -> Tensor:
-        """Return this rank's share of the window, in the loss's form."""
+        """Return the gradient scale for this rank's share of the window, with the dtype and device of the loss."""
         if isinstance(share, Tensor):
             scale = share.detach().to(loss.device, loss.dtype).reshape(())
         else:

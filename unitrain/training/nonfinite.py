@@ -1,4 +1,4 @@
-"""What all ranks do, and say, where a loss or a gradient was not finite."""
+"""Handles steps whose loss or gradient is not finite, in the same way on all ranks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from unitrain.training.window import Window
 
 
 class NonFinitePolicy:
-    """What all ranks do about a step that was given up, and say of it.
+    """Applies ``on_nonfinite`` to a step, and reports which rank and parameter caused it.
 
     Args:
-        communicator: of this process.
-        prepared: knows the parameters' names.
+        communicator: the communicator of this process.
+        prepared: gives the names of parameters.
         policy: ``on_nonfinite``.
     """
 
@@ -30,31 +30,31 @@ class NonFinitePolicy:
         self._policy = policy
 
     def message(self, window: Window, step: int, *, distributed: bool) -> str:
-        """Say whose loss or gradient it was, and the first bad parameter. Collective.
+        """Return a message with the ranks whose loss or gradient is not finite, and the first parameter. Collective.
 
         Args:
-            window: what was given up, with the gradients of all ranks.
-            step: the number of the step.
-            distributed: whether the gradients are those of several ranks.
+            window: the accumulation window, with reduced gradients.
+            step: number of the step.
+            distributed: whether the gradients were reduced over several ranks.
         """
         losses = window.loss_is_finite and all(bool(loss.isfinite()) for loss in window.losses)
-        # Its own, before they were averaged, as far as this rank knows.
+        # The local ones, before they were averaged, as far as they were kept.
         gradients = distributed and window.local_gradients.are_finite()
-        told = self._communicator.all_gather_object((losses, gradients))
+        finite = self._communicator.all_gather_object((losses, gradients))
         bad_losses, bad_gradients = (
-            [rank for rank, its in enumerate(one) if not its] for one in zip(*told, strict=True)
+            [rank for rank, is_good in enumerate(ranks) if not is_good] for ranks in zip(*finite, strict=True)
         )
         if bad_losses:
             where = f"the loss of {_ranks(bad_losses)}"
         else:
-            whose = f" of {_ranks(bad_gradients)}" if bad_gradients else ""
-            where = f"a gradient{whose} (every rank's loss was finite)"
+            owners = f" of {_ranks(bad_gradients)}" if bad_gradients else ""
+            where = f"a gradient{owners} (the losses of all ranks were finite)"
         first = next((p for p in window.parameters if p.grad is not None and not is_finite(p.grad)), None)
-        named = "" if first is None else f"; first bad parameter: {self._prepared.name(first)}"
+        named = "" if first is None else f"; first affected parameter: {self._prepared.name(first)}"
         return f"not finite at step {step}: {where}{named}."
 
     def skips(self, message: str) -> bool:
-        """Say that the step is skipped, where it is to be, and return whether it is."""
+        """Return whether the step is to be skipped, and if so print the message."""
         if self._policy == "skip":
             self._print(f"unitrain: {message} The step was skipped on all ranks.")
         return self._policy == "skip"
@@ -66,7 +66,7 @@ class NonFinitePolicy:
             NonFiniteError: under ``raise``.
             Stopped: under ``stop``.
         """
-        advice = "The weights are those of the step before. Set on_nonfinite to skip to leave such steps out."
+        advice = "The weights are those of the previous step. Set on_nonfinite to skip to skip such steps."
         if self._policy == "raise":
             raise NonFiniteError(f"{message} {advice}")
         self._print(f"unitrain: stopped: {message} {advice}")

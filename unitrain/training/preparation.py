@@ -1,4 +1,4 @@
-"""What ``strategy.prepare`` does to modules, optimizers and schedulers."""
+"""``strategy.prepare``: prepares modules, optimizers and schedulers."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from unitrain.training.prepared import PreparedModules
 
 
 class Preparation:
-    """``prepare`` of a strategy.
+    """Implements ``prepare`` of a strategy.
 
     Args:
-        communicator: of this process.
-        backend: what wraps modules.
-        precision: what modules compute in.
-        prepared: where prepared modules are noted down.
-        register: takes note of an optimizer.
+        communicator: the communicator of this process.
+        backend: wraps modules.
+        precision: sets the precision of modules.
+        prepared: records prepared modules.
+        register: called with each optimizer.
         config: the settings.
     """
 
@@ -53,7 +53,7 @@ class Preparation:
         self._ranks_differ = False
 
     def prepare(self, objects: Sequence[Any]) -> tuple[Any, ...]:
-        """See ``Strategy.prepare``. Modules come first, so that optimizers find their parameters in place."""
+        """See ``Strategy.prepare``. Modules are prepared first, so that their parameters are known to optimizers."""
         for one in objects:
             _check_kind(one)
         done = {i: self._module(one) for i, one in enumerate(objects) if isinstance(one, nn.Module)}
@@ -62,20 +62,20 @@ class Preparation:
                 self._optimizer(one)
         if not self._ranks_differ:
             self._ranks_differ = True
-            # From here on ranks draw apart (dropout, say); rank 0 goes on as one process would.
+            # From here on, random numbers (dropout) differ between ranks; rank 0's are those of a single process.
             if self._communicator.rank > 0:
                 seed_rank(self._config.seed, self._communicator.rank)
         return tuple(done.get(i, one) for i, one in enumerate(objects))
 
     def _module(self, module: nn.Module) -> nn.Module:
         if module in self._prepared:
-            raise UsageError(f"this {type(module).__name__} was prepared before: prepare each module once.")
+            raise UsageError(f"this {type(module).__name__} has already been prepared: prepare each module once.")
         if any(p.is_meta for p in module.parameters()):
             raise UsageError(
-                "the model has parameters on the meta device: materialise them (to_empty, then initialise)."
+                "the model has parameters on the meta device: materialise them first (to_empty, then initialise)."
             )
         if any(is_lazy(p) for p in module.parameters()):
-            raise UsageError("the model has layers that don't know their shapes yet: run one batch through it first.")
+            raise UsageError("the model has uninitialised lazy layers: run a forward with one batch first.")
         module.to(self._communicator.device)
         if self._config.sync_batchnorm:
             batch_norm.synchronise(self._prepared.unwrap(module), self._communicator)
@@ -88,7 +88,7 @@ class Preparation:
 
     @torch.no_grad()
     def _copy_from_rank_0(self, module: nn.Module) -> None:
-        """Check that all ranks have the same model, and copy rank 0's parameters and buffers to them."""
+        """Check that all ranks have the same model, and broadcast rank 0's parameters and buffers."""
         ranks = self._communicator
         if ranks.world_size == 1:
             return
@@ -107,15 +107,15 @@ class Preparation:
     def _optimizer(self, optimizer: Optimizer) -> None:
         if isinstance(optimizer, LBFGS):
             raise UsageError(
-                "LBFGS evaluates its loss several times a step, which strategy.step can't do: call it yourself, in one "
-                "process."
+                "LBFGS evaluates the loss several times per step, which strategy.step does not support: use it without "
+                "strategy.prepare, in a single process."
             )
         self._prepared.check([p for group in optimizer.param_groups for p in group["params"]])
         if optimizer.state or self._communicator.world_size > 1:
             state = optimizer.state_dict()
             has_state = self._communicator.broadcast_object(bool(state["state"]))
             if has_state:
-                # Also moves state that was loaded or made before the parameters moved to the device.
+                # This also moves state that was loaded or made before the parameters were moved to the device.
                 optimizer.load_state_dict(self._communicator.broadcast_object(state))
         self._register(optimizer)
 
@@ -125,14 +125,14 @@ def _check_kind(one: object) -> None:
         return
     if isinstance(one, (DataLoader, Dataset)):
         raise UsageError(
-            f"prepare() takes modules, optimizers and schedulers, not a {type(one).__name__}: give that to "
+            f"prepare() takes modules, optimizers and schedulers, not a {type(one).__name__}: pass that to "
             "strategy.dataloader(...), which takes a dataset or a torch DataLoader."
         )
     raise UsageError(f"prepare() takes modules, optimizers and schedulers, not {type(one).__name__}.")
 
 
 def export(module: nn.Module) -> nn.Module:
-    """Return a plain copy of the user's own module on the CPU, in eval mode."""
+    """Return a plain copy of an original module on the CPU, in eval mode."""
     plain = copy.deepcopy(module).cpu().eval()
     batch_norm.revert(plain)
     remove_hooks(plain)
@@ -144,6 +144,6 @@ def _compare(rank: int, ours: list[Any], our_rank: int, theirs: list[Any]) -> No
         return
     mine, other = next((a, b) for a, b in zip_longest(ours, theirs, fillvalue=("nothing",)) if a != b)
     raise CommunicationError(
-        f"rank {our_rank} and rank {rank} have different models: {' '.join(map(str, mine))} against "
+        f"the models of rank {our_rank} and rank {rank} differ: {' '.join(map(str, mine))} against "
         f"{' '.join(map(str, other))}. Build the same model on every rank."
     )

@@ -1,4 +1,4 @@
-"""What has been prepared: the modules behind their wrappers, and the names of their parameters."""
+"""The prepared modules, and the names of their parameters."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from unitrain.errors import UsageError
 
 
 class PreparedModules:
-    """The modules that a strategy has prepared, and their parameters.
+    """Records the modules that a strategy has prepared, and their parameters.
 
     Args:
-        distributed: whether there are several processes, whose gradients are averaged.
+        distributed: whether there are several processes.
     """
 
     def __init__(self, *, distributed: bool) -> None:
@@ -24,12 +24,12 @@ class PreparedModules:
         self._names: dict[Parameter, str] = {}
 
     def add_names(self, module: nn.Module) -> None:
-        """Take note of a module's parameters, by the names that the user knows."""
-        # A compiled module's names have a prefix; messages and checkpoints use the user's.
+        """Record the names of a module's parameters."""
+        # Without the prefix of a compiled module: messages and checkpoints use the names of the original.
         self._names.update({p: name for name, p in self.unwrap(module).named_parameters()})
 
     def add(self, wrapped: nn.Module, module: nn.Module) -> None:
-        """Take note of what stands for a module from now on: the module itself, or the backend's wrapper."""
+        """Record the module that ``prepare`` returns for ``module``: a wrapper, or ``module`` itself."""
         self._originals[wrapped] = module
 
     def __contains__(self, module: nn.Module) -> bool:
@@ -40,7 +40,7 @@ class PreparedModules:
         return iter(list(self._originals))
 
     def unwrap(self, module: nn.Module) -> nn.Module:
-        """Peel backends' wrappers and ``torch.compile``'s, in whatever order they lie."""
+        """Return the original module, without wrappers of the backend and ``torch.compile``, in any order."""
         while True:
             inner = self._originals.get(module, module)
             inner = getattr(inner, "_orig_mod", inner)
@@ -48,8 +48,8 @@ class PreparedModules:
                 return module
             module = inner
 
-    def knows(self, parameter: Parameter) -> bool:
-        """Return whether a parameter is one of a prepared module."""
+    def has(self, parameter: Parameter) -> bool:
+        """Return whether a parameter belongs to a prepared module."""
         return parameter in self._names
 
     def name(self, parameter: Parameter) -> str:
@@ -57,20 +57,22 @@ class PreparedModules:
         return self._names.get(parameter, f"an unprepared parameter of shape {tuple(parameter.shape)}")
 
     def check(self, parameters: Iterable[Parameter]) -> None:
-        """Raise UsageError where an optimizer holds parameters of a module that was never prepared.
+        """Check that an optimizer's parameters belong to prepared modules. Needed only with several processes.
 
-        One process needs no preparation, so nothing is wrong there.
+        Raises:
+            UsageError: a parameter belongs to no prepared module.
         """
         if not self._distributed:
             return
-        missing = [p for p in parameters if not self.knows(p)]
+        missing = [p for p in parameters if not self.has(p)]
         if missing:
             shapes = ", ".join(str(tuple(p.shape)) for p in missing[:3])
             raise UsageError(
-                f"the optimizer holds {len(missing)} parameters of no prepared module (shapes {shapes}, ...): their "
-                "gradients would differ from rank to rank. Give the module to prepare(), before or with the optimizer."
+                f"{len(missing)} parameters of the optimizer belong to no prepared module (shapes {shapes}, ...), so "
+                "their gradients would not be averaged over the ranks. Pass the module to prepare(), before or with "
+                "the optimizer."
             )
 
     def release(self) -> None:
-        """Let go of the wrappers, whose reducers must be gone before their process group is."""
+        """Release the wrappers, whose reducers must be gone before their process group is destroyed."""
         self._originals = WeakKeyDictionary(self._originals)

@@ -1,4 +1,4 @@
-"""How an optimizer's gradients come to be averaged: by the backend itself, or in the core's buckets."""
+"""Averages gradients over the ranks, by the backend itself or in the core's buckets."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from unitrain.training.gradients import GradientReducer
 from unitrain.training.precision import AUTOCAST_DTYPE
 
 Finish = Callable[[bool], None]
-"""Completes a step's averaging; its argument is ``Backend.watch_gradients``'s."""
+"""Completes the averaging of a step; see ``Backend.watch_gradients``."""
 
 
 class Reduction:
-    """Averages gradients over the ranks, in every backward that is armed.
+    """Averages gradients over the ranks in every armed backward.
 
     Args:
-        communicator: of this process.
-        backend: averages gradients itself, or leaves that to the core's buckets.
+        communicator: the communicator of this process.
+        backend: averages gradients itself, or leaves it to the core's buckets.
         config: the settings.
 
     Attributes:
-        armed: whether the coming backward communicates.
+        armed: whether the next backward communicates.
     """
 
     def __init__(self, communicator: Communicator, backend: Backend, config: StrategyConfig) -> None:
         self._communicator = communicator
         self._backend = backend
         self._wire_dtype = AUTOCAST_DTYPE.get(config.compression)
-        # Engines that match calls by their order would mix buckets up with BatchNorm's collectives.
+        # Libraries that match calls by order would confuse buckets with BatchNorm's collectives.
         self._overlap = backend.matches_by_name or not config.sync_batchnorm
         self._distributed = communicator.world_size > 1
         self._finishers: dict[Parameter, Finish] = {}
@@ -40,13 +40,13 @@ class Reduction:
         self.armed: bool = True
 
     def arm(self, sync: bool) -> None:
-        """Say whether the coming backward communicates; before the forward, where the backend needs to know then."""
+        """Set whether the next backward communicates. Some backends need this before the forward."""
         if self._distributed and sync != self.armed:
             self.armed = sync
             self._backend.arm(sync)
 
     def finishers(self, parameters: Sequence[Parameter]) -> list[Finish]:
-        """Return what completes the averaging of these parameters' gradients, which are watched from now on."""
+        """Return the functions that complete the averaging of these parameters' gradients, watched from now on."""
         new = [p for p in parameters if p not in self._finishers]
         if new:
             self._finishers.update(dict.fromkeys(new, self._backend.watch_gradients(new) or self._bucketed(new)))
@@ -65,6 +65,6 @@ class Reduction:
         return lambda late: reducer.finish()
 
     def close(self) -> None:
-        """Remove every hook of the core's buckets."""
+        """Remove the hooks of the core's buckets."""
         for reducer in self._reducers:
             reducer.close()

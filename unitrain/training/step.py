@@ -1,9 +1,9 @@
-"""One optimizer step, exact in every mode: backward, reduce, unscale, clip, decide, step, zero — in this order.
+"""The optimizer step: backward, reduce, unscale, clip, check for non-finite values, step, zero the gradients.
 
-The gradient that reaches the optimizer is that of the mean loss over all samples of the accumulation window on all
-ranks. No gradient is scaled for that: backward starts from this rank's share of the window instead of 1. Only where
-the shares are unknown beforehand (``weight=``) is one scalar summed, overlapping the last backward, and the gradients
-are scaled.
+The optimizer gets the gradient of the mean loss over all samples of the accumulation window on all ranks. Gradients are
+not rescaled for that: backward starts from this rank's share of the window instead of 1. Only if the shares are unknown
+beforehand (``weight=``), one scalar is summed over the ranks, overlapping the last backward, and the gradients are
+rescaled.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from unitrain.config import StrategyConfig
 from unitrain.data.loop import Iteration
 from unitrain.data.sharding import MicroBatch
 from unitrain.errors import UsageError
-from unitrain.pulse import OWN_CODE
+from unitrain.pulse import USER_CODE
 from unitrain.training.backward import run_backward
 from unitrain.training.copies import CopyCheck
-from unitrain.training.foreign_steps import ForeignSteps
+from unitrain.training.direct_steps import DirectStepCheck
 from unitrain.training.guard import GuardedStep
 from unitrain.training.in_sync import check_in_sync
 from unitrain.training.local_gradients import LocalGradients
@@ -39,23 +39,23 @@ from unitrain.training.window import Window
 
 
 class StepResult(NamedTuple):
-    """What a step did. Its tensors stay on the device."""
+    """Result of a step. Its tensors stay on the device."""
 
     stepped: bool
-    """Whether the optimizer moved; false within an accumulation window."""
+    """Whether the optimizer made a step; False within an accumulation window."""
     grad_norm: Tensor | None = None
-    """2-norm of the gradient before it was clipped, with ``clip_norm`` or ``grad_norm`` set; the same on all ranks."""
+    """2-norm of the gradients before clipping, with ``clip_norm`` or ``grad_norm``; the same on all ranks."""
     skipped: bool = False
-    """Whether the window was given up because a loss or a gradient was not finite."""
+    """Whether the step was skipped because a loss or a gradient was not finite."""
 
 
-_WAITING = "step"  # the phase in which gradients are averaged
+_WAITING = "step"  # phase of the pulse while gradients are averaged
 _WITHIN_WINDOW = StepResult(False)
 _PLAIN_STEP = StepResult(True)
 
 
 class StepObserver(Protocol):
-    """What wants to know when the verbs of a step begin and end, to measure them say."""
+    """Is notified when ``backward`` and ``update`` begin and end, to measure them."""
 
     def began(self) -> None:
         """``backward`` or ``update`` was called."""
@@ -65,19 +65,19 @@ class StepObserver(Protocol):
 
 
 class TrainingStep:
-    """``step``, ``backward`` and ``update`` of a strategy. The one owner of what has been trained so far.
+    """Implements ``step``, ``backward`` and ``update`` of a strategy, and counts the steps.
 
     Args:
-        communicator: of this process.
-        backend: what averages gradients, where it does so itself.
-        prepared: the modules that are trained.
-        scaler: fp16's loss scale, else None.
-        pass_boundary: is called where all that was begun has been done, and raises where the run is to stop.
+        communicator: the communicator of this process.
+        backend: averages gradients, or leaves it to the core's buckets.
+        prepared: the prepared modules.
+        scaler: the GradScaler of fp16, else None.
+        pass_boundary: called after a complete step; raises if the run is to be stopped.
         config: the settings.
 
     Attributes:
-        micro_batch: the micro-batch that the loader which is iterated for training yielded last; None without one.
-        averages: whether gradients are averaged over the ranks; false while a benchmark measures what that costs.
+        micro_batch: the micro-batch that the training loader yielded last; None without a loader.
+        averages: whether gradients are averaged over the ranks; False in measurements without communication.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class TrainingStep:
         self._check_every = config.check_in_sync_every
         self._debug = config.debug
         self._reduction = Reduction(communicator, backend, config)
-        # A backend that averages divides by the world size; the gradient scales make up for it.
+        # A backend that averages divides by the world size; the gradient scales compensate for it.
         self._unit = self._world if backend.gradient_reduction == "mean" else 1
         self._windows: dict[Optimizer, Window] = {}
         self._scales = GradientScales(scaler)
@@ -110,18 +110,18 @@ class TrainingStep:
             communicator.device, config.clip_norm, config.clip_value, measure_norm=config.grad_norm
         )
         self._copies = CopyCheck(communicator)
-        self._foreign_steps = ForeignSteps(prepared.knows) if self._distributed else None
+        self._direct_steps = DirectStepCheck(prepared.has) if self._distributed else None
         self._unscaled = False
         self.micro_batch: MicroBatch | None = None
         self.averages: bool = True
-        self._untrained: list[Iteration] = []  # of which batches were yielded, and nothing was trained on yet
+        self._untrained: list[Iteration] = []  # that have yielded batches, none of which was trained on yet
         self._global_step = 0
         self._at_window_end: list[Callable[[], None]] = []
         self._observers: list[StepObserver] = []
 
     @property
     def global_step(self) -> int:
-        """Optimizer steps that the run has made, those before it was resumed included."""
+        """Number of optimizer steps of the run so far, including those before it was resumed."""
         return self._global_step
 
     @global_step.setter
@@ -129,44 +129,44 @@ class TrainingStep:
         self._global_step = self._pulse.step = number
 
     def observe(self, observer: StepObserver) -> None:
-        """Let an observer know of every call from now on."""
+        """Notify an observer of every call from now on."""
         self._observers.append(observer)
 
     def register(self, optimizer: Optimizer) -> None:
-        """Take note of an optimizer, so that a backward without one knows whose gradients it fills."""
+        """Record an optimizer: a backward without one computes the gradients of all recorded ones."""
         if optimizer not in self._windows:
             if not isinstance(optimizer, Optimizer):
-                raise UsageError(f"step() and backward() take optimizers of torch, not {type(optimizer).__name__}.")
+                raise UsageError(f"step() and backward() take torch optimizers, not {type(optimizer).__name__}.")
             local = LocalGradients(all_of_them=self._debug)
             window = self._windows[optimizer] = Window(optimizer, f"optimizer {len(self._windows)}", local)
             self._arm_counted(window)
 
     def close(self) -> None:
-        """Leave the parameters alone from now on."""
-        if self._foreign_steps is not None:
-            self._foreign_steps.close()
+        """Remove all hooks."""
+        if self._direct_steps is not None:
+            self._direct_steps.close()
         for window in self._windows.values():
             window.local_gradients.close()
         self._reduction.close()
 
     @property
     def within_window(self) -> bool:
-        """Whether some optimizer has gradients that wait for the rest of their window."""
+        """Whether an optimizer has gradients of an accumulation window that is not complete."""
         return any(window.micro_batches > 0 or not window.fresh for window in self._windows.values())
 
     def at_window_end(self, action: Callable[[], None]) -> None:
-        """Run ``action`` once, after the step that ends the windows that are open."""
+        """Call ``action`` once, after the step that ends all open windows."""
         self._at_window_end.append(action)
 
     def take(self, micro_batch: MicroBatch | None, iteration: Iteration) -> None:
-        """Take note of the micro-batch that a loader yields for training, before its forward; None at the end."""
+        """Record the micro-batch that a loader yields for training, before its forward; None at the end."""
         self.micro_batch = micro_batch
         if not iteration.trained and micro_batch is not None:
             self._untrained.append(iteration)
         self._reduction.arm(self.averages and (micro_batch is None or micro_batch.last))
 
     def stop_averaging(self) -> None:
-        """Average no gradients from now on, to measure what that costs: the ranks' weights drift apart."""
+        """Stop averaging gradients, to measure what it costs. The ranks' weights diverge from now on."""
         self.averages = False
         self._reduction.arm(False)
 
@@ -184,7 +184,7 @@ class TrainingStep:
         sync: bool | None = None,
         weight: Weight | None = None,
     ) -> None:
-        """See ``Strategy.backward``; None stands for all prepared optimizers."""
+        """See ``Strategy.backward``. None means all prepared optimizers."""
         if not self._observers:
             self._backward(loss, optimizers, sync, weight)
             return
@@ -195,7 +195,7 @@ class TrainingStep:
         self, loss: Tensor, optimizers: Sequence[Optimizer] | None, sync: bool | None, weight: Weight | None
     ) -> None:
         if self._communicator.closed:
-            raise UsageError("the strategy is closed: train before close().")
+            raise UsageError("backward was called after strategy.close(): call it before.")
         loss = checked(loss)
         windows = self._of(optimizers)
         last, share = self._place_in_window(windows[0], sync)
@@ -205,48 +205,48 @@ class TrainingStep:
             for iteration in self._untrained:
                 iteration.trained = True
             self._untrained.clear()
-        counts: Weight = share if weight is None else weight
+        own_weight: Weight = share if weight is None else weight
         scale = None
         if self._distributed or self._accumulate > 1 or weight is not None or self._scaler is not None:
-            scale = self._scales.of(loss, counts)
+            scale = self._scales.of(loss, own_weight)
         if self._distributed:
-            self._reduction.arm(self.averages and last)  # the core's buckets can be armed as late as this
+            self._reduction.arm(self.averages and last)  # the core's buckets can still be armed here
             self._pulse.phase = _WAITING
             if last:
-                self._look_at_the_ranks(loss, windows)
+                self._check_the_ranks(loss, windows)
         inputs = None
         if len(windows) < len(self._windows):
             inputs = [p for window in windows for p in window.trained]
-        run_backward(loss, scale, inputs, windows, counts, on_host=self._on_host, distributed=self._distributed)
+        run_backward(loss, scale, inputs, windows, own_weight, on_host=self._on_host, distributed=self._distributed)
         for window in windows:
             window.fresh = False
             window.complete = window.reduced = last
         if self._distributed:
-            self._pulse.phase = OWN_CODE
+            self._pulse.phase = USER_CODE
 
     def _place_in_window(self, window: Window, sync: bool | None) -> tuple[bool, float]:
-        """Return whether this backward ends the window, and what part of the window's mean this rank's loss is."""
+        """Return whether this backward ends the window, and the share of this rank's loss in the window's mean."""
         micro_batch = self.micro_batch
         if micro_batch is None:
             last = self._counted_last(window)
             return last if sync is None else sync, self._unit / (self._world * self._accumulate)
         if sync and not micro_batch.last:
-            raise UsageError("sync=True can't end a window that a loader cut: it ends with its own last micro-batch.")
+            raise UsageError("sync=True can't end the window of a loader early: it ends with its last micro-batch.")
         last = micro_batch.last if sync is None else sync
         return last, micro_batch.count * self._unit / micro_batch.window
 
-    def _look_at_the_ranks(self, loss: Tensor, windows: list[Window]) -> None:
-        """Look whether the ranks are about to average what belongs together."""
+    def _check_the_ranks(self, loss: Tensor, windows: list[Window]) -> None:
+        """Check that the ranks are in the same call, and that they train on different samples."""
         if self._debug:
             self._communicator.compare_calls(f"backward for {' and '.join(window.name for window in windows)}")
         if self._copies.pending and self.micro_batch is None:
-            self._copies.look(loss)
+            self._copies.compare(loss)
 
     def _of(self, optimizers: Sequence[Optimizer] | None) -> list[Window]:
         if optimizers is None:
             if not self._windows:
                 raise UsageError(
-                    "backward() without an optimizer needs one that prepare() was given: pass it to either."
+                    "backward() was called without an optimizer, and none was prepared: pass one to either."
                 )
             return [self._watched(window) for window in self._windows.values()]
         for optimizer in optimizers:
@@ -255,9 +255,9 @@ class TrainingStep:
         return [self._watched(self._windows[optimizer]) for optimizer in optimizers]
 
     def _watched(self, window: Window) -> Window:
-        """Bring the window's parameters up to date with its optimizer's groups, and with what is frozen.
+        """Update the window's parameters after changes of the optimizer's groups, or of ``requires_grad``.
 
-        One optimizer in one process need not know of what is frozen: it has no gradient.
+        With a single optimizer in one process, frozen parameters need not be excluded: they have no gradient.
         """
         if not self._distributed and len(self._windows) == 1 and len(window.optimizer.param_groups) == window.groups:
             return window
@@ -270,10 +270,10 @@ class TrainingStep:
         window.groups = len(window.optimizer.param_groups)
         window.parameters = [p for group in window.optimizer.param_groups for p in group["params"]]
         self._prepared.check(window.parameters)
-        known = set(map(id, window.trained))
+        before = set(map(id, window.trained))
         for p in trained:
-            if id(p) not in known:
-                p.grad = None  # what a backward for another optimizer has left there
+            if id(p) not in before:
+                p.grad = None  # left by a backward for another optimizer
         window.trained = trained
         if self._distributed:
             window.local_gradients.watch(trained)
@@ -283,30 +283,30 @@ class TrainingStep:
         return window.micro_batches + 1 >= self._accumulate
 
     def _enter(self, window: Window, micro_batch: MicroBatch | None, weight: Weight | None, last: bool) -> None:
-        """Check that a micro-batch belongs to the window that is open, and note its weight."""
+        """Check that a micro-batch belongs to the open window, and record its weight."""
         if micro_batch is not None and window.fresh:
             window.check_order(micro_batch)
         if not window.fresh or window.micro_batches > 0:
             if (weight is None) != (window.weight is None):
-                raise UsageError("pass weight= with every backward of an accumulation window, or with none.")
+                raise UsageError("pass weight= to every backward of an accumulation window, or to none.")
             if self._distributed and window.reduced and self._unit == 1:
-                # What has been summed over the ranks is about to be summed again.
+                # These gradients have been summed over the ranks, and will be summed again.
                 self._finish(window)
                 torch._foreach_mul_(_gradients(window.parameters), 1 / self._world)
         window.micro_batch = micro_batch
-        # Counted windows of several optimizers end at different times: a forward may have seen another's arming.
+        # Without a loader, windows of several optimizers end at different times: a forward may be armed for another.
         crossing = micro_batch is None and self._accumulate > 1 and len(self._windows) > 1
         if last and (crossing or not window.fresh or not self._reduction.armed):
             window.late = True
         if weight is not None and window.fresh:
             window.weight = (
-                self._as_number(weight) if window.weight is None else window.weight + self._as_number(weight)
+                self._as_tensor(weight) if window.weight is None else window.weight + self._as_tensor(weight)
             )
             if last:
                 self._sum_weights(window)
 
-    def _as_number(self, weight: Weight) -> Tensor:
-        """Return a weight as a tensor of its own on the device; of a float, without waiting for a GPU."""
+    def _as_tensor(self, weight: Weight) -> Tensor:
+        """Return a weight as a new tensor on the device, without synchronising with a GPU if it is a float."""
         device = self._communicator.device
         if isinstance(weight, Tensor):
             return weight.detach().to(device, torch.float64, copy=True)
@@ -329,7 +329,7 @@ class TrainingStep:
     def _update(self, optimizer: Optimizer, scheduler: Any) -> StepResult:
         window = self._windows.get(optimizer)
         if window is None or window.fresh:
-            raise UsageError("update() needs a backward() before it.")
+            raise UsageError("update() was called without a backward() before it.")
         window.micro_batches += 1
         if not window.complete:
             window.fresh = True
@@ -339,7 +339,7 @@ class TrainingStep:
             self._pulse.phase = _WAITING
         stepped, norm = self._average_and_step(window)
         if self._distributed:
-            self._pulse.phase = OWN_CODE
+            self._pulse.phase = USER_CODE
         window.clear()
         self._global_step += 1
         self._pulse.step = self._global_step
@@ -357,7 +357,7 @@ class TrainingStep:
         return StepResult(stepped, norm, not stepped)
 
     def _average_and_step(self, window: Window) -> tuple[bool, Tensor | None]:
-        """Do what the gradients of a complete window need; return whether the optimizer moved, and their norm."""
+        """Finish averaging and make the step. Return whether the optimizer stepped, and the norm of the gradients."""
         self._finish(window)
         gradients = _gradients(window.parameters)
         if window.weight is not None or window.micro_batches != self._accumulate:
@@ -366,33 +366,33 @@ class TrainingStep:
             self._scaler.unscale_(window.optimizer)
             self._unscaled = True
         stepped, norm = False, None
-        if self._distributed or window.loss_is_finite:  # reduced gradients know of every rank's loss
+        if self._distributed or window.loss_is_finite:  # reduced gradients show every rank's loss
             stepped, norm = self._step(window, gradients)
         if not stepped and (self._scaler is None or self._scaler.get_scale() <= 1.0):
             self._not_finite(window)
-        # else an overflow, which is the loss scale's business until the scale has nothing left to give
+        # else an overflow, which the GradScaler handles until its scale reaches 1
         return stepped, norm
 
     def _end_windows(self) -> None:
-        """Do what waits for the end of the windows that are open."""
+        """Run the actions that wait for the end of all open windows, and pass the boundary."""
         if self._at_window_end and not self.within_window:
             actions, self._at_window_end = self._at_window_end, []
             for action in actions:
                 action()
-        # With a loader its next batch is the boundary. The check of one window would be one for nothing: it has ended.
+        # With a loader, its next batch is the boundary. A single window has just ended, and needs no check.
         if self.micro_batch is None and (len(self._windows) == 1 or not self.within_window):
             self._pass_boundary()
 
     def _step(self, window: Window, gradients: list[Tensor]) -> tuple[bool, Tensor | None]:
-        # In one process the losses have gone into no gradient: the guard looks at them as well.
+        # In one process no NaN was added to a gradient: the guard checks the losses as well.
         losses = () if self._distributed else window.losses
-        if self._foreign_steps is None:
+        if self._direct_steps is None:
             return self._guarded_step(window.optimizer, window.parameters, gradients, losses)
-        self._foreign_steps.own = True
+        self._direct_steps.allowed = True
         try:
             return self._guarded_step(window.optimizer, window.parameters, gradients, losses)
         finally:
-            self._foreign_steps.own = False
+            self._direct_steps.allowed = False
 
     def _finish(self, window: Window) -> None:
         if window.reduced and self.averages:
@@ -406,21 +406,21 @@ class TrainingStep:
             if window.total_wait is not None:
                 window.total_wait()
             factor = self._unit / window.weight
-            factor = torch.where(torch.isfinite(factor), factor, 0.0)  # weights of 0 everywhere: gradients are 0 too
+            factor = torch.where(torch.isfinite(factor), factor, 0.0)  # all weights are 0: so are the gradients
             for dtype in {gradient.dtype for gradient in gradients}:
                 torch._foreach_mul_([g for g in gradients if g.dtype == dtype], factor.to(dtype))
         elif window.micro_batch is None:
-            # A window that sync=True ended early: each scale was one part of `accumulate`.
+            # A window ended early by sync=True: each backward was scaled by 1 / accumulate.
             torch._foreach_mul_(gradients, self._accumulate / window.micro_batches)
 
     def _update_scale(self, scaler: torch.amp.GradScaler) -> None:
-        """Adapt the loss scale, but not while gradients made with the present one wait for their update."""
+        """Update the loss scale, unless gradients computed with the current one wait for their update."""
         if self._unscaled and not self.within_window:
             scaler.update()
             self._unscaled = False
 
     def _not_finite(self, window: Window) -> None:
-        """Do what ``on_nonfinite`` says. Every rank gets here at the same step."""
+        """Apply ``on_nonfinite``. All ranks call this at the same step."""
         message = self._nonfinite.message(window, self._global_step + 1, distributed=self._distributed)
         if self._nonfinite.skips(message):
             return

@@ -1,4 +1,4 @@
-"""The accumulation window: what an optimizer's backwards have gathered since its last step."""
+"""The accumulation window: the state of an optimizer's backwards since its last step."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Window:
     """The accumulation window of one optimizer.
 
     Args:
-        optimizer: whose gradients are gathered.
-        name: the same on all ranks, and no other optimizer's.
-        local_gradients: what remembers this rank's share of them.
+        optimizer: the optimizer whose gradients are accumulated.
+        name: unique among optimizers, and the same on all ranks.
+        local_gradients: keeps local gradients of this rank.
     """
 
     __slots__ = (
@@ -31,44 +31,47 @@ class Window:
         self.optimizer: Optimizer = optimizer
         self.name: str = name
         self.local_gradients: LocalGradients = local_gradients
-        self.groups: int = 0  # how many parameter groups the parameters are of
+        self.groups: int = 0  # number of parameter groups
         self.parameters: list[Parameter] = []
         self.trained: list[Parameter] = []
         self.finishers: list[Callable[[bool], None]] = []
         self.clear()
 
     def clear(self) -> None:
-        """Give up what was gathered, gradients included, and begin anew."""
+        """Drop everything that was accumulated, including gradients, and start a new window."""
         for p in self.parameters:
             p.grad = None
         self.local_gradients.clear()
         self.micro_batch: MicroBatch | None = None  # of the last backward
-        self.micro_batches: int = 0  # those that update() has closed
-        self.fresh: bool = True  # no backward yet for the micro-batch that is open
+        self.micro_batches: int = 0  # completed by update()
+        self.fresh: bool = True  # no backward yet for the current micro-batch
         self.loss_is_finite: bool = True
-        self.losses: list[Tensor] = []  # where to look would be to wait for a GPU
+        self.losses: list[Tensor] = []  # on a GPU, where reading them would wait for it
         self.complete: bool = False  # the last backward ended the window
         self.reduced: bool = False  # its gradients are being reduced, or have been
-        # Some of them can't have been reduced by an engine that must be armed before the forward.
+        # A library that must be armed before the forward can't have reduced some of them.
         self.late: bool = False
         self.weight: Tensor | None = None
         self.total_wait: Callable[[], None] | None = None
 
     def check_order(self, micro_batch: MicroBatch) -> None:
-        """Take the first backward of a micro-batch, which must follow the one before.
+        """Check that a micro-batch follows the previous one.
 
         Raises:
-            UsageError: it comes twice, or one was left out.
+            UsageError: it was passed twice, or one was left out.
         """
         before = self.micro_batch
         if before is micro_batch:
-            raise UsageError("step() was called twice for one micro-batch of an accumulation window.")
+            raise UsageError(
+                "step() was called twice for one micro-batch of an accumulation window: add the losses, or use "
+                "backward() and update()."
+            )
         if self.micro_batches > 0 and micro_batch.opening:
-            self.clear()  # the iteration before was broken off within a window
+            self.clear()  # the previous iteration ended early, within a window
             before = None
         follows = micro_batch.first if before is None else micro_batch.start == before.stop
         if not follows or (before is None and self.micro_batches > 0):
             raise UsageError(
-                f"a micro-batch before this one, of step {micro_batch.step} of the epoch, was never given to step(): "
-                "every batch that the loader yields needs one (a loss times 0 leaves a batch out)."
+                f"step() was not called for a micro-batch before this one (step {micro_batch.step} of the epoch): call "
+                "it for every batch that the loader yields. To leave a batch out, multiply its loss by 0."
             )

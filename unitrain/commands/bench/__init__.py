@@ -1,5 +1,5 @@
-"""``unitrain bench``: how fast does a user's own recipe train in each world of this machine, and with which settings?
+"""``unitrain bench``: measures how fast a recipe trains with each launcher and backend, and tunes its settings.
 
-The recipe runs as it is, in real processes. Each of them writes down when its steps ended (``recording``); the command
-reads that, tries settings on the fastest world, and writes down the configuration that it would take.
+The recipe runs unchanged, in real processes. Each process records when its steps end (``recording``). The command reads
+the records, tries settings in the fastest world, and writes the fastest configuration.
 """

@@ -1,4 +1,4 @@
-"""What is measured: worlds that can be started on this host, and settings that may make one faster."""
+"""The candidates to measure: worlds that can be started on this host, and settings to tune."""
 
 from __future__ import annotations
 
@@ -22,38 +22,38 @@ LEVERS: dict[str, tuple[object, ...]] = {
     "threads_per_process": (),
     "compression": (),
 }
-"""Settings that change a run's speed, and the values that are tried; what those follow from, ``values_of`` knows."""
+"""Settings that affect speed, and the values to try; for empty ones see ``values_of``."""
 
 LOSSY = frozenset({"compression"})
-"""Levers that train another model: measured, but never recommended."""
+"""Settings that change the result of training: measured, but never recommended."""
 
-# PowerSGD's first steps are exact, a thousand of them by default.
-_BESIDE: dict[tuple[str, object], tuple[tuple[str, object], ...]] = {
+# By default PowerSGD's first 1000 steps are not compressed.
+_TOGETHER_WITH: dict[tuple[str, object], tuple[tuple[str, object], ...]] = {
     ("compression", "powersgd"): (("ddp.powersgd_start_step", 2),),
 }
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A world, and settings other than the recipe's own in it."""
+    """A world, and settings that differ from those of the recipe."""
 
     world: World
     settings: tuple[tuple[str, object], ...] = ()
-    """Of the strategy, by dotted name."""
+    """Settings of the strategy, by dotted name."""
 
     def with_setting(self, name: str, value: object) -> Candidate:
-        """Return the candidate with one more setting, or another value of it."""
+        """Return the candidate with a setting added or replaced."""
         return replace(self, settings=(*((n, v) for n, v in self.settings if n != name), (name, value)))
 
     def with_lever(self, name: str, value: object) -> Candidate:
-        """Return the candidate with a lever set, and what shows within a few steps what it does."""
+        """Return the candidate with a setting to tune, and those that it needs to have an effect in a short run."""
         candidate = self.with_setting(name, value)
-        for beside in _BESIDE.get((name, value), ()):
-            candidate = candidate.with_setting(*beside)
+        for other in _TOGETHER_WITH.get((name, value), ()):
+            candidate = candidate.with_setting(*other)
         return candidate
 
     def variables(self) -> dict[str, str]:
-        """Return what makes a run of the recipe this candidate, as variables of the environment."""
+        """Return the environment variables with which the recipe runs as this candidate."""
         settings = (("backend", self.world.backend), *self.settings)
         return {variable(name.split(".")): str(value).lower() for name, value in settings}
 
@@ -62,19 +62,19 @@ class Candidate:
 
 
 def most_processes() -> int:
-    """Return how many processes this host has GPUs for, or cores where it has none."""
+    """Return the number of GPUs of this host, or of cores if there are none."""
     return torch.cuda.device_count() or len(os.sched_getaffinity(0))
 
 
 def worlds_to_measure(backends: Sequence[str], most: int) -> list[World]:
-    """Return the worlds of 2, 4, 8 ... ``most`` processes that can be started here, the smaller first."""
+    """Return the worlds of 2, 4, 8, ..., ``most`` processes that can be started here, smallest first."""
     sizes = sorted({*(2**i for i in range(1, most.bit_length()) if 2**i <= most), most} - {1})
     found = find_worlds(backends, {launcher: sizes for launcher in local_launchers() if launcher != "python"})
     return sorted(found, key=lambda world: world.size)
 
 
 def levers_of(world: World, names: Sequence[str]) -> Iterator[tuple[str, object]]:
-    """Yield the levers among ``names`` that do something in a world, each with the values to try, defaults left out."""
+    """Yield the settings among ``names`` that have an effect in a world, with each value to try."""
     for name in names:
         section, _, own = name.rpartition(".")
         if section and (section != world.backend or world.size == 1):
@@ -84,7 +84,7 @@ def levers_of(world: World, names: Sequence[str]) -> Iterator[tuple[str, object]
 
 
 def values_of(lever: str, world: World) -> tuple[object, ...]:
-    """Return the values of a lever that follow from the world: none for any other."""
+    """Return the values to try that depend on the world; empty for other settings."""
     if lever == "threads_per_process":
         share = max(1, len(os.sched_getaffinity(0)) // world.size)
         return tuple(sorted({1, share, 2 * share} - ({2 * share} if world.size == 1 else set())))

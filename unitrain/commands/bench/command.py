@@ -1,4 +1,4 @@
-"""The command: measure every world and lever, and say what was found."""
+"""The command: measures every world and setting, and reports the results."""
 
 from __future__ import annotations
 
@@ -37,28 +37,27 @@ def bench(
     """Measure a recipe, print a table, write ``results.json``, ``results.png`` and ``recommended.yaml``; return 0.
 
     Args:
-        recipe: a script that calls ``unitrain.init`` and knows ``--output-dir``.
+        recipe: a script that calls ``unitrain.init`` and takes ``--output-dir``.
         flags: further flags for it.
-        backend: the only one to measure with several processes; default: all that are installed.
-        processes: most processes to start; default: GPUs, or cores where there are none.
-        levers: settings to try on the fastest world.
-        steps: optimizer steps of each run, of which the first third is not counted.
-        output: the folder to write to.
-        picture: whether to draw one, which needs matplotlib.
+        backend: the only backend to use with several processes; default: all that are installed.
+        processes: maximum number of processes; default: number of GPUs, else of cores.
+        levers: settings to tune in the fastest world.
+        steps: optimizer steps per run, of which the first third is not counted.
+        output: output folder.
+        picture: whether to draw a picture, which needs matplotlib.
 
     Raises:
-        UsageError: nothing can be measured: this process is one of a job, the recipe fails in one process already, or
-            an argument is not one.
+        UsageError: an argument is wrong, this process was started by a launcher, or the recipe fails in one process.
     """
     _check(recipe, backend, processes, levers, steps)
     if picture:
         check_can_draw()
-    # One process on one device is what the others are compared with; DataParallel is the other way to be one process.
-    sole = [World("python", 1, "single")]
+    # One process on one device is the baseline; DataParallel also runs in one process.
+    single_process = [World("python", 1, "single")]
     if torch.cuda.device_count() > 1 and backend is None:
-        sole.append(World("python", 1, "data_parallel"))
+        single_process.append(World("python", 1, "data_parallel"))
     backends = [backend] if backend else backend_names()
-    worlds = [*sole, *worlds_to_measure(backends, processes or most_processes())]
+    worlds = [*single_process, *worlds_to_measure(backends, processes or most_processes())]
     console = Console()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
@@ -81,16 +80,16 @@ def _check(recipe: Path, backend: str | None, processes: int | None, levers: Seq
     if detect(os.environ).world_size > 1:
         raise UsageError("bench starts processes itself: run it alone, not under a launcher.")
     if not recipe.is_file():
-        raise UsageError(f"{recipe} is no file: give bench the path of a script, and its flags after it.")
+        raise UsageError(f"{recipe} is not a file: give the path of a script, followed by its flags.")
     if backend is not None:
         load_backend(backend)
     if steps < FEWEST_STEPS:
-        raise UsageError(f"--steps is {steps}, but must be {FEWEST_STEPS} or more: the first third is not counted.")
+        raise UsageError(f"--steps is {steps}, but must be at least {FEWEST_STEPS}: the first third is not counted.")
     if processes is not None and processes < 1:
-        raise UsageError(f"--processes is {processes}, but must be 1 or more.")
+        raise UsageError(f"--processes is {processes}, but must be at least 1.")
     unknown = [lever for lever in levers if lever not in LEVERS]
     if unknown:
-        raise UsageError(f"{unknown[0]!r} is no lever; those are {', '.join(LEVERS)}.")
+        raise UsageError(f"--levers: {unknown[0]!r} can't be tuned; choose from {', '.join(LEVERS)}.")
 
 
 def _measure_all(
@@ -102,7 +101,7 @@ def _measure_all(
     progress: Progress,
     task: TaskID,
 ) -> tuple[list[Measurement], Measurement]:
-    """Return every measurement, that of one process first, and the fastest."""
+    """Return all measurements, that of one process first, and the fastest."""
 
     def one(candidate: Candidate) -> Measurement:
         progress.update(task, description=str(candidate))
@@ -113,7 +112,7 @@ def _measure_all(
         measurements.append(found)
         progress.advance(task)
         if measurements[0].problem:
-            raise UsageError(f"{recipe} can't be measured: as one process, {measurements[0].problem}")
+            raise UsageError(f"{recipe} can't be measured. In one process: {measurements[0].problem}")
     tried = Levers(fastest(measurements), levers, one)
     progress.update(task, total=len(worlds) + len(tried))
     for found in tried:

@@ -1,4 +1,4 @@
-"""One candidate measured: its processes started, and what they wrote down turned into numbers."""
+"""Measures a candidate: starts its processes, and evaluates their records."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ from unitrain.commands.verify.comparison import cause
 
 @dataclass(frozen=True)
 class Split:
-    """Where the time of a step goes, in seconds, on the mean over the ranks."""
+    """Where the time of a step goes, in seconds, as means over the ranks."""
 
     data: float
     """Waiting for the loader."""
     compute: float
-    """Forward, backward and optimizer, as fast as they are without communication."""
+    """Forward, backward and optimizer, as measured without communication."""
     communication: float
-    """What averaging gradients adds, as far as it is not hidden behind the backward."""
+    """Averaging gradients, as far as it does not overlap with backward."""
     idle: float
-    """Waiting for the rank that computes the longest."""
+    """Waiting for the slowest rank."""
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """What was found of one candidate."""
+    """The result of measuring a candidate."""
 
     candidate: Candidate
     samples_per_second: float = 0.0
-    """Of all processes together."""
+    """Over all processes."""
     step_seconds: float = 0.0
-    """The median optimizer step."""
+    """Median duration of an optimizer step."""
     spread: float = 0.0
-    """Half of what the middle half of the steps span, relative to the median."""
+    """Half of the interquartile range of the steps, relative to the median."""
     split: Split | None = None
-    """None where steps without communication could not be taken."""
+    """None if steps without communication are not possible."""
     problem: str = ""
-    """Why there is nothing to be found, in one line."""
+    """Why it could not be measured, in one line."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the measurement for JSON."""
@@ -55,13 +55,13 @@ class Measurement:
 
 
 def measure(candidate: Candidate, recipe: Path, flags: Sequence[str], steps: int) -> Measurement:
-    """Run a recipe for ``steps`` optimizer steps and some more, of which the first third is not counted.
+    """Run a recipe for ``steps`` optimizer steps, of which the first third is not counted, and measure it.
 
     Args:
-        candidate: where to run it, and with which settings.
-        recipe: a script that calls ``unitrain.init`` and knows ``--output-dir``.
+        candidate: world and settings to run it with.
+        recipe: a script that calls ``unitrain.init`` and takes ``--output-dir``.
         flags: further flags for it.
-        steps: how many; 6 or more.
+        steps: number of optimizer steps, at least 6; steps without communication come in addition.
     """
     with TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -79,9 +79,9 @@ def measure(candidate: Candidate, recipe: Path, flags: Sequence[str], steps: int
         world = candidate.world
         environment = {**small_mpi_environment(), **candidate.variables()}
         with running(launch_command(world.launcher, world.size, program), environment) as process:
-            said, _ = process.communicate()
+            printed, _ = process.communicate()
         if process.returncode:
-            return Measurement(candidate, problem=f"ended with status {process.returncode}: {cause(said)}")
+            return Measurement(candidate, problem=f"exit code {process.returncode}: {cause(printed)}")
         files = sorted(folder.glob("rank*.json"))
         records = [json.loads(file.read_text(encoding="utf-8")) for file in files]
     problem = _problem(candidate, records, steps)
@@ -89,37 +89,37 @@ def measure(candidate: Candidate, recipe: Path, flags: Sequence[str], steps: int
 
 
 def _problem(candidate: Candidate, records: Sequence[dict[str, Any]], steps: int) -> str:
-    """Say why the records are not of this candidate, if they aren't."""
+    """Return why the records are incomplete or not of this candidate, or an empty string."""
     if not records:
-        return "it has called no unitrain.init()"
+        return "the recipe did not call unitrain.init()"
     if len(records) != candidate.world.size:
-        return f"{len(records)} of {candidate.world.size} processes wrote down what they did"
+        return f"only {len(records)} of {candidate.world.size} processes wrote a record"
     taken = len(records[0]["steps"])
     if taken < steps:
-        return f"it took {taken} optimizer steps of {steps} in training loops over strategy.dataloader: give it more"
+        return f"the recipe made only {taken} of {steps} steps in loops over strategy.dataloader: let it train longer"
     for name, value in (("backend", candidate.world.backend), *candidate.settings):
         found = records[0]["settings"]
         for part in name.split("."):
             found = found[part]
         if found != value:
-            return f"{name} is {found} by the recipe's own flags or code, which outrank what is tried here"
+            return f"the recipe's flags or code set {name} to {found}, which takes precedence over the value to measure"
     return ""
 
 
 def evaluate(candidate: Candidate, records: Sequence[dict[str, Any]], skipped: int) -> Measurement:
-    """Return the numbers of a candidate from what its ranks wrote down.
+    """Return the measurement of a candidate from the records of its ranks.
 
     Args:
-        candidate: what was measured.
-        records: as ``Recording`` writes them, for each rank.
-        skipped: steps at the beginning that are not counted.
+        candidate: the candidate.
+        records: the records of all ranks, as written by ``Recording``.
+        skipped: number of first steps that are not counted.
     """
     ranks = [_differences(record["steps"][skipped:]) for record in records]
     steps = [mean(rank[i]["seconds"] for rank in ranks) for i in range(len(ranks[0]))]
     samples = sum(step["samples"] for rank in ranks for step in rank) / len(steps)
     typical = median(steps)
     if not (typical and samples):
-        return Measurement(candidate, problem="its training loop does not iterate over a loader of the strategy")
+        return Measurement(candidate, problem="the training loop does not iterate over strategy.dataloader")
     low, _, high = quantiles(steps, n=4)
     return Measurement(
         candidate, samples / typical, typical, (high - low) / 2 / typical, _split(typical, ranks, records)
@@ -140,7 +140,7 @@ def _split(step: float, ranks: Sequence[list[dict[str, float]]], records: Sequen
 
 
 def _differences(totals: Sequence[Sequence[float]]) -> list[dict[str, float]]:
-    """Return what each step added to a rank's ``Totals``."""
+    """Return the differences of a rank's ``Totals`` over each step."""
     names = ("samples", "seconds", "data", "step")
     return [
         {name: now - before for name, now, before in zip(names, after, earlier, strict=True)}

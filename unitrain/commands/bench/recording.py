@@ -1,4 +1,4 @@
-"""What one process of a measured run writes down: when its steps ended, those without communication too."""
+"""Records when the steps of one process end, with and without communication."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from unitrain.strategy import Strategy
 
 
 class Recording:
-    """Takes note of each optimizer step of a strategy, and ends the run after enough of them.
+    """Records each optimizer step of a strategy, and ends the run after a number of steps.
 
-    The last steps do not average gradients. What the others take longer than these is what communication costs, on
-    any engine, wherever it hides it; the weights are thrown away.
+    The last steps do not average gradients. The difference in time is the cost of communication, with any library and
+    any overlap. The weights are not used afterwards.
 
     Args:
-        strategy: as ``unitrain.init`` returned it.
-        folder: where ``rankN.json`` goes when the process ends.
-        steps: optimizer steps to take note of.
-        alone: how many more to take without communication.
+        strategy: the strategy.
+        folder: folder of ``rankN.json``, which is written when the process exits.
+        steps: number of optimizer steps to record.
+        alone: number of further steps without communication.
     """
 
     def __init__(self, strategy: Strategy, folder: Path, steps: int, alone: int) -> None:
@@ -40,7 +40,7 @@ class Recording:
         """``backward`` or ``update`` was called."""
 
     def ended(self) -> None:
-        """It has ended: take note of a step that was made, and end the run after enough of them."""
+        """It has ended: record the step if one was made, and end the run after the last."""
         if self._strategy.global_step == self._seen:
             return
         self._seen = self._strategy.global_step
@@ -55,17 +55,17 @@ class Recording:
         record = {
             "settings": self._strategy.config.model_dump(mode="json"),
             "steps": self._rows[: self._steps],
-            "alone": self._rows[self._steps - 1 :],  # from the end of the last step that is none of them
+            "alone": self._rows[self._steps - 1 :],  # from the end of the last step with communication
         }
         (self._folder / f"rank{self._strategy.rank}.json").write_text(json.dumps(record), encoding="utf-8")
 
 
 def _may_run_alone(strategy: Strategy) -> bool:
-    """Whether the ranks can take steps without averaging their gradients."""
+    """Return whether the ranks can make steps without averaging gradients."""
     config = strategy.config
-    if strategy.world_size == 1 or config.check_in_sync_every:  # ranks that are compared must not drift apart
+    if strategy.world_size == 1 or config.check_in_sync_every:  # the check would find different weights
         return False
-    try:  # a backend that must reduce in each backward refuses accumulation
+    try:  # a backend that must communicate in every backward refuses accumulation
         load_backend(config.backend).check(config.model_copy(update={"accumulate": 2}), strategy.launch)
     except ConfigError:
         return False

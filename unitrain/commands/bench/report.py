@@ -1,4 +1,4 @@
-"""What is shown of the measurements: a table, a picture, and the configuration to take."""
+"""Reports measurements: a table, a picture, and the recommended configuration."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from unitrain.commands.bench.candidates import Candidate
 from unitrain.commands.bench.measuring import Measurement, Split
 from unitrain.commands.launchers import launch_command
 from unitrain.errors import UsageError
-from unitrain.settings.schema import as_text
+from unitrain.settings.schema import as_string
 from unitrain.settings.yaml_file import dump
 
 PARTS = tuple(field.name for field in fields(Split))
@@ -25,20 +25,20 @@ _COLOURS = ("tab:orange", "tab:blue", "tab:red", "lightgrey")
 
 
 def efficiency(measurement: Measurement, alone: Measurement) -> float:
-    """Return which part of so many times one process's samples a second a world reaches."""
+    """Return samples per second divided by the number of processes times those of one process."""
     return measurement.samples_per_second / (measurement.candidate.world.size * alone.samples_per_second)
 
 
 def print_table(measurements: Sequence[Measurement], console: Console) -> None:
-    """Print a line for each measurement; the first is of one process, which the others are compared with."""
-    caption = "eff.: of as many times one process; comm.: communication; times in ms"
-    table = Table(title="Median optimizer steps", caption=caption, box=None, pad_edge=False)
+    """Print a line per measurement. The first is the baseline, one process."""
+    caption = "eff.: efficiency relative to one process; comm.: communication; times in ms"
+    table = Table(title="Median optimizer step", caption=caption, box=None, pad_edge=False)
     table.add_column("", overflow="fold", min_width=21)
     for column in ("samples/s", "eff.", "step", "±", *_SHORT):
         table.add_column(column, justify="right", no_wrap=True)
     for found in measurements:
         candidate = found.candidate
-        settings = [f"  {name} {as_text(value)}" for name, value in candidate.settings]
+        settings = [f"  {name} {as_string(value)}" for name, value in candidate.settings]
         name = "\n".join([f"{candidate.world} {candidate.world.backend}", *settings])
         if found.problem:
             table.add_row(name, "[red]failed")
@@ -58,25 +58,25 @@ def _milliseconds(seconds: float) -> str:
 
 
 def check_can_draw() -> None:
-    """Raise UsageError where matplotlib is missing, before minutes are spent on what it shall draw."""
+    """Raise UsageError if matplotlib is missing, before anything is measured."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
         raise UsageError(
-            f"the picture needs matplotlib, which can't be imported ({error}): pip install matplotlib, or leave the "
-            "picture out with --no-picture."
+            f"the picture needs matplotlib, which can't be imported ({error}): pip install matplotlib, or pass "
+            "--no-picture."
         ) from error
 
 
 def draw(measurements: Sequence[Measurement], title: str, path: Path) -> None:
-    """Save a picture of what could be measured: samples a second, efficiency, and where a step's time goes.
+    """Save a picture of the measurements: samples per second, efficiency, and where the time of a step goes.
 
     Args:
-        measurements: the first is of one process.
-        title: what was measured.
-        path: of the file, whose suffix says its format.
+        measurements: the first is the baseline, one process.
+        title: title of the picture.
+        path: path of the file; its suffix sets the format.
     """
-    from matplotlib.figure import Figure  # half a second, and no dependency
+    from matplotlib.figure import Figure  # slow to import, and not a dependency
 
     shown = [found for found in measurements if not found.problem][::-1]
     places = range(len(shown))
@@ -88,13 +88,13 @@ def draw(measurements: Sequence[Measurement], title: str, path: Path) -> None:
     speed.set_yticks(places, [str(found.candidate).replace(", ", "\n") for found in shown])
     share.barh(places, [100 * efficiency(found, measurements[0]) for found in shown], color="tab:green")
     share.axvline(100, color="grey", linewidth=0.8)
-    share.set_xlabel("efficiency: % of as many times one process")
+    share.set_xlabel("efficiency relative to one process, %")
     reached = [0.0] * len(shown)
     for part, colour in zip(PARTS, _COLOURS, strict=True):
         width = [1000 * getattr(found.split, part) if found.split else 0.0 for found in shown]
         time.barh(places, width, left=reached, label=part, color=colour)
         reached = [begin + more for begin, more in zip(reached, width, strict=True)]
-    time.set_xlabel("ms of a step")
+    time.set_xlabel("ms per step")
     for axes in (speed, share, time):
         axes.locator_params(axis="x", nbins=6)
     figure.legend(loc="outside upper right", ncols=len(PARTS))
@@ -102,13 +102,13 @@ def draw(measurements: Sequence[Measurement], title: str, path: Path) -> None:
 
 
 def recommendation(best: Measurement, recipe: Path, flags: Sequence[str], file: Path) -> str:
-    """Return the fastest candidate's settings as YAML for ``--config``, with how to start it as a comment.
+    """Return the settings of the fastest candidate as YAML for ``--config``, with its command as a comment.
 
     Args:
-        best: the fastest candidate.
-        recipe: what was measured.
-        flags: its own flags.
-        file: where the YAML will stand.
+        best: the measurement of the fastest candidate.
+        recipe: the recipe.
+        flags: flags of the recipe.
+        file: path that the YAML will be written to.
     """
     strategy: dict[str, Any] = {"backend": best.candidate.world.backend}
     for name, value in best.candidate.settings:
@@ -118,16 +118,16 @@ def recommendation(best: Measurement, recipe: Path, flags: Sequence[str], file: 
             section = section.setdefault(part, {})
         section[own] = value
     lines = [
-        f"{best.samples_per_second:,.0f} samples/s, measured by unitrain bench. Start it with",
+        f"{best.samples_per_second:,.0f} samples/s, measured by unitrain bench. Start with",
         f"  {start_command(best.candidate, [str(recipe), *flags, '--config', str(file)])}",
-        "or give any script the same settings as variables:",
+        "or set the same settings for any script as environment variables:",
         f"  {' '.join(f'{name}={value}' for name, value in best.candidate.variables().items())}",
     ]
     return "".join(f"# {line}\n" for line in lines) + dump({"strategy": strategy})
 
 
 def start_command(candidate: Candidate, arguments: Sequence[str]) -> str:
-    """Return the command that starts ``python ARGUMENTS`` as a candidate's processes, as one would type it."""
+    """Return the command that starts ``python ARGUMENTS`` as a candidate, as one would type it."""
     command = launch_command(candidate.world.launcher, candidate.world.size, arguments)
     program, *rest = ["python" if word == sys.executable else word for word in command]
     return shlex.join([Path(program).name, *rest])

@@ -1,4 +1,4 @@
-"""The order in which candidates are measured: every world, then one lever after the other on the fastest."""
+"""The search: measures every world, then tunes one setting after the other in the fastest."""
 
 from __future__ import annotations
 
@@ -12,29 +12,30 @@ Measure = Callable[[Candidate], Measurement]
 
 
 def fastest(measurements: Sequence[Measurement]) -> Measurement:
-    """Return the measurement with the most samples a second."""
+    """Return the measurement with the most samples per second."""
     return max(measurements, key=lambda measurement: measurement.samples_per_second)
 
 
 def try_worlds(worlds: Sequence[World], measure: Measure) -> Iterator[Measurement]:
-    """Yield a measurement of each world, with the recipe's own settings."""
+    """Yield a measurement of each world with the settings of the recipe."""
     for world in worlds:
         yield measure(Candidate(world))
 
 
 class Levers:
-    """Tries levers on a candidate, one after the other, and keeps what helps.
+    """Tunes settings of a candidate, one after the other, and keeps those that make it faster.
 
-    Two runs of one candidate differ by more than most levers give. So one that seems to help is measured again, beside
-    what it is to replace, and kept only if the slower of its runs is faster than the faster one without it.
+    Two runs of the same candidate differ by more than most settings gain. So a setting that seems to help is measured
+    again, and so is the best candidate without it. It is kept only if the slower of its runs is faster than the faster
+    run without it.
 
     Args:
-        base: the fastest world, as measured.
-        names: the levers to try.
-        measure: what measures a candidate.
+        base: the measurement of the fastest world.
+        names: the settings to tune.
+        measure: measures a candidate.
 
     Attributes:
-        best: what has won so far.
+        best: the fastest measurement so far.
     """
 
     def __init__(self, base: Measurement, names: Sequence[str], measure: Measure) -> None:
@@ -43,11 +44,11 @@ class Levers:
         self._tried = list(levers_of(base.candidate.world, names))
 
     def __len__(self) -> int:
-        """Return how many are to be tried."""
+        """Return the number of values to try."""
         return len(self._tried)
 
     def __iter__(self) -> Iterator[Measurement]:
-        """Yield the measurement of each."""
+        """Yield the measurement of each value."""
         for name, value in self._tried:
             found = self._measure(self.best.candidate.with_lever(name, value))
             yield found

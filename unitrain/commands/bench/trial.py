@@ -1,6 +1,6 @@
-"""A recipe, run as it is by one process of a measured world, but for what its ``unitrain.init`` returns being watched.
+"""Runs a recipe unchanged, in one process of a measured world, and records its steps.
 
-``python -m unitrain.commands.bench.trial FOLDER STEPS ALONE RECIPE [FLAG ...]``, after whatever launcher.
+``python -m unitrain.commands.bench.trial FOLDER STEPS ALONE RECIPE [FLAG ...]``, started by any launcher.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from unitrain.commands.bench.recording import Recording
 
 
 def main(folder: Path, steps: int, alone: int, recipe: str, flags: Sequence[str]) -> None:
-    """Run the recipe, as ``python RECIPE FLAG ...`` would; see ``Recording`` for the other arguments."""
+    """Run the recipe like ``python RECIPE FLAG ...``. See ``Recording`` for the other arguments."""
     init = unitrain.init
 
     def recorded(*arguments: Any, **settings: Any) -> unitrain.Strategy:

@@ -1,1 +1,1 @@
-"""``unitrain install-horovod``: builds Horovod against the installed torch, and proves it on two processes."""
+"""``unitrain install-horovod``: builds Horovod against the installed torch, and tests it on two processes."""

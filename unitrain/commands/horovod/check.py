@@ -1,4 +1,4 @@
-"""What the installed Horovod can do, asked in child processes: a broken build may crash whoever loads it."""
+"""Checks and tests the installed Horovod in child processes, since a broken build may crash them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from importlib.util import find_spec
 from unitrain.commands.toolchain import attempt, find_program, running, small_mpi_environment
 from unitrain.errors import BackendError
 
-_PROOF_SECONDS = 180.0
+_TEST_SECONDS = 180.0
 
-# horovod.torch imports without its C extension, with a warning on stdout; then it has no init.
+# Without its C extension, horovod.torch can be imported, prints a warning on stdout, and has no init.
 _CAPABILITIES = """
 import json
 import horovod
@@ -25,15 +25,15 @@ else:
 print(json.dumps({"version": horovod.__version__, "built": built}))
 """
 
-# NCCL refuses two processes on one GPU, so its operations are proved where there are two.
-_PROOF = """
+# NCCL refuses two processes on one GPU, so its operations are tested only with two GPUs.
+_TEST = """
 import sys
 import torch
 import horovod.torch as hvd
 hvd.init()
 on_gpu = hvd.nccl_built() and torch.cuda.device_count() >= 2
 device = torch.device("cuda", hvd.local_rank()) if on_gpu else torch.device("cpu")
-total = hvd.allreduce(torch.tensor([hvd.rank() + 1.0], device=device), op=hvd.Sum, name="proof").item()
+total = hvd.allreduce(torch.tensor([hvd.rank() + 1.0], device=device), op=hvd.Sum, name="test").item()
 controller = "mpi" if hvd.mpi_enabled() else "gloo"
 hvd.shutdown()
 if (total, controller) != (3.0, sys.argv[1]):
@@ -43,61 +43,61 @@ if (total, controller) != (3.0, sys.argv[1]):
 
 @dataclass(frozen=True)
 class HorovodBuild:
-    """What the installed Horovod was built with."""
+    """The features that the installed Horovod was built with."""
 
     version: str
     controllers: tuple[str, ...]
-    """mpi, gloo, both or none; none means that its C extension is missing."""
+    """mpi, gloo or both; empty if its C extension is missing."""
     nccl: bool
 
 
 def find_horovod() -> HorovodBuild | None:
-    """Return what the installed Horovod can do, or None where there is no Horovod.
+    """Return the features of the installed Horovod, or None if it is not installed.
 
     Raises:
-        BackendError: Horovod is installed but can't be loaded.
+        BackendError: Horovod is installed, but can't be imported.
     """
     if find_spec("horovod") is None:
         return None
-    worked, said = attempt(sys.executable, "-c", _CAPABILITIES)
-    lines = said.strip().splitlines() or ["it says nothing"]
-    if not worked:
-        raise BackendError(f"Horovod is installed but can't be loaded: {lines[-1]}")
+    succeeded, output = attempt(sys.executable, "-c", _CAPABILITIES)
+    lines = output.strip().splitlines() or ["no output"]
+    if not succeeded:
+        raise BackendError(f"Horovod is installed, but can't be imported: {lines[-1]}")
     answer = json.loads(next(line for line in reversed(lines) if line.startswith("{")))
     built = answer["built"] or {}
     controllers = tuple(name for name in ("mpi", "gloo") if built.get(name))
     return HorovodBuild(answer["version"], controllers, built.get("nccl", False))
 
 
-def prove(controller: str) -> None:
-    """Run an allreduce over two processes under ``controller`` (``"mpi"`` or ``"gloo"``).
+def check_allreduce(controller: str) -> None:
+    """Test an allreduce over two processes with ``controller`` (``"mpi"`` or ``"gloo"``).
 
     Raises:
-        BackendError: The processes did not start, did not end in time, or computed something else.
+        BackendError: the processes did not start, did not end in time, or gave a wrong result.
     """
     launcher = {"mpi": ["mpirun"], "gloo": ["horovodrun", "--gloo"]}[controller]
     program = find_program(launcher[0])
     if program is None:
-        raise BackendError(f"{launcher[0]} is not installed, so Horovod's {controller} controller can't be proved.")
-    command = [str(program), *launcher[1:], "-np", "2", sys.executable, "-X", "faulthandler", "-c", _PROOF, controller]
+        raise BackendError(f"{launcher[0]} is not installed, so Horovod's {controller} controller can't be tested.")
+    command = [str(program), *launcher[1:], "-np", "2", sys.executable, "-X", "faulthandler", "-c", _TEST, controller]
     output = _run_to_end(command)
     if output is not None:
         raise BackendError(
             f"Horovod was installed, but an allreduce over two processes with its {controller} controller failed: "
-            f"{' '.join(command[:4])} … said\n{output}"
+            f"{' '.join(command[:4])} … printed\n{output}"
         )
 
 
 def _run_to_end(command: list[str]) -> str | None:
-    """Run ``command`` and return None, or the end of what it said if it failed or had to be stopped."""
+    """Run ``command``. Return None, or the end of its output if it failed or timed out."""
     try:
         with running(command, small_mpi_environment()) as process:
-            output, _ = process.communicate(timeout=_PROOF_SECONDS)
+            output, _ = process.communicate(timeout=_TEST_SECONDS)
     except subprocess.TimeoutExpired:
-        return f"nothing in {_PROOF_SECONDS:.0f} s, so it was stopped"
+        return f"(timed out after {_TEST_SECONDS:.0f} s)"
     if process.returncode == 0:
         return None
     lines = output.strip().splitlines()
-    # horovodrun puts [rank] before what the processes say, and a traceback of its own after it.
-    of_the_processes = [line for line in lines if line.startswith("[")]
-    return "\n".join([*(of_the_processes or lines)[-20:], f"exit status {process.returncode}"])
+    # horovodrun prefixes the output of the processes with [rank], and prints its own traceback after it.
+    of_processes = [line for line in lines if line.startswith("[")]
+    return "\n".join([*(of_processes or lines)[-20:], f"exit code {process.returncode}"])

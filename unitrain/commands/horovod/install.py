@@ -1,7 +1,7 @@
-"""``unitrain install-horovod``: a Horovod that fits the torch of this environment, from the cache or built now.
+"""``unitrain install-horovod``: installs a Horovod for the installed torch, from the cache or built now.
 
-A wheel is kept for every combination that needs one of its own, under a version that names the combination
-(``0.28.1+unitrain…``): what is installed tells by itself whether it is the right one.
+A wheel is cached for every combination of versions, with a version that identifies the combination
+(``0.28.1+unitrain…``), so that the installed version shows whether it is the right one.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from unitrain.commands.horovod.build import (
     pip,
     run_logged,
 )
-from unitrain.commands.horovod.check import find_horovod, prove
+from unitrain.commands.horovod.check import check_allreduce, find_horovod
 from unitrain.commands.toolchain import Mpi, find_cuda, find_mpi
 from unitrain.errors import BackendError, ConfigError
 
@@ -48,7 +48,7 @@ BUILD_REQUIREMENTS = (*RUNTIME_REQUIREMENTS, "setuptools", "wheel")
 
 @dataclass(frozen=True)
 class Combination:
-    """All that a built wheel depends on; environments with the same one share the wheel."""
+    """Everything that a wheel depends on. Environments with the same combination share the wheel."""
 
     horovod: str
     torch: str
@@ -60,17 +60,17 @@ class Combination:
 
     @property
     def label(self) -> str:
-        """A local version label that is this combination's own."""
+        """Local version label, unique to this combination."""
         return f"unitrain{_digest(json.dumps(asdict(self), sort_keys=True))}"
 
     @property
     def version(self) -> str:
-        """The version that the wheel gets."""
+        """Version of the wheel."""
         return f"{self.horovod}+{self.label}"
 
     @property
     def controllers(self) -> tuple[str, ...]:
-        """What can coordinate the processes: gloo, and mpi where it is built in."""
+        """The controllers of this build: gloo, and mpi if built with it."""
         return ("mpi", "gloo") if self.mpi else ("gloo",)
 
     def __str__(self) -> str:
@@ -79,32 +79,35 @@ class Combination:
 
 
 def install_horovod(version: str, *, gpu: str | None = None, without_mpi: bool = False, force: bool = False) -> None:
-    """Make sure that this environment has a Horovod that fits its torch, and that it was seen to work.
+    """Build Horovod for the installed torch, install it and test it, unless this was done before.
 
     Args:
-        version: Horovod's release.
-        gpu: ``"nccl"`` to build GPU operations too; ``"auto"`` does so where torch sees a GPU.
-        without_mpi: Leave MPI out even where it is installed.
-        force: Build, install and prove again, whatever is there.
+        version: version of Horovod.
+        gpu: ``"nccl"`` to build GPU operations, too; ``"auto"`` does so if torch finds a GPU.
+        without_mpi: build without MPI even if it is installed.
+        force: build, install and test again even if it is installed.
 
     Raises:
-        ConfigError: ``version`` is no version.
-        BackendError: Something is missing, or a step failed; the message says what to do.
+        ConfigError: ``version`` is not a valid version.
+        BackendError: a tool is missing, or a step failed; the message says what to do.
     """
     console = Console(soft_wrap=True, highlight=False)
     if find_spec("pip") is None:
-        raise BackendError("This environment has no pip to install with: python -m ensurepip (or: uv pip install pip)")
+        raise BackendError(
+            "This environment has no pip, which is needed to install Horovod: python -m ensurepip (or: uv pip install "
+            "pip)"
+        )
     if gpu == "auto":
         gpu = "nccl" if torch.cuda.is_available() else None
     mpi = None if without_mpi else find_mpi()
     combination = combine(version, mpi, gpu)
     folder = _writable(cache_folder() / "horovod" / combination.version)
-    proof = folder / f"proved-{_digest(sys.prefix)}"
+    tested = folder / f"proved-{_digest(sys.prefix)}"
     with _alone(folder.parent, console):
-        if not force and proof.is_file() and _installed_version("horovod") == combination.version:
-            console.print(f"Horovod {version} is installed and was proved here ({combination}). Nothing to do.")
+        if not force and tested.is_file() and _installed_version("horovod") == combination.version:
+            console.print(f"Horovod {version} is installed and tested ({combination}). Nothing to do.")
             return
-        proof.unlink(missing_ok=True)
+        tested.unlink(missing_ok=True)
         if mpi is None:
             _explain_missing_mpi(console, without_mpi)
         log = folder / f"install-{os.getpid()}.log"
@@ -114,24 +117,26 @@ def install_horovod(version: str, *, gpu: str | None = None, without_mpi: bool =
             _add_missing(console, BUILD_REQUIREMENTS, log)
             wheel = _build(console, combination, gpu, folder, log)
         else:
-            console.print(f"Taking the wheel that was built earlier: {wheel}")
+            console.print(f"Using a cached wheel: {wheel}")
         _add_missing(console, RUNTIME_REQUIREMENTS, log)
         _install(console, wheel, combination, log)
         for controller in combination.controllers:
-            prove(controller)
-            console.print(f"Proved: an allreduce over two processes with the {controller} controller.")
-        proof.touch()
+            check_allreduce(controller)
+            console.print(f"Tested: an allreduce over two processes with the {controller} controller.")
+        tested.touch()
         log.replace(folder / "install.log")
         console.print(f"[green]Horovod {version} is ready[/] ({combination}).")
 
 
 def combine(version: str, mpi: Mpi | None, gpu: str | None) -> Combination:
-    """Return the combination that Horovod ``version`` would be built for in this environment."""
+    """Return the combination of Horovod ``version`` in this environment."""
     try:
         Version(version)
     except InvalidVersion as error:
         known = ", ".join(KNOWN_SDISTS)
-        raise ConfigError(f"--version {version!r} is no version of Horovod; known to work: {known}") from error
+        raise ConfigError(
+            f"--version {version!r} is not a valid version; tested versions of Horovod: {known}"
+        ) from error
     return Combination(
         horovod=version,
         torch=f"{torch.__version__} CUDA {torch.version.cuda}",
@@ -144,7 +149,7 @@ def combine(version: str, mpi: Mpi | None, gpu: str | None) -> Combination:
 
 
 def cache_folder() -> Path:
-    """Return where UniTrain keeps what is costly to make: UNITRAIN_CACHE, else ``unitrain`` in the user's cache."""
+    """Return UniTrain's cache folder: UNITRAIN_CACHE, else ``unitrain`` in the user's cache folder."""
     if chosen := os.environ.get("UNITRAIN_CACHE"):
         return Path(chosen).expanduser().absolute()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "unitrain"
@@ -157,18 +162,18 @@ def _writable(folder: Path) -> Path:
             return folder
     except OSError as error:
         raise BackendError(
-            f"The cache folder {folder} can't be written ({error.strerror}); set UNITRAIN_CACHE to one that can."
+            f"The cache folder {folder} is not writable ({error.strerror}); set UNITRAIN_CACHE to one that is."
         ) from error
 
 
 @contextmanager
 def _alone(folder: Path, console: Console) -> Iterator[None]:
-    """Hold off other runs of this command in this environment: pip is not made for two at once."""
+    """Lock out other runs of this command in this environment, since pip must not run twice at a time."""
     lock = FileLock(folder / f"{_digest(sys.prefix)}.lock")
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        console.print("Another install-horovod is at work in this environment; waiting for it to end.")
+        console.print("Another install-horovod is running in this environment; waiting for it to end.")
         lock.acquire()
     try:
         yield
@@ -176,12 +181,12 @@ def _alone(folder: Path, console: Console) -> Iterator[None]:
         lock.release()
 
 
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
+def _digest(value: str) -> str:
+    return hashlib.sha256(value.encode()).hexdigest()[:12]
 
 
 def _place(program: Path) -> str:
-    """Name the folder of ``program``, alike in every environment that has its own."""
+    """Return the folder of ``program``, or the same string for all environments that contain it."""
     return "the environment" if program.is_relative_to(sys.prefix) else str(program.parent)
 
 
@@ -199,23 +204,23 @@ def _installed_version(package: str) -> str | None:
 
 
 def _explain_missing_mpi(console: Console, chosen: bool) -> None:
-    why = "as asked" if chosen else "since there is no mpirun here"
-    cure = "" if chosen else " To have both: pip install 'unitrain\\[mpi]', and run this again."
-    consequence = "'horovodrun --gloo' will work, mpirun won't"
-    console.print(f"[yellow]Horovod will have its gloo controller only, {why}: {consequence}.[/]{cure}")
+    reason = "as requested" if chosen else "since no mpirun was found"
+    advice = "" if chosen else " For both: pip install 'unitrain\\[mpi]', and run this again."
+    consequence = "it works with 'horovodrun --gloo', but not with mpirun"
+    console.print(f"[yellow]Horovod is built with the gloo controller only, {reason}: {consequence}.[/]{advice}")
 
 
 def _add_missing(console: Console, names: tuple[str, ...], log: Path) -> None:
     missing = [name for name in names if _installed_version(name) is None]
     if missing:
-        console.print(f"Installing what Horovod needs: {', '.join(missing)}")
+        console.print(f"Installing the requirements of Horovod: {', '.join(missing)}")
         run_logged(pip("install", *missing), log, f"{', '.join(missing)} could not be installed")
 
 
 def _build(console: Console, combination: Combination, gpu: str | None, folder: Path, log: Path) -> Path:
-    """Build the wheel and put it into the cache, in one move, so that nobody ever sees half of it."""
+    """Build the wheel and move it into the cache atomically."""
     console.print(f"Building Horovod {combination.horovod} for torch {torch.__version__} ({combination}).")
-    console.print(f"It takes some minutes; its output goes to {log}")
+    console.print(f"This takes some minutes; the output is written to {log}")
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with (
         tempfile.TemporaryDirectory(prefix=".build-", dir=folder.parent) as temporary,
@@ -236,7 +241,7 @@ def _build(console: Console, combination: Combination, gpu: str | None, folder: 
 
 
 def _install(console: Console, wheel: Path, combination: Combination, log: Path) -> None:
-    """Install the wheel and see that it can be loaded, and has what it was built to have."""
+    """Install the wheel, and check that it can be imported and has the expected features."""
     before = _installed_version("horovod")
     if before not in (None, combination.version):
         console.print(f"Replacing Horovod {before}.")
@@ -244,4 +249,4 @@ def _install(console: Console, wheel: Path, combination: Combination, log: Path)
     run_logged(pip("install", *options, str(wheel)), log, f"{wheel} could not be installed")
     found = find_horovod()
     if found is None or (found.controllers, found.nccl) != (combination.controllers, bool(combination.gpu)):
-        raise BackendError(f"{wheel} was installed, but has not what it was built to have ({combination}): {found}")
+        raise BackendError(f"{wheel} was installed, but lacks features that it was built with ({combination}): {found}")

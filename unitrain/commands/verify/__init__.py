@@ -1,6 +1,6 @@
-"""``unitrain verify``: does a model train the same on every backend and launcher of this machine?
+"""``unitrain verify``: checks that a model trains the same with every backend and launcher of this machine.
 
-Every case is trained by a loop of plain PyTorch on one device, which uses none of UniTrain, and by a strategy in each
-world that can be started here. Each rank writes down what it did; what is compared never passes through the backend
-that is on trial.
+Every case is trained by a loop of plain PyTorch on one device, without UniTrain, and by a strategy in each world that
+can be started here. Each rank records its training in a file, so that the comparison does not depend on the backend
+that is verified.
 """

@@ -1,4 +1,4 @@
-"""What is trained to compare: a small model, its data, and one case for each mode of the training step."""
+"""The cases: a small model, its data, and one case per mode of the training step."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ EXACT = 1e-9
 
 @dataclass(frozen=True)
 class Case:
-    """One mode of training, over unshuffled data."""
+    """One mode of training, on data that are not shuffled."""
 
     name: str
     settings: dict[str, Any] = field(default_factory=dict)
-    """Of the strategy; ``precision`` is fp64 unless named."""
+    """Settings of the strategy; ``precision`` is fp64 by default."""
     steps: int = STEPS
-    """Of the optimizer."""
+    """Number of optimizer steps."""
     samples: int = 53
-    """The last global batch of an epoch is uneven, whatever the number of ranks."""
+    """Number of samples; the last global batch of an epoch is incomplete."""
     global_batch: int = 10
     optimizer: Literal["sgd", "adamw"] = "sgd"
     batch_norm: bool = False
     tied: bool = False
-    """Two layers share their weight, and the first layer is frozen."""
+    """Whether two layers share their weight, and the first layer is frozen."""
     weighted: bool = False
-    """The loss is a mean over tokens, of which samples have different numbers."""
+    """Whether the loss is a mean over tokens, whose number varies between samples."""
     overflow_at: int | None = None
-    """The step in which one sample's loss is too large for its gradient: one rank overflows."""
+    """The step in which the scaled gradient of one sample overflows, on one rank; None for no step."""
     tolerance: float = EXACT
-    """Largest deviation from the plain loop that counts as rounding."""
+    """Largest allowed deviation from the plain loop."""
 
     @property
     def precision(self) -> str:
-        """The precision that both loops compute in."""
+        """The precision of both loops."""
         return str(self.settings.get("precision", "fp64"))
 
 
-# Under autocast each rank rounds the gradient of its own rows to 8 (bf16) or 11 (fp16) bits before they are summed,
-# where one device rounds once: by at most 2**-9 or 2**-12 of gradients that are below 0.35 here. SGD with momentum
-# carries that into the weights lr / (1 - momentum) = 0.5 times in each of 20 steps: 2**-9 * 0.35 * 0.5 * 20 = 7e-3.
+# Under autocast each rank rounds the gradient of its rows to 8 (bf16) or 11 (fp16) bits before the sum, whereas one
+# device rounds once: by at most 2**-9 or 2**-12 of gradients that are below 0.35 here. SGD with momentum adds this to
+# the weights with a factor of lr / (1 - momentum) = 0.5 in each of 20 steps: 2**-9 * 0.35 * 0.5 * 20 = 7e-3.
 _BF16_TOLERANCE = 7e-3
 _FP16_TOLERANCE = 9e-4
 
@@ -66,7 +66,7 @@ CASES = (
 
 
 class Digits(Dataset[tuple[int, Tensor, Tensor, Tensor]]):
-    """Random images with a label and a number of tokens; a sample is (its index, image, label, tokens)."""
+    """Random images with a label and a number of tokens. A sample is (index, image, label, tokens)."""
 
     def __init__(self, samples: int) -> None:
         generator = torch.Generator().manual_seed(samples)
@@ -107,7 +107,7 @@ class Network(nn.Module):
 
 
 def build(case: Case) -> tuple[Network, torch.optim.Optimizer, LRScheduler]:
-    """Return the model of a case, the same at each call, its optimizer, and a scheduler to be stepped with that."""
+    """Return the model of a case, with the same weights in every call, its optimizer and its scheduler."""
     torch.manual_seed(7)
     model = Network(case)
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -128,7 +128,7 @@ def mean_loss(case: Case, logits: Tensor, labels: Tensor, tokens: Tensor) -> Ten
 
 
 def overflow(case: Case, step: int, indices: Tensor, loss: Tensor) -> Tensor:
-    """Return the loss, made too large for a scaled gradient in the step and on the rows where the case says so."""
+    """Return the loss, multiplied so that its scaled gradient overflows, in the step and rows that the case defines."""
     steps_per_epoch = -(-case.samples // case.global_batch)
-    chosen = step % steps_per_epoch * case.global_batch + 1  # rank 1's first row, where there is a rank 1
+    chosen = step % steps_per_epoch * case.global_batch + 1  # the first row of rank 1, if there is one
     return loss * 1e38 if step == case.overflow_at and bool((indices == chosen).any()) else loss

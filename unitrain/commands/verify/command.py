@@ -1,4 +1,4 @@
-"""The command: start every world that this host can, compare, and say what was found."""
+"""The command: starts every world that this host supports, compares, and reports the results."""
 
 from __future__ import annotations
 
@@ -34,28 +34,30 @@ def verify(
     flags: Sequence[str] = (),
     output: Path | None = None,
 ) -> int:
-    """Train everywhere, print the largest deviations, write JSON, and return the exit status.
+    """Train in every world, print the largest deviations, write JSON, and return the exit code.
 
     Args:
-        backend: the only one to put on trial; default: all that are installed.
-        device: where the built-in model is trained: ``cpu``, ``cuda`` (a GPU for each process) or ``cuda:N``. The
-            plain loop that it is compared with runs on the CPU.
-        script: the recipe to put on trial; default: the built-in model, in every mode.
-        flags: what the recipe is given besides.
-        output: where the verdicts go as JSON.
+        backend: the only backend to verify; default: all that are installed.
+        device: device of the built-in model: ``cpu``, ``cuda`` (one GPU per process) or ``cuda:N``. The plain loop
+            that it is compared with runs on the CPU.
+        script: the recipe to verify; default: the built-in model, in every mode.
+        flags: further flags for the recipe.
+        output: file for the verdicts as JSON.
 
     Raises:
-        ConfigError: there is no such device.
-        UsageError: this process is itself one of a job, or nothing here serves the backend.
+        ConfigError: the device is not available.
+        UsageError: this process was started by a launcher, or the backend works under no launcher found here.
     """
     if detect(os.environ).world_size > 1:
         raise UsageError("verify starts processes itself: run it alone, not under a launcher.")
     if backend is not None:
         load_backend(backend)
-    pick_device(device, Launch("python"))  # raises where there is none
+    pick_device(device, Launch("python"))  # raises if it is not available
     worlds = find_worlds([backend] if backend else backend_names(), device=device)
     if not worlds:
-        raise UsageError(f"no launcher found here serves backend {backend!r}: `unitrain doctor` says what is missing.")
+        raise UsageError(
+            f"backend {backend!r} works under no launcher found here: `unitrain doctor` shows what is missing."
+        )
     console = Console()
     with Progress(console=console, transient=True) as progress, TemporaryDirectory() as temporary:
         folders = Path(temporary)
@@ -69,9 +71,8 @@ def verify(
         output.write_text(json.dumps([v.as_dict() for v in verdicts], indent=1) + "\n")
         console.print(f"written: {output}")
     failed = sum(not v.passed for v in verdicts)
-    summary = (
-        f"{len(verdicts) - failed} of {len(verdicts)} trained as {'one process' if script else 'the plain loop'} did"
-    )
+    reference = "one process" if script else "the plain loop"
+    summary = f"{len(verdicts) - failed} of {len(verdicts)} trained the same as {reference}"
     console.print(summary, style="red" if failed else "green")
     return 1 if failed else 0
 
@@ -101,32 +102,32 @@ def _trials(worlds: Sequence[World], device: str, folders: Path, progress: Progr
     for world in _announced(worlds, progress):
         folder = folders / f"{world} {world.backend}"
         folder.mkdir()
-        said = _run(world, device, folder)
+        failure = _run(world, device, folder)
         for case in CASES:
-            ranks = _read(folder, case.name, world, said)
+            ranks = _read(folder, case.name, world, failure)
             yield compare(str(world), world.backend, case, expected[case.name], ranks)
 
 
 def _run(world: World, device: str, folder: Path) -> str:
-    """Start the world; return the end of what it printed, or an empty string where all went well."""
+    """Start the world. Return an empty string, or the end of its output if it failed."""
     arguments = ["-m", "unitrain.commands.verify.trial", str(folder), world.backend, device]
     with running(launch_command(world.launcher, world.size, arguments), launch_environment()) as process:
-        text, _ = process.communicate()
-    return "" if process.returncode == 0 else f"{world} ended with status {process.returncode}: {text.strip()[-2000:]}"
+        output, _ = process.communicate()
+    return "" if process.returncode == 0 else f"{world}: exit code {process.returncode}: {output.strip()[-2000:]}"
 
 
-def _read(folder: Path, case: str, world: World, said: str) -> list[Trace]:
+def _read(folder: Path, case: str, world: World, failure: str) -> list[Trace]:
     failed = sorted(folder.glob(f"{case}.failed*.pt"))
     paths = [folder / f"{case}.{rank}.pt" for rank in range(world.size)]
     if not failed and not all(path.exists() for path in paths):
-        return [Trace(error=said or "it was not finished")]
+        return [Trace(error=failure or "a rank wrote no record")]
     return [Trace.load(path) for path in failed or paths]
 
 
 def _print(verdicts: Sequence[Verdict], console: Console) -> None:
-    """Print a line for each world and backend, then what is wrong with each case that failed."""
+    """Print a line per world and backend, then the problems of each case that failed."""
     title = f"Largest deviation from the plain loop in {STEPS} steps"
-    table = Table(title=title, caption="exact: the cases in fp64", box=None, pad_edge=False)  # 80 columns are enough
+    table = Table(title=title, caption="exact: the cases in fp64", box=None, pad_edge=False)  # fits 80 columns
     table.add_column("world", no_wrap=True)
     table.add_column("backend", no_wrap=True)
     for column in ("loss,\nexact", "gradient,\nexact", "weight,\nexact", "weight,\nbf16", "weight,\nfp16", "same"):
@@ -140,8 +141,8 @@ def _print(verdicts: Sequence[Verdict], console: Console) -> None:
         colour = "green" if same == len(cases) else "red"
         table.add_row(world, backend, *(f"{c:.0e}" for c in cells), f"[{colour}]{same}/{len(cases)}")
     console.print(table)
-    told: set[tuple[str, ...]] = set()
+    printed: set[tuple[str, ...]] = set()
     for v in verdicts:
-        if not v.passed and (not v.problems or v.problems not in told):
-            told.add(v.problems)
+        if not v.passed and (not v.problems or v.problems not in printed):
+            printed.add(v.problems)
             console.print(str(v), style="red", markup=False)

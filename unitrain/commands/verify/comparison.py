@@ -1,4 +1,4 @@
-"""Deviations between the plain loop and the ranks of one world."""
+"""Compares the records of a world's ranks with those of the plain loop."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from unitrain.commands.verify.trace import Trace
 
 @dataclass(frozen=True)
 class Verdict:
-    """How far one case in one world is from the plain loop."""
+    """The deviations of one case in one world from the plain loop."""
 
     world: str
     backend: str
     case: str
     tolerance: float
     loss: float = math.nan
-    """Largest deviation of a step's loss over all ranks."""
+    """Largest deviation of the loss of a step over all ranks."""
     gradient: float = math.nan
-    """Largest deviation of an element of a step's gradient."""
+    """Largest deviation of an element of the gradients of a step."""
     weight: float = math.nan
     """Largest deviation of an element of the final weights and buffers."""
     problems: tuple[str, ...] = ()
-    """What can't be put in a number: samples trained twice or left out, ranks that differ, a run that failed."""
+    """Other problems: samples trained twice or left out, ranks that differ, a run that failed."""
 
     @property
     def passed(self) -> bool:
-        """Whether every deviation is within the tolerance, and there is no problem."""
+        """Whether all deviations are within the tolerance, and there are no problems."""
         deviations = (self.loss, self.gradient, self.weight)
         return not self.problems and all(d <= self.tolerance for d in deviations)
 
     def __str__(self) -> str:
-        """Return what is wrong with it."""
-        numbers = f"loss {self.loss:.1e}, gradient {self.gradient:.1e}, weight {self.weight:.1e}"
-        deviations = f"{numbers}, allowed {self.tolerance:.0e}"
+        """Return the deviations and problems, in one line."""
+        largest = f"loss {self.loss:.1e}, gradient {self.gradient:.1e}, weight {self.weight:.1e}"
+        deviations = f"{largest}, allowed {self.tolerance:.0e}"
         return f"{self.world}, {self.backend}, {self.case}: {'; '.join([deviations, *self.problems])}"
 
     def as_dict(self) -> dict[str, Any]:
@@ -51,7 +51,7 @@ class Verdict:
 
 
 def compare(world: str, backend: str, case: Case, plain: Trace, ranks: Sequence[Trace]) -> Verdict:
-    """Compare what all ranks of a world wrote down with the plain loop."""
+    """Compare the records of a world's ranks with that of the plain loop."""
     verdict = Verdict(world, backend, case.name, case.tolerance)
     problems = sorted({cause(t.error) for t in ranks if t.error})
     if problems:
@@ -59,7 +59,7 @@ def compare(world: str, backend: str, case: Case, plain: Trace, ranks: Sequence[
     problems += _samples(plain, ranks)
     problems += _norms(case, plain, ranks)
     problems += [
-        f"rank {rank}'s weights are not rank 0's, bit for bit"
+        f"the weights of rank {rank} differ from those of rank 0"
         for rank, trace in enumerate(ranks)
         if any(not torch.equal(trace.weights[name], value) for name, value in ranks[0].weights.items())
     ]
@@ -75,36 +75,39 @@ def compare(world: str, backend: str, case: Case, plain: Trace, ranks: Sequence[
     )
 
 
-def cause(text: str) -> str:
-    """Return the line of a traceback, or of what a launcher printed, that names an error; else the last one."""
-    lines = [line.strip() for line in text.splitlines() if any(c.isalnum() for c in line)]
-    return next((line for line in lines if re.search(r"\w(Error|Exception)\b.*: |^unitrain: ", line)), lines[-1])
+def cause(output: str) -> str:
+    """Return the first line of an output that contains an error message, else the last line."""
+    lines = [line.strip() for line in output.splitlines() if any(c.isalnum() for c in line)]
+    return next(
+        (line for line in lines if re.search(r"\w(Error|Exception)\b.*: |^unitrain: ", line)),
+        (lines or ["no output"])[-1],
+    )
 
 
 def _samples(plain: Trace, ranks: Sequence[Trace]) -> list[str]:
-    """Say in which step the ranks together did not train on the plain loop's samples, each once."""
+    """Return a problem if the ranks together did not train on the samples of the plain loop, each once."""
     for step, expected in enumerate(plain.samples):
         seen = Counter(i for trace in ranks for i in trace.samples[step])
         if seen != Counter(expected):
             twice = sorted((seen - Counter(expected)).elements())
             missed = sorted((Counter(expected) - seen).elements())
-            return [f"step {step}: samples trained once too often {twice}, left out {missed}"]
+            return [f"step {step}: samples trained too often {twice}, left out {missed}"]
     return []
 
 
 def _norms(case: Case, plain: Trace, ranks: Sequence[Trace]) -> list[str]:
-    """Say in which step the norm of the gradients that a rank was told is not that of the plain loop."""
+    """Return a problem if ``grad_norm`` on a rank differs from the plain loop."""
     for rank, trace in enumerate(ranks):
         if len(trace.norms) != len(plain.norms):
-            return [f"rank {rank} was told the norm of the gradients {len(trace.norms)} times, not {len(plain.norms)}"]
+            return [f"rank {rank} got grad_norm in {len(trace.norms)} steps, not in {len(plain.norms)}"]
         for step, (expected, found) in enumerate(zip(plain.norms, trace.norms, strict=True)):
             if not math.isclose(found, expected, rel_tol=case.tolerance):
-                return [f"step {step}: rank {rank} was told that the norm of the gradients is {found}, not {expected}"]
+                return [f"step {step}: grad_norm is {found} on rank {rank}, not {expected}"]
     return []
 
 
 def _losses(plain: Trace, ranks: Sequence[Trace]) -> float:
-    """Compare the weighted means over ranks and micro-batches of each step's losses."""
+    """Compare the weighted means of each step's losses over ranks and micro-batches."""
     batches = len(ranks[0].losses)
     totals = [sum(t.losses[i][0] * t.losses[i][1] for t in ranks) for i in range(batches)]
     weights = [sum(t.losses[i][1] for t in ranks) for i in range(batches)]

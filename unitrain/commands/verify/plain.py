@@ -1,4 +1,4 @@
-"""The loop that everything is compared to: plain PyTorch on one device, without anything of UniTrain's training."""
+"""The reference: a loop of plain PyTorch on one device, without UniTrain."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def train(case: Case) -> Trace:
-    """Train a case on the CPU, every global batch in one piece, and return what happened."""
+    """Train a case on the CPU, with every global batch as one batch, and return its record."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(
-        1
-    )  # tensors are small: on busy cores, threads that wait for one another took 40 times as long
+    # The tensors are small: on busy cores, several threads took 40 times as long, waiting for one another.
+    torch.set_num_threads(1)
     try:
         return _train(case)
     finally:

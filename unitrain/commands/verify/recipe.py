@@ -1,4 +1,4 @@
-"""A user's own recipe on trial: does it write the same metrics in every world as in one process?"""
+"""Verifies a recipe: it must write the same metrics in every world as in one process."""
 
 from __future__ import annotations
 
@@ -18,36 +18,37 @@ _EXACT_FLAGS = ("--strategy.precision", "fp64", "--strategy.sync-batchnorm", "tr
 
 
 def train(recipe: Path, world: World, folder: Path, flags: Sequence[str] = ()) -> list[dict[str, float]]:
-    """Run a recipe for ``STEPS`` steps in float64 and return what it wrote to ``metrics.jsonl``, an object an epoch.
+    """Run a recipe for ``STEPS`` steps in float64 and return its ``metrics.jsonl``, a dict per epoch.
 
     Args:
-        recipe: a script that knows ``--max-steps``, ``--output-dir`` and ``--strategy.*``, as those of recipes/ do.
-        world: who starts it, and on which backend.
-        folder: where it writes.
+        recipe: a script that takes ``--max-steps``, ``--output-dir`` and ``--strategy.*``, like those of recipes/.
+        world: launcher, number of processes and backend.
+        folder: output folder of the recipe.
         flags: further flags.
 
     Raises:
-        UsageError: it failed, or wrote no metrics.
+        UsageError: the recipe failed, or wrote no metrics.
     """
     run = ("--max-steps", str(STEPS), "--output-dir", str(folder), "--strategy.backend", world.backend, *_EXACT_FLAGS)
     command = launch_command(world.launcher, world.size, [str(recipe), *flags, *run])
     with running(command, launch_environment()) as process:
-        said, _ = process.communicate()
+        printed, _ = process.communicate()
     metrics = folder / "metrics.jsonl"
     if process.returncode or not metrics.exists():
-        raise UsageError(f"{recipe} under {world} ended with status {process.returncode}: {cause(said)}")
+        what = f"failed with exit code {process.returncode}" if process.returncode else f"wrote no {metrics.name}"
+        raise UsageError(f"{recipe} under {world} {what}: {cause(printed)}")
     return [json.loads(line) for line in metrics.read_text().splitlines()]
 
 
 def compare(world: World, plain: Sequence[dict[str, float]], found: Sequence[dict[str, float]]) -> Verdict:
-    """Compare a world's metrics with those of one process: relative deviations of the losses, and what is counted."""
+    """Compare the metrics of a world with those of one process, as relative deviations."""
     if [row.get("step") for row in plain] != [row.get("step") for row in found]:
-        return Verdict(str(world), world.backend, "recipe", EXACT, problems=("it took other steps",))
+        return Verdict(str(world), world.backend, "recipe", EXACT, problems=("its metrics are of other steps",))
     worst = {
         name: max(abs(b[name] - a[name]) / max(abs(a[name]), 1e-300) for a, b in zip(plain, found, strict=True))
         for name in _COMPARED
         if all(name in row for row in (*plain, *found))
     }
-    problems = tuple(f"{name} is off by {worst[name]:.1e}" for name in _COMPARED if worst.get(name, 1.0) > EXACT)
+    problems = tuple(f"{name} deviates by {worst[name]:.1e}" for name in _COMPARED if worst.get(name, 1.0) > EXACT)
     loss = max(worst.get("train_loss", 0.0), worst.get("val_loss", 0.0))
     return Verdict(str(world), world.backend, "recipe", EXACT, loss=loss, gradient=0.0, weight=0.0, problems=problems)

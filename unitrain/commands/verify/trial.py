@@ -1,6 +1,6 @@
-"""The loop on trial, run by every rank of a launched world: all cases under one backend.
+"""The loop to verify: every rank of a world trains all cases with one backend.
 
-``python -m unitrain.commands.verify.trial FOLDER BACKEND DEVICE``, after whatever launcher.
+``python -m unitrain.commands.verify.trial FOLDER BACKEND DEVICE``, started by any launcher.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from unitrain.commands.verify.trace import Trace
 
 
 def train(case: Case, init: Callable[..., unitrain.Strategy]) -> tuple[int, Trace]:
-    """Train a case under a strategy, and return this process's rank and record.
+    """Train a case with a strategy, and return the rank and the record of this process.
 
     Args:
-        case: what to train.
-        init: ``unitrain.init`` of the backend on trial, to be given the case's settings.
+        case: the case to train.
+        init: ``unitrain.init`` with the backend to verify; called with the settings of the case.
     """
     trace = Trace()
     with init(**{"precision": "fp64", **case.settings}) as strategy:
@@ -51,7 +51,7 @@ def train(case: Case, init: Callable[..., unitrain.Strategy]) -> tuple[int, Trac
 
 
 def main(folder: Path, backend: str, device: str) -> None:
-    """Train every case; one that fails ends the world, after saying why."""
+    """Train every case. If one fails, record the error and end the world."""
     init = partial(unitrain.init, backend=backend, device=device, threads_per_process=1)
     for case in CASES:
         try:

@@ -1,4 +1,4 @@
-"""The worlds that can be started on this host, and which backend each serves."""
+"""The worlds that can be started on this host: launcher, number of processes and backend."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SIZES = {"python": (1,), "torchrun": (2, 3), "mpirun": (2, 3), "horovodrun": (2
 
 @dataclass(frozen=True)
 class World:
-    """Processes that one launcher starts on this host, and a backend that would see them as one job."""
+    """A number of processes that a launcher starts on this host, and a backend that works under it."""
 
     launcher: str
     size: int
@@ -29,23 +29,23 @@ class World:
 def find_worlds(
     backends: Sequence[str], sizes: Mapping[str, Sequence[int]] = _SIZES, *, device: str = "cpu"
 ) -> list[World]:
-    """Return the worlds that can be started here and serve any of ``backends``.
+    """Return the worlds that can be started here with any of ``backends``.
 
     Args:
         backends: names of backends.
         sizes: numbers of processes, by launcher.
-        device: where the processes are to compute.
+        device: device of the processes.
     """
     candidates = [(launcher, size) for launcher in local_launchers() for size in sizes.get(launcher, ())]
     return [
         World(launcher, size, backend)
         for launcher, size in candidates
         for backend in backends
-        if _serves(backend, device, Launch(launcher, world_size=size, local_world_size=size))
+        if _works(backend, device, Launch(launcher, world_size=size, local_world_size=size))
     ]
 
 
-def _serves(backend: str, device: str, launch: Launch) -> bool:
+def _works(backend: str, device: str, launch: Launch) -> bool:
     try:
         found = load_backend(backend)
         found.check(StrategyConfig(backend=backend, device=device), launch)

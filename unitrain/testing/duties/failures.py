@@ -12,7 +12,7 @@ from unitrain.testing.duty import duty, two_processes
 from unitrain.testing.worlds import World
 
 
-@duty(needs=two_processes, ending=r"rank 1 on \S+ \(pid \d+\) is in its own code")
+@duty(needs=two_processes, ending=r"rank 1 on \S+ \(pid \d+\) is in user code")
 def collective_of_one_rank(world: World) -> None:
     """A rank that waits for one that never comes ends within timeout_s with an error that says where that one is."""
     strategy = world.open(timeout_s=3)

@@ -148,7 +148,7 @@ def sparse_gradients(world: World) -> str:
             refused = ""
         if refused:
             assert world.processes > 1
-            assert "make its layer with sparse=False" in refused
+            assert "create its layer with sparse=False" in refused
             return refused
         for rank in range(strategy.world_size):
             loss = expected(torch.tensor([rank, 4])).pow(2).mean() / strategy.world_size
@@ -229,7 +229,7 @@ def the_module_itself(world: World) -> str:
             refused = ""
         if refused:
             assert world.averages_gradients
-            assert "call what prepare() returned" in refused
+            assert "Call the model that prepare() returned" in refused
             return refused
         for _ in range(3):
             by_hand.zero_grad()

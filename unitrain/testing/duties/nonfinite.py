@@ -65,13 +65,13 @@ def not_finite(world: World, policy: Literal["stop", "skip", "raise"]) -> None:
 def _whose(strategy: Strategy, poison: str, bad_rank: int) -> str:
     """Return what is to be said of a poison."""
     if poison in ("loss", "labels"):
-        return f"the loss of rank {bad_rank}; first bad parameter: first.weight"
+        return f"the loss of rank {bad_rank}; first affected parameter: first.weight"
     # What goes bad beside the way back is an average by the time that it is seen, unless every gradient is kept.
     known = poison == "way back" or strategy.config.debug or strategy.world_size == 1
     first = "first.weight" if poison == "way back" else "last.bias"
     return (
-        f"a gradient{f' of rank {bad_rank}' if known else ''} (every rank's loss was finite); "
-        f"first bad parameter: {first}"
+        f"a gradient{f' of rank {bad_rank}' if known else ''} (the losses of all ranks were finite); "
+        f"first affected parameter: {first}"
     )
 
 

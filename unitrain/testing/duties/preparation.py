@@ -50,14 +50,14 @@ def preparation(world: World) -> None:
         del model.turn  # which is complex
         assert_bit_equal_on_all_ranks(strategy, model)
         strategy.check_in_sync(returned[1])
-        with pytest.raises(UsageError, match="prepared before"):
+        with pytest.raises(UsageError, match="has already been prepared"):
             strategy.prepare(model)
-        with pytest.raises(UsageError, match="prepared before"):
+        with pytest.raises(UsageError, match="has already been prepared"):
             strategy.prepare(returned[1])
         with pytest.raises(UsageError, match="takes modules, optimizers and schedulers, not list"):
             strategy.prepare([model])
         if strategy.world_size > 1:
-            with pytest.raises(UsageError, match="1 parameters of no prepared module"):
+            with pytest.raises(UsageError, match="1 parameters of the optimizer belong to no prepared module"):
                 strategy.prepare(SGD([nn.Parameter(torch.ones(2))], lr=0.1))
 
 
@@ -124,6 +124,6 @@ def different_models(world: World) -> None:
             (nn.Sequential(nn.Linear(4, 2, bias=not odd)), "0.bias"),
             (nn.Sequential(nn.Linear(4, 2).half() if odd else nn.Linear(4, 2)), "0.weight"),
         ]:
-            with pytest.raises(CommunicationError, match=f"different models: .*{name}"):
+            with pytest.raises(CommunicationError, match=f"the models of rank .* differ: .*{name}"):
                 strategy.prepare(model)
         assert float(strategy.all_reduce(torch.ones(()))) == strategy.world_size

@@ -1,4 +1,4 @@
-"""Steps that a script makes itself on a model of several processes, with gradients that need not be averaged."""
+"""Detects ``optimizer.step()`` called by a script itself, with gradients that were not averaged over the ranks."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from unitrain.errors import UsageError
 
 
-class ForeignSteps:
-    """Refuses the step of any optimizer over prepared parameters that is not the strategy's own.
+class DirectStepCheck:
+    """Refuses steps of optimizers of prepared parameters that are not made by the strategy.
 
     Args:
-        is_prepared: tells of a parameter whether it is a prepared module's.
+        is_prepared: returns whether a parameter belongs to a prepared module.
 
     Attributes:
-        own: whether the strategy is stepping.
+        allowed: whether the strategy is making a step.
     """
 
     def __init__(self, is_prepared: Callable[[Parameter], bool]) -> None:
-        self.own = False
+        self.allowed = False
         self._is_prepared = is_prepared
         self._harmless: WeakSet[Optimizer] = WeakSet()
         self._hook = register_optimizer_step_pre_hook(self._check)
 
     def _check(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self.own or optimizer in self._harmless:
+        if self.allowed or optimizer in self._harmless:
             return
         if any(self._is_prepared(p) for group in optimizer.param_groups for p in group["params"]):
             raise UsageError(
-                "an optimizer of a prepared model was stepped by itself. The gradients of several processes are "
-                "averaged, clipped and checked in strategy.step(loss, optimizer), or in strategy.backward and "
-                "strategy.update: call these instead of loss.backward() and optimizer.step()."
+                "optimizer.step() was called for a prepared model. With several processes, gradients are averaged, "
+                "clipped and checked in strategy.step(loss, optimizer), or in strategy.backward and strategy.update: "
+                "call these instead of loss.backward() and optimizer.step()."
             )
         self._harmless.add(optimizer)
 
     def close(self) -> None:
-        """Let every optimizer step."""
+        """Remove the check."""
         self._hook.remove()
