@@ -110,10 +110,10 @@ def nothing_is_left(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(initialize, "Strategy", opening)
     processes, threads = _processes(), set(threading.enumerate())
     yield
+    for strategy in opened:
+        strategy.close()  # also after a failure, which would otherwise make every later test fail
     if request.node.stash.get(_FAILED, False):
         return  # its traceback holds what it would have let go of
-    for strategy in opened:
-        strategy.close()
     if _processes() - processes or set(threading.enumerate()) - threads:
         gc.collect()  # an iterator over a DataLoader ends its workers and threads when it goes
     left = [*_left_group(), *_left_processes(processes), *_left_threads(threads)]

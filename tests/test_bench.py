@@ -213,10 +213,10 @@ def test_without_matplotlib_nothing_is_measured_before_it_is_said(
     recipe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(UsageError, match="pip install matplotlib, or leave the picture out with --no-picture"):
+    with pytest.raises(UsageError, match="pip install matplotlib, or pass --no-picture"):
         bench(recipe)
 
 
 def test_a_target_that_is_not_there_is_one_message(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="is no file"):
+    with pytest.raises(UsageError, match="is not a file"):
         bench(tmp_path / "nowhere.py")

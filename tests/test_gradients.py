@@ -138,7 +138,7 @@ def test_a_gradient_after_its_bucket_was_sent_is_refused() -> None:
     weight = ones(1)
     reducer_of(weight)
     weight.sum().backward()  # type: ignore[no-untyped-call]
-    with pytest.raises(UsageError, match="arrived after its bucket had been sent: a second backward"):
+    with pytest.raises(UsageError, match="after its bucket had been reduced: either a second backward"):
         weight.sum().backward()  # type: ignore[no-untyped-call]
 
 

@@ -59,7 +59,7 @@ def test_an_old_cmake_and_an_old_compiler_are_named_with_their_versions(bare: Ba
 def test_a_launcher_without_its_compiler_wrapper_is_refused(bare: BareEnvironment) -> None:
     mpirun = bare.add("mpirun", "echo 'mpirun (Open MPI) 4.1.8'")
     done = bare.run("install-horovod")
-    assert f"Open MPI 4.1.8 is at {mpirun}, but the mpicxx that belongs to it is not beside it" in done.stderr
+    assert f"Open MPI 4.1.8 is installed ({mpirun}), but its mpicxx is missing" in done.stderr
     assert "apt-get install libopenmpi-dev" in done.stderr
     assert "CMake was not found" in done.stderr
     assert "mpicxx" not in bare.run("install-horovod", "--without-mpi").stderr

@@ -174,7 +174,7 @@ def test_contradictions_are_refused() -> None:
         ({"batch_size": 2, "shuffle": True, "sampler": [1]}, "shuffle and sampler are mutually exclusive"),
         ({"batch_size": 2, "batch_sampler": [[1]]}, "batch_sampler is mutually exclusive with"),
         ({"batch_sampler": [[1]], "drop_last": True}, "batch_sampler is mutually exclusive with"),
-        ({"sampler": [1], "batch_sampler": [[1]]}, "not sampler and batch_sampler"),
+        ({"sampler": [1], "batch_sampler": [[1]]}, "sampler and batch_sampler are mutually exclusive"),
     ):
         with pytest.raises(ConfigError, match=message):
             strategy.dataloader(DATA, **given)

@@ -125,7 +125,7 @@ def test_processes_that_do_not_end_well_fail_the_last_duty() -> None:
     outcomes = outcomes_of(duty(end_badly), duty(fine))
     assert outcomes["end_badly"] == ""
     assert "every duty was done, but then the processes did not end well" in outcomes["fine"]
-    assert "exit code 3" in outcomes["fine"]
+    assert "exited with code 3" in outcomes["fine"]
 
 
 def stumble(world: World, ranks: Sequence[str]) -> None:
@@ -260,7 +260,7 @@ def test_worlds_are_those_that_a_backend_would_see() -> None:
     assert not World("ddp", 1).averages_gradients
     assert World("ddp", 2).for_unused_parameters == {"ddp": {"find_unused_parameters": True}}
     assert World("single", 1).for_unused_parameters == {}
-    with pytest.raises(LaunchError, match=r"backend 'single' would see no world of 2, 3 processes .* by plain python"):
+    with pytest.raises(LaunchError, match=r"backend 'single' would see no world of 2, 3 processes .* by python"):
         find_worlds("single", [2, 3])
     with pytest.raises(ConfigError, match="Did you mean 'ddp'"):
         find_worlds("dpp", [1])
