@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Any, NoReturn, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from unitrain.backend import Backend
 from unitrain.communicator import Communicator
@@ -58,6 +58,8 @@ class PretendedRank:
         self.communicator = _Alike(backend, pulse)
         stopping = Stopping(Boundaries(pulse), pulse, None, is_main=rank == 0)
         prepared = PreparedModules(distributed=world_size > 1)
+        model = nn.Identity()  # in training mode: ranks without samples get stand-ins
+        prepared.add(model, model)
         self.step = TrainingStep(self.communicator, backend, prepared, None, stopping.pass_boundary, config)
         self.loop = TrainingLoop(self.step, stopping.pass_boundary)
 
@@ -72,16 +74,19 @@ def pretended_rank(rank: int = 0, world_size: int = 1, **settings: Any) -> Prete
 
 def in_training(loader: Loader) -> MicroBatch:
     """Return the micro-batch that a loader has yielded last, as the training step sees it."""
-    listener = loader._listener
-    assert isinstance(listener, TrainingLoop)
-    micro_batch = listener._step.micro_batch
+    micro_batch = _step_of(loader).micro_batch
     assert micro_batch is not None
     return micro_batch
+
+
+def _step_of(loader: Loader) -> TrainingStep:
+    listener = loader._listener
+    assert isinstance(listener, TrainingLoop)
+    return listener._step
 
 
 def trained(loader: Loader, count: int | None = None) -> Iterator[Any]:
     """Yield a loader's batches, ``count`` of them at most, as a loop that gives each to a backward sees them."""
     for batch in islice(loader, count):
-        assert loader._iteration is not None
-        loader._iteration.trained = True
+        _step_of(loader)._batches.of_backward(weighted=False)
         yield batch

@@ -17,6 +17,7 @@ from unitrain import DataError
 
 def read_shards(sizes: list[int], workers: int, drop_last: bool = False) -> dict[str, Any]:
     strategy = unitrain.init(accumulate=2, timeout_s=30)
+    strategy.prepare(nn.Linear(1, 1))  # without a model in training mode, there would be no stand-ins
     data = Shards(sizes)
     batch = 4 * strategy.world_size
     loader = strategy.dataloader(data, global_batch_size=batch, drop_last=drop_last, **of_workers(workers))
@@ -24,11 +25,12 @@ def read_shards(sizes: list[int], workers: int, drop_last: bool = False) -> dict
     for batch in loader:
         micro_batch = strategy.training_step.micro_batch
         assert micro_batch is not None
-        assert micro_batch.count == len(batch)
-        seen += batch.tolist()
+        assert micro_batch.count == (0 if loader.stand_in else len(batch))
+        seen += batch.tolist()[: micro_batch.count]
         counts.append((micro_batch.start, micro_batch.stop, micro_batch.count, micro_batch.window, micro_batch.last))
         states.append(loader.state_dict())
-    again = [sample for batch in loader for sample in batch.tolist()]
+    with torch.no_grad():
+        again = [sample for batch in loader for sample in batch.tolist()]
     assert again == seen
     return {"seen": seen, "counts": counts, "states": states}
 

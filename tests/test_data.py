@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from pretended import in_training, pretended_rank
+from pretended import pretended_rank
 from ranks import run_ranks
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 import unitrain
-from unitrain import DataError, Strategy
+from unitrain import Strategy
 
 
 @pytest.fixture
@@ -56,35 +56,6 @@ def test_batches_are_torch_s(strategy: Strategy, workers: int) -> None:
         assert torch.equal(mine["label"], its["label"])
         assert type(mine["pair"]) is type(its["pair"])
         assert torch.equal(mine["pair"][1], its["pair"][1])
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_rank_without_samples_gets_the_same_structure(workers: int) -> None:
-    loader = pretended_rank(2, 3).dataloader(Records(5), global_batch_size=3, num_workers=workers)
-    batches, counts = [], []
-    for batch in loader:
-        batches.append(batch)
-        counts.append(in_training(loader).count)
-    full, empty = batches
-    assert empty.keys() == full.keys()
-    assert (empty["image"].shape, empty["image"].dtype) == ((0, 2, 2), torch.float32)
-    assert (empty["label"].shape, empty["label"].dtype) == ((0,), torch.int64)
-    assert empty["name"] == []
-    assert [part.shape for part in empty["pair"]] == [(0,), (0,)]
-    assert counts == [1, 0]
-
-
-def collate_to_count(samples: list[int]) -> int:
-    return len(samples)
-
-
-def test_what_can_not_be_cut_to_no_rows_says_what_to_do() -> None:
-    settings: dict[str, Any] = {"global_batch_size": 2, "collate_fn": collate_to_count}
-    batches = iter(pretended_rank(1, 2).dataloader([1, 2, 3], **settings))
-    assert next(batches) == 1
-    with pytest.raises(DataError, match="drop_last=True"):
-        next(batches)
-    assert list(pretended_rank(1, 2).dataloader([1, 2, 3], drop_last=True, **settings)) == [1]
 
 
 @pytest.mark.parametrize(

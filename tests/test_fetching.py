@@ -23,8 +23,8 @@ class Draws(Dataset[float]):
         return random.random()
 
 
-def request(*samples: int, empty: bool = False) -> Request:
-    return Request(list(samples), sample_seeds(0, 0, np.array(samples)), empty)
+def request(*samples: int) -> Request:
+    return Request(list(samples), sample_seeds(0, 0, np.array(samples)))
 
 
 def collate_and_draw(samples: list[Any]) -> dict[str, Any]:
@@ -63,21 +63,19 @@ def test_a_collate_function_gets_the_samples(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*STILL, "draws"])
-@pytest.mark.parametrize(
-    ("collate", "empty"), [(default_collate, False), (default_collate, True), (collate_and_draw, False)]
-)
-def test_the_process_s_generators_stay(name: str, collate: Any, empty: bool) -> None:
+@pytest.mark.parametrize("collate", [default_collate, collate_and_draw])
+def test_the_process_s_generators_stay(name: str, collate: Any) -> None:
     seed_all(1)
     expected = (random.random(), np.random.rand(), float(torch.rand(())))
     seed_all(1)
-    BatchReader(STILL.get(name, Draws()), collate).__getitems__(request(3, empty=empty))
+    BatchReader(STILL.get(name, Draws()), collate).__getitems__(request(3))
     assert (random.random(), np.random.rand(), float(torch.rand(()))) == expected
 
 
 def test_without_seeds_all_draw_from_the_process() -> None:
     reader = BatchReader(Draws(), collate_and_draw)
     seed_all(1)
-    batch = reader.__getitems__(Request([3, 1], None, False))
+    batch = reader.__getitems__(Request([3, 1], None))
     drawn = [*batch["samples"], *batch["drawn"]]
     seed_all(1)
     expected = [random.random(), random.random(), random.random(), np.random.beta(1, 1), float(torch.rand(()))]
@@ -100,11 +98,3 @@ def test_wrong_indices_say_what_the_dataset_says() -> None:
     assert str(ours.value) == str(its.value)
     last: list[Tensor] = BatchReader(dataset, default_collate).__getitems__(request(-1))
     assert last[0].tolist() == [4]
-
-
-def test_an_empty_batch_is_made_once() -> None:
-    dataset = TensorDataset(torch.randn(5, 3), torch.arange(5))
-    reader = BatchReader(dataset, default_collate)
-    numbers, classes = reader.__getitems__(request(4, empty=True))
-    assert (numbers.shape, classes.shape, classes.dtype) == ((0, 3), (0,), torch.int64)
-    assert reader.__getitems__(request(2, empty=True))[0] is numbers

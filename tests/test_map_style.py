@@ -23,17 +23,15 @@ def orders(rank: int = 0, world_size: int = 1, global_batch: int = 4) -> OwnOrde
 
 
 def asked(orders: Orders, seed: int | None = 0, number: int = 0) -> list[Request]:
-    return list(requests(orders.epoch(0, number, 0), seed, number))
+    """Return what is asked for in an epoch, without stand-ins."""
+    epoch = orders.epoch(0, number, 0)
+    pairs = zip(epoch.plan, requests(epoch, seed, number), strict=True)
+    return [request for micro_batch, request in pairs if micro_batch.count]
 
 
 def seeds_of(found: list[Request]) -> dict[int, int]:
     """Return the seed of each sample that is asked for."""
-    return {
-        sample: seed
-        for one in found
-        if not one.empty
-        for sample, seed in zip(one.samples, one.seeds or [], strict=True)
-    }
+    return {sample: seed for one in found for sample, seed in zip(one.samples, one.seeds or [], strict=True)}
 
 
 def test_a_sample_s_seed_is_its_own() -> None:
@@ -59,9 +57,10 @@ def test_without_seeds() -> None:
     assert all(one.seeds is None for one in asked(orders(), seed=None))
 
 
-def test_an_empty_batch_asks_for_one_sample() -> None:
-    last = asked(orders(3, 4))[-1]  # 23 = 5 * 4 + 3
-    assert (last.empty, len(last.samples), len(last.seeds or [])) == (True, 1, 1)
+def test_a_stand_in_is_the_first_sample_of_the_global_batch() -> None:
+    ranks = [list(requests(orders(rank, 4).epoch(0, 0, 0), 0, 0))[-1] for rank in range(4)]  # 23 = 5 * 4 + 3
+    assert ranks[3] == ranks[0]
+    assert len(ranks[3].samples) == 1
 
 
 def test_looking_up_in_parts_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

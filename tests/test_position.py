@@ -102,8 +102,8 @@ def play(case: Case, world_size: int, state: dict[str, Any] | None, stop: int | 
         mine = []
         for batch in trained(loader, stop):
             micro_batch = in_training(loader)
-            assert len(batch) == micro_batch.count
-            mine.append((batch.tolist(), micro_batch.window, micro_batch.last))
+            assert len(batch) == max(1, micro_batch.count)
+            mine.append((batch.tolist()[: micro_batch.count], micro_batch.window, micro_batch.last))
         assert stop is not None or state is not None or len(mine) == whole_epoch
         assert len(loader.dataset.read) == len(set(loader.dataset.read)), "a sample was read twice"
         ranks.append(mine)

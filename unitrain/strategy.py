@@ -84,7 +84,13 @@ class Strategy:
         )
         self._loop = TrainingLoop(self._step, pass_boundary)
         self._preparation = preparation.Preparation(
-            self._communicator, made, self._precision, self._prepared, self._step.register, config
+            self._communicator,
+            made,
+            self._precision,
+            self._prepared,
+            self._step.register,
+            self._step.in_use,
+            config,
         )
         self._checkpoint: Checkpoint | None = None
         self._throughput: Throughput | None = None
@@ -235,11 +241,11 @@ class Strategy:
 
     def meter(self) -> Meter:
         """Return a meter: a sum and a mean over all ranks, reduced only when it is read."""
-        return Meter(self._communicator)
+        return Meter(self._communicator, self._step.in_use)
 
     def metric(self, metric: T) -> T:
         """Make a torchmetrics ``Metric`` synchronise through this strategy on any backend, and return it."""
-        return torchmetric.synchronise(metric, self._communicator)
+        return torchmetric.synchronise(metric, self._communicator, self._step.in_use)
 
     def throughput(self) -> Throughput:
         """Return a meter of samples per second, of where the time goes, and of peak memory, from the first call on."""

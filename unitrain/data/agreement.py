@@ -39,7 +39,7 @@ class Agreement:
         self._stream = torch.cuda.Stream(communicator.device) if communicator.device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def micro_batches(self, pieces: Iterator[Piece], start: int, step: int) -> Iterator[tuple[MicroBatch, Any]]:
-        """Yield this rank's micro-batches, and empty ones after its last, as long as any rank has samples.
+        """Yield this rank's micro-batches, and stand-ins after its last, as long as any rank has samples.
 
         Args:
             pieces: the batches that this rank reads, from the beginning of the epoch.
@@ -60,7 +60,7 @@ class Agreement:
                 ahead += itertools.islice(source, accumulate - len(ahead) if last else 1)
                 if last:
                     self._ask(ahead, source)
-                count, batch = (current[i].samples, current[i].batch) if i < len(current) else (0, source.nothing())
+                count, batch = (current[i].samples, current[i].batch) if i < len(current) else (0, source.stand_in)
                 yield (
                     MicroBatch(start, start + size, count, window, step, i == 0, last, opening=opening and i == 0),
                     batch,
@@ -109,11 +109,16 @@ class Agreement:
 
 
 class _Source:
-    """Iterates over this rank's pieces that have samples."""
+    """Iterates over this rank's pieces that have samples.
+
+    Attributes:
+        stand_in: the batch of a rank whose shard has ended before others.
+        began: whether there was a piece.
+    """
 
     def __init__(self, pieces: Iterator[Piece]) -> None:
         self._pieces = pieces
-        self._nothing: Any = None
+        self.stand_in: Any = None
         self.began = False
 
     def __iter__(self) -> _Source:
@@ -124,11 +129,5 @@ class _Source:
             self.began = True
             if piece.samples:
                 return piece
-            self._nothing = piece.batch
+            self.stand_in = piece.batch
         raise StopIteration
-
-    def nothing(self) -> Any:
-        """Return an empty batch, for a rank whose shard has ended before others."""
-        if isinstance(self._nothing, DataError):
-            raise self._nothing
-        return self._nothing

@@ -26,9 +26,10 @@ from unitrain.job.handshake import difference
 class Loader:
     """Iterates over this rank's part of a dataset. Made by ``strategy.dataloader``.
 
-    Every rank gets the same number of batches, already on its device. If a global batch has fewer samples than there
-    are ranks, some ranks get an empty batch: the same structure with tensors of 0 rows, which has weight 0 in
-    ``strategy.step`` and in meters.
+    In training, every rank gets the same number of batches, already on its device. If a global batch has fewer samples
+    than there are ranks, a rank without samples gets a stand-in: a batch of one sample of another rank, which has
+    weight 0 in ``strategy.step``, in BatchNorm, in meters and in metrics. ``stand_in`` tells. In an evaluation, and
+    while no prepared model is in training mode, it gets no batch, so that each sample is yielded exactly once.
 
     A complete iteration is an epoch. An iteration that ends early counts as an epoch, too, if one of its batches was
     used in a backward of the strategy: the next iteration starts the next epoch. Otherwise, after
@@ -99,6 +100,7 @@ class Loader:
         self._local_world_size = local_world_size
         self._seed = config.seed
         self._compared = False
+        self._iteration: Iteration | None = None
         self.epoch = 0
         self._source: Iterable | MapStyle
         self._reads_shards = given.is_iterable and (is_sharded(self.dataset) if sharded is None else sharded)
@@ -179,6 +181,16 @@ class Loader:
         return self._yielded
 
     @property
+    def stand_in(self) -> bool:
+        """Whether the batch that was yielded last is the stand-in of a rank without samples, to be left out of counts.
+
+        Example:
+            >>> for images, labels in train:
+            ...     seen += 0 if train.stand_in else len(labels)
+        """
+        return self._stand_in
+
+    @property
     def epoch(self) -> int:
         """The epoch of the next iteration, or of the current one. Set it to start another."""
         return self._epoch
@@ -190,7 +202,10 @@ class Loader:
 
     def _begin_at(self, consumed: int, steps: int) -> None:
         """Start the next iteration after this many samples and steps of the epoch."""
-        self._iteration: Iteration | None = None
+        if self._iteration is not None and not self._iteration.trained:
+            self._listener.drops(self._iteration)
+        self._iteration = None
+        self._stand_in = False
         self._start = (consumed, steps)
         self._consumed, self._steps = self._start
         self._yielded = consumed
@@ -226,7 +241,7 @@ class Loader:
             if iteration is self._iteration and not iteration.trained:
                 self._begin_at(*self._start)
         if self._listener.is_training():
-            self._listener.yields(None, iteration)
+            self._listener.yields(None, None, iteration)
         self.epoch += 1
 
     def _batches(self, iteration: Iteration) -> Iterator[Any]:
@@ -234,16 +249,17 @@ class Loader:
         batches = self._source.batches(self._seed, self.epoch, *self._start)
         for micro_batch, batch in listener.observed(feed(batches, self._communicator.device)):
             # Checked for each batch: an evaluation may begin and end within a training epoch.
-            if not listener.is_training():
+            training = listener.is_training()
+            if micro_batch.first or not training:
                 listener.boundary()
-            else:
-                if micro_batch.first:
-                    listener.boundary()  # all batches so far have been trained on
-                listener.yields(micro_batch, iteration)
             # Samples are consumed at the end of a window: checkpoints don't contain accumulated gradients.
             if micro_batch.last:
                 self._consumed, self._steps = micro_batch.stop, micro_batch.step + 1
             self._yielded = micro_batch.stop
+            self._stand_in = not micro_batch.count
+            if self._stand_in and not listener.needs_stand_ins(iteration):
+                continue
+            listener.yields(micro_batch, batch, iteration)
             yield batch
             if iteration is not self._iteration:
                 raise UsageError("another iteration over this loader was started: it supports one at a time.")
@@ -271,15 +287,19 @@ class Loader:
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the data, as ints and strings that are equal on all ranks. Not collective.
 
-        A batch is consumed when it has been yielded. Batches that were only prefetched are not, nor are those of an
+        In training, a batch is consumed when it has been used in a backward, and before the first backward, or in an
+        evaluation, when it has been yielded. Batches that were only prefetched are not consumed, nor are those of an
         iteration that ended before anything was trained on. The batches of an accumulation window are consumed
         together at its end: within a window, the state is that of its start.
         """
+        consumed, steps = self._consumed, self._steps
+        if self._counts and self._iteration is not None:
+            consumed, steps = self._iteration.trained_to or self._start
         return {
             "seed": self._seed,
             "epoch": self.epoch,
-            "consumed": self._consumed,
-            "steps": self._steps,
+            "consumed": consumed,
+            "steps": steps,
             "length": len(self.dataset) if hasattr(self.dataset, "__len__") else None,
             "fingerprint": fingerprint(self.dataset),
             "global_batch_size": self.global_batch_size,

@@ -14,12 +14,37 @@ class Iteration:
     Attributes:
         trained: whether one of its batches was used in a backward. If it ends before that, as in
             ``next(iter(loader))``, it does not count as an epoch.
+        trained_to: how many samples and steps of the epoch were consumed at the end of the last window that was trained
+            on; None before that.
     """
 
-    __slots__ = ("trained",)
+    __slots__ = ("trained", "trained_to")
 
     def __init__(self) -> None:
         self.trained: bool = False
+        self.trained_to: tuple[int, int] | None = None
+
+
+class BatchInUse:
+    """The batch that the script works on: the one that was yielded last, or that the last forward was given.
+
+    Attributes:
+        micro_batch: its micro-batch; None without a loader.
+    """
+
+    __slots__ = ("micro_batch",)
+
+    def __init__(self) -> None:
+        self.micro_batch: MicroBatch | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BatchInUse:
+        """Return this object: a copy of a model is used with the same batches."""
+        return self
+
+    @property
+    def is_stand_in(self) -> bool:
+        """Whether it is the stand-in of a rank without samples, and counts for nothing."""
+        return self.micro_batch is not None and not self.micro_batch.count
 
 
 class LoopListener(Protocol):
@@ -28,11 +53,17 @@ class LoopListener(Protocol):
     def is_training(self) -> bool:
         """Return whether batches are used for training, and not for an evaluation."""
 
+    def needs_stand_ins(self, iteration: Iteration) -> bool:
+        """Return whether a rank without samples has to take part in a step all the same."""
+
     def boundary(self) -> None:
         """All previous batches have been used: the run can be stopped here."""
 
-    def yields(self, micro_batch: MicroBatch | None, iteration: Iteration) -> None:
-        """The loader is about to yield a micro-batch for training; None at the end."""
+    def yields(self, micro_batch: MicroBatch | None, batch: Any, iteration: Iteration) -> None:
+        """The loader is about to yield a batch; None at the end of an iteration."""
+
+    def drops(self, iteration: Iteration) -> None:
+        """An iteration ended before any of its batches was trained on, and does not count."""
 
     def observed(self, batches: Iterator[tuple[MicroBatch, Any]]) -> Iterator[tuple[MicroBatch, Any]]:
         """Return the iterator that the loader yields from: the same, or one that measures it."""

@@ -15,7 +15,7 @@ from unitrain.data.sharding import BatchPlan, EpochPlan, MicroBatch
 from unitrain.data.workers import with_deaths_explained
 from unitrain.rng import derived_seed, sample_seeds
 
-# Positions whose samples are looked up at once; one by one, an index costs a hundred times as much.
+# Number of positions that are looked up at once: one by one, an index costs a hundred times as much.
 _LOOK_UP = 2**15
 
 
@@ -24,10 +24,10 @@ class MapStyle:
 
     Args:
         dataset: with ``__getitem__``.
-        orders: what is read when.
-        collate: makes a batch of samples.
-        seeded: whether each sample has random numbers of its own.
-        settings: the DataLoader's.
+        orders: the orders of the epochs.
+        collate: makes a batch of a list of samples.
+        seeded: whether the generators are seeded for each sample.
+        settings: keyword arguments of the DataLoader.
     """
 
     def __init__(
@@ -50,20 +50,20 @@ class MapStyle:
         return self._orders.epoch(seed, number, 0).plan
 
     def readers(self) -> None:
-        """Return nothing: a position means the same to any number of ranks and workers."""
+        """Return None: a position does not depend on the number of ranks and workers."""
 
     def batches(self, seed: int, number: int, start: int, step: int) -> Iterator[tuple[MicroBatch, Any]]:
         """Yield this rank's part of each micro-batch of an epoch, from position ``start`` on."""
         epoch = self._orders.epoch(seed, number, start)
         self._requests.coming = requests(epoch, seed if self._seeded else None, number)
-        # What workers draw outside of samples, and what seeds them, differs from rank to rank.
+        # What workers draw outside of samples differs between ranks.
         self._generator.manual_seed(derived_seed("workers", seed, number, epoch.plan.rank) >> 1)
         batches = with_deaths_explained(self._loader)
         return zip(epoch.plan, batches, strict=True)
 
 
 class _Requests:
-    """The batch sampler under the DataLoader."""
+    """The batch sampler of the DataLoader."""
 
     coming: Iterator[Request] = iter(())
 
@@ -72,10 +72,10 @@ class _Requests:
 
 
 def requests(epoch: Epoch, seed: int | None, number: int) -> Iterator[Request]:
-    """Yield what is to be read for each micro-batch; ``seed`` is None where samples have no numbers of their own."""
+    """Yield a request for each micro-batch. If ``seed`` is None, samples are not seeded."""
     plan = epoch.plan
     for micro_batches in _gathered(plan):
-        # An empty batch asks for one sample all the same, to learn the structure from.
+        # A rank without samples gets the first one of the global batch, as a stand-in.
         parts = [
             np.arange(one.start + plan.rank, one.stop, plan.world_size) if one.count else np.array([one.start])
             for one in micro_batches
@@ -89,7 +89,7 @@ def requests(epoch: Epoch, seed: int | None, number: int) -> Iterator[Request]:
         begin = 0
         for one in micro_batches:
             part = slice(begin, begin := begin + max(1, one.count))
-            yield Request(indices[part], seeds and seeds[part], empty=not one.count)
+            yield Request(indices[part], seeds and seeds[part])
 
 
 def _gathered(micro_batches: Iterable[MicroBatch]) -> Iterator[Sequence[MicroBatch]]:

@@ -22,7 +22,7 @@ class MicroBatch:
     stop: int
     """One past its last position."""
     count: int
-    """Number of samples of this rank in it."""
+    """Number of samples of this rank in it; 0 if its batch is a stand-in."""
     window: int
     """Number of samples in its accumulation window, over all ranks."""
     step: int

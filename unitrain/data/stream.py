@@ -21,10 +21,9 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
-from unitrain.data.fetching import Collate, empty_batch
+from unitrain.data.fetching import Collate
 from unitrain.data.fingerprint import sample_digest
 from unitrain.data.sharding import EpochPlan, MicroBatch, cut
-from unitrain.errors import DataError
 from unitrain.rng import SeparateGenerators, derived_seed, seed_generators
 
 T = TypeVar("T")
@@ -36,9 +35,8 @@ class Piece(NamedTuple):
     micro_batch: MicroBatch | None
     """The micro-batch that the batch belongs to; None if the reader does not know it."""
     samples: int
-    """Number of samples in the batch."""
+    """Number of samples in the batch; 0 for a stand-in."""
     batch: Any
-    """Without samples: an empty batch, or the DataError that there is none."""
     first: int
     """A digest of the stream's first sample."""
 
@@ -94,7 +92,7 @@ class WholeStream(_Stream):
         first_sample = next(samples, _NOTHING)
         if first_sample is _NOTHING:
             return
-        first = sample_digest(first_sample)
+        first, stand_in = sample_digest(first_sample), first_sample
         remaining = _chain(first_sample, samples)
         position = sum(1 for _ in islice(remaining, start))
         step, number, opening = position // plan.global_batch, 0, True
@@ -106,15 +104,18 @@ class WholeStream(_Stream):
                 kept.append([])
                 for offset, sample in enumerate(islice(remaining, end - begin)):
                     size += 1
+                    if mine and offset == 0:
+                        stand_in = sample  # if this rank gets none of the micro-batch
                     if mine and offset % plan.world_size == plan.rank:
                         kept[part].append(sample)
+                if mine and not kept[part]:
+                    kept[part].append(stand_in)
             if size == 0 or (size < plan.global_batch and plan.drop_last):
                 return
             micro_batches = cut(position, size, edges, step, opening, plan.rank, plan.world_size)
             for part, micro_batch in enumerate(micro_batches):
                 if (number + part) % workers == worker:
-                    batch = self._collate(kept[part]) if kept[part] else empty_batch(first_sample, self._collate)
-                    yield Piece(micro_batch, micro_batch.count, batch, first)
+                    yield Piece(micro_batch, micro_batch.count, self._collate(kept[part]), first)
             position, step, number, opening = position + size, step + 1, number + plan.accumulate, False
 
 
@@ -145,12 +146,8 @@ class ShardedStream(_Stream):
             if len(batch) == self._batch_size or not self._plan.drop_last:
                 yield Piece(None, len(batch), self._collate(batch), first)
         if first:
-            # Other ranks may have more samples; this one then takes part with empty batches.
-            try:
-                nothing = empty_batch(sample, self._collate)
-            except DataError as error:
-                nothing = error
-            yield Piece(None, 0, nothing, first)
+            # Other ranks may have more samples; this one then takes part with its last sample as a stand-in.
+            yield Piece(None, 0, self._collate([sample]), first)
 
 
 _NOTHING = object()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from unitrain.communicator import Communicator
+from unitrain.data.loop import BatchInUse
 from unitrain.errors import UsageError
 
 
@@ -15,11 +16,16 @@ class Meter:
     """A sum and a count, kept on the device. Made by ``strategy.meter()``.
 
     Reading reduces both over the ranks in one call, so that the result is the mean over all samples, and not a mean
-    of means.
+    of means. What is added for the stand-in of a rank without samples does not count.
+
+    Args:
+        communicator: the communicator of this process.
+        in_use: the batch that the script works on.
     """
 
-    def __init__(self, communicator: Communicator) -> None:
+    def __init__(self, communicator: Communicator, in_use: BatchInUse) -> None:
         self._communicator = communicator
+        self._in_use = in_use
         self._total = torch.zeros((), dtype=torch.float64)
         self._count = 0
 
@@ -42,7 +48,7 @@ class Meter:
             *unnamed: not allowed: a positional value could be a sum or a mean.
             total: scalar; the sum over the samples.
             mean: scalar; the mean over the samples, such as the result of a loss function.
-            count: number of samples. With 0 (an empty batch) nothing is added, whatever the value.
+            count: number of samples. With 0 nothing is added, whatever the value.
 
         Raises:
             UsageError: the value was passed by position, or not exactly one of ``total`` and ``mean`` was passed.
@@ -56,7 +62,7 @@ class Meter:
                 "a meter's add() takes exactly one of total= (a sum over samples) and mean= (a mean over samples), by "
                 "keyword, and count= (number of samples): meter.add(mean=loss, count=len(labels))."
             )
-        if count == 0:
+        if count == 0 or self._in_use.is_stand_in:
             return
         value = total if mean is None else mean
         assert value is not None  # checked above

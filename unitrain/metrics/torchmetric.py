@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from unitrain.communicator import Communicator
+from unitrain.data.loop import BatchInUse
 from unitrain.errors import UsageError
 
 M = TypeVar("M")
 
 
-def synchronise(metric: M, communicator: Communicator) -> M:
+def synchronise(metric: M, communicator: Communicator, in_use: BatchInUse) -> M:
     """See ``Strategy.metric``."""
     # torchmetrics is not a dependency: metrics are recognised by the attributes that they synchronise through.
     if not all(hasattr(metric, name) for name in ("dist_sync_fn", "distributed_available_fn", "_to_sync")):
@@ -27,8 +30,27 @@ def synchronise(metric: M, communicator: Communicator) -> M:
 
     made.dist_sync_fn = gather
     made.distributed_available_fn = lambda: communicator.world_size > 1
+    made.update = _without_stand_ins(made, made.update, in_use)
+    made.forward = _without_stand_ins(made, made.forward, in_use)
     made.to(communicator.device)
     return metric
+
+
+def _without_stand_ins(metric: Any, method: Callable[..., Any], in_use: BatchInUse) -> Callable[..., Any]:
+    """Return ``update`` or ``forward`` such that the stand-in of a rank without samples changes no state."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not in_use.is_stand_in:
+            return method(*args, **kwargs)
+        states, updates = copy.deepcopy(metric.metric_state), metric._update_count
+        try:
+            return method(*args, **kwargs)
+        finally:
+            for name, state in states.items():
+                setattr(metric, name, state)
+            metric._update_count, metric._computed = updates, None
+
+    return call
 
 
 def gather_rows(tensor: Tensor, communicator: Communicator) -> list[Tensor]:

@@ -8,6 +8,7 @@ overlap them with. The passes over the batch itself use torch's kernels for give
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import Any, ClassVar, cast
 
@@ -18,6 +19,7 @@ from torch.nn.functional import batch_norm
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from unitrain.communicator import Communicator
+from unitrain.data.loop import BatchInUse
 from unitrain.errors import ConfigError
 
 
@@ -30,7 +32,8 @@ class _SyncedNormalise(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         channels = x.size(1)
         kind = _computed_in(x)
-        count = x.numel() // channels if channels else 0
+        stand_in = layer.in_use.is_stand_in
+        count = x.numel() // channels if channels and not stand_in else 0
         local = torch.zeros(2 * channels + 1, dtype=torch.float64, device=x.device)
         if count:
             variance, mean = torch.var_mean(x.to(kind), [d for d in range(x.dim()) if d != 1], correction=0)
@@ -48,7 +51,7 @@ class _SyncedNormalise(torch.autograd.Function):
         variance = ((variances + (means - mean) ** 2) * share).sum(0)
         statistics = mean.to(kind), variance.to(kind)
         ctx.save_for_backward(x, weight, *statistics, total)
-        ctx.layer = layer
+        ctx.layer, ctx.counts = layer, count > 0
         ctx.mark_non_differentiable(mean, variance, total)
         # With given statistics, as in eval mode, torch's kernel needs a single pass.
         output = batch_norm(x, *statistics, _to(weight, kind), _to(bias, kind), eps=layer.eps)
@@ -59,17 +62,18 @@ class _SyncedNormalise(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x, weight, mean, variance, total = ctx.saved_tensors
         layer, kind, channels, needs = ctx.layer, mean.dtype, x.size(1), ctx.needs_input_grad
-        if x.numel():
+        if ctx.counts:
             # The gradients for given statistics. That of the input lacks the part through the statistics.
             grad_input, grad_weight, grad_bias = torch.ops.aten.native_batch_norm_backward(
                 grad.to(kind), x.to(kind), _to(weight, kind), mean, variance, None, None, False, layer.eps,
                 [needs[0], True, True],
             )  # fmt: skip
         else:
-            grad_input, grad_weight, grad_bias = x.to(kind), torch.zeros_like(mean), torch.zeros_like(mean)
+            # Without rows, or for a stand-in: its gradient is 0, and nothing depends on its statistics.
+            grad_input, grad_weight, grad_bias = torch.zeros_like(x, dtype=kind), *torch.zeros(2, channels).to(mean)
         sums = torch.cat([grad_bias, grad_weight]).double()
         layer.communicator.all_reduce_async(sums, "sum", f"{layer.sync_name}.backward")()
-        if needs[0] and x.numel():
+        if needs[0] and ctx.counts:
             inverse_std = torch.rsqrt(variance + layer.eps)
             scale = inverse_std if weight is None else inverse_std * weight.to(kind)
             by_bias, by_weight = (sums / total).to(kind).neg_().mul_(scale.repeat(2)).split(channels)
@@ -101,6 +105,7 @@ class SyncBatchNorm(_BatchNorm):
 
     plain: ClassVar[type[_BatchNorm]]
     communicator: Communicator
+    in_use: BatchInUse
     sync_name: str
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
@@ -146,15 +151,41 @@ class SyncBatchNorm3d(SyncBatchNorm, nn.BatchNorm3d):
 _SYNCED: dict[type, type[SyncBatchNorm]] = {c.plain: c for c in (SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d)}
 
 
+def _synced(plain: type) -> type[SyncBatchNorm] | None:
+    """Return the synchronised class of a BatchNorm class; None for a derived class, whose forward may be different."""
+    timm = sys.modules.get("timm.layers")
+    if timm is not None and plain is timm.BatchNormAct2d and plain not in _SYNCED:
+        _SYNCED[plain] = type("SyncBatchNormAct2d", (_SyncBatchNormAct2d,), {"plain": plain})
+    return _SYNCED.get(plain)
+
+
+class _SyncBatchNormAct2d(SyncBatchNorm2d):
+    """timm's ``BatchNormAct2d``, which is followed by a dropout and an activation, over all ranks."""
+
+    drop: nn.Module
+    act: nn.Module
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
+        normalised = super().forward(input)
+        if not self.training or self.communicator.world_size == 1:
+            return normalised  # by timm's own forward
+        return cast(Tensor, self.act(self.drop(normalised)))
+
+
 def is_unsynchronised(layer: nn.Module) -> bool:
     """Return whether a layer is a BatchNorm whose running statistics differ between ranks."""
     return isinstance(layer, _BatchNorm) and not isinstance(layer, (SyncBatchNorm, nn.SyncBatchNorm))
 
 
-def synchronise(module: nn.Module, communicator: Communicator) -> None:
+def synchronise(module: nn.Module, communicator: Communicator, in_use: BatchInUse) -> None:
     """Make every BatchNorm layer in ``module`` compute its training statistics over all ranks, in place.
 
     Only the class of a layer changes: its parameters, buffers, hooks and state dict keys stay the same.
+
+    Args:
+        module: the module.
+        communicator: the communicator of this process.
+        in_use: the batch that the script works on: the rows of a stand-in don't count.
 
     Raises:
         ConfigError: a layer is of a subclass of BatchNorm, whose forward may be different.
@@ -162,22 +193,55 @@ def synchronise(module: nn.Module, communicator: Communicator) -> None:
     for name, layer in module.named_modules():
         if not is_unsynchronised(layer):
             continue
-        synced = _SYNCED.get(type(layer))
+        synced = _synced(type(layer))
         if synced is None:
             raise ConfigError(
                 f"sync_batchnorm does not support layer {name!r} of class {type(layer).__name__}: it supports only "
-                "BatchNorm1d, BatchNorm2d and BatchNorm3d. Replace the layer, or set sync_batchnorm to false."
+                "BatchNorm1d, BatchNorm2d, BatchNorm3d and timm's BatchNormAct2d. Replace the layer, or set "
+                "sync_batchnorm to false."
             )
         layer.__class__ = synced
-        layer.__dict__.update(communicator=communicator, sync_name=f"batch_norm.{name}")
+        layer.__dict__.update(communicator=communicator, in_use=in_use, sync_name=f"batch_norm.{name}")
 
 
 def revert(module: nn.Module) -> None:
     """Undo ``synchronise`` in place, keeping the statistics."""
     for layer in module.modules():
         if isinstance(layer, SyncBatchNorm):
-            del layer.communicator, layer.sync_name
+            del layer.communicator, layer.in_use, layer.sync_name
             layer.__class__ = layer.plain  # type: ignore[assignment]
+
+
+class _StandInHooks:
+    """Forward hooks that run an unsynchronised layer in eval mode on a stand-in.
+
+    One sample can be too few for statistics, and is not one of this rank.
+    """
+
+    def __init__(self, in_use: BatchInUse | None = None) -> None:
+        self._in_use = in_use
+        self._was_training = False
+
+    def before(self, layer: nn.Module, args: Any) -> None:
+        self._was_training = layer.training
+        if self._in_use is not None and self._in_use.is_stand_in:
+            layer.training = False
+
+    def after(self, layer: nn.Module, args: Any, output: Any) -> None:
+        layer.training = self._was_training
+
+    def __reduce__(self) -> tuple[type[_StandInHooks], tuple[()]]:
+        return _StandInHooks, ()
+
+
+def ignore_stand_ins(modules: Iterable[nn.Module], in_use: BatchInUse) -> None:
+    """Keep stand-ins out of the statistics of layers that are not synchronised."""
+    for module in modules:
+        for layer in module.modules():
+            if is_unsynchronised(layer):
+                hooks = _StandInHooks(in_use)
+                layer.register_forward_pre_hook(hooks.before)
+                layer.register_forward_hook(hooks.after, always_call=True)
 
 
 @torch.no_grad()

@@ -46,14 +46,25 @@ class TrainingLoop:
         """Return whether batches are used for training, and not for an evaluation."""
         return torch.is_grad_enabled() and not self.evaluating
 
+    def needs_stand_ins(self, iteration: Iteration) -> bool:
+        """Return whether a rank without samples has to take part in a step; an evaluation has no collectives."""
+        return self.is_training() and (iteration.trained or self._step.trains())
+
     def boundary(self) -> None:
-        """Allow the run to be stopped here, unless an accumulation window is open in training."""
-        if not (self._step.within_window and self.is_training()):
+        """Allow the run to be stopped here, unless the training has not finished the batches before this one."""
+        if not ((self._step.within_window or self._step.last_is_open) and self.is_training()):
             self._pass_boundary()
 
-    def yields(self, micro_batch: MicroBatch | None, iteration: Iteration) -> None:
-        """Record the micro-batch that is about to be trained on."""
-        self._step.take(micro_batch, iteration)
+    def yields(self, micro_batch: MicroBatch | None, batch: Any, iteration: Iteration) -> None:
+        """Record the batch that is about to be yielded, for training or for an evaluation."""
+        if self.is_training():
+            self._step.take(micro_batch, batch, iteration)
+        else:
+            self._step.in_use.micro_batch = micro_batch
+
+    def drops(self, iteration: Iteration) -> None:
+        """Forget the batches of an iteration that does not count."""
+        self._step.drop(iteration)
 
     def observed(self, batches: Batches) -> Batches:
         """Return the iterator that the loader yields from."""

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from unitrain.backend import Backend
 from unitrain.communicator import Communicator
 from unitrain.config import StrategyConfig
+from unitrain.data.loop import BatchInUse
 from unitrain.errors import CommunicationError, UsageError
 from unitrain.rng import seed_rank
 from unitrain.training import batch_norm
@@ -32,6 +33,7 @@ class Preparation:
         precision: sets the precision of modules.
         prepared: records prepared modules.
         register: called with each optimizer.
+        in_use: the batch that the script works on.
         config: the settings.
     """
 
@@ -42,6 +44,7 @@ class Preparation:
         precision: Precision,
         prepared: PreparedModules,
         register: Callable[[Optimizer], None],
+        in_use: BatchInUse,
         config: StrategyConfig,
     ) -> None:
         self._communicator = communicator
@@ -49,6 +52,7 @@ class Preparation:
         self._precision = precision
         self._prepared = prepared
         self._register = register
+        self._in_use = in_use
         self._config = config
         self._ranks_differ = False
 
@@ -78,7 +82,7 @@ class Preparation:
             raise UsageError("the model has uninitialised lazy layers: run a forward with one batch first.")
         module.to(self._communicator.device)
         if self._config.sync_batchnorm:
-            batch_norm.synchronise(self._prepared.unwrap(module), self._communicator)
+            batch_norm.synchronise(self._prepared.unwrap(module), self._communicator, self._in_use)
         self._precision.apply(module)
         self._copy_from_rank_0(module)
         self._prepared.add_names(module)

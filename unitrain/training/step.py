@@ -21,11 +21,13 @@ from torch.optim import Optimizer
 from unitrain.backend import Backend
 from unitrain.communicator import Communicator
 from unitrain.config import StrategyConfig
-from unitrain.data.loop import Iteration
+from unitrain.data.loop import BatchInUse, Iteration
 from unitrain.data.sharding import MicroBatch
 from unitrain.errors import UsageError
 from unitrain.pulse import USER_CODE
+from unitrain.training import batch_norm
 from unitrain.training.backward import run_backward
+from unitrain.training.batches import OpenBatches
 from unitrain.training.copies import CopyCheck
 from unitrain.training.direct_steps import DirectStepCheck
 from unitrain.training.guard import GuardedStep
@@ -76,7 +78,7 @@ class TrainingStep:
         config: the settings.
 
     Attributes:
-        micro_batch: the micro-batch that the training loader yielded last; None without a loader.
+        in_use: the batch that the script works on.
         averages: whether gradients are averaged over the ranks; False in measurements without communication.
     """
 
@@ -112,9 +114,10 @@ class TrainingStep:
         self._copies = CopyCheck(communicator)
         self._direct_steps = DirectStepCheck(prepared.has) if self._distributed else None
         self._unscaled = False
-        self.micro_batch: MicroBatch | None = None
+        self.in_use: BatchInUse = BatchInUse()
+        self._batches = OpenBatches(self.in_use, prepared, self._arm_for)
+        self._ignores_stand_ins = False
         self.averages: bool = True
-        self._untrained: list[Iteration] = []  # that have yielded batches, none of which was trained on yet
         self._global_step = 0
         self._at_window_end: list[Callable[[], None]] = []
         self._observers: list[StepObserver] = []
@@ -148,6 +151,21 @@ class TrainingStep:
         for window in self._windows.values():
             window.local_gradients.close()
         self._reduction.close()
+        self._batches.close()
+
+    @property
+    def micro_batch(self) -> MicroBatch | None:
+        """The micro-batch that a loader yielded for training, or that was trained on, last; None without a loader."""
+        return self._batches.micro_batch
+
+    @property
+    def last_is_open(self) -> bool:
+        """Whether the last batch of an iteration that has ended was not trained on yet."""
+        return self._batches.last_is_open
+
+    def trains(self) -> bool:
+        """Return whether a prepared model is in training mode."""
+        return any(module.training for module in self._prepared)
 
     @property
     def within_window(self) -> bool:
@@ -158,12 +176,20 @@ class TrainingStep:
         """Call ``action`` once, after the step that ends all open windows."""
         self._at_window_end.append(action)
 
-    def take(self, micro_batch: MicroBatch | None, iteration: Iteration) -> None:
-        """Record the micro-batch that a loader yields for training, before its forward; None at the end."""
-        self.micro_batch = micro_batch
-        if not iteration.trained and micro_batch is not None:
-            self._untrained.append(iteration)
+    def take(self, micro_batch: MicroBatch | None, batch: Any, iteration: Iteration) -> None:
+        """Record the batch that a loader yields for training, before its forward; None at the end."""
+        self._batches.take(micro_batch, batch, iteration)
+        if micro_batch is not None and not micro_batch.count and not self._ignores_stand_ins:
+            batch_norm.ignore_stand_ins(self._prepared, self.in_use)
+            self._ignores_stand_ins = True
         self._reduction.arm(self.averages and (micro_batch is None or micro_batch.last))
+
+    def drop(self, iteration: Iteration) -> None:
+        """Forget the batches of an iteration that does not count."""
+        self._batches.drop(iteration)
+
+    def _arm_for(self, micro_batch: MicroBatch) -> None:
+        self._reduction.arm(self.averages and micro_batch.last)
 
     def stop_averaging(self) -> None:
         """Stop averaging gradients, to measure what it costs. The ranks' weights diverge from now on."""
@@ -198,13 +224,12 @@ class TrainingStep:
             raise UsageError("backward was called after strategy.close(): call it before.")
         loss = checked(loss)
         windows = self._of(optimizers)
-        last, share = self._place_in_window(windows[0], sync)
+        micro_batch = self._batches.of_backward(weighted=weight is not None)
+        if weight is not None and micro_batch is not None and not micro_batch.count:
+            weight = 0.0  # a stand-in
+        last, share = self._place_in_window(windows[0], micro_batch, sync)
         for window in windows:
-            self._enter(window, self.micro_batch, weight, last)
-        if self._untrained:
-            for iteration in self._untrained:
-                iteration.trained = True
-            self._untrained.clear()
+            self._enter(window, micro_batch, weight, last)
         own_weight: Weight = share if weight is None else weight
         scale = None
         if self._distributed or self._accumulate > 1 or weight is not None or self._scaler is not None:
@@ -224,9 +249,8 @@ class TrainingStep:
         if self._distributed:
             self._pulse.phase = USER_CODE
 
-    def _place_in_window(self, window: Window, sync: bool | None) -> tuple[bool, float]:
+    def _place_in_window(self, window: Window, micro_batch: MicroBatch | None, sync: bool | None) -> tuple[bool, float]:
         """Return whether this backward ends the window, and the share of this rank's loss in the window's mean."""
-        micro_batch = self.micro_batch
         if micro_batch is None:
             last = self._counted_last(window)
             return last if sync is None else sync, self._unit / (self._world * self._accumulate)

@@ -123,14 +123,16 @@ class _Uncertain(Net):
 
 
 @duty()
-def nan_in_an_empty_batch_does_not_count(world: World) -> None:
-    """The NaN loss of a rank without rows does not count, nor its gradient: NaN for a learned factor of the loss."""
+def a_stand_in_does_not_count(world: World) -> None:
+    """The loss of a rank without samples does not count, nor its gradient, even if it is NaN."""
     with world.open(on_nonfinite="raise") as strategy:
         model, expected = _Uncertain(), _Uncertain()
         prepared, optimizer = strategy.prepare(model, sgd(model))
         by_hand = sgd(expected)
-        for inputs, targets in strategy.dataloader(samples(5), global_batch_size=4):  # 4, then 1
-            strategy.step(prepared(inputs, targets), optimizer)
+        loader = strategy.dataloader(samples(5), global_batch_size=4)  # 4, then 1
+        for inputs, targets in loader:
+            loss = prepared(inputs, targets)
+            strategy.step(loss * math.nan if loader.stand_in else loss, optimizer)
         for rows in (slice(0, 4), slice(4, 5)):
             by_hand.zero_grad()
             inputs, targets = (t[rows] for t in samples(5).tensors)
