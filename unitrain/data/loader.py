@@ -202,8 +202,6 @@ class Loader:
 
     def _begin_at(self, consumed: int, steps: int) -> None:
         """Start the next iteration after this many samples and steps of the epoch."""
-        if self._iteration is not None and not self._iteration.trained:
-            self._listener.drops(self._iteration)
         self._iteration = None
         self._stand_in = False
         self._start = (consumed, steps)
@@ -229,20 +227,27 @@ class Loader:
         """Yield this rank's batches of an epoch, on its device, after those that were consumed before resuming."""
         if self._counts:
             self.epoch += 1
-        elif self._iteration is not None:  # ended before anything was trained on: it does not count
-            self._begin_at(*self._start)
+        elif self._iteration is not None:
+            self._drop(self._iteration)
         if not self._compared and self._communicator.world_size > 1 and not self._reads_shards:
             self._check_same_data()
         self._compared = True
-        iteration = self._iteration = Iteration()
+        iteration = self._iteration = Iteration(self)
+        complete = False
         try:
             yield from self._batches(iteration)
+            complete = True
         finally:
-            if iteration is self._iteration and not iteration.trained:
-                self._begin_at(*self._start)
+            if not complete and iteration is self._iteration and not iteration.trained:
+                self._drop(iteration)
         if self._listener.is_training():
             self._listener.yields(None, None, iteration)
         self.epoch += 1
+
+    def _drop(self, iteration: Iteration) -> None:
+        """Forget an iteration that ended before any of its batches was trained on: it does not count."""
+        self._listener.drops(iteration)
+        self._begin_at(*self._start)
 
     def _batches(self, iteration: Iteration) -> Iterator[Any]:
         listener = self._listener

@@ -11,16 +11,21 @@ from unitrain.data.sharding import MicroBatch
 class Iteration:
     """One iteration over a loader.
 
+    Args:
+        loader: the loader.
+
     Attributes:
+        loader: the loader.
         trained: whether one of its batches was used in a backward. If it ends before that, as in
             ``next(iter(loader))``, it does not count as an epoch.
         trained_to: how many samples and steps of the epoch were consumed at the end of the last window that was trained
             on; None before that.
     """
 
-    __slots__ = ("trained", "trained_to")
+    __slots__ = ("loader", "trained", "trained_to")
 
-    def __init__(self) -> None:
+    def __init__(self, loader: object) -> None:
+        self.loader = loader
         self.trained: bool = False
         self.trained_to: tuple[int, int] | None = None
 

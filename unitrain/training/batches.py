@@ -118,8 +118,9 @@ class OpenBatches:
             one = self._bound(weighted)
             self._close_with(one)
         if self._watched:
-            self._used.clear()
-            self._guessed, self._before_watching = False, None
+            self._used = [other for other in self._used if other in self._open]  # for the next of several backwards
+            self._guessed &= bool(self._used)
+            self._before_watching = None
             self.last_is_open &= bool(self._open)
         self.micro_batch = one.micro_batch
         return one.micro_batch
@@ -136,12 +137,12 @@ class OpenBatches:
         return one
 
     def _close_with(self, one: _Open) -> None:
-        """Close a batch, earlier ones of its iteration, which were left out, and as many of each other iteration."""
-        of_iterations: dict[Iteration, list[_Open]] = {}
+        """Close a batch, earlier ones of its loader, which were left out, and as many of each other loader."""
+        of_loaders: dict[object, list[_Open]] = {}
         for other in self._open:
-            of_iterations.setdefault(other.iteration, []).append(other)
-        number = of_iterations[one.iteration].index(one) + 1
-        for others in of_iterations.values():
+            of_loaders.setdefault(other.iteration.loader, []).append(other)
+        number = of_loaders[one.iteration.loader].index(one) + 1
+        for others in of_loaders.values():
             for other in others[:number]:
                 _close(other)
                 self._open.remove(other)
@@ -164,7 +165,7 @@ class OpenBatches:
             given = _storages(all_tensors((args, kwargs)))
             self._open[-1].release()
             matches = [one for one in self._open if given & one.storages()]
-            if len({id(one.iteration) for one in matches}) == len(matches) > 0:
+            if len({id(one.iteration.loader) for one in matches}) == len(matches) > 0:
                 self._used += matches[:-1]
                 used, recognised = matches[-1], True
         self._guessed |= not recognised
