@@ -6,15 +6,13 @@ import re
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from inspect import signature
-from typing import Any, ClassVar, Literal, cast
+from typing import ClassVar, Literal, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.nn import Parameter
-from torch.nn.parallel import DistributedDataParallel
 
 from unitrain.backend import Backend, Wait
 from unitrain.config import Section, StrategyConfig
@@ -28,12 +26,6 @@ from .ddp_module import AveragingModule
 from .ddp_powersgd import add_power_sgd
 from .ddp_settings import DDPSettings
 
-# Newer releases of torch have renamed this argument, and deprecate the old name.
-_SYNC_BUFFERS = next(
-    name
-    for name in ("forward_sync_buffers", "broadcast_buffers")
-    if name in signature(DistributedDataParallel.__init__).parameters
-)
 _AFTER_WATCH_S = 60.0
 _COMPILED = "_orig_mod."  # torch.compile's prefix of names
 _HOOKS = {"fp16": fp16_compress_hook, "bf16": bf16_compress_hook}
@@ -147,7 +139,6 @@ class DDPBackend(Backend):
         if self.world_size == 1 or self.config.deterministic or not any(p.requires_grad for p in module.parameters()):
             return module
         options = self.settings
-        sync_buffers: dict[str, Any] = {_SYNC_BUFFERS: options.broadcast_buffers}
         trained = {p for p in module.parameters() if p.requires_grad}
         shared = trained & self._averaged.keys()
         if shared:
@@ -159,10 +150,8 @@ class DDPBackend(Backend):
         wrapped = AveragingModule(
             module,
             device_ids=[self.device.index] if self.device.type == "cuda" else None,
-            **sync_buffers,
-            init_sync=False,  # prepare() has copied rank 0's parameters
             bucket_cap_mb=options.bucket_cap_mb,
-            find_unused_parameters=options.find_unused_parameters,
+            find_unused_parameters=options.find_unused_parameters and not options.static_graph,
             gradient_as_bucket_view=options.gradient_as_bucket_view,
             static_graph=options.static_graph,
         )
@@ -199,15 +188,15 @@ class DDPBackend(Backend):
         wrappers = [
             cast(AveragingModule, weakref.proxy(one)) for one in dict.fromkeys(self._averaged[p] for p in averaged)
         ]
-        calls = [0] * len(wrappers)  # of each wrapper, up to the end of the previous step
+        before = [(0, 0)] * len(wrappers)  # forwards of each wrapper up to the end of the previous step
+        some_unused = self.settings.find_unused_parameters or self.settings.static_graph
 
         def finish(late: bool) -> None:
             """Average gradients of an unarmed backward, and of parameters that no wrapper has."""
             for i, wrapper in enumerate(wrappers):
-                if not late:
-                    wrapper.check_called(calls[i])
-                calls[i] = wrapper.calls
-            if not late and not self.settings.find_unused_parameters:
+                late = late or not wrapper.has_averaged(*before[i])
+                before[i] = (wrapper.forwards, wrapper.calls)
+            if not (late or some_unused):
                 self._check_all_used(averaged)
             if late:
                 self._average(parameters)

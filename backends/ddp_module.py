@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from inspect import signature
 from typing import Any
 
 import torch
@@ -11,17 +12,32 @@ from torch.nn.parallel import DistributedDataParallel
 
 from unitrain.errors import UsageError
 
+# Newer releases of torch have renamed this argument, and deprecate the old name.
+_SYNC_BUFFERS = next(
+    name
+    for name in ("forward_sync_buffers", "broadcast_buffers")
+    if name in signature(DistributedDataParallel.__init__).parameters
+)
+
 
 class AveragingModule(DistributedDataParallel):
     """DistributedDataParallel that raises errors for gradients that would not be averaged.
 
     A deep copy of it (for an average of the weights, say) is a copy of the original module, without the wrapper.
 
+    Parameters and buffers are synchronised by the core.
+
     Attributes:
-        calls: number of forwards whose backward averages gradients; torch averages in the first backward after each.
+        forwards: number of forwards that had a backward to come.
+        calls: number of those whose backward averages gradients; torch averages in the first backward after each.
     """
 
+    forwards: int = 0
     calls: int = 0
+
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        options[_SYNC_BUFFERS] = False
+        super().__init__(module, init_sync=False, **options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         module: nn.Module = copy.deepcopy(self.module, memo)
@@ -29,8 +45,9 @@ class AveragingModule(DistributedDataParallel):
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         """Run the forward of the module; its backward averages the gradients."""
-        if self.require_backward_grad_sync and torch.is_grad_enabled():
-            self.calls += 1
+        if torch.is_grad_enabled():
+            self.forwards += 1
+            self.calls += self.require_backward_grad_sync
         try:
             return super().forward(*inputs, **keywords)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
@@ -42,20 +59,24 @@ class AveragingModule(DistributedDataParallel):
                 "freeze the parameters before prepare()."
             ) from error
 
-    def check_called(self, before: int) -> None:
-        """Check that gradients were averaged, which needs a forward of this wrapper.
+    def has_averaged(self, forwards: int, calls: int) -> bool:
+        """Return whether gradients were averaged: not if all forwards ran within the window, before its last backward.
 
         Args:
-            before: ``calls`` at the end of the previous step.
+            forwards: ``forwards`` at the end of the previous step.
+            calls: ``calls`` at the end of the previous step.
 
         Raises:
-            UsageError: there are gradients, but there was no forward.
+            UsageError: there are gradients, but there was no forward of this wrapper.
         """
-        if self.calls > before or not self.require_backward_grad_sync:  # averaging is off in benchmarks
-            return
+        if self.calls > calls or not self.require_backward_grad_sync:  # averaging is off in benchmarks
+            return True
+        if self.forwards > forwards:
+            return False
         name = next((n for n, p in self.module.named_parameters() if p.grad is not None), None)
         if name is not None:
             raise UsageError(
                 f"{name} has a gradient that DDP did not average over the ranks, since its wrapper was not called. "
                 "Call the model that prepare() returned (model = strategy.prepare(model)), not the original module."
             )
+        return True

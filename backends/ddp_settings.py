@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from unitrain.config import Section, conflict
+from unitrain.config import Section
 
 
 class DDPSettings(Section):
@@ -15,24 +15,14 @@ class DDPSettings(Section):
     communication: Literal["auto", "nccl", "gloo"] = "auto"
     """Communication library; auto: nccl if every process has a separate GPU, else gloo."""
     find_unused_parameters: bool = False
-    """Find parameters that were not used in a forward, in each backward; needed if there are any, and slower."""
+    """Find parameters that were not used in a forward, in each backward; slower. Not needed with static_graph."""
     static_graph: bool = False
-    """Declare that the same parameters are used in every step, which lets DDP skip work."""
+    """Declare that the same parameters are used in every step, which lets DDP skip work; some may be unused."""
     gradient_as_bucket_view: bool = True
     """Make gradients views of the communication buckets, which saves a copy per step."""
     bucket_cap_mb: Annotated[float, Field(gt=0, le=2**20)] = 25.0
     """Size of a gradient bucket in MiB; smaller: more overlap with backward, larger: less latency."""
-    broadcast_buffers: bool = False
-    """Broadcast rank 0's buffers before each forward."""
     powersgd_rank: Annotated[int, Field(ge=1, le=1024)] = 2
     """With compression powersgd: rank of the matrices that are sent; higher is more exact, and larger."""
     powersgd_start_step: Annotated[int, Field(ge=2, le=1_000_000_000)] = 1000
     """With compression powersgd: number of exact steps first; try a tenth of all steps."""
-
-    @model_validator(mode="after")
-    def _refuse_conflicts(self) -> DDPSettings:
-        if self.static_graph and self.find_unused_parameters:
-            raise conflict(
-                "static_graph", "find_unused_parameters", "in a static graph the unused parameters never change"
-            )
-        return self

@@ -104,7 +104,6 @@ def test_a_string_may_hold_a_comma_and_the_word_null() -> None:
 @pytest.mark.parametrize(
     ("settings", "names"),
     [
-        ({"ddp": {"static_graph": True, "find_unused_parameters": True}}, ("static_graph", "find_unused_parameters")),
         ({"precision": "fp64", "compression": "fp16"}, ("precision", "compression")),
     ],
 )

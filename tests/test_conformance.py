@@ -7,9 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from needs import HOROVOD
-from ranks import horovodrun_environments
+from ranks import horovodrun_environments, run_ranks
+from torch import Tensor, nn
+from torch.optim import SGD
 
+import unitrain
 from unitrain.backend import backend_names
 from unitrain.commands.verify.trace import Trace
 from unitrain.testing.contract import check, parameters
@@ -40,7 +44,6 @@ def test_contract(request: pytest.FixtureRequest, world: World, duty: Duty) -> N
 DDP_OPTIONS = (
     {"static_graph": True},
     {"gradient_as_bucket_view": False},
-    {"broadcast_buffers": True},
     {"bucket_cap_mb": 1e-4},
     {"find_unused_parameters": True},
 )
@@ -84,3 +87,49 @@ def test_backend_of_a_third_party_is_listed_but_not_imported(monkeypatch: pytest
     monkeypatch.delitem(sys.modules, "unitrain_store", raising=False)
     assert backend_names() == ["data_parallel", "ddp", "horovod", "single", "store"]
     assert "unitrain_store" not in sys.modules
+
+
+class _PartlyUsed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.used(x)
+        return out
+
+
+def train_partly_used(find: bool) -> list[list[float]]:
+    settings = {"static_graph": True, "find_unused_parameters": find}
+    with unitrain.init(backend="ddp", ddp=settings, device="cpu", timeout_s=30) as strategy:
+        torch.manual_seed(0)
+        model = _PartlyUsed()
+        before = model.unused.weight.detach().clone()
+        prepared, optimizer = strategy.prepare(model, SGD(model.parameters(), lr=0.1, weight_decay=0.1))
+        for _ in range(3):
+            strategy.step(prepared(torch.ones(2, 2) * strategy.rank).pow(2).mean(), optimizer)
+        assert torch.equal(model.unused.weight, before), "weight decay must not change it, as on one device"
+        return model.used.weight.tolist()
+
+
+@pytest.mark.parametrize("find", [False, True])
+def test_a_static_graph_may_have_unused_parameters(find: bool) -> None:
+    first, second = run_ranks(train_partly_used, find)
+    assert first == second
+
+
+def train_after_all_forwards() -> list[float]:
+    with unitrain.init(backend="ddp", accumulate=2, precision="fp64", device="cpu", timeout_s=30) as strategy:
+        torch.manual_seed(0)
+        model = nn.Linear(2, 1)
+        prepared, optimizer = strategy.prepare(model, SGD(model.parameters(), lr=0.1))
+        for step in range(3):
+            losses = [prepared(torch.full((2, 2), 1.0 + step + strategy.rank + i)).pow(2).mean() for i in range(2)]
+            for loss in losses:
+                strategy.step(loss, optimizer)
+        return model.weight.flatten().tolist()
+
+
+def test_several_forwards_before_the_backwards_of_a_window_are_averaged() -> None:
+    first, second = run_ranks(train_after_all_forwards)
+    assert first == second

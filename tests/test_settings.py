@@ -150,11 +150,11 @@ def test_a_recipes_own_settings_come_from_yaml_then_flags_never_from_the_environ
 
 
 def test_sections_merge_setting_by_setting() -> None:
-    config = StrategyConfig(ddp=DDPSettings(bucket_cap_mb=1, broadcast_buffers=True))
-    environ = {"UNITRAIN_DDP__STATIC_GRAPH": "true", "UNITRAIN_DDP__BROADCAST_BUFFERS": "false"}
+    config = StrategyConfig(ddp=DDPSettings(bucket_cap_mb=1, find_unused_parameters=True))
+    environ = {"UNITRAIN_DDP__STATIC_GRAPH": "true", "UNITRAIN_DDP__GRADIENT_AS_BUCKET_VIEW": "true"}
     for section in ({"bucket_cap_mb": 2}, DDPSettings(bucket_cap_mb=2)):
         ddp = init(config, environ, ddp=section).section("ddp", DDPSettings)
-        assert ddp == DDPSettings(bucket_cap_mb=2, broadcast_buffers=True, static_graph=True)
+        assert ddp == DDPSettings(bucket_cap_mb=2, find_unused_parameters=True, static_graph=True)
 
 
 def test_only_what_was_set_on_a_config_outranks_the_environment() -> None:
@@ -207,7 +207,7 @@ def test_the_result_is_frozen() -> None:
     [
         ("UNITRAIN_PRESICION", "Did you mean 'UNITRAIN_PRECISION'?"),
         ("UNITRAIN_BUCKET_CAP_MB", "Did you mean 'UNITRAIN_DDP__BUCKET_CAP_MB'?"),
-        ("UNITRAIN_DDP", "It is a section: give a setting in it, for example 'UNITRAIN_DDP__BROADCAST_BUFFERS'."),
+        ("UNITRAIN_DDP", "It is a section: give a setting in it, for example 'UNITRAIN_DDP__BUCKET_CAP_MB'."),
         ("UNITRAIN_precision", "is ignored."),
         ("UNITRAIN_LR", "is ignored."),
     ],
@@ -392,11 +392,11 @@ def test_several_errors_are_one_message_with_a_line_each(tmp_path: Path, monkeyp
 
 
 def test_settings_that_exclude_each_other_are_named_where_each_was_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("UNITRAIN_DDP__STATIC_GRAPH", "true")
-    assert refusal("--strategy.ddp.find-unused-parameters").startswith(
-        "UNITRAIN_DDP__STATIC_GRAPH is 'true', and --strategy.ddp.find-unused-parameters is 'true'; they are "
-        "mutually exclusive: "
+    monkeypatch.setenv("UNITRAIN_COMPRESSION", "fp16")
+    assert refusal("--strategy.precision", "fp64").startswith(
+        "--strategy.precision is 'fp64', and UNITRAIN_COMPRESSION is 'fp16'; they are mutually exclusive: "
     )
+    monkeypatch.delenv("UNITRAIN_COMPRESSION")
     assert init_refusal(StrategyConfig(precision="fp64"), compression="bf16").startswith(
         "config.precision is 'fp64', and compression is 'bf16'; they are mutually exclusive: "
     )
@@ -552,7 +552,6 @@ SECTIONS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "static_graph": st.just(False),
         "gradient_as_bucket_view": st.booleans(),
         "bucket_cap_mb": positive(2**20),
-        "broadcast_buffers": st.booleans(),
         "powersgd_rank": st.integers(1, 1024),
         "powersgd_start_step": st.integers(2, 10**9),
     },
@@ -566,6 +565,7 @@ SECTIONS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "device": st.sampled_from(["auto", "cpu", "cuda", "cuda:3"]),
         "precision": st.sampled_from(["fp32", "bf16", "fp16"]),
         "sync_batchnorm": st.booleans(),
+        "broadcast_buffers": st.booleans(),
         "seed": st.integers(0, 2**32 - 1),
         "deterministic": st.booleans(),
         "accumulate": st.integers(1),

@@ -69,6 +69,8 @@ class StrategyConfig(Section):
     """fp32; bf16 or fp16 (autocast with float32 weights); fp64 (casts model and inputs; to verify results)."""
     sync_batchnorm: bool = False
     """Compute BatchNorm statistics over the global batch instead of each process's part of it."""
+    broadcast_buffers: bool = True
+    """Broadcast rank 0's values of buffers that a forward changes (not BatchNorm's) after each step, as DDP does."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of python's, numpy's and torch's generators on every rank, and of the order of the data."""
     deterministic: bool = False

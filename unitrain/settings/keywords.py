@@ -17,6 +17,7 @@ class StrategySettings(TypedDict, total=False):
     device: str
     precision: Precision
     sync_batchnorm: bool
+    broadcast_buffers: bool
     seed: int
     deterministic: bool
     accumulate: int

@@ -28,6 +28,7 @@ from unitrain.pulse import USER_CODE
 from unitrain.training import batch_norm
 from unitrain.training.backward import run_backward
 from unitrain.training.batches import OpenBatches
+from unitrain.training.buffers import BufferSync
 from unitrain.training.copies import CopyCheck
 from unitrain.training.direct_steps import DirectStepCheck
 from unitrain.training.guard import GuardedStep
@@ -103,6 +104,7 @@ class TrainingStep:
         self._check_every = config.check_in_sync_every
         self._debug = config.debug
         self._reduction = Reduction(communicator, backend, config)
+        self._buffers = BufferSync(communicator, prepared) if self._distributed and config.broadcast_buffers else None
         # A backend that averages divides by the world size; the gradient scales compensate for it.
         self._unit = self._world if backend.gradient_reduction == "mean" else 1
         self._windows: dict[Optimizer, Window] = {}
@@ -363,6 +365,8 @@ class TrainingStep:
             self._pulse.phase = _WAITING
         stepped, norm = self._average_and_step(window)
         if self._distributed:
+            if self._buffers is not None:
+                self._buffers.after_step()
             self._pulse.phase = USER_CODE
         window.clear()
         self._global_step += 1

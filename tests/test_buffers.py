@@ -1,0 +1,96 @@
+"""Buffers that a forward changes have rank 0's values on all ranks."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import pytest
+import torch
+from needs import HOROVOD
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import unitrain
+
+
+class Codebook(nn.Module):
+    """Changes buffers in place, by assignment, and from a later step on."""
+
+    mean: Tensor
+    assigned: Tensor
+    late: Tensor
+    calls: Tensor
+    scratch: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.register_buffer("mean", torch.zeros(2))
+        self.register_buffer("assigned", torch.zeros(2))
+        self.register_buffer("late", torch.zeros(2))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("constant", torch.ones(2))
+        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.mean.lerp_(x.mean(0), 0.1)
+            self.assigned = self.assigned * 0.9 + x.mean(0)
+            self.calls.add_(1)
+            if self.calls > 4:
+                self.late.add_(x.sum(0))
+            self.scratch.copy_(x[0])
+        out: Tensor = self.linear(x + self.mean + self.assigned + self.late)
+        return out
+
+
+def rows(rank: int, step: int) -> Tensor:
+    return torch.randn(4, 2, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def train(backend: str, broadcast: bool, steps: int) -> dict[str, Any]:
+    with unitrain.init(backend=backend, broadcast_buffers=broadcast, device="cpu", timeout_s=30) as strategy:
+        torch.manual_seed(0)
+        model = Codebook()
+        prepared, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for step in range(steps):
+            strategy.step(prepared(rows(strategy.rank, step)).pow(2).mean(), optimizer)
+        return {name: tensor.clone() for name, tensor in [*model.named_buffers(), *model.named_parameters()]}
+
+
+def train_with_ddp(steps: int) -> dict[str, Any]:
+    """Train with torch's own DDP, within a process group of the library's."""
+    with unitrain.init(backend="ddp", device="cpu", timeout_s=30) as strategy:
+        torch.manual_seed(0)
+        model = Codebook()
+        wrapped = DistributedDataParallel(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(steps):
+            optimizer.zero_grad()
+            wrapped(rows(strategy.rank, step)).pow(2).mean().backward()
+            optimizer.step()
+        return {name: tensor.clone() for name, tensor in [*model.named_buffers(), *model.named_parameters()]}
+
+
+@pytest.mark.parametrize(
+    ("backend", "launcher"), [("ddp", "spawn"), pytest.param("horovod", "horovodrun", marks=HOROVOD)]
+)
+def test_moving_buffers_are_rank_0_s(backend: str, launcher: Literal["spawn", "horovodrun"]) -> None:
+    first, second = run_ranks(train, backend, True, 8, launcher=launcher)
+    for name in ("mean", "assigned", "late", "calls", "constant"):
+        assert torch.equal(first[name], second[name]), name
+    assert not torch.equal(first["scratch"], second["scratch"])
+
+
+def test_the_training_is_that_of_ddp() -> None:
+    """Up to the step in which a buffer moves for the first time, which is noticed one step later."""
+    ours, theirs = run_ranks(train, "ddp", True, 4)[0], run_ranks(train_with_ddp, 4)[0]
+    for name in ("mean", "assigned", "linear.weight", "linear.bias"):
+        assert torch.allclose(ours[name], theirs[name], atol=1e-7), name
+
+
+def test_they_are_each_rank_s_own_on_request() -> None:
+    first, second = run_ranks(train, "ddp", False, 3)
+    assert not torch.equal(first["mean"], second["mean"])
+    assert torch.equal(first["linear.weight"], second["linear.weight"])
