@@ -20,7 +20,7 @@ from unitrain.testing.worlds import World
 
 @duty()
 def prints_once(world: World) -> None:
-    """Only rank 0 prints."""
+    """strategy.print prints on rank 0, and nowhere else."""
     with world.open() as strategy:
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             strategy.print("once", strategy.rank, sep="-")
