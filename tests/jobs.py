@@ -1,4 +1,4 @@
-"""``run_job``: a command line run for real, with a deadline, and nothing of it left afterwards."""
+"""``run_job``: runs a command with a time limit, and leaves no process behind."""
 
 from __future__ import annotations
 

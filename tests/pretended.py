@@ -1,4 +1,4 @@
-"""Any rank of any world in this process, for what is arithmetic: it can't communicate, and says so."""
+"""Stands in for any rank of any world in this process. It can't communicate, and raises an error if asked to."""
 
 from __future__ import annotations
 

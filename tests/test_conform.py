@@ -1,4 +1,4 @@
-"""The kit for authors of backends, used as they use it: from another folder, on a plug-in that is installed."""
+"""``unitrain conform`` and its pytest plugin, run from another folder on an installed plug-in."""
 
 from __future__ import annotations
 

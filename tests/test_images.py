@@ -1,4 +1,4 @@
-"""The recipes' datasets, each read from files laid out as its makers do."""
+"""The recipes' datasets, each read from files in its original layout."""
 
 from __future__ import annotations
 

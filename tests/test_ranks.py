@@ -1,4 +1,4 @@
-"""Ranks in processes of their own: the tests' run_ranks, and unitrain.spawn, which shares its machinery."""
+"""``run_ranks`` of the tests, and ``unitrain.spawn``, which start ranks in the same way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ResNet recipe in one process: what it writes, what its flags do, and what it says to a wrong one."""
+"""The ResNet recipe in one process: the files that it writes, its flags, and messages for wrong ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches of any structure: what is left of one that has no samples, and what is rebuilt."""
+"""Batches of any structure: rebuilding them, and making empty ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""unitrain.testing judges each duty by itself, though the same processes do many: here, some that are not done."""
+"""``unitrain.testing`` judges each duty separately, although the same processes run many; here, with failing ones."""
 
 from __future__ import annotations
 

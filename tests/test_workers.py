@@ -1,4 +1,4 @@
-"""Workers of a loader: how many there are, and what is said of those that fail, die or hang."""
+"""DataLoader workers: their default number, and messages for those that fail, die or hang."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real jobs that meet with a fault: how they are started, and how each is judged."""
+"""Starts real jobs with a fault, and checks how they end."""
 
 from __future__ import annotations
 
