@@ -33,12 +33,12 @@ WORLDS = (GLOO, HOROVOD_MPI, HOROVOD_GLOO)
 EACH, ONCE, OURS = "by hand, each synchronised", "by hand, once a step", "UniTrain"
 LENGTH, SHORT = (9, 2), (2, 1)  # rounds, and the steps of one
 
-# A model, and what does its n-th micro-batch of a step, and the step after the last.
+# A model, and a function that trains on the n-th micro-batch of a step, and steps the optimizer after the last.
 Made = tuple[nn.Module, Callable[[int], None]]
 
 
 def on_ddp(task: Task, sync_each: bool) -> Made:
-    """Return what one would write for DDP."""
+    """Return the hand-written loop for DDP."""
     model, optimizer = task.make()
     wrapped = DistributedDataParallel(model)
 
@@ -54,7 +54,7 @@ def on_ddp(task: Task, sync_each: bool) -> Made:
 
 
 def on_horovod(task: Task, sync_each: bool) -> Made:
-    """Return what one would write for Horovod."""
+    """Return the hand-written loop for Horovod."""
     model, inner = task.make()
     passes = 1 if sync_each else ACCUMULATE
     optimizer: Any = by_hand.horovod().DistributedOptimizer(
@@ -74,7 +74,7 @@ def on_horovod(task: Task, sync_each: bool) -> Made:
 
 
 def ours(task: Task, strategy: unitrain.Strategy) -> Made:
-    """Return what one writes on a strategy that accumulates."""
+    """Return the loop with a strategy that accumulates."""
     model, optimizer = strategy.prepare(*task.make())
 
     def micro_batch(_: int) -> None:
@@ -85,28 +85,28 @@ def ours(task: Task, strategy: unitrain.Strategy) -> Made:
 
 @contextmanager
 def counted(backend: str) -> Iterator[Callable[[], int]]:
-    """Count the all-reduces that the communication library is asked for; read the count after the block."""
+    """Yield a function that returns the number of all-reduces started in the block. Call it after the block."""
     if backend == "ddp":
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
             yield lambda: sum(event.count for event in profiler.key_averages() if event.key == "gloo:all_reduce")
         return
-    # Horovod's optimizer and ours ask its C extension alike.
-    engine, name = import_module("horovod.torch.mpi_ops").mpi_lib, "horovod_torch_allreduce_async_torch_FloatTensor"
-    genuine, asked = getattr(engine, name), []
+    # Horovod's optimizer and UniTrain call the same function of its C extension.
+    library, name = import_module("horovod.torch.mpi_ops").mpi_lib, "horovod_torch_allreduce_async_torch_FloatTensor"
+    original, calls = getattr(library, name), []
 
-    def ask(*arguments: Any) -> Any:
-        asked.append(name)
-        return genuine(*arguments)
+    def counting(*arguments: Any) -> Any:
+        calls.append(name)
+        return original(*arguments)
 
-    setattr(engine, name, ask)
+    setattr(library, name, counting)
     try:
-        yield lambda: len(asked)
+        yield lambda: len(calls)
     finally:
-        setattr(engine, name, genuine)
+        setattr(library, name, original)
 
 
 def measure_world(rounds: int, steps: int, small: bool) -> Found | None:
-    """Measure each way in this process's world, then count its reductions."""
+    """Measure each loop in this process's world, then count its all-reduces."""
     with unitrain.init(device="cpu", threads_per_process=1, accumulate=ACCUMULATE) as strategy:
         task = (mlp if small else resnet18)(strategy.rank)
         hand = on_ddp if strategy.config.backend == "ddp" else on_horovod

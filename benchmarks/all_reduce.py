@@ -34,7 +34,7 @@ BACKEND, ALONE, MEMORY = "backend", "transport alone", "memory copy"
 
 
 def transport(strategy: unitrain.Strategy, meeting: str) -> Any:
-    """Return the function that sums a tensor in place without the backend."""
+    """Return a function that sums a tensor in place with the communication library alone."""
     if strategy.launch.launcher == "mpirun":
         from mpi4py import MPI
 

@@ -44,7 +44,7 @@ Train = Callable[[], object]
 class Saving:
     """A model, its optimizer, and each way to save both.
 
-    A way is a pair: what returns when training may go on, and what returns when the state is on the disk.
+    A way is a pair of functions: one returns when training may continue, one when the state is on the disk.
     """
 
     def __init__(self, strategy: unitrain.Strategy, small: bool, folder: Path) -> None:
@@ -53,12 +53,12 @@ class Saving:
         self.model, self.optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9))
 
     def train(self) -> None:
-        """Do one step."""
+        """Train for one step."""
         self.strategy.step(self.model(torch.ones(())), self.optimizer)
 
     @contextmanager
     def way(self, name: str) -> Iterator[tuple[Way, Way]]:
-        """Open one of the ways; afterwards nothing of it is left, in memory or on the disk."""
+        """Yield the functions of a way, and remove its files afterwards."""
         path = self.folder / "saved"
         state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
         futures: list[Any] = []
@@ -86,7 +86,7 @@ def measure_saving(rounds: int, small: bool) -> Found:
         unitrain.init(device="cpu", threads_per_process=1) as strategy,
         tempfile.TemporaryDirectory() as folder,
     ):
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # async_save wants one
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # async_save needs it
         saving = Saving(strategy, small, Path(folder))
         for counts, name in turns(list(stalls), rounds):
             saving.train()

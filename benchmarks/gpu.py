@@ -30,18 +30,18 @@ from shared.rounds import Way, alternate, compared, shown_ratio
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-MODELS = {"resnet50": 256, "vit_b_16": 256}  # and their batches
+MODELS = {"resnet50": 256, "vit_b_16": 256}  # with batch sizes
 HAND, CONTROL, OURS, ACCELERATE, FABRIC = "tuned by hand", "tuned by hand, again", "UniTrain", "Accelerate", "Fabric"
 CASES = [(model, compiled) for model in MODELS for compiled in (False, True)]
 SHORT_CASES = [("resnet50", False), ("vit_b_16", True)]
-LENGTH, SHORT = (9, 20), (2, 1)  # rounds, and the steps of one
+LENGTH, SHORT = (9, 20), (2, 1)  # rounds, and steps per round
 MATRIX, SHORT_MATRIX = 8192, 128
 
 Step = Callable[[], object]
 
 
 class Training:
-    """A model's training on a device, as each framework's guide has it."""
+    """Training of a model on a device, with each framework as in its guide."""
 
     def __init__(self, model: str, batch: int, device: torch.device, compiled: bool, small: bool) -> None:
         size = 32 if small else 224
@@ -56,7 +56,7 @@ class Training:
         model = self.build().to(self._device).to(memory_format=torch.channels_last)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
         if self._compiled:
-            # Inductor takes half a minute for a model; whether it is asked for can be seen without it.
+            # Inductor takes half a minute per model, and a short run only needs to show that compiled models train.
             model = cast(nn.Module, torch.compile(model, backend="aot_eager" if self._small else "inductor"))
         return model, optimizer
 
@@ -75,7 +75,7 @@ class Training:
         return F.cross_entropy(logits, self.labels)
 
     def by_hand(self) -> Step:
-        """Return the step that one would write and tune."""
+        """Return the step of the hand-tuned loop."""
         model, optimizer = self.make()
 
         def step() -> None:
@@ -88,7 +88,7 @@ class Training:
         return step
 
     def ours(self, strategy: unitrain.Strategy) -> Step:
-        """Return the step on a strategy."""
+        """Return the step with a strategy."""
         model, optimizer = strategy.prepare(*self.make())
 
         def step() -> None:
@@ -99,7 +99,7 @@ class Training:
         return step
 
     def accelerate(self) -> Step:
-        """Return the step on Accelerate."""
+        """Return the step with Accelerate."""
         from accelerate import Accelerator
 
         accelerator = Accelerator(cpu=self._device.type == "cpu", mixed_precision="bf16")
@@ -115,7 +115,7 @@ class Training:
         return step
 
     def fabric(self) -> Step:
-        """Return the step on Lightning Fabric."""
+        """Return the step with Lightning Fabric."""
         from lightning_fabric import Fabric
         from lightning_fabric.plugins.environments.lightning import LightningEnvironment
 
@@ -134,7 +134,7 @@ class Training:
 
 
 def measure_model(model: str, batch: int, compiled: bool, rounds: int, steps: int, small: bool) -> Found:
-    """Measure each framework's step, and the card's limit, in turns."""
+    """Measure each framework's step, in turns, and the GPU's throughput."""
     device = "cpu" if small else "cuda"
     with unitrain.init(device=device, precision="bf16", tf32=True, cudnn_benchmark=True) as strategy:
         training = Training(model, batch, strategy.device, compiled, small)
@@ -154,7 +154,7 @@ def measure_model(model: str, batch: int, compiled: bool, rounds: int, steps: in
 
 
 def matrix_product(device: torch.device, size: int) -> float:
-    """Return the operations a second of a bf16 matrix product."""
+    """Return the operations per second of a bf16 matrix product."""
     matrix = torch.randn(size, size, device=device, dtype=torch.bfloat16)
     times = 10
     seconds = alternate({"product": partial(_repeat, lambda: matrix @ matrix, times, device)}, 3)["product"]

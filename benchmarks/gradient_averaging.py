@@ -36,15 +36,15 @@ WORLDS = (GLOO, HOROVOD_MPI, HOROVOD_GLOO)
 MODELS = {"resnet50_shapes": "ResNet-50, 161 tensors, 102 MB", "transformer_shapes": "12-layer transformer, 151 MB"}
 BASE, CONTROL, VIEWS, OURS = "by hand", "by hand, again", "by hand, gradients as bucket views", "UniTrain"
 LOCAL, FLOOR = "step without communication", "one all-reduce by the transport"
-LENGTH, SHORT = (11, 2), (2, 1)  # rounds, and the steps of one
-SHORT_ELEMENTS = 2**14  # of a tensor, at most
+LENGTH, SHORT = (11, 2), (2, 1)  # rounds, and steps per round
+SHORT_ELEMENTS = 2**14  # maximum number of elements of a tensor
 
 
 Made = tuple[nn.Module, Way]
 
 
 def steps(strategy: unitrain.Strategy, shapes: list[Shape]) -> dict[str, Made]:
-    """Return each way's model, and its step."""
+    """Return the model and the step of each way."""
     scale = torch.tensor(float(strategy.rank + 1))
 
     def make() -> tuple[nn.Module, Any]:

@@ -1,11 +1,11 @@
-"""What each lever gains: DDP's options, optimizers, channels_last, threads, kept memory, Horovod's timing.
+"""The gain of each setting: DDP's options, optimizers, channels_last, threads, kept memory, Horovod's timing.
 
     python benchmarks/levers.py
 
-Each lever takes turns with the default in the same processes, with two exceptions. Horovod reads its settings only when
+Each setting takes turns with the default in the same processes, with two exceptions. Horovod reads its settings when
 it starts, so each of its settings has its own processes, in which a step takes turns with an all-reduce of as many
-bytes by the communication library alone; a step is measured in units of these. glibc's keeping of freed memory can't be
-turned off again, so it has a process of its own; there the thread's CPU time is compared.
+bytes by the communication library alone; a step is measured in units of these. Once glibc keeps freed memory, this
+can't be turned off, so it has its own process; there, the thread's CPU time is compared.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ HOROVOD: dict[str, dict[str, str]] = {
     "fusion buffer 16 MB": {"HOROVOD_FUSION_THRESHOLD": str(2**24)},
     "no fusion": {"HOROVOD_FUSION_THRESHOLD": "0"},
 }
-LENGTH, SHORT = (11, 2), (2, 1)  # rounds, and the steps of one
+LENGTH, SHORT = (11, 2), (2, 1)  # rounds, and steps per round
 
 
 def measure_ddp(rounds: int, steps: int, small: bool) -> Found | None:
@@ -68,7 +68,7 @@ def measure_ddp(rounds: int, steps: int, small: bool) -> Found | None:
 
 
 def measure_optimizer(name: str, rounds: int, steps: int, small: bool) -> Found:
-    """Measure one optimizer's ways to step, on ResNet-50's tensors in one process."""
+    """Measure the implementations of an optimizer, on ResNet-50's tensors in one process."""
     torch.set_num_threads(1)
     ways = {}
     for way, options in OPTIMIZERS.items():
@@ -97,7 +97,7 @@ def measure_channels_last(rounds: int, steps: int, small: bool) -> Found:
 
 
 def measure_threads(rounds: int, steps: int, small: bool) -> Found | None:
-    """Measure our step on ResNet-18 with the host's cores divided among its processes, and with all for each."""
+    """Measure UniTrain's step on ResNet-18 with the host's cores divided among processes, and with all for each."""
     with unitrain.init(device="cpu") as strategy:
         loop = ours.plain((mlp if small else resnet18)(0), strategy)
 
@@ -114,7 +114,7 @@ def measure_threads(rounds: int, steps: int, small: bool) -> Found | None:
 
 
 def measure_kept_memory(keep: bool, rounds: int, steps: int, small: bool) -> Found:
-    """Measure our step on ResNet-18 where glibc keeps freed memory, as ``init`` tells it to, or gives it back."""
+    """Measure UniTrain's step on ResNet-18 if glibc keeps freed memory, as ``init`` sets it, or gives it back."""
     with (
         nullcontext() if keep else patch("unitrain.initialize.keep_memory"),
         unitrain.init(device="cpu", threads_per_process=1) as strategy,
@@ -125,7 +125,7 @@ def measure_kept_memory(keep: bool, rounds: int, steps: int, small: bool) -> Fou
 
 
 def measure_horovod(rounds: int, steps: int, small: bool, meeting: str) -> Found | None:
-    """Measure our step on ResNet-50's tensors beside one all-reduce by the transport."""
+    """Measure UniTrain's step on ResNet-50's tensors, and one all-reduce by the communication library."""
     with unitrain.init(device="cpu", threads_per_process=1) as strategy:
         model = _only_parameters(small)
         flat = torch.zeros(sum(p.numel() for p in model.parameters()))

@@ -3,12 +3,12 @@
     python benchmarks/loading.py
 
 Whole epochs, shuffled, in turns in one process, without workers and with two persistent ones. By default, UniTrain
-gives each sample random numbers of its own, which no DataLoader does, so it is measured without that too.
+seeds each sample, which no DataLoader does, so it is measured without that, too.
 
 - ``rows``: a ``TensorDataset``.
 - ``rows, own class``: the same rows from a user's class, which might draw random numbers. Its samples cost next to
-  nothing, so that the loader's own work shows.
-- ``crops``: images as tensors, cropped, flipped and normalised, by two numbers of torch's.
+  nothing, so that the loader's own cost shows.
+- ``crops``: images as tensors, cropped and flipped by three random numbers of torch's, and normalised.
 - ``images``: JPEGs, decoded, then cropped, resized, flipped and normalised by torchvision.
 
 Without workers, the process's CPU time is measured; with workers, wall-clock time. ``sampler.py`` measures how fast an
@@ -39,19 +39,19 @@ if TYPE_CHECKING:
 
 BARE, OURS, UNSEEDED = "bare DataLoader", "UniTrain", "UniTrain, sample_seeding=False"
 WORKERS = (0, 2)
-# Samples of an epoch, and of a batch.
+# Samples per epoch, and per batch.
 SIZES = {"rows": (50_000, 256), "rows, own class": (50_000, 256), "crops": (2_000, 64), "images": (1_000, 64)}
 SHORT_SIZES = {"rows": (512, 256), "rows, own class": (512, 256), "crops": (128, 64), "images": (128, 64)}
 ROUNDS, SHORT_ROUNDS = 15, 2
 
 
 def rows(length: int) -> TensorDataset:
-    """Return rows of 64 numbers and a class."""
+    """Return a dataset of rows of 64 floats and a class."""
     return TensorDataset(torch.randn(length, 64), torch.arange(length) % 10)
 
 
 class Rows(Dataset[tuple[Tensor, int]]):
-    """As ``rows``."""
+    """The data of ``rows``, in a class of its own."""
 
     def __init__(self, length: int) -> None:
         self.rows = torch.randn(length, 64)
@@ -64,7 +64,7 @@ class Rows(Dataset[tuple[Tensor, int]]):
 
 
 class Crops(Dataset[tuple[Tensor, int]]):
-    """An image of 3 x 64 x 64, cropped at random to 56 x 56, flipped at random, and normalised."""
+    """Images of 3 x 64 x 64, randomly cropped to 56 x 56, randomly flipped, and normalised."""
 
     def __init__(self, length: int) -> None:
         self.images = torch.randint(256, (length, 3, 64, 64), dtype=torch.uint8)
@@ -84,7 +84,7 @@ class Images(Dataset[tuple[Tensor, int]]):
     """JPEGs of 3 x 96 x 96 in memory, augmented as for training on ImageNet to 3 x 64 x 64."""
 
     def __init__(self, length: int) -> None:
-        # Eight by eight squares of colour, blurred: noise would be no image, and take longer to decode.
+        # 8 x 8 blurred squares of colour: noise would take longer to decode than a photograph.
         squares = torch.nn.functional.interpolate(torch.rand(length, 3, 8, 8), size=96, mode="bicubic").clamp_(0, 1)
         self.files = [_as_jpeg(image) for image in squares]
         self.transform = v2.Compose(
@@ -114,7 +114,7 @@ DATA: dict[str, Callable[[int], Any]] = {"rows": rows, "rows, own class": Rows, 
 
 
 def measure_loaders(data: str, samples: int, batch: int, workers: int, rounds: int) -> Found:
-    """Measure each way over whole epochs."""
+    """Measure each loader over whole epochs."""
     dataset = DATA[data](samples)
     kept: dict[str, Any] = {"num_workers": workers, "persistent_workers": workers > 0}
     with unitrain.init(device="cpu", threads_per_process=1) as strategy:

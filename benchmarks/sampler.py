@@ -34,7 +34,7 @@ SIZES, ROUNDS = (10**6, 10**7, 10**8, 10**9), 2
 SHORT_SIZES, SHORT_ROUNDS = (10**5,), 1
 RANK, WORLD, BATCH = 3, 8, 256
 SOUGHT = 0.75
-# Its list of all indices takes 46 bytes each at its peak; 10^9 of them would be 46 GB.
+# At its peak, DistributedSampler's list takes 46 bytes per index: 46 GB for 10^9.
 LARGEST_FOR_TORCH = 10**8
 KINDS = ("unitrain", "torch")
 FIGURES = {
@@ -81,7 +81,7 @@ def measure_one(kind: str, samples: int, what: str) -> dict[str, float]:
 
 
 def order_pace(samples: int) -> float:
-    """Return the indices a second of the order alone, in arrays."""
+    """Return the indices per second of the order alone, in arrays."""
     shuffled, positions = Shuffled(samples, 0, 0), np.arange(min(samples, 10**6))
     times = []
     for _ in range(5):

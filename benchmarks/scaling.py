@@ -2,11 +2,11 @@
 
     python benchmarks/scaling.py
 
-ResNet-18 with 8 images of 32 x 32 for each process, over gloo, by hand (DDP) and with UniTrain, in turns. The cost
-model has three measured parts: the step on one process, and, between two processes, an all-reduce of the gradients and
-one of a few bytes. Its prediction for 4 and 8 processes is compared with measurements. These share the machine's cores,
+ResNet-18 with 8 images of 32 x 32 per process, over gloo, by hand (DDP) and with UniTrain, in turns. The cost
+model has three measured parts: the step on one process, and, between two processes, the all-reduces of the gradients
+and of a few bytes. Its prediction for 4 and 8 processes is compared with measurements. These share the machine's cores,
 so their efficiency is at most cores / processes. Efficiency on separate hosts is predicted, not measured, and labelled
-so.
+as such.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PROCESSES, SHORT_PROCESSES = (1, 2, 4, 8), (1, 2)
-LENGTH, SHORT = (7, 2), (2, 1)  # rounds, and the steps of one
+LENGTH, SHORT = (7, 2), (2, 1)  # rounds, and steps per round
 HAND, OURS, REDUCE, LATENCY = "by hand", "UniTrain", "all-reduce of the gradients", "all-reduce of 4 bytes"
 LINKS = {
     "1 Gbit/s, 50 µs": Link(50e-6, 1e9 / 8),

@@ -1,4 +1,4 @@
-"""Slow links: what compression and accumulation gain between two hosts, and what they do to the loss.
+"""Slow links: the gain of compression and accumulation between two hosts, and their effect on the loss.
 
     sudo python benchmarks/slow_links.py
 
@@ -8,7 +8,8 @@ micro-batches; the time is that of an optimizer step. The settings belong to a s
 first steps, in which buckets are built or compression has not begun, are not counted. The loss curves are those of an
 MLP on scikit-learn's digits, on a fast link: the effect of a setting on the loss does not depend on the link.
 
-Needs root, iproute2, and a kernel with tbf (for the rates) and netem (for the delay). What is missing is left out.
+Needs root, iproute2, and a kernel with tbf (for the rates) and netem (for the delay). Links that can't be made are
+skipped.
 """
 
 from __future__ import annotations
@@ -36,33 +37,33 @@ if TYPE_CHECKING:
 COMPRESSIONS: tuple[str, ...] = get_args(StrategyConfig.model_fields["compression"].annotation)
 ACCUMULATIONS = (1, 4)
 PLAIN = ("none", 1)
-LENGTH, SHORT = (2, 2), (2, 1)  # rounds, and the steps of one
-# Steps before them, in which buckets are laid out; PowerSGD starts with two that are exact.
+LENGTH, SHORT = (2, 2), (2, 1)  # rounds, and steps per round
+# Warm-up steps, in which buckets are built; PowerSGD starts with two exact steps.
 WARM, WARM_POWERSGD = 1, 3
 BATCH = 64
 SEEDS, EPOCHS, SHORT_SEEDS, SHORT_EPOCHS = 3, 12, 1, 1
 
 
 def name_of(compression: str, accumulate: int) -> str:
-    """Return what a setting is called in a table."""
+    """Return the name of a setting in tables."""
     return compression if accumulate == 1 else f"{compression}, accumulate {accumulate}"
 
 
 def settings_of(compression: str, exact_steps: int) -> dict[str, Any]:
-    """Return a strategy's settings; PowerSGD's first ``exact_steps`` are not compressed."""
+    """Return a strategy's settings. With PowerSGD, the first ``exact_steps`` steps are not compressed."""
     settings: dict[str, Any] = {"device": "cpu", "threads_per_process": 1, "compression": compression}
     return {**settings, "ddp": {"powersgd_start_step": exact_steps}} if compression == "powersgd" else settings
 
 
 def measure_link(rounds: int, steps: int, small: bool) -> Found | None:
-    """Measure a step with each setting, in turns, each in a strategy of its own."""
+    """Measure a step with each setting, in turns, each with its own strategy."""
     settings = {name_of(c, a): (c, a) for c in COMPRESSIONS for a in ACCUMULATIONS}
     seconds: dict[str, list[float]] = {name: [] for name in settings}
     main = False
     for counts, name in turns(list(settings), rounds):
         compression, accumulate = settings[name]
         if not counts and name != name_of(*PLAIN):
-            continue  # each strategy warms up by itself
+            continue  # each strategy has its own warm-up
         warm = WARM_POWERSGD if compression == "powersgd" else WARM
         with unitrain.init(accumulate=accumulate, **settings_of(compression, warm - 1)) as strategy:
             main = strategy.is_main
@@ -81,7 +82,7 @@ def measure_link(rounds: int, steps: int, small: bool) -> Found | None:
 
 
 def measure_learning(seeds: int, epochs: int) -> Found | None:
-    """Train on digits with each setting and seed; return the mean loss after each epoch, and the accuracies."""
+    """Train on digits with each setting and seed, and return the mean loss of each epoch, and the accuracies."""
     images, labels = digits()
     held_out = len(images) // 5
     exact = max(2, epochs * (len(images) - held_out) // BATCH // 10)  # a tenth of all steps
@@ -115,7 +116,7 @@ def measure_learning(seeds: int, epochs: int) -> Found | None:
 
 
 def digits() -> tuple[Tensor, Tensor]:
-    """Return scikit-learn's digits in an order of their own: (1797, 64) and their classes."""
+    """Return scikit-learn's digits (1797, 64) and their classes, in a fixed random order."""
     from sklearn.datasets import load_digits
 
     pixels, labels = load_digits(return_X_y=True)

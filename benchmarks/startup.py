@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 HERE = Path(__file__).parent / "first_step"
 HAND, OURS = "by hand", "UniTrain"
 BACKEND = {"python": "single", "torchrun": "ddp", "mpirun": "horovod", "horovodrun": "horovod"}
-# Worlds, and their rounds: eight processes take turns on few cores.
+# Rounds of each world; fewer for eight processes, which are slow on few cores.
 WORLDS: dict[World, int] = {
     ALONE: 5, GLOO: 3, HOROVOD_MPI: 3, HOROVOD_GLOO: 3, ("torchrun", 8): 2, ("horovodrun", 8): 2,
 }  # fmt: skip
@@ -38,7 +38,7 @@ IMPORTS = {"import torch": "import torch", "import torch, unitrain": "import tor
 
 
 def seconds_to_import(statement: str) -> float:
-    """Return what an import takes in a new process."""
+    """Return the seconds that an import takes in a new process."""
     code = f"import time; start = time.perf_counter(); {statement}; print(time.perf_counter() - start)"
     return float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
 
@@ -47,7 +47,7 @@ def seconds_to_first_step(world: World, name: str) -> float:
     """Return the seconds from the launcher's start to the end of rank 0's first step.
 
     Raises:
-        RuntimeError: the job failed, with what it printed.
+        RuntimeError: the job failed; the message has its output.
     """
     launcher, processes = world
     with tempfile.TemporaryDirectory() as folder:
@@ -58,7 +58,7 @@ def seconds_to_first_step(world: World, name: str) -> float:
         with running(command, launch_environment()) as process:
             printed, _ = process.communicate(timeout=300)
         if process.returncode != 0 or not stamp.exists():
-            raise RuntimeError(f"{script[0]} left with exit code {process.returncode}:\n{printed}")
+            raise RuntimeError(f"{script[0]} exited with code {process.returncode}:\n{printed}")
         return float(stamp.read_text()) - start
 
 

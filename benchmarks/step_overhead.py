@@ -35,14 +35,14 @@ if TYPE_CHECKING:
 WORLDS = (ALONE, GLOO, HOROVOD_MPI, HOROVOD_GLOO)
 STYLES = ("plain", "full")
 BASE, CONTROL, OURS = "by hand", "by hand, again", "UniTrain"
-# For each task the rounds, and the plain steps of one: on one process, and on two.
+# For each task, the rounds and the plain steps per round: on one process, and on two.
 LENGTHS = {"mlp": ((21, 400), (15, 120)), "resnet18": ((7, 4), (9, 3))}
 SHORT = (2, 2)
 SHORT_CASES = ((GLOO, "full"), (HOROVOD_GLOO, "plain"))
 
 
 def loops(task: Task, style: str, strategy: unitrain.Strategy) -> dict[str, Loop]:
-    """Return each framework's loop that runs in this world."""
+    """Return the loops of the frameworks that run in this world."""
     hand: Callable[[Task, str], Loop] = getattr(by_hand, style)
     made = {BASE: hand(task, strategy.config.backend), CONTROL: hand(task, strategy.config.backend)}
     made[OURS] = getattr(ours, style)(task, strategy)
@@ -58,11 +58,11 @@ def loops(task: Task, style: str, strategy: unitrain.Strategy) -> dict[str, Loop
 
 
 def measure_world(style: str, tasks: list[str], lengths: tuple[int, int] | None = None) -> Found | None:
-    """Measure all loops of one style in this process's world: in so many rounds, of so many steps."""
+    """Measure all loops of a style in this process's world. ``lengths`` are the rounds, and the steps per round."""
     settings: dict[str, Any] = ours.FULL_SETTINGS if style == "full" else {}
     found = {}
     for name in tasks:
-        with unitrain.init(device="cpu", threads_per_process=1, **settings) as strategy:  # that knows one optimizer
+        with unitrain.init(device="cpu", threads_per_process=1, **settings) as strategy:
             clock = time.thread_time if strategy.world_size == 1 else time.perf_counter
             rounds, steps = LENGTHS[name][strategy.world_size > 1] if lengths is None else lengths
             steps = max(1, steps // ACCUMULATE) if style == "full" else steps

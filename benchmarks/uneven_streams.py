@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 WORLDS = (GLOO, HOROVOD_MPI, HOROVOD_GLOO)
 ROWS, WIDTH = 32, 256
-LENGTH, SHORT = (15, 200), (2, 3)  # rounds, and the steps of one
+LENGTH, SHORT = (15, 200), (2, 3)  # rounds, and steps per round
 
 
 def model() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -47,7 +47,7 @@ def model() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def loops(strategy: unitrain.Strategy) -> dict[str, tuple[Callable[[int], None], Callable[[int], None]]]:
-    """Return each way's loop over so many steps, and the same without agreement."""
+    """Return, for each way, its loop over a number of steps, and the same loop without agreement."""
     batch = torch.randn(ROWS, WIDTH)
     ours, optimizer = strategy.prepare(*model())
     agreement = Agreement(
@@ -91,7 +91,7 @@ def loops(strategy: unitrain.Strategy) -> dict[str, tuple[Callable[[int], None],
 
 
 def measure_world(rounds: int, steps: int) -> Found | None:
-    """Measure each way of this world beside its own loop without agreement."""
+    """Measure each way of this world, compared with its loop without agreement."""
     with unitrain.init(device="cpu", threads_per_process=1) as strategy:
         found = {}
         for name, (way, without) in loops(strategy).items():

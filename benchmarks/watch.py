@@ -2,9 +2,9 @@
 
     python benchmarks/watch.py
 
-Two processes train a tiny MLP as fast as they can. The CPU time of the threads of the watch and of the hub is measured
-meanwhile. It is all that a step can lose to them, since the step itself communicates nothing for them. A run of ten
-minutes is assumed to compare once and to save 10 checkpoints of 100 MB.
+Two processes train a tiny MLP as fast as they can, while the CPU time of the watchdog's and the hub's threads is
+measured. A step can't lose more to them, since it communicates nothing for them. A run of ten minutes is assumed to
+compare the ranks once and to save 10 checkpoints of 100 MB.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ RUN_S, CHECKPOINTS, CHECKPOINT_BYTES = 600.0, 10, 100_000_000
 
 
 def _seconds_of_watching() -> float:
-    """Return the processor time that this process's threads of the watch and the hub have taken."""
+    """Return the CPU time of this process's watchdog and hub threads."""
     ours = [thread for thread in threading.enumerate() if thread.name in ("unitrain watch", "unitrain hub")]
     assert ours
     return sum(time.clock_gettime(time.pthread_getcpuclockid(int(thread.ident or 0))) for thread in ours)
 
 
 def measure_world(seconds: float) -> Found | None:
-    """Train for so long, and return what watching took, on the rank that has the hub."""
+    """Train for a number of seconds, and return the cost of the watchdog on rank 0, which has the hub."""
     with unitrain.init(device="cpu", threads_per_process=1) as strategy:
         task = mlp(strategy.rank)
         model, optimizer = strategy.prepare(*task.make())

@@ -1,4 +1,4 @@
-"""Downloads that fail with one clear message."""
+"""``downloading``: raises one clear error if a download fails."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from urllib.error import HTTPError
 
 from unitrain import ConfigError
 
-# A server that does not answer is an error after this time.
+# A server that does not answer within this time is an error.
 _TIMEOUT_S = 15.0
 
 
 @contextmanager
 def downloading(what: str, remedy: str) -> Iterator[None]:
-    """Raise one error for whatever fails in the block.
+    """Raise a ConfigError with a remedy if a download in the block fails.
 
     Args:
         what: what the block downloads.
@@ -30,7 +30,7 @@ def downloading(what: str, remedy: str) -> Iterator[None]:
         yield
     except (OSError, RuntimeError) as error:
         if isinstance(error, HTTPError):
-            error.close()  # it is the answer, too, with its connection
+            error.close()  # it is also the response, which holds the connection
         raise ConfigError(f"{what} can't be downloaded: {str(error).rstrip('.')}. {remedy}") from None
     finally:
         socket.setdefaulttimeout(before)

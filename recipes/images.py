@@ -1,6 +1,6 @@
-"""The recipes' datasets: each image a normalised float tensor (3, height, width), each label an int.
+"""Datasets of the recipes: each image is a normalised float tensor (3, height, width), each label an int.
 
-torchvision and scikit-learn are imported in the functions that need them: each takes as long to import as torch.
+torchvision and scikit-learn are imported in the functions that need them, since each takes as long as importing torch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CIFAR_MEAN, _CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
 
 class Images(NamedTuple):
-    """A training set and a validation set, both map-style, of (image, label)."""
+    """A training set and a validation set, both map-style, with samples (image, label)."""
 
     train: Any
     validation: Any
@@ -42,10 +42,10 @@ def load(name: str, folder: Path, size: int) -> Images:
     Args:
         name: a ``DataName``.
         folder: the folder of cifar10 and flowers102.
-        size: height and width of the images of flowers102, imagefolder and fake. The others have their own.
+        size: height and width of the images of flowers102, imagefolder and fake; fixed for the others.
 
     Raises:
-        ConfigError: the data is missing and can't be downloaded, or the folders are not as they should be.
+        ConfigError: the data is missing and can't be downloaded, or the folders don't have the expected structure.
     """
     kind, _, argument = name.partition(":")
     if kind == "cifar10":
@@ -60,7 +60,7 @@ def load(name: str, folder: Path, size: int) -> Images:
 
 
 def _digits() -> Images:
-    """Return scikit-learn's 8x8 digits, a fifth of each class for validation: the same for every seed."""
+    """Return scikit-learn's 8x8 digits. A fifth of each class is for validation, independent of the seed."""
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 
@@ -69,7 +69,7 @@ def _digits() -> Images:
     train_x, val_x, train_y, val_y = map(torch.from_numpy, parts)
 
     def dataset(x: torch.Tensor, y: torch.Tensor) -> TensorDataset:
-        # Pixels are 0 to 16. Three equal channels, so that every model takes them.
+        # Pixels are 0 to 16. The channel is repeated, since models have three input channels.
         images = (x.float() / 16 - 0.305) / 0.376
         return TensorDataset(images.view(-1, 1, 8, 8).repeat(1, 3, 1, 1), y.long())
 
@@ -82,7 +82,7 @@ def _cifar10(folder: Path) -> Images:
 
     plain = _to_tensor(_CIFAR_MEAN, _CIFAR_STD)
     augmented = v2.Compose([v2.RandomCrop(32, padding=4), v2.RandomHorizontalFlip(), plain])
-    remedy = f"Unpack {CIFAR10.url} in {folder}, or name the folder that has it (--data-dir)."
+    remedy = f"Unpack {CIFAR10.url} in {folder}, or pass the folder that has it as --data-dir."
     with downloading(f"data cifar10 is not in {folder} and", remedy):
         train = CIFAR10(folder, train=True, transform=augmented, download=True)
         return Images(train, CIFAR10(folder, train=False, transform=plain), 10)
@@ -94,7 +94,7 @@ def _flowers102(folder: Path, size: int) -> Images:
     augmented, plain = _photo_transforms(size)
     remedy = (
         "Put 102flowers.tgz (unpacked), imagelabels.mat and setid.mat of https://www.robots.ox.ac.uk/~vgg/data/flowers"
-        f"/102 in {folder / 'flowers-102'}, or name the folder that has flowers-102 (--data-dir)."
+        f"/102 in {folder / 'flowers-102'}, or pass the folder that has flowers-102 as --data-dir."
     )
     with downloading(f"data flowers102 is not in {folder} and", remedy):
         train = Flowers102(folder, "train", transform=augmented, download=True)
@@ -111,17 +111,19 @@ def _image_folder(folder: Path, size: int) -> Images:
     except OSError as error:
         reason = str(error).rstrip(".")
         raise ConfigError(
-            f"data imagefolder:{folder} can't be used: {reason}. It must hold train/ and val/, each with one folder of "
-            "images for every class."
+            f"data imagefolder:{folder} can't be used: {reason}. It must have train/ and val/, each with one folder of "
+            "images per class."
         ) from None
     if train.classes != validation.classes:
         different = ", ".join(sorted(set(train.classes) ^ set(validation.classes)))
-        raise ConfigError(f"data imagefolder:{folder} has classes in only one of train/ and val/: {different}.")
+        raise ConfigError(
+            f"data imagefolder:{folder} has classes in only one of train/ and val/: {different}. Both need the same."
+        )
     return Images(train, validation, len(train.classes))
 
 
 def _fake(count: int, size: int) -> Images:
-    """Return ``count`` images of noise for training, and a tenth as many for validation."""
+    """Return images of noise: ``count`` for training, and a tenth as many for validation."""
     from torchvision.datasets import FakeData
 
     shape, plain = (3, size, size), _to_tensor(_IMAGENET_MEAN, _IMAGENET_STD)

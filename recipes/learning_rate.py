@@ -1,4 +1,4 @@
-"""The learning rate of every optimizer step: scaling with the batch size, warm-up, schedule, floor."""
+"""``LearningRate``: scaling with the batch size, warm-up, schedule and floor."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _POWER = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}
 
 @dataclass(frozen=True)
 class LearningRate:
-    """A learning rate as a function of the optimizer step; ``str()`` describes it in words.
+    """A learning rate as a function of the optimizer step. ``str()`` returns a description.
 
     Raises:
         ConfigError: a value is out of range, or two contradict each other.
@@ -28,36 +28,39 @@ class LearningRate:
     base: float
     """The learning rate at ``reference_batch``, or at any batch size if ``scaling`` is none."""
     total_steps: int
-    """Optimizer steps of the whole training."""
+    """Number of optimizer steps of the whole training."""
     warmup_steps: int = 0
-    """Steps in which the rate rises linearly to its peak, before the schedule begins."""
+    """Number of steps of linear warm-up to the peak, before the schedule begins."""
     schedule: Schedule = "cosine"
     """After warm-up: half a cosine down to the floor, a factor of 0.1 after each third of all steps, or constant."""
     floor: float = 0.0
-    """The schedule never falls below this. Warm-up may begin below it."""
+    """Lowest learning rate of the schedule. Warm-up may begin below it."""
     scaling: Scaling = "none"
-    """How the peak grows with the batch: not at all, in proportion to batch_size / reference_batch, or to its root."""
+    """Scale the peak by batch_size / reference_batch (linear), by its square root (sqrt), or not (none)."""
     batch_size: int = 256
-    """Samples of one optimizer step, over all processes."""
+    """Samples per optimizer step, over all processes."""
     reference_batch: int = 256
     """The batch size that ``base`` is meant for."""
 
     def __post_init__(self) -> None:
         if self.base <= 0 or self.total_steps < 1 or self.batch_size < 1 or self.reference_batch < 1:
             raise ConfigError(
-                "a learning rate, its total_steps and both batch sizes must be more than 0, but are "
+                "the learning rate, its total_steps and both batch sizes must be greater than 0, but are "
                 f"{self.base:g}, {self.total_steps}, {self.batch_size} and {self.reference_batch}."
             )
         if not 0 <= self.warmup_steps <= self.total_steps:
             raise ConfigError(
-                f"warm-up over {self.warmup_steps} steps must end within the {self.total_steps} steps in all."
+                f"warm-up takes {self.warmup_steps} steps, but training has only {self.total_steps}: shorten the "
+                "warm-up or train longer."
             )
         if not 0 <= self.floor <= self.peak:
-            raise ConfigError(f"the learning rate's floor is {self.floor:g}, but must be 0 to its peak, {self.peak:g}.")
+            raise ConfigError(
+                f"the learning rate's floor is {self.floor:g}, but must be between 0 and the peak, {self.peak:g}."
+            )
 
     @property
     def peak(self) -> float:
-        """The highest learning rate, scaled with the batch size: the ``lr`` to create the optimizer with."""
+        """The highest learning rate, scaled with the batch size. Create the optimizer with it as ``lr``."""
         return self.base * math.pow(self.batch_size / self.reference_batch, _POWER[self.scaling])
 
     def at(self, step: int) -> float:
@@ -88,7 +91,7 @@ class LearningRate:
         warmup = f"warm-up over {self.warmup_steps} of {self.total_steps} steps" if self.warmup_steps else "no warm-up"
         then = {
             "cosine": f"cosine to {self.floor:g}",
-            "step": f"a tenth after each third, at least {self.floor:g}",
+            "step": f"a factor of 0.1 after each third, at least {self.floor:g}",
             "constant": "constant",
         }[self.schedule]
         return f"{peak} ({scaling}), {warmup}, then {then}"

@@ -1,4 +1,4 @@
-"""The recipes' models: torchvision's ResNets, and a small one that trains on a CPU."""
+"""Models of the recipes: torchvision's ResNets, and a small one that trains on a CPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SMALL: ModelName = "resnet8"
 
 
 class SmallResNet(nn.Module):
-    """The ResNet of He et al. for CIFAR (2015, section 4.2) with one block in each of its three stages."""
+    """ResNet for CIFAR (He et al. 2015, section 4.2) with one block in each of its three stages."""
 
     def __init__(self, classes: int) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ def image_size(name: ModelName) -> int:
 
 
 def build(name: ModelName, classes: int) -> nn.Module:
-    """Return a model with random weights, whose last layer is ``fc``."""
+    """Return a model with random weights. Its last layer is ``fc``."""
     if name == SMALL:
         return SmallResNet(classes)
     from torchvision.models import get_model
@@ -80,27 +80,32 @@ def load_pretrained(model: nn.Module, name: ModelName, source: str, strategy: St
     These are the layers that are missing from ``source``, or have another shape there.
 
     Args:
-        model: what ``build`` returned.
-        name: its name.
+        model: a model that ``build`` returned.
+        name: name of the model.
         source: a file with a state dict, or ``torchvision`` for torchvision's pretrained weights.
-        strategy: its rank 0 reads the file.
+        strategy: the strategy of this run; its rank 0 reads the file.
 
     Raises:
-        ConfigError: there are no such weights, they can't be read, or no layer fits.
+        ConfigError: the weights don't exist or can't be read, or no layer matches.
     """
     try:
         state = _torchvision_weights(name, strategy) if source == "torchvision" else strategy.load(Path(source))
     except CheckpointError as error:
         raise ConfigError(f"pretrained {source} can't be used: {error}") from None
     if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
-        raise ConfigError(f"pretrained {source} holds no state dict (names and tensors); save model.state_dict().")
+        raise ConfigError(
+            f"pretrained {source} has no state dict, which maps names to tensors. Save model.state_dict() to the file."
+        )
     own = model.state_dict()
     misfits = {_layer(key) for key in own if key in state and state[key].shape != own[key].shape}
     fitting = {key: state[key] for key in own if key in state and _layer(key) not in misfits}
     if not fitting:
-        raise ConfigError(f"pretrained {source} has no layer that fits {name}.")
+        raise ConfigError(
+            f"pretrained {source} has no layer with the name and shape of one of {name}: was it trained "
+            "with another --model?"
+        )
     model.load_state_dict(fitting, strict=False)
-    # Only num_batches_tracked is missing from files older than it.
+    # num_batches_tracked is missing from files of old versions of torch.
     return sorted({_layer(key) for key in own if key not in fitting and not key.endswith("num_batches_tracked")})
 
 
@@ -110,24 +115,24 @@ def _layer(key: str) -> str:
 
 def _torchvision_weights(name: ModelName, strategy: Strategy) -> Mapping[str, Tensor]:
     if name == SMALL:
-        raise ConfigError(f"torchvision has no weights for {name}: give --pretrained a file, or take another --model.")
+        raise ConfigError(f"torchvision has no weights for {name}: pass a file as --pretrained, or another --model.")
     from torchvision.models import get_model_weights
 
     weights = get_model_weights(name).DEFAULT
-    remedy = f"Download {weights.url} where there is a network, and give the file to --pretrained."
-    # One process downloads; then the others of its host find the file.
+    remedy = f"Download {weights.url} on a machine with network access, and pass the file as --pretrained."
+    # One process downloads; then the others on its host find the file.
     with strategy.main_first(), downloading(f"torchvision's weights for {name}", remedy):
         try:
             state = weights.get_state_dict(progress=False, check_hash=True, weights_only=True)
-        except UnpicklingError:  # torch checks the hash of what it downloads, but not of what is there
+        except UnpicklingError:  # torch checks the hash of downloads, but not of files in its cache
             raise ConfigError(
-                f"the file in torch's cache is not torchvision's weights for {name}: it holds more than tensors. "
+                f"the file in torch's cache is not torchvision's weights for {name}: it contains more than tensors. "
                 f"Remove {Path(torch.hub.get_dir(), 'checkpoints', Path(weights.url).name)}."
             ) from None
     return cast(Mapping[str, Tensor], state)
 
 
 def freeze_backbone(model: nn.Module) -> None:
-    """Train only the last layer. The BatchNorm layers of the others stay in eval mode and keep their statistics."""
+    """Freeze all layers but the last. BatchNorm layers stay in eval mode, and keep their statistics."""
     model.requires_grad_(False).eval()
     cast(nn.Module, model.fc).requires_grad_(True)

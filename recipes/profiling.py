@@ -1,4 +1,4 @@
-"""A profiler trace of a few steps of each rank, for Chrome's tracing page or Perfetto."""
+"""``Profile``: a profiler trace of a few steps of each rank, for Perfetto or ``chrome://tracing``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.profiler import profile, schedule
 
 from unitrain import Strategy
 
-# The first steps allocate memory and lay out buckets; the profiler's own first one is slow.
+# The first steps allocate memory and build buckets, and the first step with the profiler is slow.
 _SKIPPED, _WARM_UP, _PROFILED = 3, 1, 4
 
 
@@ -16,9 +16,9 @@ class Profile:
     """Profiles steps 5 to 8 of this run, on every rank.
 
     Args:
-        strategy: of this run; the file is named after its rank.
-        folder: where ``trace-rankN.json`` is written.
-        wanted: whether to profile at all; if not, ``step`` does nothing.
+        strategy: the strategy of this run; the file is named after its rank.
+        folder: folder of ``trace-rankN.json``.
+        wanted: whether to profile; otherwise ``step`` does nothing.
     """
 
     def __init__(self, strategy: Strategy, folder: Path, wanted: bool) -> None:
@@ -31,20 +31,22 @@ class Profile:
             self._profiler.start()
 
     def step(self) -> None:
-        """Tell the profiler that a step has ended (with accumulation, a micro-batch)."""
+        """Notify the profiler of the end of a step (with accumulation, of a micro-batch)."""
         if self._profiler is not None:
             self._profiler.step()
 
     def close(self) -> None:
-        """End the profile of a run with fewer steps, and print a message if nothing was profiled."""
+        """Stop profiling if the run had fewer steps, and print a message if nothing was profiled."""
         if self._profiler is not None:
             self._profiler.stop()
         if self._profiler is not None:
             self._profiler = None
-            self._strategy.print(f"nothing was profiled: the run took no more than {_SKIPPED + _WARM_UP} steps")
+            self._strategy.print(
+                f"nothing was profiled: profiling starts after step {_SKIPPED + _WARM_UP}, and the run had no more."
+            )
 
     def _write(self, profiler: profile) -> None:
         self._file.parent.mkdir(parents=True, exist_ok=True)  # rank 0 created it on its own host only
         profiler.export_chrome_trace(str(self._file))
         self._profiler = None
-        self._strategy.print(f"profiled: {self._file.name} of each rank")
+        self._strategy.print(f"wrote a profiler trace of each rank: {self._file}")

@@ -30,7 +30,7 @@ from unitrain.recipes import images, models
 from unitrain.recipes.learning_rate import LearningRate, Scaling, Schedule
 from unitrain.recipes.run_folder import RunFolder, summarise
 
-# Settings that may change between a run and its continuation: they do not change what is trained.
+# Settings that may change when a run is resumed, because results don't depend on them.
 MAY_CHANGE = {
     "strategy", "output_dir", "data_dir", "workers", "max_steps", "checkpoint_every", "keep", "resume", "force",
     "profile",
@@ -49,7 +49,7 @@ class Settings(Section):
     epochs: Annotated[int, Field(ge=1)] = 20
     """Passes over the training set."""
     max_steps: Annotated[int, Field(ge=1)] | None = None
-    """Stop after this many optimizer steps; the learning rate schedule is still that of all epochs."""
+    """Stop after this many optimizer steps. The learning rate schedule is still planned for all epochs."""
     batch_size: Annotated[int, Field(ge=1)] = 64
     """Images per optimizer step, over all processes."""
     lr: Annotated[float, Field(gt=0)] = 0.1
@@ -57,7 +57,7 @@ class Settings(Section):
     lr_scaling: Scaling = "none"
     """Scale lr by batch-size / lr-reference-batch (linear), by its square root (sqrt), or not (none)."""
     lr_reference_batch: Annotated[int, Field(ge=1)] = 256
-    """Batch size that lr is meant for, if lr is scaled."""
+    """Batch size that lr was chosen for, if lr is scaled."""
     lr_schedule: Schedule = "cosine"
     """After warm-up: half a cosine (cosine), a factor of 0.1 after each third of training (step), or constant."""
     lr_floor: Annotated[float, Field(ge=0)] = 0.0
@@ -69,7 +69,7 @@ class Settings(Section):
     weight_decay: Annotated[float, Field(ge=0)] = 5e-4
     """Weight decay of SGD."""
     workers: Annotated[int, Field(ge=0)] = 0
-    """DataLoader workers per process; 0 loads images in the training process itself."""
+    """DataLoader workers per process; 0 loads images in the training process."""
     pretrained: str | None = None
     """Weights to start from: a file with a state dict (a run's model.pt), or torchvision for its pretrained ones."""
     freeze_backbone: bool = False
@@ -96,7 +96,7 @@ def main() -> None:
 
     with strategy.main_first():  # one process downloads; then the others find the files
         data = images.load(settings.data, settings.data_dir, models.image_size(settings.model))
-    # The global batch is fixed, so that a run does not depend on how many processes share it.
+    # The global batch size is fixed, so that results don't depend on the number of processes.
     loading: dict[str, Any] = {"num_workers": settings.workers, "persistent_workers": settings.workers > 0}
     train = strategy.dataloader(data.train, global_batch_size=settings.batch_size, shuffle=True, **loading)
     val = strategy.dataloader(data.validation, global_batch_size=settings.batch_size, **loading)
@@ -104,7 +104,7 @@ def main() -> None:
     model = models.build(settings.model, data.classes)
     if settings.pretrained:
         fresh = models.load_pretrained(model, settings.model, settings.pretrained, strategy)
-        strategy.print(f"pretrained {settings.pretrained}, but for layers not in it or of another shape: {fresh}")
+        strategy.print(f"pretrained {settings.pretrained}; layers with random weights: {', '.join(fresh) or 'none'}")
     if settings.freeze_backbone:
         models.freeze_backbone(model)
     rate = LearningRate(
@@ -120,8 +120,8 @@ def main() -> None:
     folder = RunFolder(strategy, settings.output_dir, "resnet")
     summarise(strategy, settings.batch_size)
     strategy.print(
-        f"{settings.model} on {settings.data}: {len(data.train)} images of {data.classes} classes to train on, "
-        f"{len(data.validation)} to validate\nlearning rate {rate}"
+        f"{settings.model} on {settings.data}: {len(data.train)} images for training, {len(data.validation)} for "
+        f"validation, {data.classes} classes\nlearning rate {rate}"
     )
     checkpoint = strategy.checkpoint(
         folder.path / "checkpoints",
@@ -131,7 +131,7 @@ def main() -> None:
     if settings.resume == "never":
         checkpoint.discard()
     elif checkpoint.resume(None if settings.resume == "auto" else settings.resume, force=settings.force):
-        strategy.print(f"continuing after step {strategy.global_step}, in epoch {train.epoch}")
+        strategy.print(f"resumed after step {strategy.global_step}, in epoch {train.epoch}")
     folder.begin(settings, strategy.global_step)
     throughput, profile = strategy.throughput(), folder.profile(settings.profile)
     last_step = settings.max_steps or math.inf
@@ -147,7 +147,7 @@ def main() -> None:
                 learning_rate = scheduler.get_last_lr()[0]
                 strategy.step(loss, optimizer, scheduler)
                 profile.step()
-                if strategy.is_main and strategy.global_step % 20 == 0:  # not each time: item() waits for the device
+                if strategy.is_main and strategy.global_step % 20 == 0:  # not in every step: item() waits for the GPU
                     bar.set_postfix(loss=f"{loss.item():.4f}", refresh=False)
                 if settings.checkpoint_every and strategy.global_step % settings.checkpoint_every == 0:
                     checkpoint.save()
@@ -180,10 +180,10 @@ def main() -> None:
         if ended:
             break
     else:
-        strategy.print("nothing was left to train: begin anew with --resume never, or go on with more --epochs --force")
+        strategy.print("training is complete: start again with --resume never, or train longer: --epochs N --force")
     strategy.save(model, folder.path / "model.pt")
     folder.close()
-    strategy.print(f"Results are in {folder.path}")
+    strategy.print(f"results are in {folder.path}")
     strategy.close()
 
 

@@ -1,4 +1,4 @@
-"""The folder of a run's results: settings, metrics, TensorBoard's events. Only rank 0 writes to it."""
+"""``RunFolder``: the folder of a run's results. Only rank 0 writes to it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from unitrain.recipes.profiling import Profile
 
 
 class RunFolder:
-    """A run's folder. Collective: create it on all ranks.
+    """The folder of a run: settings, metrics and TensorBoard events. Collective: create it on all ranks.
 
     Args:
-        strategy: its rank 0 creates the folder and writes.
+        strategy: the strategy of this run; its rank 0 creates the folder and writes to it.
         path: the folder; None creates a new one, ``runs/NAME-TIME-N``.
         name: the recipe's name.
 
@@ -27,7 +27,7 @@ class RunFolder:
         path: the folder, the same on all ranks.
 
     Raises:
-        ConfigError: it can't be created or written to; on all ranks.
+        ConfigError: the folder can't be created or written to. Raised on all ranks.
     """
 
     def __init__(self, strategy: Strategy, path: Path | None, name: str) -> None:
@@ -41,7 +41,7 @@ class RunFolder:
 
         Args:
             settings: all of the recipe's settings.
-            step: the step that the run is resumed after; 0 for a new run.
+            step: the last step before the run was resumed; 0 for a new run.
         """
         if self._writer is None:
             return
@@ -51,9 +51,9 @@ class RunFolder:
         file.write_text("".join(line for line in lines if json.loads(line)["step"] <= step), encoding="utf-8")
 
     def add(self, metrics: dict[str, Any]) -> None:
-        """Append a line to ``metrics.jsonl``, and log the floats to TensorBoard at the optimizer step ``step``.
+        """Append a line to ``metrics.jsonl``, and log the floats to TensorBoard, by the optimizer step ``step``.
 
-        The line also has the backend, launcher and world size, which may change when a run is resumed.
+        The line includes the backend, launcher and world size, which may change when a run is resumed.
         """
         if self._writer is None:
             return
@@ -71,7 +71,7 @@ class RunFolder:
         self._writer.flush()
 
     def profile(self, wanted: bool) -> Profile:
-        """Return the profiler of a few steps of each rank; it does nothing unless ``wanted``."""
+        """Return a profiler of a few steps of each rank. It does nothing unless ``wanted``."""
         self._profile = Profile(self._strategy, self.path, wanted)
         return self._profile
 
@@ -88,7 +88,7 @@ def _made(path: Path | None, name: str) -> Path:
         made = _make(path, name)
         (made / "metrics.jsonl").touch()
     except OSError as error:
-        raise ConfigError(f"the output folder can't be written: {error}. Name another with --output-dir.") from error
+        raise ConfigError(f"the output folder can't be written: {error}. Pass another one as --output-dir.") from error
     return made
 
 
@@ -101,7 +101,7 @@ def _make(path: Path | None, name: str) -> Path:
     while True:
         number += 1
         fresh = Path("runs", f"{name}-{started}-{number}")
-        with suppress(FileExistsError):  # another run began in this second
+        with suppress(FileExistsError):  # another run started in the same second
             fresh.mkdir(parents=True)
             return fresh
 
@@ -114,5 +114,5 @@ def summarise(strategy: Strategy, batch_size: int) -> None:
         f"launcher {strategy.launch.launcher}, backend {strategy.config.backend}, processes {strategy.world_size}, "
         f"devices {', '.join(f'{count} x {device}' for device, count in devices.items())}, "
         f"precision {strategy.config.precision}\n"
-        f"batch {batch_size} in all, {' or '.join(map(str, shares))} for each process"
+        f"global batch {batch_size}, {' or '.join(map(str, shares))} per process"
     )

@@ -1,4 +1,4 @@
-"""A virtual environment with this one's packages but none of its programs, to see what is said where one is missing."""
+"""A virtual environment with this one's packages but none of its programs, to test messages about missing ones."""
 
 from __future__ import annotations
 

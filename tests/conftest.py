@@ -1,6 +1,6 @@
-"""What holds for every test: it sees no GPU unless it is about one, and leaves nothing behind.
+"""Fixtures and hooks for all tests: GPUs are hidden from tests without the mark ``gpu``, and tests must clean up.
 
-What was skipped is said where nobody can miss it. How workers share the tests is in ``sharing.py``.
+Skipped tests are listed at the end of the output. How workers share the tests is in ``sharing.py``.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _REQUIRED = re.compile(r"\b(horovod\w*|mpi|mpirun|mpi4py|gloo)\b", re.IGNORECASE
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hide the GPUs: the tests are about the same numbers on every machine. ``-m gpu`` runs those that need one."""
+    """Hide GPUs, so that results are the same on every machine. ``-m gpu`` runs the tests that need one."""
     if not re.search(r"(?<!not )\bgpu\b", config.option.markexpr):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # torch looks at it when it first uses CUDA
 
@@ -55,7 +55,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _processes() -> set[psutil.Process]:
-    """Return this process's descendants that run, but for the two that multiprocessing keeps."""
+    """Return the running descendants of this process, except the two that multiprocessing keeps."""
     kept = {forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid}  # type: ignore[attr-defined]
     return {
         process
@@ -92,7 +92,7 @@ def _left_group() -> list[str]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
-    """Take note of a test that fails."""
+    """Record whether a test fails."""
     report = yield
     item.stash[_FAILED] = item.stash.get(_FAILED, False) or report.failed
     return report
@@ -100,7 +100,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Close the strategies that a test opened; fail the test where it left a process, a thread or a process group."""
+    """Close a test's strategies, and fail the test if it leaves a process, a thread or a process group."""
     opened: list[Strategy] = []
 
     def opening(*arguments: Any) -> Strategy:
@@ -113,9 +113,9 @@ def nothing_is_left(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
     for strategy in opened:
         strategy.close()  # also after a failure, which would otherwise make every later test fail
     if request.node.stash.get(_FAILED, False):
-        return  # its traceback holds what it would have let go of
+        return  # its traceback keeps objects alive
     if _processes() - processes or set(threading.enumerate()) - threads:
-        gc.collect()  # an iterator over a DataLoader ends its workers and threads when it goes
+        gc.collect()  # an iterator over a DataLoader ends its workers and threads when it is deleted
     left = [*_left_group(), *_left_processes(processes), *_left_threads(threads)]
     multiprocessing.active_children()  # reaps those that have ended
     assert not left, f"the test left behind: {', '.join(left)}"
@@ -123,7 +123,7 @@ def nothing_is_left(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture(autouse=True)
 def process_state_is_restored() -> Iterator[None]:
-    """Put back what unitrain.init sets for the whole process, and the environment."""
+    """Restore the environment, and what unitrain.init sets for the whole process."""
     environ = dict(os.environ)
     excepthook = sys.excepthook
     random_states = random.getstate(), np.random.get_state(), torch.get_rng_state()
@@ -156,7 +156,7 @@ def _skips(reports: list[pytest.TestReport]) -> dict[str, list[str]]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Fail continuous integration where what it is meant to have was not there."""
+    """Fail continuous integration if tests are skipped for lack of something that it must have."""
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if reporter is None or not os.environ.get("CI") or session.exitstatus != pytest.ExitCode.OK:
         return
@@ -165,7 +165,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say what was not tested, and why, before the closing line."""
+    """Print the skipped tests, and why, before the last line."""
     skips = _skips(terminalreporter.stats.get("skipped", []))
     if not skips:
         return

@@ -1,4 +1,4 @@
-"""``run_job``: a command line run for real, with a deadline, and nothing of it left afterwards."""
+"""``run_job``: runs a command with a time limit, and leaves no process behind."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Job:
     ended: float
     """When the command ended, in seconds since the epoch."""
     left: tuple[str, ...]
-    """Processes of it that were still there some seconds later, and had to be killed."""
+    """Its processes that still ran some seconds later, and were killed."""
 
     @property
     def output(self) -> str:
-        """Both streams, for messages."""
+        """Stdout and stderr, for messages."""
         return f"{self.stdout}\n---- stderr ----\n{self.stderr}"
 
 
@@ -55,7 +55,7 @@ def run_job(
     Raises:
         TimeoutError: it had not ended after ``deadline`` seconds; it has been killed then, with all that it started.
     """
-    # Whatever a launcher starts inherits this, and is found by it, in whatever session or under whatever parent.
+    # All processes that a launcher starts inherit this variable, and can be found by it, in any session.
     mark = f"job-{uuid.uuid4()}"
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("UNITRAIN_")}
     given = {
@@ -91,7 +91,7 @@ def run_job(
 
 
 def _end(mark: str, patience: float) -> tuple[str, ...]:
-    """Kill the processes with a mark that do not end by themselves, and return what they were."""
+    """Kill the processes with a mark that don't end by themselves, and return their descriptions."""
     _, left = psutil.wait_procs([process for process in psutil.process_iter() if _has(process, mark)], patience)
     said = []
     for process in left:

@@ -1,4 +1,4 @@
-"""What a test can't do without, and what to do where it is skipped for want of it."""
+"""Marks for what tests require, with a skip message that says how to install it."""
 
 from importlib.util import find_spec
 

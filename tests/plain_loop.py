@@ -1,4 +1,4 @@
-"""A small model on one process, trained by a plain loop and by a strategy."""
+"""Trains a small model on one process, with a plain loop and with a strategy."""
 
 from __future__ import annotations
 

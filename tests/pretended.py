@@ -1,4 +1,4 @@
-"""Any rank of any world in this process, for what is arithmetic: it can't communicate, and says so."""
+"""Stands in for any rank of any world in this process. It can't communicate, and raises an error if asked to."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ class _Mute(Backend):
 
 
 class _Alike(Communicator):
-    """Takes the other ranks to hold the same objects, as they do where they are compared before any work."""
+    """A communicator that assumes that the other ranks have the same objects, as in the handshake."""
 
     def all_gather_object(self, value: T) -> list[T]:
         return [value] * self.world_size
 
 
 class PretendedRank:
-    """A rank without the others, and the loaders that its strategy would make."""
+    """A rank without the other ranks, and the loaders that its strategy would make."""
 
     def __init__(self, rank: int, world_size: int, config: StrategyConfig) -> None:
         launch = Launch("spawn", rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size)
@@ -68,7 +68,7 @@ class PretendedRank:
 
 
 def pretended_rank(rank: int = 0, world_size: int = 1, **settings: Any) -> PretendedRank:
-    """Return what takes itself for one rank of many, all on this host."""
+    """Return one rank of many, all on this host."""
     return PretendedRank(rank, world_size, StrategyConfig(device="cpu", **settings))
 
 
@@ -86,7 +86,7 @@ def _step_of(loader: Loader) -> TrainingStep:
 
 
 def trained(loader: Loader, count: int | None = None) -> Iterator[Any]:
-    """Yield a loader's batches, ``count`` of them at most, as a loop that gives each to a backward sees them."""
+    """Yield at most ``count`` of a loader's batches, as in a loop with a backward for each."""
     for batch in islice(loader, count):
         _step_of(loader)._batches.of_backward(weighted=False)
         yield batch

@@ -25,7 +25,7 @@ def run_ranks(
     timeout: float = 60,
     launcher: Literal["spawn", "horovodrun", "mpirun"] = "spawn",
 ) -> list[Any]:
-    """Call ``unitrain.testing.ranks.run_ranks``, with ``horovodrun`` taken for ``horovodrun_environments``."""
+    """Call ``unitrain.testing.ranks.run_ranks``, with ``horovodrun_environments`` for the launcher ``horovodrun``."""
     # All test modules have been collected by now.
     ranks.preload([name for name in _PRELOADED_WHERE_USED if name in sys.modules])
     starter = horovodrun_environments if launcher == "horovodrun" else launcher
@@ -34,7 +34,7 @@ def run_ranks(
 
 @contextmanager
 def horovodrun_environments(nprocs: int) -> Iterator[list[dict[str, str]]]:
-    """Do what ``horovodrun --gloo -np N`` does around its processes, but start none."""
+    """Set up what ``horovodrun --gloo -np N`` does for its processes, without starting them."""
     from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts  # noqa: TID251
     from horovod.runner.gloo_run import create_run_env_vars, create_slot_env_vars  # noqa: TID251
     from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer  # noqa: TID251
@@ -42,7 +42,7 @@ def horovodrun_environments(nprocs: int) -> Iterator[list[dict[str, str]]]:
     slots = get_host_assignments(parse_hosts(f"localhost:{nprocs}"), nprocs)
     server = RendezvousHTTPServer(("127.0.0.1", 0), RendezvousHandler, 0)
     server.init(slots)
-    # Horovod's own way of serving takes 0.5 s to stop.
+    # Horovod's own server takes 0.5 s to stop.
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     job = create_run_env_vars("127.0.0.1", ["lo"], str(server.server_port))

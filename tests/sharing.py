@@ -56,7 +56,7 @@ def _group_of(item: pytest.Item) -> str | None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling | None:
-    """Schedule by these groups, unless another way was asked for with ``--dist``."""
+    """Schedule by these groups, unless ``--dist`` is given."""
     if config.option.dist != "load":
         return None
     config.option.loadscopereorder = False  # keep the order of the collection
@@ -64,7 +64,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
 
 
 class _Scheduling(LoadScopeScheduling):  # type: ignore[misc]
-    """Gives out groups, and single tests that have none. What runs alone is for the last worker, after the others."""
+    """Assigns groups, and single tests without one. Tests that run alone go to the last worker, after all others."""
 
     def add_node_collection(self, node: WorkerController, collection: Sequence[str]) -> None:
         self._groups: dict[str, str] = json.loads(Path(node.workerinput["groups"]).read_text())
@@ -80,7 +80,7 @@ class _Scheduling(LoadScopeScheduling):  # type: ignore[misc]
                 *others, node = self.nodes
                 for other in others:
                     if not other.shutting_down:
-                        other.shutdown()  # when it has done what it was given
+                        other.shutdown()  # after the tests that it was assigned
                 if any(self._pending_of(self.assigned_work[other]) for other in others):
                     return
         super()._assign_work_unit(node)

@@ -1,6 +1,6 @@
-"""A real SLURM on this machine alone, for as long as the tests that use its ``srun``: munged, slurmctld, slurmd.
+"""A real SLURM cluster on this machine, for tests with ``srun``: munged, slurmctld, slurmd.
 
-It needs no rights, no fixed port and nothing outside its folder. Its two nodes are this host twice.
+It needs no root, no fixed port and nothing outside its folder. Its two nodes are both this host.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Slurm:
 
 
 def slurm_missing() -> str | None:
-    """Return what keeps SLURM from being started here, or None."""
+    """Return why SLURM can't be started here, or None."""
     missing = [program for program in (*DAEMONS, "srun", "sinfo", "scancel") if _which(program) is None]
     if missing:
         return f"SLURM needs {', '.join(missing)}: apt-get install slurm-wlm munge"
@@ -78,7 +78,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
 
 @contextmanager
 def local_slurm(folder: Path) -> Iterator[Slurm]:
-    """Run SLURM with everything that it writes in ``folder``; end all that was started."""
+    """Run SLURM with all its files in ``folder``, and end its processes afterwards."""
     user = pwd.getpwuid(os.geteuid()).pw_name
     controller_port, *node_ports = _free_ports(1 + len(NODES))
     config = folder / "slurm.conf"
@@ -116,7 +116,7 @@ def _which(program: str) -> str | None:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Return ports that were free a moment ago; SLURM can't be handed open ones."""
+    """Return ports that were free a moment ago, since SLURM can't use open sockets."""
     with ExitStack() as opened:
         sockets = [opened.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:

@@ -18,12 +18,12 @@ WORLDS = [pytest.param(3, "spawn"), pytest.param(2, "horovodrun", marks=HOROVOD)
 
 
 def of_workers(count: int) -> dict[str, Any]:
-    """Return the settings for so many workers. The ranks of these tests would start theirs in seconds by default."""
+    """Return the settings for a number of workers, forked because these ranks would otherwise need seconds."""
     return {"num_workers": count, "multiprocessing_context": "fork"} if count else {}
 
 
 class Numbers(IterableDataset[Tensor]):
-    """Yields 0 to ``length`` to whoever reads it."""
+    """Yields 0 to ``length - 1`` on every rank and worker."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -33,7 +33,7 @@ class Numbers(IterableDataset[Tensor]):
 
 
 class Shards(IterableDataset[Tensor]):
-    """Sample 100 i + j is the j-th of shard i; ``shard`` is the hook."""
+    """Has the method ``shard``. Sample 100 i + j is the j-th of shard i."""
 
     def __init__(self, sizes: list[int], parts: int = 1, index: int = 0) -> None:
         self.sizes, self.parts, self.index = sizes, parts, index
@@ -50,7 +50,7 @@ class Shards(IterableDataset[Tensor]):
 
 
 class SplitsAmongWorkers(Numbers):
-    """Splits itself as torch's documentation shows."""
+    """Shards itself over workers, as in torch's documentation."""
 
     def __iter__(self) -> Iterator[Tensor]:
         info = get_worker_info()

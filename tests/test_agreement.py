@@ -1,4 +1,4 @@
-"""Ranks whose shards differ in length end together, and weigh every sample alike."""
+"""Ranks whose shards differ in length end an epoch together, and give every sample the same weight."""
 
 from __future__ import annotations
 

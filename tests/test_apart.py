@@ -1,4 +1,4 @@
-"""Ranks that would go apart in silence: they call other collectives, or train copies of one job."""
+"""Ranks that would silently diverge, because they call different collectives or train copies of one job."""
 
 from __future__ import annotations
 

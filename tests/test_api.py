@@ -1,4 +1,4 @@
-"""Guards: what is public, what an import costs and brings along, and the rules that keep the layers apart."""
+"""The public API, the cost and side effects of the import, and the rules on which layer imports which."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One backward: of several losses, for several optimizers, and one that counts for nothing."""
+"""``backward`` with several losses and several optimizers, and with weight 0."""
 
 from __future__ import annotations
 

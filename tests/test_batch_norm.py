@@ -1,4 +1,4 @@
-"""BatchNorm over ranks against BatchNorm on the concatenated batch, in float64 to 1e-10."""
+"""Synchronised BatchNorm, compared with BatchNorm on the concatenated batch, in float64 to 1e-10."""
 
 from __future__ import annotations
 

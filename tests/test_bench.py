@@ -1,4 +1,4 @@
-"""``unitrain bench``: a tiny recipe in real worlds, what is written of it, and arithmetic on made-up records."""
+"""``unitrain bench`` with a tiny recipe in real worlds, its records, and its arithmetic on made-up records."""
 
 from __future__ import annotations
 

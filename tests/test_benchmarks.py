@@ -1,4 +1,4 @@
-"""The benchmarks run, in a short form, so that they can't rot. How fast anything is is not looked at here."""
+"""Every benchmark runs, in its short form. Times are not checked."""
 
 from __future__ import annotations
 

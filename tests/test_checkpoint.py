@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not there, verified, resumed on any world, and never the door for foreign code."""
+"""Checkpoints: complete or absent, verified, resumed in any world, and unable to execute code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives that would go wrong in silence, or kill one rank: refused on all ranks, with what each of them gave."""
+"""Collectives that would be silently wrong, or fail on one rank only, raise an error on all ranks."""
 
 from __future__ import annotations
 

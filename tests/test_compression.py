@@ -1,4 +1,4 @@
-"""Gradients in fewer bits: what is sent, what is refused, and weights that are narrow themselves."""
+"""Gradient compression: what is sent, which settings are errors, and models with weights in half precision."""
 
 from __future__ import annotations
 

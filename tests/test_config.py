@@ -1,4 +1,4 @@
-"""The models: what they accept, refuse and promise."""
+"""The pydantic models of the settings: which values they accept, and their messages for others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kit for authors of backends, used as they use it: from another folder, on a plug-in that is installed."""
+"""``unitrain conform`` and its pytest plugin, run from another folder on an installed plug-in."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def test_a_plugin_is_judged_from_outside_under_its_own_settings(installed: str, 
     asked = ("--backend", "store", "--processes", "1,2", "--", "-k", "gathers or calls")
     done = run(*UNITRAIN, "conform", *asked, path=installed, folder=tmp_path, UNITRAIN_STORE__LEVEL="6")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "store-x1: 2 of 2 duties are done" in done.stdout
-    assert "store-x2: 4 of 4 duties are done" in done.stdout
+    assert "store-x1: 2 of 2 duties passed" in done.stdout
+    assert "store-x2: 4 of 4 duties passed" in done.stdout
     assert sorted(path.name for path in tmp_path.iterdir()) == ["conftest.py", "pytest.ini"]
 
 
@@ -84,11 +84,11 @@ def test_a_wrong_backend_fails_with_its_mistake_in_the_text(
     done = pytester.runpytest_inprocess("--pyargs", "unitrain.testing", "-p", "no:cacheprovider", *asked)
     done.assert_outcomes(failed=4)
     printed = done.stdout.str()
-    assert "sums_twice-x2 owes: all_reduce is exact for every operation, dtype and shape" in printed
+    assert "sums_twice-x2 fails the duty: all_reduce is exact for every operation, dtype and shape" in printed
     assert "all_reduce of uint8 with op 'sum' gave" in printed
     assert ", in calls_in_another_thread\n" in printed
-    assert "\nreductions fails in the same way: its test says more.\n" in printed
-    assert "sums_twice-x2: 0 of 4 duties are done" in printed
+    assert "\nThe duty reductions fails with the same error: see its test.\n" in printed
+    assert "sums_twice-x2: 0 of 4 duties passed" in printed
 
 
 @pytest.mark.soak
@@ -98,7 +98,7 @@ def test_the_plugin_of_the_page_does_every_duty_and_trains_as_the_plain_loop(ins
         "-m", "pytest", "--pyargs", "unitrain.testing", "--backend", "store", path=installed, folder=tmp_path
     )
     assert contract.returncode == 0, contract.stdout + contract.stderr
-    assert re.search(r"store-x3: (\d+) of \1 duties are done", contract.stdout)
+    assert re.search(r"store-x3: (\d+) of \1 duties passed", contract.stdout)
     verified = run(*UNITRAIN, "verify", "--backend", "store", path=installed, folder=tmp_path)
     assert verified.returncode == 0, verified.stdout + verified.stderr
 
@@ -121,13 +121,13 @@ def test_without_pytest_it_says_what_to_install(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ((), "name the backend to judge: pytest --pyargs unitrain.testing --backend NAME"),
+        ((), "Name the backend to test: pytest --pyargs unitrain.testing --backend NAME"),
         (("--backend", "dpp"), "Did you mean 'ddp'?"),
         (
             ("--backend", "ddp", "--processes", "2,two"),
-            "--processes is '2,two', but must be numbers above 0, with commas",
+            "--processes is '2,two', but must be one or more positive ints, comma-separated",
         ),
-        (("--backend", "single", "--processes", "2"), "backend 'single' would see no world of 2 processes"),
+        (("--backend", "single", "--processes", "2"), "backend 'single' can't run on 2 processes"),
     ],
 )
 def test_wrong_options_are_one_message(pytester: pytest.Pytester, options: tuple[str, ...], said: str) -> None:

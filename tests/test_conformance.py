@@ -1,4 +1,4 @@
-"""The contract of every backend, the built-in and a third party's, in every world that can be made here."""
+"""The contract tests of the built-in backends and a third party's, in every world that can be started here."""
 
 from __future__ import annotations
 

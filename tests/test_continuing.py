@@ -1,4 +1,4 @@
-"""What a run may continue from, and where it may save: found out before the first step, with a reason."""
+"""Errors about what a run is resumed from, and where it saves, come before the first step."""
 
 from __future__ import annotations
 

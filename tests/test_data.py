@@ -1,4 +1,4 @@
-"""What strategy.dataloader takes, refuses and hands out: batches on the device, empty ones, workers, evaluation."""
+"""``strategy.dataloader``: its arguments, batches on the device, empty batches, workers, evaluation."""
 
 from __future__ import annotations
 

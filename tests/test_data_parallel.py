@@ -1,4 +1,4 @@
-"""How DataParallel splits a batch. On a CPU torch lets no replica run, but the split is the same."""
+"""How DataParallel splits a batch. On a CPU, torch runs no replicas, but the split is the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether ranks share a GPU is found out through a store; here real stores and made-up names of devices."""
+"""Detection of ranks that share a GPU, with real stores and made-up device names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps that are not the strategy's: refused on parameters that it has prepared, and on no others."""
+"""Direct calls of ``optimizer.step()`` are errors for prepared parameters, and for no others."""
 
 from __future__ import annotations
 

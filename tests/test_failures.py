@@ -1,4 +1,4 @@
-"""How an uncaught error ends a real process: what it says, with which code, and without waiting for anybody."""
+"""How an uncaught error ends a real process: its message, its exit code, and without waiting for other ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches come to the device whole, in whatever structure; on a GPU, ahead of use and never too early."""
+"""Batches of any structure are moved to the device completely; on a GPU, ahead of use, with correct synchronisation."""
 
 from __future__ import annotations
 

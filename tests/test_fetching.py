@@ -1,4 +1,4 @@
-"""What is done for one batch: reading its samples, and collating them, with random numbers of their own."""
+"""Reading and collating the samples of a batch, with a seed for each sample."""
 
 from __future__ import annotations
 

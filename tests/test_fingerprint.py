@@ -1,4 +1,4 @@
-"""A fingerprint of a dataset follows its content."""
+"""A dataset's fingerprint depends on its content."""
 
 from __future__ import annotations
 

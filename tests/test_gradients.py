@@ -1,4 +1,4 @@
-"""Buckets of gradients: what is summed and when it is sent, on two ranks; how they are cut, on one."""
+"""Gradient buckets: sums and the time of sending, on two ranks; how buckets are made, on one."""
 
 from __future__ import annotations
 

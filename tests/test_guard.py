@@ -1,4 +1,4 @@
-"""The guard finds every gradient that is not finite, accuses no other, and leaves no trace of a step given up."""
+"""``GuardedStep`` finds every non-finite gradient, reports no finite one, and changes nothing in a skipped step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The recipes' datasets, each read from files laid out as its makers do."""
+"""The recipes' datasets, each read from files in its original layout."""
 
 from __future__ import annotations
 
@@ -114,8 +114,8 @@ def _other_classes(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        (_no_validation, "can't be used: .*/val'. It must hold train/ and val/"),
-        (_no_classes, "can't be used: .*any class folder in .*/val. It must hold"),
+        (_no_validation, "can't be used: .*/val'. It must have train/ and val/"),
+        (_no_classes, "can't be used: .*any class folder in .*/val. It must have"),
         (_no_images, "can't be used: .*no valid file for the classes dog"),
         (_other_classes, "has classes in only one of train/ and val/: dog, wolf"),
     ],

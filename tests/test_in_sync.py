@@ -1,4 +1,4 @@
-"""Checks that the ranks hold the same model, and metrics that are the same on all."""
+"""``check_in_sync`` and metrics, which are the same on all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""unitrain.init: which backend, which world, and what it sets for the process, or refuses before any work."""
+"""``unitrain.init``: the choice of backend and world, process-wide settings, and errors before any work."""
 
 from __future__ import annotations
 

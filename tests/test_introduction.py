@@ -1,4 +1,4 @@
-"""Ranks that are about to run different things are told so before any work, all of them, and what differs."""
+"""The handshake: if ranks are about to run different things, all raise an error that names the difference."""
 
 from __future__ import annotations
 

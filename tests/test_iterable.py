@@ -1,4 +1,4 @@
-"""Streams: each sample exactly once, and an end that all ranks come to together."""
+"""Iterable datasets: each sample is read exactly once, and all ranks end together."""
 
 from __future__ import annotations
 

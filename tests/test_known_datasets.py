@@ -1,4 +1,4 @@
-"""What is certain of some datasets, and of no others: that they draw nothing, and what is collated of them."""
+"""Which datasets are known to draw no random numbers, and the fast path for collating their samples."""
 
 from __future__ import annotations
 

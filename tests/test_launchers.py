@@ -1,4 +1,4 @@
-"""The recipe under every launcher, for real: the same training everywhere, and a job that fails as a whole."""
+"""The recipe under every real launcher: training is the same, and a job fails as a whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a loader counts as an epoch: an iteration that came to its end, or of which something was trained on."""
+"""Which iterations of a loader count as epochs: complete ones, and those with a batch that was trained on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a loader may be told, what a DataLoader was told, and what contradicts the other."""
+"""Arguments of ``strategy.dataloader``: their checks, and the conversion of a DataLoader."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""This rank's own gradients of a window: which are kept, and what they tell."""
+"""A rank's own gradients of a window: which are kept, and which non-finite values they show."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the training loop is told of by loaders: what is yielded to train on, and what is not."""
+"""What loaders report to the training loop: batches for training, and no others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loss that a step is given: what is wrong with it, and the scale that fp16 gives it."""
+"""The loss passed to a step: errors for wrong ones, and the loss scale of fp16."""
 
 from __future__ import annotations
 

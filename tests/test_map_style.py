@@ -1,4 +1,4 @@
-"""What is asked for, for each micro-batch: which samples, and with which random numbers."""
+"""The requests for each micro-batch: samples and their seeds."""
 
 from __future__ import annotations
 

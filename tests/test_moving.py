@@ -1,4 +1,4 @@
-"""The page on moving a script over: both sides of its difference are scripts, and the new one trains one model."""
+"""The page on moving a script to UniTrain: both versions run, and the new one trains one model."""
 
 from __future__ import annotations
 

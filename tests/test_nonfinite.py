@@ -1,4 +1,4 @@
-"""Where a loss or a gradient is not finite: what is said, and what becomes of the step."""
+"""Losses and gradients that are not finite: the message, and what happens to the step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is released: that it holds what git has, and works where nothing but what it declares is installed."""
+"""The released packages have the files that git has, and work with only their declared dependencies."""
 
 from __future__ import annotations
 

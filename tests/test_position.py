@@ -1,4 +1,4 @@
-"""Each sample exactly once, in global batches that no number of ranks changes, and on from where a state was taken."""
+"""Each sample is read exactly once, in global batches independent of the world, also after a resume."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Autocast wherever a forward runs, left as it was found, and float64 throughout."""
+"""Autocast is enabled wherever a forward runs and restored afterwards; fp64 is float64 throughout."""
 
 from __future__ import annotations
 

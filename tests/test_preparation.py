@@ -1,4 +1,4 @@
-"""What prepare takes over of an optimizer, what it follows afterwards, and what it refuses."""
+"""``prepare``: what it does with optimizers, which later changes it follows, and which inputs are errors."""
 
 from __future__ import annotations
 

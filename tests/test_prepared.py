@@ -1,4 +1,4 @@
-"""What is known of prepared modules: by whatever wrapper they are asked for, under the names that the user knows."""
+"""The registry of prepared modules: found by any wrapper, with the user's parameter names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bar over a loader: how far all ranks are, on rank 0's terminal and nowhere else."""
+"""The progress of a loader over all ranks, shown on rank 0's terminal only."""
 
 from __future__ import annotations
 

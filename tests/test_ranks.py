@@ -1,4 +1,4 @@
-"""Ranks in processes of their own: the tests' run_ranks, and unitrain.spawn, which shares its machinery."""
+"""``run_ranks`` of the tests, and ``unitrain.spawn``, which start ranks in the same way."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def test_mpirun_starts_the_ranks() -> None:
 
 @pytest.mark.launcher
 def test_mpirun_with_a_failing_rank(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(RuntimeError, match="mpirun left with exit code 1"):
+    with pytest.raises(RuntimeError, match="mpirun exited with code 1"):
         run_ranks(fail_on_rank_1, "ConfigError", launcher="mpirun")
     assert "ConfigError: no such thing" in capsys.readouterr().out
 

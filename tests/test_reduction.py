@@ -1,4 +1,4 @@
-"""How gradients come to be averaged: what watches which parameters, and which backwards communicate."""
+"""Averaging of gradients: which reducer has which parameters, and which backwards communicate."""
 
 from __future__ import annotations
 

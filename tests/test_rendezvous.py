@@ -1,4 +1,4 @@
-"""How ranks find one another, under the launchers that leave it to them."""
+"""The rendezvous under launchers that don't provide one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``unitrain run``: what is started again and what is not, who gets a signal, and what is left in the end."""
+"""``unitrain run``: which failures are restarted, which processes get signals, and that none is left."""
 
 from __future__ import annotations
 

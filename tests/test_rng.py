@@ -1,4 +1,4 @@
-"""Generators' states put aside and put back: python's, numpy's and torch's."""
+"""Saving and restoring the states of python's, numpy's and torch's generators."""
 
 from __future__ import annotations
 

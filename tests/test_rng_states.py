@@ -1,4 +1,4 @@
-"""The states of random generators in a checkpoint, of any number of GPUs, and of none where the run uses none."""
+"""Generator states in checkpoints, with any number of GPUs and without."""
 
 from __future__ import annotations
 

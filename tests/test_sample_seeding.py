@@ -1,4 +1,4 @@
-"""A sample's random numbers are its own: the same in whatever process, worker, world and batch it is read."""
+"""A sample's random numbers don't depend on the process, worker, world or batch in which it is read."""
 
 from __future__ import annotations
 

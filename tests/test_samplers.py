@@ -1,4 +1,4 @@
-"""Samplers, batch samplers, collate functions and DataLoaders of a user's: shared out, and none the wiser."""
+"""Users' samplers, batch samplers, collate functions and DataLoaders are sharded over the ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""strategy.save and load: one whole file or the old one, plain data only, and an error that says why."""
+"""``strategy.save`` and ``load``: a complete file or the old one, plain data only, and errors with a reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samples draw what they would if every generator were seeded for each of them, and are read once."""
+"""Samples draw the same numbers as if every generator were seeded for each of them, and are read once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sources of settings: which wins, what is refused and in which words, help, and the way through YAML."""
+"""The sources of settings: their precedence, messages for wrong values, ``--help``, and YAML files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The arithmetic of an epoch: each position once, windows that no world changes, counts that add up."""
+"""The arithmetic of an epoch: each position once, windows independent of the world, counts that add up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How ``make test`` divides the tests: a group is one worker's, and what runs alone does so, at the end."""
+"""How ``make test`` divides the tests: one worker runs a group, and tests that must run alone come last."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A snapshot is whole when it is returned, and shares nothing with what is trained on."""
+"""A snapshot is complete when it is returned, and shares no memory with the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""strategy.step and its halves on one process: the same as a plain loop, and every misuse answered."""
+"""``strategy.step``, ``backward`` and ``update`` on one process: as a plain loop, and errors for misuse."""
 
 from __future__ import annotations
 

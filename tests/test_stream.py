@@ -1,4 +1,4 @@
-"""Reading a stream: each rank and worker has its part, of the same order and the same random numbers."""
+"""Reading a stream: each rank and worker has its part, in the same order and with the same random numbers."""
 
 from __future__ import annotations
 

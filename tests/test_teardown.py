@@ -1,4 +1,4 @@
-"""How a run that did its work ends: with nothing of it left to fail."""
+"""The end of a successful run: nothing that is left can fail."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""unitrain.testing judges each duty by itself, though the same processes do many: here, some that are not done."""
+"""``unitrain.testing`` judges each duty separately, although the same processes run many; here, with failing ones."""
 
 from __future__ import annotations
 
@@ -59,11 +59,9 @@ def test_what_follows_a_failed_duty_is_left_for_another_start() -> None:
     assert list(outcomes) == ["fine", "fail_on_rank_1"]
     assert outcomes["fine"] == ""
     why = outcomes["fail_on_rank_1"]
-    assert why.startswith("nobody-x2 owes: demand of fail_on_rank_1\nrank 1: Traceback")
+    assert why.startswith("nobody-x2 fails the duty: demand of fail_on_rank_1\nrank 1: Traceback")
     assert "in fail_on_rank_1" in why
-    assert (
-        "ZeroDivisionError: on purpose\n---- what rank 0 printed ----\npython says 0\na library says something\n" in why
-    )
+    assert "ZeroDivisionError: on purpose\n---- output of rank 0 ----\npython says 0\na library says something\n" in why
     assert "fine" not in why  # which was printed by another duty
 
 
@@ -124,7 +122,7 @@ def end_badly(world: World) -> None:
 def test_processes_that_do_not_end_well_fail_the_last_duty() -> None:
     outcomes = outcomes_of(duty(end_badly), duty(fine))
     assert outcomes["end_badly"] == ""
-    assert "every duty was done, but then the processes did not end well" in outcomes["fine"]
+    assert "all duties passed, but then the processes failed: " in outcomes["fine"]
     assert "exited with code 3" in outcomes["fine"]
 
 
@@ -158,7 +156,8 @@ def raise_error(world: World, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "failure"), [("on purpose", ""), ("by chance", "Nobody said "), ("", "The job did not end")]
+    ("text", "failure"),
+    [("on purpose", ""), ("by chance", "without a message that "), ("", "The job did not end")],
 )
 def test_a_duty_that_is_to_end_the_job_is_done_where_the_ranks_say_why(text: str, failure: str) -> None:
     [why] = outcomes_of(duty(raise_error, text, ending="ZeroDivisionError: on purpose")).values()
@@ -221,9 +220,9 @@ def test_what_is_tested_of_a_group_is_started_once_and_again_after_a_failure(pyt
             "rank *: Traceback (most recent call last):",
             "ZeroDivisionError: on purpose",
             "*test_contract?several_calls_at_once-nobody-x2*",
-            "nobody-x2 owes: *",
+            "nobody-x2 fails the duty: *",
             "ZeroDivisionError: on purpose",
-            "meters fails in the same way: its test says more.",
+            "The duty meters fails with the same error: see its test.",
         ]
     )
     by_process: dict[str, set[str]] = {}
@@ -260,7 +259,7 @@ def test_worlds_are_those_that_a_backend_would_see() -> None:
     assert not World("ddp", 1).averages_gradients
     assert World("ddp", 2).for_unused_parameters == {"ddp": {"find_unused_parameters": True}}
     assert World("single", 1).for_unused_parameters == {}
-    with pytest.raises(LaunchError, match=r"backend 'single' would see no world of 2, 3 processes .* by python"):
+    with pytest.raises(LaunchError, match=r"backend 'single' can't run on 2, 3 processes .* under: python"):
         find_worlds("single", [2, 3])
     with pytest.raises(ConfigError, match="Did you mean 'ddp'"):
         find_worlds("dpp", [1])

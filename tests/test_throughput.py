@@ -1,4 +1,4 @@
-"""The throughput monitor: what it counts, what it times, and that a run without it has nothing of it."""
+"""``Throughput``: what it counts and times, and that it costs nothing if it is not used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``unitrain verify``: it passes here on everything that is installed, and it can fail."""
+"""``unitrain verify`` passes on every installed backend, and it can fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is let in by the hub that watches over a job's processes."""
+"""Which connections the watchdog's hub accepts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The accumulation window: what its micro-batches add up to, and what breaks it off."""
+"""The accumulation window: the sum of its micro-batches, and what ends it early."""
 
 from __future__ import annotations
 

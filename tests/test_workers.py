@@ -1,4 +1,4 @@
-"""Workers of a loader: how many there are, and what is said of those that fail, die or hang."""
+"""DataLoader workers: their default number, and messages for those that fail, die or hang."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ FAILURES = [
         r"DataLoader worker.*(killed by signal: Killed|exited unexpectedly|died)|rank 1 .*exited with code 1",
         id="dies",
     ),
-    pytest.param(hang, {"timeout": 1}, DataError, "no batch came from the loader's workers for 1 s", id="hangs"),
+    pytest.param(hang, {"timeout": 1}, DataError, "the loader's workers returned no batch for 1 s", id="hangs"),
 ]
 
 

@@ -1,4 +1,4 @@
-"""What an author of a backend gets wrong is said when the ranks meet, or before, and the mistake is named."""
+"""Wrong backends fail when the ranks meet, or before, with a message that names the mistake."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Random numbers: what all ranks draw alike, what each rank and each sample draws for itself, and generators' states.
+"""Random number generators: seeds for all ranks, for each rank and for each sample; saving and restoring states.
 
-Python's, numpy's and torch's generators are seeded together. A sample's random numbers follow from (seed, epoch,
-sample) alone: it looks the same in whichever process, worker or batch it is read, and after a resume.
+Python's, numpy's and torch's generators are seeded together. A sample's random numbers depend on (seed, epoch, sample)
+only, and not on the process, worker or batch in which it is read, or on a resume.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ _MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 
 def seed_all(seed: int) -> None:
-    """Seed python, numpy and torch. ``init`` does so alike on every rank: models and random splits come out equal."""
+    """Seed python, numpy and torch. ``init`` uses one seed on all ranks, so that models and random splits are equal."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
 
 
 def seed_rank(*words: int) -> None:
-    """Seed python, numpy and torch from several numbers, of which a rank is one, so that ranks draw apart."""
+    """Seed python, numpy and torch with several ints, one of them the rank, so that ranks draw different numbers."""
     seed_all(int(np.random.SeedSequence(words).generate_state(1)[0]))
 
 
 def derived_seed(*parts: object) -> int:
-    """Return 64 bits that follow from ``parts``, which are told apart by their text."""
+    """Return a 64-bit seed that depends on ``parts``, by their ``str()``."""
     digest = hashlib.blake2b(" ".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
@@ -40,13 +40,13 @@ def derived_seed(*parts: object) -> int:
 def sample_seeds(
     seed: int, epoch: int, samples: NDArray[np.int64], positions: NDArray[np.int64] | None = None
 ) -> list[int]:
-    """Return 64 bits for each sample.
+    """Return a 64-bit seed for each sample.
 
     Args:
-        seed: the run's.
-        epoch: in which the samples are read.
-        samples: their indices.
-        positions: where in the epoch each is read, for orders in which a sample may come twice.
+        seed: seed of the run.
+        epoch: epoch in which the samples are read.
+        samples: indices of the samples.
+        positions: positions of the samples in the epoch, for orders in which a sample may be repeated.
     """
     mixed = _mixed(samples, derived_seed("sample", seed, epoch))
     if positions is not None:
@@ -56,7 +56,7 @@ def sample_seeds(
 
 
 def _mixed(values: NDArray[np.int64] | NDArray[np.uint64], key: int) -> NDArray[np.uint64]:
-    """SplitMix64's finaliser, twice the key: neighbouring values share nothing afterwards."""
+    """Hash values with a key, by SplitMix64's finaliser, so that seeds of neighbouring samples are unrelated."""
     mixed: NDArray[np.uint64] = (values.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(
         key
     )
@@ -67,50 +67,50 @@ def _mixed(values: NDArray[np.int64] | NDArray[np.uint64], key: int) -> NDArray[
 
 
 def seed_generators(seed: int) -> None:
-    """Seed python's, numpy's and torch's CPU generator with 64 bits."""
+    """Seed python's, numpy's and torch's CPU generator with a 64-bit seed."""
     seed_python(seed)
     seed_numpy(seed)
     seed_torch(seed)
 
 
 def seed_python(seed: int) -> None:
-    """Seed python's generator with 64 bits, as ``seed_generators`` does (4 µs)."""
+    """Seed python's generator, as ``seed_generators`` does (4 µs)."""
     random.seed(seed)
 
 
 def seed_numpy(seed: int) -> None:
-    """Seed numpy's generator with half of 64 bits, as ``seed_generators`` does (2 µs)."""
+    """Seed numpy's generator with the upper 32 bits, as ``seed_generators`` does (2 µs)."""
     np.random.seed(seed >> 32)
 
 
 def seed_torch(seed: int) -> None:
-    """Seed torch's CPU generator as ``seed_generators`` does (1 µs; ``torch.manual_seed`` takes 80)."""
-    # The other half: numpy's is a Mersenne Twister of 32 bits as well, and of the same 32 would draw the same.
+    """Seed torch's CPU generator, as ``seed_generators`` does (1 µs; ``torch.manual_seed`` takes 80)."""
+    # The lower 32 bits: numpy's generator is a Mersenne Twister, too, and would draw the same numbers from the same.
     torch.default_generator.manual_seed(seed & 0xFFFFFFFF)
 
 
 @contextmanager
 def generators_restored() -> Iterator[None]:
-    """Leave the process's own generators as they were. What is drawn within must be seeded first (50 µs)."""
+    """Restore the states of the process's generators at the end (50 µs). Seed them inside before drawing."""
     states = _states()
-    numpys = _SPARE.pop() if _SPARE else np.random.MT19937()
-    np.random.set_bit_generator(numpys)  # type: ignore[attr-defined]
+    spare = _SPARE.pop() if _SPARE else np.random.MT19937()
+    np.random.set_bit_generator(spare)  # type: ignore[attr-defined]
     try:
         yield
     finally:
         _restore(states)
-        _SPARE.append(numpys)
+        _SPARE.append(spare)
 
 
-# Bit generators for numpy while its own are put aside: to make one takes 80 µs.
+# Bit generators for numpy to use while its own is set aside: creating one takes 80 µs.
 _SPARE: list[np.random.MT19937] = []
 
 
 class SeparateGenerators:
-    """A second set of python's, numpy's and torch's states, which goes on where it was left.
+    """A second set of states of python's, numpy's and torch's generators, which continues where it was left.
 
     Args:
-        seed: where it begins.
+        seed: 64-bit seed of the first states.
     """
 
     def __init__(self, seed: int) -> None:
@@ -121,7 +121,7 @@ class SeparateGenerators:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Draw from these, and leave the process's own as they were."""
+        """Use these states inside, and restore the process's own at the end."""
         with generators_restored():
             _restore(self._own)
             try:
@@ -131,11 +131,11 @@ class SeparateGenerators:
 
 
 class _States(NamedTuple):
-    """Of the process's generators, at one moment."""
+    """States of the process's generators."""
 
     python: tuple[Any, ...]
     numpy: Any
-    """The bit generator itself, which is put aside whole: to copy its state back takes 40 µs."""
+    """The bit generator itself: restoring its state by copying takes 40 µs."""
     numpy_legacy: dict[str, Any]
     torch: torch.Tensor
 
@@ -149,14 +149,14 @@ def _states() -> _States:
 def _restore(states: _States) -> None:
     random.setstate(states.python)
     np.random.set_bit_generator(states.numpy)  # type: ignore[attr-defined]
-    # Normal numbers are drawn in pairs, and the second is kept outside of the bit generator.
+    # Normally distributed numbers are drawn in pairs, and the second is kept outside the bit generator.
     if states.numpy_legacy["has_gauss"]:
         np.random.set_state(states.numpy_legacy)
     torch.default_generator.set_state(states.torch)
 
 
 def capture() -> dict[str, Any]:
-    """Return the states of python's, numpy's and torch's generators, those of GPUs where this process uses any."""
+    """Return the states of python's, numpy's and torch's generators, including those of GPUs if CUDA is in use."""
     version, internal, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state = {
@@ -170,7 +170,7 @@ def capture() -> dict[str, Any]:
 
 
 def restore(state: dict[str, Any]) -> None:
-    """Put the generators back into states that ``capture`` returned, those of GPUs as far as there are as many now."""
+    """Restore states that ``capture`` returned. If the number of GPUs differs, only the first ones are restored."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]
@@ -182,6 +182,6 @@ def restore(state: dict[str, Any]) -> None:
 
 
 def _gpus() -> list[int]:
-    """Return the visible GPUs, the current one first: a rank's own, which may have another number after a resume."""
+    """Return the visible GPUs, beginning with this rank's own, which may have another index after a resume."""
     current, count = torch.cuda.current_device(), torch.cuda.device_count()
     return [(current + i) % count for i in range(count)]

@@ -1,4 +1,4 @@
-"""The least training script, as one writes it by hand for a backend: ``hand_written.py BACKEND FILE``.
+"""A minimal hand-written training script for a backend: ``hand_written.py BACKEND FILE``.
 
 Rank 0 writes the time after its first step into the file.
 """
@@ -37,7 +37,7 @@ optimizer.step()
 if rank == 0:
     Path(stamp).write_text(str(time.time()))
 if backend == "ddp":
-    # Without this, one run in a few is aborted: gloo's threads meet what is left of the wrapper.
+    # Without this, some runs abort at exit, when gloo's threads use the destroyed wrapper.
     dist.barrier()
     del loss, optimizer, model
     dist.destroy_process_group()

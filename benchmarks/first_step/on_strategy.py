@@ -1,4 +1,4 @@
-"""The least training script on a strategy, under any launcher: ``on_strategy.py FILE``.
+"""A minimal training script with UniTrain, for any launcher: ``on_strategy.py FILE``.
 
 Rank 0 writes the time after its first step into the file.
 """

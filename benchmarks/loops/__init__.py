@@ -1,7 +1,7 @@
-"""One training loop for each framework, as its own guide writes it: bare, and with what a real one has besides.
+"""A training loop with each framework, written as in its guide, in two styles.
 
 ``plain`` is forward, loss, backward, step. ``full`` accumulates over ``ACCUMULATE`` micro-batches, clips the gradients'
-norm to ``CLIP_NORM``, and keeps the mean loss and the accuracy over all ranks, which it reads once for each run.
+norm to ``CLIP_NORM``, and computes mean loss and accuracy over all ranks, which it reads once per run.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ CLIP_NORM = 1.0
 
 @dataclass(frozen=True)
 class Loop:
-    """A loop that is ready to run.
+    """A training loop.
 
     Attributes:
-        model: whose weights it trains.
-        run: does so many optimizer steps.
+        model: the model that it trains.
+        run: trains for a number of optimizer steps.
     """
 
     model: nn.Module

@@ -1,4 +1,4 @@
-"""The loop on Hugging Face's Accelerate."""
+"""The training loop with Hugging Face's Accelerate."""
 
 from __future__ import annotations
 

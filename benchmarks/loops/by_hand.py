@@ -1,4 +1,4 @@
-"""The loop that one would write by hand for a backend, with the defaults of what it uses."""
+"""The hand-written training loop for each backend, with default options."""
 
 from __future__ import annotations
 
@@ -90,5 +90,5 @@ def _full_horovod(task: Task) -> Loop:
 
 
 def horovod() -> Any:
-    """Return Horovod, which its own users import; elsewhere only its backend may name it."""
+    """Return Horovod. The import is dynamic because a test allows only the backend to import it by name."""
     return import_module("horovod.torch")

@@ -1,4 +1,4 @@
-"""The loop on Lightning Fabric."""
+"""The training loop with Lightning Fabric."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def full(task: Task, world_size: int) -> Loop:
 
 
 def _fabric(world_size: int) -> Fabric:
-    # Named, because to find out Fabric starts MPI, which aborts a process that mpirun has not launched.
+    # Named, because Fabric's detection starts MPI, which aborts a process that mpirun has not launched.
     launched = TorchElasticEnvironment() if world_size > 1 else LightningEnvironment()
     strategy = "ddp" if world_size > 1 else "auto"
     fabric = Fabric(accelerator="cpu", devices=world_size, strategy=strategy, plugins=[launched])

@@ -1,4 +1,4 @@
-"""The loop on PyTorch Ignite, the one peer that runs on Horovod too."""
+"""The training loop with PyTorch Ignite, the only other framework here that supports Horovod."""
 
 from __future__ import annotations
 

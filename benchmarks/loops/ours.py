@@ -1,4 +1,4 @@
-"""The loop on a strategy, which was made with the settings that the loop needs."""
+"""The training loop with UniTrain, on a strategy with the settings that the loop needs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def plain(task: Task, strategy: Strategy) -> Loop:
 
 
 def full(task: Task, strategy: Strategy) -> Loop:
-    """Return the loop with accumulation, clipping and metrics, on a strategy that has ``FULL_SETTINGS``."""
+    """Return the loop with accumulation, clipping and metrics, on a strategy with ``FULL_SETTINGS``."""
     model, optimizer = strategy.prepare(*task.make())
 
     def run(steps: int) -> None:

@@ -1,1 +1,1 @@
-"""What the benchmarks share: rounds that take turns, processes under launchers, workloads, and reports."""
+"""Shared parts of the benchmarks: alternating rounds, processes under launchers, workloads, and reports."""

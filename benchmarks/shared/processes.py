@@ -1,4 +1,4 @@
-"""A function of a benchmark's script, called in processes of its own under a launcher."""
+"""Calls a function of a benchmark's script in new processes under a launcher."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from unitrain.commands.launchers import launch_command, launch_environment, local_launchers
 from unitrain.commands.toolchain import running
 
-# Launcher, processes, and what to call it.
+# Launcher, and number of processes.
 World = tuple[str, int]
 ALONE: World = ("python", 1)
 GLOO: World = ("torchrun", 2)
@@ -27,17 +27,17 @@ CALLED = {
 
 
 def world_name(world: Sequence[Any]) -> str:
-    """Return what a world, or the list that JSON makes of one, is called in a table."""
+    """Return the name of a world in tables. The world may be a list, as JSON makes of it."""
     launcher, processes = world
     return CALLED[launcher] if processes == 1 else f"{processes} x {CALLED[launcher]}"
 
 
 def startable(*worlds: World) -> list[World]:
-    """Return those of the worlds whose launcher is found here, and say on stderr which is not."""
+    """Return the worlds whose launcher is installed, and print the missing launchers on stderr."""
     found = local_launchers()
     for launcher, _ in worlds:
         if launcher not in found:
-            print(f"{launcher} is not found here: left out.", file=sys.stderr)
+            print(f"{launcher} is not installed: skipped.", file=sys.stderr)
     return [world for world in worlds if world[0] in found]
 
 
@@ -49,21 +49,21 @@ def in_processes(
     deadline: float = 900,
     **arguments: Any,
 ) -> Any:
-    """Call ``part`` in each process of a world, and return what it returns on the rank that returns something.
+    """Call ``part`` in each process of a world, and return the result of the rank whose result is not None.
 
     Args:
-        world: the launcher, and how many processes.
-        part: a function of the script that is running, which ends in ``call_part()``.
-        environment: variables of the processes, beside this one's.
-        deadline: seconds until they must have ended.
-        **arguments: the part's, fit for JSON.
+        world: the launcher and the number of processes.
+        part: a function of the running script, which must call ``call_part()``.
+        environment: additional environment variables of the processes.
+        deadline: time limit in seconds.
+        **arguments: arguments of the part, serialisable to JSON.
 
     Raises:
-        RuntimeError: the processes failed, with what they printed.
-        subprocess.TimeoutExpired: they had not ended in time.
+        RuntimeError: the processes failed; the message has their output.
+        subprocess.TimeoutExpired: they did not end in time.
     """
     if world == ALONE and environment is None and "--short" in sys.argv:
-        return json.loads(json.dumps(part(**arguments)))  # a new process would only take time
+        return json.loads(json.dumps(part(**arguments)))  # saves the start of a process
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "result.json")
         script = str(Path(part.__code__.co_filename).resolve())
@@ -73,12 +73,12 @@ def in_processes(
         with running(command, {**launch_environment(), **(environment or {})}) as process:
             printed, _ = process.communicate(timeout=deadline)
         if process.returncode != 0 or not result.exists():
-            raise RuntimeError(f"{part.__name__} left with exit code {process.returncode}:\n{printed}")
+            raise RuntimeError(f"{part.__name__} exited with code {process.returncode}:\n{printed}")
         return json.loads(result.read_text())
 
 
 def call_part() -> bool:
-    """Where this process was started by ``in_processes``, run the part, and return True."""
+    """If ``in_processes`` started this process, run the part. Return whether it did."""
     if sys.argv[1:2] != ["--part"]:
         return False
     name, arguments, result = sys.argv[2:]

@@ -1,4 +1,4 @@
-"""What a benchmark found, written down: JSON, a Markdown table and a plot, with the machine and the versions."""
+"""Writes a benchmark's results as JSON, Markdown tables and a plot, with the machine and the versions."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ _PEERS = ["accelerate", "lightning-fabric", "pytorch-ignite"]
 def run(
     measure: Callable[[bool], Found], tables: Callable[[Found], str], plot: Callable[[Found, Figure], None]
 ) -> None:
-    """Be a benchmark's script: measure, print the tables, and write them, all figures, and a plot.
+    """Run a benchmark's script: measure, print the tables, and write results, tables and a plot.
 
     Args:
-        measure: given whether it shall be short (whether it runs, and not how fast, is of interest then), returns what
-            it found, fit for JSON.
-        tables: what was found, as Markdown.
-        plot: draws it into a figure.
+        measure: returns the results, serialisable to JSON. Called with True for a short run, which only tests the
+            script.
+        tables: returns the results as Markdown tables.
+        plot: draws the results into a figure.
     """
     if call_part():
         return
     main = sys.modules["__main__"]
     script = Path(str(main.__file__))
     parser = argparse.ArgumentParser(description=(main.__doc__ or "").splitlines()[0])
-    parser.add_argument("--short", action="store_true", help="see whether it runs: few rounds, small sizes")
+    parser.add_argument("--short", action="store_true", help="only test the script: few rounds, small sizes")
     parser.add_argument("--output", type=Path, help="folder of the results (default: results/ here; with --short none)")
     arguments = parser.parse_args()
     output = arguments.output or (None if arguments.short else RESULTS)
@@ -62,7 +62,7 @@ def run(
 
 
 def about() -> Found:
-    """Return the machine, the versions, and how busy the machine is before the benchmark begins."""
+    """Return the machine, the versions, and the number of cores that are busy before the benchmark."""
     versions = {"python": platform.python_version()}
     for package in _PACKAGES + _PEERS:
         try:
@@ -82,7 +82,7 @@ def about() -> Found:
 
 
 def heading(found: Found, script: str) -> str:
-    """Return the line above the tables: what was run, on what."""
+    """Return the line above the tables: the command, the machine and the versions."""
     machine = found["machine"]
     versions = ", ".join(f"{name} {number}" for name, number in found["versions"].items())
     return (
@@ -99,7 +99,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def _processor() -> str:
-    """Return the processor's name. Linux only tells it in a file."""
+    """Return the processor's name, which Python can't find out on Linux."""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()

@@ -1,6 +1,7 @@
-"""Ways to do one thing, timed in rounds that take turns within one process, and compared round by round.
+"""Times alternatives in rounds, in turns within one process, and compares them round by round.
 
-Separate processes differ by ±30 % on a small machine, and its moods last for seconds. Ways that take turns share both.
+On a small machine, separate processes differ by ±30 %, and slow periods last for seconds. Ways that take turns in one
+process share both.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ def alternate(
 ) -> Seconds:
     """Return the seconds that each way took in each round.
 
-    The order turns from round to round, so that none is always the first. One more round, the first, warms up.
+    The order rotates from round to round, so that none is always first. An additional first round is for warm-up.
 
     Args:
-        ways: what is timed, by name.
-        rounds: how many.
-        before: runs before each, untimed: a barrier, say.
-        clock: in seconds.
+        ways: the functions to time, by name.
+        rounds: number of rounds.
+        before: called before each way and not timed, such as a barrier.
+        clock: returns the time in seconds.
     """
     seconds: Seconds = {name: [] for name in ways}
     for counts, name in turns(list(ways), rounds):
@@ -43,7 +44,7 @@ def alternate(
 
 
 def turns(names: Sequence[str], rounds: int) -> Iterator[tuple[bool, str]]:
-    """Yield whether a turn counts (the first round warms up), and whose it is."""
+    """Yield, for each turn, whether it counts (the first round is for warm-up), and the name of the way."""
     for round_ in range(-1, rounds):
         first = round_ % len(names)
         for name in [*names[first:], *names[:first]]:
@@ -54,13 +55,13 @@ def compared(seconds: Mapping[str, Sequence[float]], base: str, units: int = 1) 
     """Compare each way with the one called ``base``, round by round.
 
     Args:
-        seconds: what ``alternate`` returned.
-        base: whose seconds the others are divided by.
-        units: how many steps, say, one round does; the times are of one.
+        seconds: the result of ``alternate``.
+        base: the way to compare with.
+        units: number of units, such as steps, per round. Times are divided by it.
 
     Returns:
-        For each way the median seconds of one unit, how many seconds it takes over the base (the median of the rounds'
-        differences), and the median and the quartiles of the rounds' ratios.
+        For each way, the median seconds per unit, the median difference to the base in seconds, and the median and
+        quartiles of the rounds' ratios to the base.
     """
     found = {}
     for name, times in seconds.items():
@@ -77,7 +78,7 @@ def compared(seconds: Mapping[str, Sequence[float]], base: str, units: int = 1) 
 
 
 def slower_beyond_spread(one: Mapping[str, Any], control: Mapping[str, Any]) -> bool:
-    """Whether one is slower than the base by more than the base is slower than its own copy, ``control``."""
+    """Return whether a way is slower than the base by more than ``control``, a second copy of the base."""
     return bool(one["ratio_quartiles"][0] > max(1.0, control["ratio_quartiles"][1]))
 
 

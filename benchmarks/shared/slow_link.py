@@ -1,4 +1,4 @@
-"""Two network namespaces joined by a slow link, and a part of a benchmark in a process in each of them."""
+"""Two network namespaces with a slow link between them, in which a benchmark runs one process each."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from typing import Any
 from unitrain.commands.launchers import launch_environment
 from unitrain.commands.toolchain import find_program
 
-_ADDRESSES = ("192.0.2.1", "192.0.2.2")  # reserved for documentation: nobody's
+_ADDRESSES = ("192.0.2.1", "192.0.2.2")  # reserved for documentation, so that no host has them
 _DEVICE = "wire"
-_PORT = "29500"  # free, for a namespace has its own
-# What tc is told, on each side of the link.
+_PORT = "29500"  # free, since each namespace has its own ports
+# Arguments of tc, on each side of the link.
 LINKS = {
     "100 Mbit/s": ["tbf", "rate", "100mbit", "burst", "256kb", "latency", "100ms"],
     "1 Gbit/s": ["tbf", "rate", "1gbit", "burst", "1mb", "latency", "100ms"],
@@ -28,22 +28,22 @@ LINKS = {
 
 
 class SlowLink:
-    """Namespaces joined by a link; made by ``slow_link``."""
+    """Two namespaces with a link between them. Made by ``slow_link``."""
 
     def __init__(self, namespaces: Sequence[str]) -> None:
         self._namespaces = namespaces
 
     def in_both(self, part: Callable[..., Any], *, deadline: float = 900, **arguments: Any) -> Any:
-        """Call ``part`` as rank 0 and rank 1, one on each side, and return what it returns on one of them.
+        """Call ``part`` as rank 0 and rank 1, one on each side, and return the result that is not None.
 
         Args:
-            part: a function of the script that is running, as for ``in_processes``.
-            deadline: seconds until both must have ended.
-            **arguments: the part's, fit for JSON.
+            part: a function of the running script, as for ``in_processes``.
+            deadline: time limit in seconds.
+            **arguments: arguments of the part, serialisable to JSON.
 
         Raises:
-            RuntimeError: a process failed, with what it printed.
-            subprocess.TimeoutExpired: they had not ended in time.
+            RuntimeError: a process failed; the message has the output of both.
+            subprocess.TimeoutExpired: they did not end in time.
         """
         with tempfile.TemporaryDirectory() as folder:
             result = Path(folder, "result.json")
@@ -68,7 +68,7 @@ class SlowLink:
                     process.wait()
             if any(codes) or not result.exists():
                 printed = "\n".join(log.read_text(errors="replace") for log in logs)
-                raise RuntimeError(f"{part.__name__} left with exit codes {codes}:\n{printed}")
+                raise RuntimeError(f"{part.__name__} exited with codes {codes}:\n{printed}")
             return json.loads(result.read_text())
 
 
@@ -80,7 +80,7 @@ def _environment(rank: int) -> dict[str, str]:
 
 
 def lacking() -> str | None:
-    """Return what stands in the way of namespaces here, or None."""
+    """Return why network namespaces can't be used here, or None."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     if find_program("ip") is None or find_program("tc") is None:
@@ -90,10 +90,10 @@ def lacking() -> str | None:
 
 @contextmanager
 def slow_link(kind: str) -> Iterator[SlowLink]:
-    """Join two new namespaces by a link of ``LINKS``; they are gone afterwards.
+    """Create two namespaces with a link of ``LINKS`` between them, and delete them afterwards.
 
     Raises:
-        OSError: the kernel lacks what it takes.
+        OSError: the kernel does not support it.
     """
     mark = uuid.uuid4().hex[:8]
     namespaces = [f"bench-{mark}-{rank}" for rank in range(2)]

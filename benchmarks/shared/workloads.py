@@ -1,4 +1,4 @@
-"""What the benchmarks train: models, one batch in memory, and the lists of tensors that well-known models have."""
+"""Workloads of the benchmarks: models with one batch in memory, and the shapes of well-known models' parameters."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Task:
-    """A model, an optimizer and one batch; each rank has a batch of its own.
+    """A model, an optimizer and one batch, which differs between ranks.
 
     Attributes:
-        make: returns a model with the same first weights each time, and its optimizer.
-        inputs: of one micro-batch.
-        targets: their classes.
+        make: returns a new model, with the same initial weights in each call, and its optimizer.
+        inputs: inputs of one micro-batch.
+        targets: classes of the inputs.
     """
 
     make: Callable[[], tuple[nn.Module, torch.optim.Optimizer]]
@@ -32,7 +32,7 @@ class Task:
 
 
 def mlp(rank: int) -> Task:
-    """Return a model so small that what is around it shows: 32 rows, 64-64-10."""
+    """Return an MLP so small that the overhead around it dominates: 32 rows, 64-64-10."""
     return _task(lambda: nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)), rank, (32, 64))
 
 
@@ -75,10 +75,10 @@ def transformer_shapes() -> list[Shape]:
 
 
 class OnlyParameters(nn.Module):
-    """Parameters whose gradients cost one write each: what is left of a step is what is done with them.
+    """Parameters whose gradients cost one write each, so that a step consists of what is done with them.
 
-    ``forward(scale)`` returns the sum of all elements times ``scale``, whose gradient is ``scale`` everywhere; backward
-    yields the gradients last first, as a model's does.
+    ``forward(scale)`` returns the sum of all elements times ``scale``, so each gradient is ``scale``. As in other
+    models, backward computes the gradients of the last parameters first.
     """
 
     def __init__(self, shapes: Sequence[Shape]) -> None:
@@ -94,7 +94,7 @@ class OnlyParameters(nn.Module):
 
 
 def bit_equal(one: nn.Module, other: nn.Module) -> bool:
-    """Whether two models, wrapped or not, have the same weights bit for bit."""
+    """Return whether two models, wrapped or not, have the same weights, bit for bit."""
     return all(torch.equal(a, b) for a, b in zip(_parameters(one), _parameters(other), strict=True))
 
 

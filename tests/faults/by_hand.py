@@ -1,8 +1,8 @@
-"""Start so many processes with nothing but RANK, WORLD_SIZE and the like, and wait for all of them.
+"""Start processes with only RANK, WORLD_SIZE and the like set, and wait for all of them.
 
     python by_hand.py N SCRIPT ARGUMENT ...
 
-It ends nobody when somebody fails. Its status is the first that is not 0.
+It ends no process if another fails. Its exit code is the first that is not 0.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Real jobs that meet with a fault: how they are started, and how each is judged."""
+"""Starts real jobs with a fault, and checks how they end."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class World:
         return f"{self.launcher}-{self.backend}"
 
     def command(self, ranks: int, *arguments: str) -> list[str]:
-        """Return what starts the program."""
+        """Return the command that starts the program."""
         script = [str(PROGRAM), *arguments]
         count = str(ranks)
         starts: dict[str, list[str]] = {
@@ -54,7 +54,7 @@ class World:
 
     @property
     def missing(self) -> str:
-        """What keeps it from running here; nothing, where nothing does."""
+        """Why it can't run here, or an empty string."""
         if "horovod" in (self.backend, self.launcher[:7]) and not _HAS_HOROVOD:
             return "horovod is not installed"
         return "mpirun is not installed" if self.launcher == "mpirun" and find_program("mpirun") is None else ""
@@ -89,22 +89,22 @@ def worlds(*quick: World, soak: Sequence[World] = ()) -> pytest.MarkDecorator:
 
 @dataclass(frozen=True)
 class End:
-    """How a job that met with a fault ended."""
+    """How a job with a fault ended."""
 
     job: Job
     seconds: float
-    """From the fault to the end of the job."""
+    """Seconds from the fault to the end of the job."""
     world: World
     fault: str
 
     def said(self, rank: int) -> str:
-        """Return the one line that a surviving rank says."""
+        """Return the one line that a surviving rank prints."""
         found = self._lines(rf"unitrain: rank {rank} on \S+ \(pid \d+\): stopped because (.*)")
         assert len(found) == 1, self.job.output
         return found[0]
 
     def note(self) -> None:
-        """Note it for the report."""
+        """Record it for the report."""
         found = self._lines(r"unitrain: (.*stopped because .*|stopped by .*|received a second .*|error: .*)")
         said = re.sub(r" on \S+ \(pid \d+\)", "", found[0]).split(". Rank")[0].split('", line')[0] if found else ""
         said = re.sub(r"\[/\S+\] ", "", re.sub(r"/\S+/checkpoints", "FOLDER", said))  # places in gloo's source
@@ -116,7 +116,7 @@ class End:
 
 
 def note(**row: Any) -> None:
-    """Append a line for ``report.py``, where one is wanted."""
+    """Append a line for ``report.py``, if a report is wanted."""
     if "TESTS_ENDS" in os.environ:
         with Path(os.environ["TESTS_ENDS"]).open("a") as lines:
             lines.write(json.dumps(row) + "\n")
@@ -133,7 +133,7 @@ def run(
     environ: Mapping[str, str] | None = None,
     meanwhile: Callable[[subprocess.Popen[bytes]], object] = lambda process: None,
 ) -> End:
-    """Train for so many steps in all, and meet with a fault (KIND:RANK:STEP) on the way."""
+    """Train for a total number of steps, with a fault (KIND:RANK:STEP) on the way."""
     (folder / "fault").unlink(missing_ok=True)
     job = run_job(
         world.command(ranks, str(folder), str(steps), fault),
@@ -154,7 +154,7 @@ def run(
 
 
 def when_step(folder: Path, step: int, action: Callable[[subprocess.Popen[bytes]], object]) -> Callable[[Any], None]:
-    """Return what waits until the job has come to a step, and then acts on it."""
+    """Return a function that waits until the job has reached a step, and then calls another one."""
 
     def act(process: subprocess.Popen[bytes]) -> None:
         deadline = time.monotonic() + 60
@@ -169,7 +169,7 @@ def when_step(folder: Path, step: int, action: Callable[[subprocess.Popen[bytes]
 
 
 def ranks_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    """Return the processes of a job that train, by rank; of one that has ended, none."""
+    """Return the training processes of a job, by rank; empty after its end."""
     found = {}
     with suppress(psutil.NoSuchProcess):
         for child in psutil.Process(process.pid).children(recursive=True):
@@ -212,7 +212,7 @@ def samples(folder: Path) -> list[tuple[int, int]]:
 
 @pytest.fixture(scope="session")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a run that nothing happened to, on one process."""
+    """Return the folder of an uninterrupted run on one process."""
     folder = tmp_path_factory.mktemp("alone")
     end = run(ONE, folder, ranks=1)
     assert end.job.code == 0, end.job.output
@@ -220,7 +220,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def assert_same_training(folder: Path, alone: Path) -> None:
-    """Assert that the parts of a run are, together, the run that nothing happened to."""
+    """Assert that the parts of a run together equal the uninterrupted run."""
     assert samples(folder) == samples(alone), "each sample once an epoch"
     assert losses(folder) == pytest.approx(losses(alone), rel=0, abs=1e-9)
 

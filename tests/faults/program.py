@@ -1,9 +1,9 @@
-"""Train a small model for a number of steps, and meet with a fault on the way: what the fault tests put on trial.
+"""The program of the fault tests: trains a small model for a number of steps, with a fault on the way.
 
     python program.py FOLDER STEPS [KIND:RANK:STEP | KIND:RANK:PLACE]
 
-It is written as a user would write it, but for its notes (a line for each micro-batch of each rank) and its fault.
-A place is where ranks meet outside of steps: init, prepare, evaluation or close. The others are there by then.
+It is an ordinary script, except for its log (a line per micro-batch and rank) and its fault. A place is a collective
+outside of steps: init, prepare, evaluation or close. The other ranks are already in it.
 """
 
 from __future__ import annotations

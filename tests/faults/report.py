@@ -1,4 +1,4 @@
-"""Print what the fault tests have recorded, as a table: the fault, how long its job took to end, and the first message.
+"""Print the fault tests' records as a table: the fault, the time until the job ended, and the first message.
 
 TESTS_ENDS=ends.jsonl pytest tests/faults
 python tests/faults/report.py ends.jsonl

@@ -1,4 +1,4 @@
-"""A rank that fails, dies, freezes or leaves ends the job: soon, under every launcher, and it is the one named."""
+"""A rank that fails, dies, freezes or exits ends the job soon, under every launcher, and the message names it."""
 
 from __future__ import annotations
 

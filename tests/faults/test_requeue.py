@@ -1,4 +1,4 @@
-"""SLURM says with SIGUSR1 that a job's time is nearly over: it saves, and puts itself back into the queue, once."""
+"""A job that gets SLURM's SIGUSR1 shortly before its time limit saves a checkpoint and requeues itself, once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that is killed again and again, and goes on elsewhere each time, is the run to which nothing happened."""
+"""A run that is killed repeatedly, and resumed in another world each time, gives the result of an uninterrupted one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Signals stop a run in good order: all ranks after the same step, with a checkpoint from which it goes on exactly."""
+"""A signal stops all ranks after the same step, with a checkpoint from which the run is resumed exactly."""
 
 from __future__ import annotations
 

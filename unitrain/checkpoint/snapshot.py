@@ -1,4 +1,4 @@
-"""A copy of a run's state in the host's memory, which can be written while training goes on."""
+"""Copies a run's state into host memory, so that it can be written while training continues."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 
 
 def snapshot(state: Any, before: Any = None) -> Any:
-    """Return a copy of nested state that training can no longer change.
+    """Return a copy of nested state in host memory.
 
-    Tensors on a GPU are copied into page-locked memory, all at once, and waited for together.
+    Tensors on a GPU are copied asynchronously into pinned memory, and synchronised once at the end.
 
     Args:
         state: tensors and plain data, in dicts, lists and tuples.
-        before: the snapshot of an earlier save, which is given up: where tensors are of the same kind, their memory is
-            used again. Most of what a copy costs is to get memory that was never touched.
+        before: an earlier snapshot, which becomes invalid: the memory of its tensors is reused if shape and dtype are
+            the same. Most of the cost of a copy is that of new memory.
     """
     devices: set[torch.device] = set()
     copied = _copy(state, before, devices)
@@ -27,7 +27,7 @@ def snapshot(state: Any, before: Any = None) -> Any:
 
 
 def _copy(value: Any, before: Any, devices: set[torch.device]) -> Any:
-    """Begin to copy, and add the GPUs on which copies are under way to ``devices``."""
+    """Start to copy, and add the GPUs that are copied from to ``devices``."""
     if isinstance(value, Tensor):
         if value.is_cuda:
             devices.add(value.device)

@@ -1,4 +1,4 @@
-"""Batches on their way to the device: copied ahead of use, beside the computation, where the device is a GPU."""
+"""Moves batches to the device. On a GPU, the next batch is copied while the current one is computed."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ T = TypeVar("T")
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Return the batch with every tensor in it on ``device``; whatever else has a ``to`` method is moved by that."""
-    # What comes to the host must have arrived when it is used; a GPU's stream sees to that itself.
+    """Return the batch with its tensors, and other objects that have a method ``to``, on ``device``."""
+    # Copies to the host must be complete before use; on a GPU, the stream's order ensures that.
     non_blocking = device.type != "cpu"
 
     def move(value: Any) -> Any:
@@ -35,20 +35,20 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 @lru_cache
 def _takes_non_blocking(kind: type) -> bool:
-    """Whether the ``to`` of a class of the user's has a parameter of that name, as torch's does."""
-    if issubclass(kind, PackedSequence):  # which passes all that it is given on to a tensor's
+    """Return whether a class's method ``to`` has a parameter ``non_blocking``, as torch's has."""
+    if issubclass(kind, PackedSequence):  # passes its arguments on to the method of tensors
         return True
     try:
         return "non_blocking" in inspect.signature(kind.to).parameters  # type: ignore[attr-defined]
-    except (AttributeError, TypeError, ValueError):  # an attribute of the object, or not written in Python
+    except (AttributeError, TypeError, ValueError):  # an instance attribute, or not written in Python
         return False
 
 
 def feed(batches: Iterator[tuple[T, Any]], device: torch.device) -> Iterator[tuple[T, Any]]:
-    """Yield each batch, with what belongs to it, on the device.
+    """Yield each pair of a label and a batch with the batch on the device.
 
-    On a GPU the next batch is copied on a stream of its own while this one is computed with. From page-locked memory
-    that takes neither the CPU's time nor the computation's.
+    On a GPU, the next batch is copied on a separate stream while this one is computed. From pinned memory, that takes
+    no time of the CPU's or the computation's.
     """
     if device.type != "cuda":
         for label, batch in batches:
@@ -68,11 +68,11 @@ def feed(batches: Iterator[tuple[T, Any]], device: torch.device) -> Iterator[tup
 
 
 def _arrived(label: T, batch: Any, arrival: torch.cuda.Event, device: torch.device) -> tuple[T, Any]:
-    """Let the computation wait for a copy, and its memory for the computation."""
+    """Make the compute stream wait for a copy, and keep the copy's memory until the stream has used it."""
     computing = torch.cuda.current_stream(device)
     computing.wait_event(arrival)
     for tensor in tensors(batch):
         if tensor.is_cuda:
             tensor.record_stream(computing)
-    # What has a `to` of its own is moved only now: its memory could not be told to wait.
+    # Other objects are moved only now: record_stream can't be called for the memory that they hold.
     return label, to_device(batch, device)

@@ -1,6 +1,6 @@
-"""What is certain of some datasets and of torch's collate function: that they draw nothing, and what they make.
+"""Known datasets and torch's collate function: whether they draw random numbers, and a fast path for collating.
 
-Nothing here guesses. A dataset of a class that isn't known, a subclass of one that is among them, may draw.
+Only exact classes are known: a dataset of any other class, including a subclass of a known one, may draw.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset, default_collate
 from torch.utils.data._utils import collate as torch_collate
 
-# Those of Hugging Face's that are no function of the user's, as ``custom`` is.
+# Hugging Face's formats without user code, which ``custom`` is.
 _FORMATS = {None, "arrow", "jax", "numpy", "pandas", "polars", "tensorflow", "torch"}
 _DTYPES = {
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
@@ -23,10 +23,10 @@ _DTYPES = {
 
 
 def draws_nothing(dataset: Any) -> bool:
-    """Whether a dataset certainly draws no random numbers as it is read, so that its samples need no seeds.
+    """Return whether a dataset is known to draw no random numbers when it is read, so that its samples need no seeds.
 
-    Those are lists, tuples, ranges, arrays and tensors, ``TensorDataset``, Hugging Face's datasets without a transform,
-    and what torch's ``Subset``, ``ConcatDataset`` and ``StackDataset`` make of them.
+    Known are lists, tuples, ranges, arrays and tensors, ``TensorDataset``, Hugging Face's datasets without a transform,
+    and torch's ``Subset``, ``ConcatDataset`` and ``StackDataset`` of these.
     """
     kind = type(dataset)
     if kind is Subset:
@@ -45,16 +45,16 @@ def draws_nothing(dataset: Any) -> bool:
 
 
 def is_default_collate(collate: Any) -> bool:
-    """Whether a collate function is torch's own, and does for every type what torch made it do."""
+    """Return whether a collate function is torch's ``default_collate``, without functions that users registered."""
     return collate is default_collate and all(
         function.__module__ == torch_collate.__name__ for function in torch_collate.default_collate_fn_map.values()
     )
 
 
 def collated_rows(dataset: Any, samples: list[int]) -> list[Tensor] | None:
-    """Return what ``default_collate`` makes of a ``TensorDataset``'s samples, from one read of each tensor.
+    """Return the result of ``default_collate`` for samples of a ``TensorDataset``, with one read of each tensor.
 
-    None where the two might differ in anything, an error's message included: the samples are read one by one then.
+    Return None if the result, or the message of an error, could differ: then read the samples one by one.
     """
     while type(dataset) is Subset and type(dataset.indices) in (list, range):
         samples = [dataset.indices[sample] for sample in samples]

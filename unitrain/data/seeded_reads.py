@@ -1,7 +1,7 @@
-"""Reading samples with random numbers of their own: seeding, for each, the generators that it draws from.
+"""Reads samples with random number generators that are seeded for each sample.
 
-torch's generator is seeded for every sample, which takes 1 µs. Python's and numpy's take 6 µs, more than many samples
-take to be read, and most datasets draw from neither: so they are seeded only where samples draw from them.
+torch's generator is seeded for every sample, which takes 1 µs. Python's and numpy's take 6 µs, longer than reading many
+kinds of samples, and most datasets draw from neither. So these are seeded only if samples draw from them.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from unitrain.rng import seed_numpy, seed_python, seed_torch
 
 
 class SeededReads:
-    """Reads the samples of one dataset in one process, and learns which generators they draw from.
+    """Reads the samples of one dataset in one process, and detects which generators they draw from.
 
-    In the first batch all are seeded for each sample, and looked at after it. One that no sample has drawn from is from
-    then on seeded once for a batch, always alike. If the batch turns out to have drawn from it, the batch is read again
-    with seeds for each sample, as all are from then on. So no sample draws what is not its own.
+    For the first batch, every generator is seeded for each sample, and checked after it. A generator that no sample
+    drew from is idle: from then on, it is seeded once per batch, with a constant. If a batch draws from it after all,
+    the batch is read again with a seed for each sample, as are all later ones. So every sample draws its own numbers.
     """
 
     def __init__(self) -> None:
-        # By name: a bound method of the process's generator would reach a worker with a copy of it.
+        # By name: a bound method would be pickled for a worker with a copy of this process's generator.
         self._idle: list[str] | None = None
 
     def read(self, dataset: Any, samples: Sequence[int], seeds: Sequence[int]) -> list[Any]:
-        """Return the samples, each read with generators of its own seed."""
+        """Return the samples, each read with generators seeded for it."""
         if self._idle is None:
             return self._first_batch(dataset, samples, seeds)
         while True:
@@ -63,26 +63,26 @@ class _Generator(NamedTuple):
     seed: Callable[[int], None]
     draw: Callable[[], float]
     first: Callable[[int], float]
-    """What ``draw`` returns right after ``seed``, if nothing was drawn in between; from a twin."""
+    """Returns the first number that ``draw`` returns after ``seed``, from a separate generator."""
 
 
-_pythons_twin, _numpys_twin = random.Random(), np.random.RandomState(0)
+_python, _numpy = random.Random(), np.random.RandomState(0)
 
 
 def _first_of_python(seed: int) -> float:
-    _pythons_twin.seed(seed)
-    return _pythons_twin.random()
+    _python.seed(seed)
+    return _python.random()
 
 
 def _first_of_numpy(seed: int) -> float:
-    _numpys_twin.seed(seed >> 32)
-    return _numpys_twin.random_sample()
+    _numpy.seed(seed >> 32)
+    return _numpy.random_sample()
 
 
 _GENERATORS = {
     "python": _Generator(seed_python, random.random, _first_of_python),
     "numpy": _Generator(seed_numpy, np.random.random_sample, _first_of_numpy),
 }
-# No number that a dataset would seed a generator with.
+# Arbitrary, so that no dataset seeds a generator with it.
 _IDLE_SEED = 0x5B2D71E96A0C48F3
 _FIRST_IDLE = {name: generator.first(_IDLE_SEED) for name, generator in _GENERATORS.items()}

@@ -1,4 +1,4 @@
-"""Duties that are tried: done by the ranks of a world, one after another, with a verdict on each."""
+"""Runs duties on the ranks of a world, one after another, and judges the result of each."""
 
 from __future__ import annotations
 
@@ -24,36 +24,36 @@ from unitrain.testing.duty import Duty
 from unitrain.testing.worlds import World
 
 LIMIT_S = 60.0
-"""How long one duty may take. Most take a tenth of a second."""
+"""Time limit of one duty, in seconds. Most take a tenth of a second."""
 _SHOWN_CHARACTERS = 3000
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a duty is not done."""
+    """Why a duty failed."""
 
-    owed: str
-    """The world, and what it owes."""
+    title: str
+    """The world and the duty, in one line."""
     details: str
     error: str = ""
-    """The error of the first rank that has one, in a line."""
+    """The error of the first rank that has one, in one line."""
 
     def __str__(self) -> str:
-        return f"{self.owed}\n{self.details}"
+        return f"{self.title}\n{self.details}"
 
 
 Outcomes = dict[tuple[World, str], Failure | None]
-"""What became of each duty of each world that was tried, in order."""
+"""Result of each duty of each world that was run, in order; None if it passed."""
 
 
 def try_duties(world: World, duties: Sequence[Duty], outcomes: Outcomes, limit_s: float = LIMIT_S) -> None:
-    """Start a world's ranks, have them do duties in turn up to the first that fails, and take note of the outcomes.
+    """Start the ranks of a world once, and run duties on them in turn, up to the first that fails.
 
     Args:
-        world: whose ranks are started, once.
-        duties: to be done. If one is to end the job, it is the only one.
-        outcomes: where what becomes of the duties that were tried is added.
-        limit_s: how long one duty may take.
+        world: the world to start.
+        duties: the duties to run. A duty with an ``ending`` must be the only one.
+        outcomes: the results are added to this dict.
+        limit_s: time limit of one duty, in seconds.
     """
     with TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -65,7 +65,7 @@ def try_duties(world: World, duties: Sequence[Duty], outcomes: Outcomes, limit_s
             world.run(_do_in_turn, world, work, folder, limit_s, timeout=limit_s * (len(work) + 1))
         except (KeyboardInterrupt, pytest.exit.Exception):
             raise
-        except BaseException as error:  # pytest's own failures and SystemExit among them
+        except BaseException as error:  # including pytest's failures and SystemExit
             ended = "".join(traceback.format_exception_only(error)).strip()
         for duty in duties:
             attempt = _Attempt.read(folder / duty.name, world.processes)
@@ -73,8 +73,8 @@ def try_duties(world: World, duties: Sequence[Duty], outcomes: Outcomes, limit_s
             if not attempt.is_done:
                 return
         if ended and not duties[-1].ending:
-            details = f"every duty was done, but then the processes did not end well: {ended}"
-            outcomes[world, duties[-1].name] = Failure(_owed(world, duties[-1]), details)
+            details = f"all duties passed, but then the processes failed: {ended}"
+            outcomes[world, duties[-1].name] = Failure(_title(world, duties[-1]), details)
 
 
 # ------------------------------------------------------------------------------------------------------ on a rank
@@ -82,19 +82,19 @@ def try_duties(world: World, duties: Sequence[Duty], outcomes: Outcomes, limit_s
 
 @dataclass(frozen=True)
 class _Report:
-    """What a rank says of a duty."""
+    """Result of a duty on one rank."""
 
     returned: Any = None
     error: str = ""
-    """In a line."""
+    """The error in one line, or an empty string."""
     trace: str = ""
     """The error with its traceback."""
     at: float = 0.0
-    """When it was raised; the clocks of one host's processes can be compared."""
+    """Time of the error, on the monotonic clock, which all processes of a host share."""
 
     @staticmethod
     def of(error: BaseException) -> _Report:
-        """Report an error that a duty raised."""
+        """Return the report of an error that a duty raised."""
         own = error.__traceback__.tb_next if error.__traceback__ is not None else None
         trace = "".join(traceback.format_exception(type(error), error, own)).strip()
         return _Report(error=summary(error), trace=trace, at=time.monotonic())
@@ -107,7 +107,7 @@ def _do_in_turn(
     for name, function, arguments in work:
         report = folder / name / f"report {rank}"
         with _output_to(folder / name / f"output {rank}"):
-            # It needs neither the main thread, which may wait in the library, nor the GIL.
+            # This works without the GIL, and while the main thread waits in a library.
             faulthandler.dump_traceback_later(limit_s, exit=True)
             try:
                 returned = function(replace(world, folder=folder / name / "shared"), *arguments)
@@ -120,7 +120,7 @@ def _do_in_turn(
 
 @contextmanager
 def _output_to(path: Path) -> Iterator[None]:
-    """Send what this process prints, and what libraries print in it, to a file."""
+    """Redirect the output of this process to a file, including that of libraries."""
     sys.stdout.flush()
     sys.stderr.flush()
     kept = os.dup(1), os.dup(2)
@@ -142,22 +142,22 @@ def _output_to(path: Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Attempt:
-    """What is known of a duty that was tried."""
+    """Results of a duty on all ranks."""
 
     reports: Sequence[_Report | None]
-    """Of each rank; None where it came to no end."""
+    """Report of each rank; None if the rank did not finish the duty."""
     output: Sequence[str]
-    """What each rank printed."""
+    """Output of each rank."""
 
     @staticmethod
     def read(folder: Path, processes: int) -> _Attempt:
-        """Read what the ranks left."""
+        """Read the files that the ranks wrote."""
         reports: list[_Report | None] = []
         output = []
         for rank in range(processes):
             try:
                 reports.append(pickle.loads((folder / f"report {rank}").read_bytes()))
-            except (OSError, EOFError, pickle.UnpicklingError):  # it was killed, perhaps while it wrote
+            except (OSError, EOFError, pickle.UnpicklingError):  # the rank was killed, perhaps while writing
                 reports.append(None)
             path = folder / f"output {rank}"
             output.append(path.read_text(errors="replace").strip() if path.exists() else "")
@@ -165,16 +165,16 @@ class _Attempt:
 
     @property
     def errors(self) -> dict[int, _Report]:
-        """The reports of the ranks that have an error."""
+        """Reports with an error, by rank."""
         return {rank: report for rank, report in enumerate(self.reports) if report is not None and report.error}
 
     @property
     def is_done(self) -> bool:
-        """Whether every rank came to a good end."""
+        """Whether every rank finished the duty without an error."""
         return all(report is not None and not report.error for report in self.reports)
 
     def explain(self, ended: str) -> str:
-        """Say what went wrong: the first error in full, the others in a line, and what the ranks printed.
+        """Return what went wrong: the first error with its traceback, the others in one line each, and the output.
 
         Args:
             ended: how the processes ended.
@@ -185,36 +185,38 @@ class _Attempt:
             for i, rank in enumerate(by_time)
         ]
         if not said:
-            said = [ended or "some ranks did not come to its end"]
+            said = [ended or "some ranks did not finish it"]
         said += [
-            f"---- what rank {rank} printed ----\n{text[-_SHOWN_CHARACTERS:]}"
+            f"---- output of rank {rank} ----\n{text[-_SHOWN_CHARACTERS:]}"
             for rank, text in enumerate(self.output)
             if text
         ]
         return "\n".join(said)
 
 
-def _owed(world: World, duty: Duty) -> str:
-    return f"{world} owes: {duty.demand}"
+def _title(world: World, duty: Duty) -> str:
+    return f"{world} fails the duty: {duty.demand}"
 
 
 def _judged(world: World, duty: Duty, attempt: _Attempt, ended: str) -> Failure | None:
-    """Return why a duty is not done, or None."""
-    owed = _owed(world, duty)
+    """Return why a duty failed, or None if it passed."""
+    title = _title(world, duty)
     if duty.ending is not None:
         if not ended:
-            return Failure(owed, "The job did not end with an error.")
+            return Failure(title, "The job did not end with an error.")
         said = f"{ended}\n{attempt.explain(ended)}"
-        return None if re.search(duty.ending, said) else Failure(owed, f"Nobody said {duty.ending!r}:\n{said}")
+        if re.search(duty.ending, said):
+            return None
+        return Failure(title, f"The job ended, but without a message that matches {duty.ending!r}:\n{said}")
     if not attempt.is_done:
         error = next((report.error for report in attempt.errors.values()), "")
-        # What was asserted differs between duties, though it may not say so.
-        return Failure(owed, attempt.explain(ended), "" if error.startswith("AssertionError") else error)
+        # Assertions of different duties differ, even if their messages are the same.
+        return Failure(title, attempt.explain(ended), "" if error.startswith("AssertionError") else error)
     if duty.judge is not None:
         try:
             duty.judge(world, *duty.arguments, [report.returned for report in attempt.reports if report is not None])
         except AssertionError as error:
-            return Failure(owed, str(error))
+            return Failure(title, str(error))
         except Exception:
-            return Failure(owed, f"what the ranks returned can't be judged: {traceback.format_exc()}")
+            return Failure(title, f"the results of the ranks could not be judged: {traceback.format_exc()}")
     return None

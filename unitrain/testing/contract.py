@@ -1,9 +1,8 @@
-"""The contract as tests: every duty of every world is one, though the ranks of a world are started only a few times.
+"""The contract as pytest tests: one test per duty and world, in processes that many duties share.
 
-Starting processes takes longer than most duties do. So the first test of a group (``duties.STARTS``) has all duties of
-its group done that are to be tested, by the same processes, one after another; the tests after it report what became of
-theirs. Where a duty fails, hangs or kills its ranks, the processes end with it. The next test starts new ones for the
-rest.
+Starting processes takes longer than most duties. So the first test of a group (``duties.STARTS``) runs all selected
+duties of its group in the same processes, one after another, and the other tests of the group report the results. If a
+duty fails, hangs or kills its ranks, the processes end, and the next test starts new ones for the rest.
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ _OUTCOMES = pytest.StashKey[Outcomes]()
 
 
 def parameters(worlds: Iterable[World], *marks: pytest.MarkDecorator) -> list[Any]:
-    """Return every duty of every world as parameters of a test: ``world`` and ``duty``.
+    """Return the parameters ``world`` and ``duty`` of a test, for every duty of every world.
 
     Args:
-        worlds: where the contract is to hold.
-        *marks: given to each test.
+        worlds: the worlds to test.
+        *marks: marks of each test.
     """
     return [
         pytest.param(
             world,
             duty,
             id=f"{world}-{duty.name}",
-            # With pytest-xdist (--dist loadgroup), one of its processes runs them.
+            # With pytest-xdist (--dist loadgroup), a group runs in one of its processes.
             marks=[*marks, pytest.mark.xdist_group(f"{world}-{_together(duty)[0]}")],
         )
         for world in worlds
@@ -44,12 +43,12 @@ def parameters(worlds: Iterable[World], *marks: pytest.MarkDecorator) -> list[An
 
 
 def _together(duty: Duty) -> tuple[str, ...]:
-    """Return the modules whose duties are done in one start with this one."""
+    """Return the modules whose duties run in the same processes as this one."""
     return next(modules for modules in STARTS if duty.module in modules)
 
 
 def check(request: pytest.FixtureRequest, world: World, duty: Duty) -> None:
-    """Fail the test that asks where the duty is not done in the world."""
+    """Fail the calling test if the duty fails in the world. Run the duty first if it has not been run."""
     outcomes = request.config.stash.setdefault(_OUTCOMES, {})
     if (world, duty.name) not in outcomes:
         items = request.session.items
@@ -64,12 +63,12 @@ def check(request: pytest.FixtureRequest, world: World, duty: Duty) -> None:
     failure = outcomes[world, duty.name]
     if failure is not None:
         first = _first_alike(failure, world, outcomes)
-        again = f"{failure.owed}\n{failure.error}\n{first} fails in the same way: its test says more."
+        again = f"{failure.title}\n{failure.error}\nThe duty {first} fails with the same error: see its test."
         pytest.fail(str(failure) if first == duty.name else again, pytrace=False)
 
 
 def _first_alike(failure: Failure, world: World, outcomes: Outcomes) -> str:
-    """Return the first duty of a world that failed with the same error, but for numbers in it: this one, perhaps."""
+    """Return the first duty of a world that failed with the same error, ignoring numbers; it may be this one."""
     alike = [
         name
         for (where, name), other in outcomes.items()

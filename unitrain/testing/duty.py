@@ -1,4 +1,4 @@
-"""Duties: what a backend owes its users, each a function that ranks run, and the worlds in which it is owed."""
+"""``Duty``: one requirement of the contract of backends, as a function that all ranks of a world run."""
 
 from __future__ import annotations
 
@@ -19,42 +19,42 @@ class Duty:
 
     name: str
     demand: str
-    """What is owed, in a sentence."""
+    """What is required, in one sentence."""
     module: str
-    """The module that it is in, by the last part of its name."""
+    """Last part of the name of its module."""
     function: Callable[..., Any]
-    """What every rank does: raises where the duty is not done. What it returns may be judged."""
+    """Called on every rank. Raises an error if the duty fails; its result is passed to ``judge``."""
     arguments: tuple[Any, ...]
-    """What the function, and the judge, is given after the world."""
+    """Arguments of the function and of ``judge`` after the world."""
     needs: Needs
     judge: Callable[..., None] | None
-    """Given the world, the arguments, and what the ranks returned, in rank order; raises where that is wrong."""
+    """Called with the world, the arguments, and the results in rank order. Raises AssertionError if they are wrong."""
     ending: str | None
-    """Pattern of what the ranks say at their end, where the duty is to end the job. Nothing is done after it."""
+    """For a duty that must end the job: a regular expression for the ranks' last messages."""
 
 
 def everywhere(world: World) -> bool:
-    """Return that the duty is owed in every world."""
+    """Return True: the duty applies in every world."""
     return True
 
 
 def several_processes(world: World) -> bool:
-    """Return whether there is anybody to communicate with."""
+    """Return whether the world has more than one process."""
     return world.processes > 1
 
 
 def two_processes(world: World) -> bool:
-    """Return whether there are two processes, for what more of them would only repeat."""
+    """Return whether the world has two processes, for duties that need not be repeated with more."""
     return world.processes == 2
 
 
 def matched_by_name(world: World) -> bool:
-    """Return whether there are several processes, whose calls the backend matches by name."""
+    """Return whether the world has several processes and a backend that matches calls by name."""
     return world.processes > 1 and world.kind.matches_by_name
 
 
 def compresses(compression: str) -> Needs:
-    """Return what tells whether there are several processes, whose gradients the backend can send so."""
+    """Return a condition: several processes, and a backend that supports this compression of gradients."""
     return lambda world: world.processes > 1 and compression in world.kind.compressions
 
 
@@ -68,11 +68,11 @@ def duty(
     judge: Callable[..., None] | None = None,
     ending: str | None = None,
 ) -> Callable[[Function], Function]:
-    """Make a function of a world a duty. The first line of its docstring says what is owed.
+    """Register a function of a world as a duty. The first line of its docstring is the demand.
 
     Args:
-        needs: tells whether a world owes it.
-        each: one duty for each of these values, by name; the function is given it after the world.
+        needs: returns whether the duty applies in a world.
+        each: values by name; one duty is made for each, and the value passed to the function after the world.
         judge: as in ``Duty``.
         ending: as in ``Duty``.
     """
@@ -91,5 +91,5 @@ def duty(
 
 
 def registered() -> dict[str, Duty]:
-    """Return all duties by name, in the order in which they were made."""
+    """Return all duties by name, in the order of their registration."""
     return dict(_registered)

@@ -1,7 +1,7 @@
-"""pytest's options for the contract, where ``unitrain.testing`` is what it is to run.
+"""pytest plugin with the options of ``pytest --pyargs unitrain.testing``.
 
-pytest loads this in every run of an environment that has UniTrain. So it imports nothing of UniTrain, and adds nothing
-to runs of other tests.
+pytest loads it in every run if UniTrain is installed. So it does not import the rest of UniTrain, and adds nothing to
+runs of other tests.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from unitrain.testing.worlds import World
 
 WORLDS: pytest.StashKey[list[World]] = pytest.StashKey()
-"""The worlds of the backend that is judged; there only where the contract is run."""
+"""The worlds of the tested backend. Missing if other tests are run."""
 
 
 def pytest_load_initial_conftests(early_config: pytest.Config, parser: pytest.Parser, args: Sequence[str]) -> None:
@@ -26,19 +26,20 @@ def pytest_load_initial_conftests(early_config: pytest.Config, parser: pytest.Pa
         return
     early_config.stash[WORLDS] = []
     group = parser.getgroup("unitrain", "the contract of UniTrain's backends")
-    group.addoption("--backend", metavar="NAME", help="the backend to judge, by its entry point's name")
+    group.addoption("--backend", metavar="NAME", help="name of the backend to test (its entry point)")
     group.addoption(
         "--processes",
         metavar="N",
         default="1,2,3",
-        help="numbers of processes, with commas; those that the backend can't have are left out (default: %(default)s)",
+        help="numbers of processes, comma-separated; those that the backend doesn't support are skipped "
+        "(default: %(default)s)",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Find the worlds of the backend."""
-    # pytest-xdist's marker, which the contract's tests have whether that is installed or not.
-    config.addinivalue_line("markers", "xdist_group(name): tests that one process of pytest-xdist is to run")
+    # The tests have pytest-xdist's mark whether it is installed or not.
+    config.addinivalue_line("markers", "xdist_group(name): tests to run in the same process of pytest-xdist")
     if WORLDS not in config.stash or config.option.help:
         return
     from unitrain import UnitrainError
@@ -46,9 +47,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
     backend, processes = config.option.backend, config.option.processes
     if backend is None:
-        raise pytest.UsageError("name the backend to judge: pytest --pyargs unitrain.testing --backend NAME")
+        raise pytest.UsageError(
+            "--backend is missing. Name the backend to test: pytest --pyargs unitrain.testing --backend NAME"
+        )
     if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", processes):
-        raise pytest.UsageError(f"--processes is {processes!r}, but must be numbers above 0, with commas.")
+        raise pytest.UsageError(
+            f"--processes is {processes!r}, but must be one or more positive ints, comma-separated, such as 1,2,4."
+        )
     try:
         config.stash[WORLDS] = find_worlds(backend, [int(size) for size in processes.split(",")])
     except UnitrainError as error:
@@ -56,7 +61,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Say how many duties the backend does in each world."""
+    """Print the number of duties that passed in each world."""
     if WORLDS not in config.stash:
         return
     done, tried = Counter[str](), Counter[str]()
@@ -68,4 +73,4 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     terminalreporter.section(f"backend {config.option.backend}")
     for world, count in tried.items():
         colour = {"green" if done[world] == count else "red": True}
-        terminalreporter.line(f"{world}: {done[world]} of {count} duties are done", **colour)
+        terminalreporter.line(f"{world}: {done[world]} of {count} duties passed", **colour)

@@ -1,8 +1,8 @@
-"""``run_ranks``: a function run as n ranks, in new processes, at the price of a unit test.
+"""``run_ranks``: runs a function as the ranks of a job, in new processes, as fast as a unit test.
 
-The processes are forked from a server that has torch imported (0.1 s for a start instead of spawn's 3 s), meet without
-a fixed port, and never outlive the call. The function is one of a module's top level, for it is pickled; it calls
-``unitrain.init`` like a script.
+The processes are forked from a server that has imported torch, so they start in 0.1 s instead of 3 s. They need no
+fixed port, and end with the call. The function is pickled, so it must be at the top level of a module. It calls
+``unitrain.init``, as a script does.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from unitrain.job.spawn import run_processes, spawn_environments
 from unitrain.launch.detect import detect
 
 Environments: TypeAlias = Callable[[int], AbstractContextManager[list[dict[str, str]]]]
-"""Gives the complete environment of each of so many ranks, while it is entered."""
+"""Takes a number of ranks, and returns a context manager that gives the complete environment of each."""
 Launcher: TypeAlias = str | Environments
-"""Who starts the ranks: one of ``LAUNCHERS``, or a function for environments of its own making."""
+"""What starts the ranks: one of ``LAUNCHERS``, or a function that makes their environments."""
 LAUNCHERS = ("python", "spawn", "torchrun", "mpirun", "horovodrun", "srun")
-"""The first two, and functions, start ranks in a fraction of a second, and the others in seconds."""
+"""The first two, and functions, start ranks in a fraction of a second; the others take seconds."""
 
 _FORKSERVER = multiprocessing.get_context("forkserver")
-# pytest, because every child imports the parent's main module, and this is what that module imports; torch's compiler,
-# because the first step of any optimizer imports it (2 s).
+# pytest, because every child imports the parent's main module, which imports it; torch's compiler, because the first
+# step of any optimizer imports it (2 s).
 _PRELOADED = [
     "pytest", "torch._dynamo", "torch._inductor", "unitrain.initialize", "unitrain.data", "unitrain.testing.duties",
 ]  # fmt: skip
 
 
 def preload(modules: Sequence[str]) -> None:
-    """Have the server import these modules, which else each rank would. Without effect once a rank was started."""
+    """Have the server import modules, so that not every rank has to. Has no effect after the first rank is started."""
     _FORKSERVER.set_forkserver_preload([*_PRELOADED, *modules])
 
 
@@ -51,21 +51,23 @@ preload([])
 def run_ranks(
     fn: Callable[..., Any], *args: Any, nprocs: int = 2, timeout: float = 60, launcher: Launcher = "spawn"
 ) -> list[Any]:
-    """Run ``fn(*args)`` as each of ``nprocs`` ranks and return what each returned.
+    """Run ``fn(*args)`` on each of ``nprocs`` ranks, and return the results in rank order.
+
+    The ranks' output is printed, whether they fail or not.
 
     Args:
-        fn: a function of a module's top level.
-        *args: its arguments, the same for all ranks.
-        nprocs: the number of ranks.
-        timeout: seconds until all must have ended. A little before, those that have not print their stacks.
-        launcher: "spawn" for ranks as ``unitrain.spawn`` starts them, "python" for one process that nobody launched,
-            the name of a real launcher, or a function for environments of its own making.
+        fn: a function at the top level of a module.
+        *args: its arguments, the same on all ranks.
+        nprocs: number of ranks.
+        timeout: time limit in seconds. Shortly before, ranks that still run print their stacks.
+        launcher: "spawn" for ranks as ``unitrain.spawn`` starts them, "python" for one process without a launcher, the
+            name of a real launcher, or a function that makes the ranks' environments.
 
     Raises:
-        TimeoutError: some rank had not ended in time.
+        TimeoutError: a rank did not end in time.
         CommunicationError: a rank died without an exception.
-        BaseException: what the first rank to fail raised, caused by its traceback, which names the rank. What the
-            ranks printed is printed in any case. Under a real launcher it is a RuntimeError with its exit code.
+        RuntimeError: a real launcher exited with an error.
+        BaseException: the exception of the first rank that failed. Its cause has the traceback, and names the rank.
     """
     if isinstance(launcher, str) and launcher not in _FORKED:
         return _run_under(launcher, fn, args, nprocs, timeout)
@@ -83,8 +85,8 @@ def run_ranks(
 
 @contextmanager
 def _unlaunched(nprocs: int) -> Iterator[list[dict[str, str]]]:
-    """Give the environment of one process that nobody launched."""
-    assert nprocs == 1, "without a launcher there is one process"
+    """Yield the environment of one process without a launcher."""
+    assert nprocs == 1, "without a launcher, there is one process"
     yield [dict(os.environ)]
 
 
@@ -99,7 +101,7 @@ def _rank(timeout: float, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     faulthandler.dump_traceback_later(0.9 * timeout, file=sys.stderr)
     result = fn(*args)
-    # A forked process skips its exit handlers, and with them the end of what a script forgot to close.
+    # A forked process skips its exit handlers, which close what a script did not.
     atexit._run_exitfuncs()
     return result
 
@@ -112,20 +114,20 @@ def _run_under(launcher: str, fn: Callable[..., Any], args: tuple[Any, ...], npr
             try:
                 printed, _ = process.communicate(timeout=timeout)
             except subprocess.TimeoutExpired as expired:
-                raise TimeoutError(f"{launcher}'s ranks did not end within {timeout:g} s") from expired
+                raise TimeoutError(f"the ranks under {launcher} did not end within {timeout:g} s") from expired
         print(printed, end="")
         if process.returncode != 0:
-            raise RuntimeError(f"{launcher} left with exit code {process.returncode}")
+            raise RuntimeError(f"{launcher} exited with code {process.returncode}; its output says why")
         return [pickle.loads(Path(folder, f"result {rank}").read_bytes()) for rank in range(nprocs)]
 
 
-def _be_a_launched_rank(folder: Path) -> None:
+def _run_launched(folder: Path) -> None:
     with open(folder / "work", "rb") as work:
-        sys.path[:] = pickle.load(work)  # before what follows is looked for
+        sys.path[:] = pickle.load(work)  # first, since unpickling the function imports its module
         fn, args = pickle.load(work)
     result = fn(*args)
     (folder / f"result {detect(os.environ).rank}").write_bytes(pickle.dumps(result))
 
 
 if __name__ == "__main__":
-    _be_a_launched_rank(Path(sys.argv[1]))
+    _run_launched(Path(sys.argv[1]))

@@ -1,4 +1,4 @@
-"""The contract of the backend that ``--backend`` names."""
+"""Tests the backend that ``--backend`` names against the contract."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from unitrain.testing.worlds import World
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Make a test of every duty in every world of the backend."""
+    """Make one test for each duty in each world of the backend."""
     worlds = metafunc.config.stash[WORLDS]
     metafunc.parametrize(("world", "duty"), parameters(worlds))
 
 
 def test_contract(request: pytest.FixtureRequest, world: World, duty: Duty) -> None:
-    """A backend does its duty."""
+    """A backend passes a duty."""
     check(request, world, duty)

@@ -1,4 +1,4 @@
-"""Worlds: a backend on so many processes, and what its class says that it can do."""
+"""``World``: a backend on a number of processes, for tests."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from unitrain.testing.ranks import LAUNCHERS, Launcher, run_ranks
 
 @dataclass(frozen=True)
 class World:
-    """A backend on so many processes of this host, on the CPU."""
+    """A backend on a number of processes of this host, on the CPU."""
 
     backend: str
     processes: int
     launcher: Launcher = "spawn"
-    """Who starts the processes; "python" where there is one that nobody started."""
+    """What starts the processes; "python" for one process without a launcher."""
     path: tuple[str, ...] = ()
-    """Folders in which the backend's distribution is installed, where that is not on the path already."""
+    """Folders of the backend's distribution to add to ``sys.path``."""
     folder: Path = Path()
-    """On a rank: an empty folder that all ranks of the world share while they do one duty."""
+    """On a rank: a folder that all ranks of the world share, empty at the start of a duty."""
 
     def __str__(self) -> str:
         return f"{self.backend}-x{self.processes}"
@@ -42,31 +42,31 @@ class World:
 
     @property
     def averages_gradients(self) -> bool:
-        """Whether the backend averages gradients in a way of its own, and not in the core's buckets."""
+        """Whether the backend averages gradients itself, instead of in the core's buckets."""
         return self.processes > 1 and self.kind.watch_gradients is not Backend.watch_gradients
 
     @property
     def for_unused_parameters(self) -> dict[str, Any]:
-        """The settings under which parameters may take no part in a step."""
+        """The settings that allow parameters to be unused in a step."""
         searches = "find_unused_parameters" in self.kind.Settings.model_fields
         return {self.backend: {"find_unused_parameters": True}} if searches else {}
 
     def open(self, **settings: Any) -> Strategy:
-        """Start a strategy, on a rank: in float64 and with short timeouts unless ``settings`` say otherwise.
+        """Start a strategy on a rank, by default in float64 and with a short timeout.
 
-        With one thread, because models are small: on busy cores, threads that wait for one another take many times as
-        long.
+        It uses one thread: models are small, and on busy cores, threads that wait for one another are many times
+        slower.
         """
         common = {"backend": self.backend, "precision": "fp64", "device": "cpu", "timeout_s": 30}
         return unitrain.init(**{**common, "threads_per_process": 1, **settings})
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 90) -> list[Any]:
-        """Run ``fn(*args)`` as every rank of this world, where ``open`` works; return what each rank returned."""
+        """Run ``fn(*args)`` on each rank of this world, and return the results. ``fn`` may call ``open``."""
         return run_ranks(_run, self.path, fn, args, nprocs=self.processes, launcher=self.launcher, timeout=timeout)
 
     @contextmanager
     def on_path(self) -> Iterator[None]:
-        """Let the backend's distribution be found."""
+        """Add the folders of the backend's distribution to ``sys.path``."""
         before = sys.path[:]
         sys.path[:0] = self.path
         try:
@@ -81,16 +81,16 @@ def _run(path: Sequence[str], fn: Callable[..., Any], args: tuple[Any, ...]) -> 
 
 
 def find_worlds(backend: str, sizes: Sequence[int]) -> list[World]:
-    """Return the worlds of a backend that can be started on this host: for each size, with the first launcher to fit.
+    """Return the worlds of a backend that can be started on this host, each with the first launcher that works.
 
     Args:
-        backend: its name.
+        backend: name of the backend.
         sizes: numbers of processes.
 
     Raises:
-        ConfigError: no backend of that name is installed, or it can't run as configured by default.
+        ConfigError: no backend of that name is installed, or it can't run with default settings.
         BackendError: it can't be imported, or its library is missing.
-        LaunchError: no launcher that is found here starts what it can use.
+        LaunchError: no installed launcher starts processes that it can use.
     """
     kind = load_backend(backend)
     worlds: list[World] = []
@@ -114,7 +114,8 @@ def find_worlds(backend: str, sizes: Sequence[int]) -> list[World]:
     if not worlds:
         asked = ", ".join(map(str, sizes))
         raise LaunchError(
-            f"backend {backend!r} would see no world of {asked} processes under any launcher found here "
-            f"({', '.join(['spawn', *found])}): its `expected_world` says so. It is served by {kind.served_by}."
+            f"backend {backend!r} can't run on {asked} processes under any launcher found here "
+            f"({', '.join(['spawn', *found])}), according to its method `expected_world`. It works under: "
+            f"{kind.served_by}."
         )
     return worlds

@@ -1,8 +1,8 @@
-"""The optimizer's step, taken only where every gradient is finite: look, clip, step.
+"""The optimizer's step, skipped if a gradient is not finite: check, clip, step.
 
-On a CPU, and with optimizers that can't help it, the host reads what was found and then decides. A fused optimizer on a
-GPU heeds the flag itself: its kernels are queued before the host knows, and the GPU does not wait for the host. What
-tells them (``found_inf``) is the protocol between torch's ``GradScaler`` and the optimizers that support it.
+On a CPU, and with optimizers that are not fused, the host reads the result of the check and decides. On a GPU, the
+kernels of a fused optimizer read it themselves (``found_inf``, as torch's ``GradScaler`` sets it). They are queued
+before the host has read it, so the GPU does not wait for the host.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch.optim import Optimizer
 
 
 class GuardedStep:
-    """A step that leaves weights and the optimizer's state as they were where a gradient is not finite.
+    """Clips gradients and steps an optimizer. Changes neither weights nor state if a gradient is not finite.
 
     Args:
-        device: where the gradients are.
-        clip_norm: scale gradients so that the 2-norm of all together is at most this.
-        clip_value: clamp each number in them to plus and minus this, before their norm is taken.
-        measure_norm: return the 2-norm also where ``clip_norm`` is None.
+        device: device of the gradients.
+        clip_norm: maximum 2-norm of all gradients together.
+        clip_value: maximum absolute value of the gradients' elements; clamped before the norm is computed.
+        measure_norm: return the 2-norm even if ``clip_norm`` is None.
     """
 
     def __init__(
@@ -36,9 +36,9 @@ class GuardedStep:
         on_host = device.type == "cpu"
         self._found = torch.zeros((), device=device)
         self._found_on_host = torch.zeros((), pin_memory=not on_host)
-        self._found_now = self._found.numpy().item if on_host else self._found.item  # numpy's is the quicker
+        self._found_now = self._found.numpy().item if on_host else self._found.item  # numpy's is faster
         self._one = torch.ones((), device=device)
-        # Gradients that were clamped would no longer tell which of them was infinite.
+        # Clamping makes infinite gradients finite, so they must be checked before it.
         self._may_flag = not on_host and clip_value is None
         self._norm_tells = self._takes_norm and clip_value is None
         self._all_plain = True
@@ -51,15 +51,15 @@ class GuardedStep:
         gradients: list[Tensor],
         losses: Sequence[Tensor] = (),
     ) -> tuple[bool, Tensor | None]:
-        """Step if all gradients are finite, and all losses that are given.
+        """Step if all gradients and ``losses`` are finite.
 
         Returns:
-            Whether they were, and the gradients' norm where the step was taken and the norm is wanted.
+            Whether the optimizer stepped, and the norm of the gradients if it did and the norm is computed.
         """
         if self._may_flag and gradients and getattr(optimizer, "_step_supports_amp_scaling", False):
             return self._step_flagged(optimizer, parameters, gradients, losses)
         norm = get_total_norm(gradients) if self._norm_tells else None
-        # A norm that is finite speaks for every gradient; one that is not may have overflowed.
+        # If the norm is finite, all gradients are; if it is not, it may have overflowed.
         known = norm is not None and math.isfinite(sum(losses, norm).item())
         if not known and not self._are_finite(gradients, losses):
             return False, None
@@ -69,7 +69,7 @@ class GuardedStep:
         return True, norm
 
     def _clip(self, parameters: Iterable[Parameter], gradients: list[Tensor], norm: Tensor | None) -> Tensor | None:
-        """Clip gradients that are finite; return their norm, which may be known, where it is wanted."""
+        """Clip finite gradients, and return their norm if it is computed. ``norm`` is not None if it is known."""
         if self._clip_value is not None and gradients:
             torch._foreach_clamp_max_(gradients, self._clip_value)
             torch._foreach_clamp_min_(gradients, -self._clip_value)
@@ -80,21 +80,21 @@ class GuardedStep:
         return norm
 
     def _are_finite(self, gradients: list[Tensor], losses: Sequence[Tensor]) -> bool:
-        """Return whether all gradients and losses are finite; the host waits for the answer."""
-        self._look(gradients, losses)
+        """Return whether all gradients and losses are finite. The host waits for the device."""
+        self._check(gradients, losses)
         if not self._found_now():
             return True
         self._found.zero_()
         return False
 
-    def _look(self, gradients: list[Tensor], losses: Sequence[Tensor]) -> None:
-        """Set the flag to 1 where a gradient or a loss is not finite."""
+    def _check(self, gradients: list[Tensor], losses: Sequence[Tensor]) -> None:
+        """Set the flag to 1 if a gradient or a loss is not finite."""
         if losses:
             gradients = [*gradients, *losses]
         if self._all_plain:
             try:
                 torch._amp_foreach_non_finite_check_and_unscale_(gradients, self._found, self._one)
-            except NotImplementedError:  # asking each gradient beforehand costs every model for the few that have such
+            except NotImplementedError:  # cheaper than checking the layout of each gradient beforehand
                 self._all_plain = False
             else:
                 return
@@ -103,10 +103,10 @@ class GuardedStep:
             if numbers.numel():
                 by_dtype[numbers.dtype].append(numbers)
         for dtype, alike in by_dtype.items():
-            self._look_at_plain(alike, dtype)
+            self._check_plain(alike, dtype)
 
-    def _look_at_plain(self, alike: list[Tensor], dtype: torch.dtype) -> None:
-        """Look at numbers of one type, which torch's check may not know: on a GPU, bfloat16."""
+    def _check_plain(self, alike: list[Tensor], dtype: torch.dtype) -> None:
+        """Check tensors of one dtype, which torch's kernel may not support: on a GPU, bfloat16."""
         if dtype not in self._refused:
             try:
                 torch._amp_foreach_non_finite_check_and_unscale_(alike, self._found, self._one)
@@ -120,17 +120,17 @@ class GuardedStep:
     def _step_flagged(
         self, optimizer: Optimizer, parameters: Iterable[Parameter], gradients: list[Tensor], losses: Sequence[Tensor]
     ) -> tuple[bool, Tensor | None]:
-        """Let the optimizer look at the flag, and read it while its kernels run."""
+        """Step with an optimizer that reads the flag on the device, and read the flag while its kernels run."""
         norm = None
         if self._takes_norm:
             norm = get_total_norm(gradients)
             torch.logical_not(sum(losses, norm).isfinite(), out=self._found)
         else:
-            self._look(gradients, losses)
+            self._check(gradients, losses)
         self._found_on_host.copy_(self._found, non_blocking=True)
         copied = torch.cuda.current_stream(self._found.device).record_event() if self._found.is_cuda else None
         if self._clip_norm is not None and norm is not None:
-            # By a norm of NaN, clipping would make every gradient NaN: none could be named as the first.
+            # Clipping by a norm of NaN would make every gradient NaN, and hide which was the first.
             clip_grads_with_norm_(parameters, self._clip_norm, torch.where(self._found > 0, 0.0, norm))
         states = len(optimizer.state)
         optimizer.found_inf = self._found  # type: ignore[attr-defined]
@@ -143,18 +143,18 @@ class GuardedStep:
         if not self._found_on_host.item():
             return True, norm
         self._found.zero_()
-        # A parameter's first step made a state for it, which may not have been written: fused SGD's momentum.
+        # A parameter's first step creates state, which the kernels may have left uninitialised: fused SGD's momentum.
         for parameter in list(optimizer.state)[states:]:
             del optimizer.state[parameter]
         if norm is None or not self._are_finite(gradients, losses):
             return False, None
-        # Only the norm had overflowed. Nothing has changed yet: the step is taken now.
+        # Only the norm overflowed. Nothing has changed yet, so step now.
         self._clip(parameters, gradients, norm)
         optimizer.step()
         return True, norm
 
 
 def plain_numbers(gradient: Tensor) -> Tensor:
-    """Return a dense and real view of all numbers in a gradient, which may be sparse or complex."""
+    """Return a dense and real view of the values of a gradient, which may be sparse or complex."""
     values = gradient._values() if gradient.is_sparse else gradient
     return torch.view_as_real(values) if values.is_complex() else values

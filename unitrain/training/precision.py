@@ -1,4 +1,4 @@
-"""Precision in one place: what the model computes in, and the loss scale of fp16."""
+"""``Precision``: the dtype in which a model computes, and the loss scale of fp16."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ AUTOCAST_DTYPE: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.
 
 
 class _AutocastForward:
-    """A pair of forward hooks that hold autocast open while a module's forward runs.
+    """Two forward hooks that enable autocast while a module's forward runs.
 
-    Autocast's dtype is thread-local and DataParallel's threads inherit only whether it is on, so it has to be entered
-    inside the forward; the stack is thread-local for the same reason. Hooks, and not a replaced ``forward``, because a
-    deep copy of the module (an average of its weights, say) then keeps calling its own forward.
+    Autocast's dtype is thread-local, and DataParallel's threads inherit only whether autocast is enabled, so it must be
+    entered inside the forward. The stack of contexts is thread-local for the same reason. These are hooks and not a
+    replaced ``forward``, so that a deep copy of the module (such as an average of weights) calls its own forward.
 
-    ``torch.compile`` can't trace a context that one function enters and another leaves: it runs both as they are, and
-    compiles what lies between them.
+    ``torch.compile`` can't trace a context that one function enters and another leaves: both functions are excluded
+    from tracing, and the code between them is compiled.
     """
 
     def __init__(self, device_type: str, dtype: torch.dtype) -> None:
         self._arguments = (device_type, dtype)
         self._local = threading.local()
-        # Not as decorators: those would import the compiler together with unitrain, which takes a second or more.
+        # Not as decorators: these would import the compiler with unitrain, which takes a second or more.
         self._enter = torch.compiler.disable(self._enter_untraced)  # type: ignore[no-untyped-call]
         self._leave = torch.compiler.disable(self._leave_untraced)  # type: ignore[no-untyped-call]
 
@@ -51,7 +51,7 @@ class _AutocastForward:
 
     def _leave_untraced(self) -> None:
         stack = self._local.__dict__.get("stack")
-        if stack:  # else an earlier hook of the user's raised before we entered
+        if stack:  # empty if another hook raised before autocast was entered
             stack.pop().__exit__(None, None, None)
 
 
@@ -72,10 +72,10 @@ def _inputs_to_double(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, A
 
 
 class Precision:
-    """What a run computes in: fp32, fp64, or autocast to bf16 or fp16 over float32 weights.
+    """The precision of a run: fp32, fp64, or float32 weights with autocast to bf16 or fp16.
 
     Attributes:
-        scaler: the loss scale of fp16, else None.
+        scaler: the GradScaler of fp16, else None.
     """
 
     def __init__(self, name: PrecisionName, device: torch.device) -> None:
@@ -85,11 +85,11 @@ class Precision:
         self.scaler: torch.amp.GradScaler | None = torch.amp.GradScaler(device.type) if name == "fp16" else None
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return the context in which a loss is computed; it does nothing in fp32 and fp64."""
+        """Return the context manager in which to compute a loss. It does nothing in fp32 and fp64."""
         return nullcontext() if self._dtype is None else torch.autocast(self._device_type, self._dtype)
 
     def apply(self, module: nn.Module) -> None:
-        """Make the module's forward compute in this precision, whoever calls it and from whatever thread."""
+        """Make the module's forward compute in this precision, in any thread."""
         if self._dtype is not None:
             autocast = _AutocastForward(self._device_type, self._dtype)
             module.register_forward_pre_hook(autocast.enter, prepend=True)
@@ -100,7 +100,7 @@ class Precision:
 
 
 def remove_hooks(module: nn.Module) -> None:
-    """Remove from a module what ``Precision.apply`` added to it."""
+    """Remove the hooks that ``Precision.apply`` registered on a module."""
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for key, hook in list(hooks.items()):
             if hook is _inputs_to_double or isinstance(getattr(hook, "__self__", None), _AutocastForward):

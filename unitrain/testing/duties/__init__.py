@@ -11,7 +11,7 @@ STARTS = (
     ("nonfinite", "preparation", "evaluation", "files"),
     ("failures",),
 )
-"""The modules, in order. Duties of those that stand together are done by the same processes, one after another."""
+"""The modules, in order. The duties of a group of modules run in the same processes, one after another."""
 
 for _modules in STARTS:
     for _module in _modules:

@@ -1,4 +1,4 @@
-"""What users call: collectives on tensors and objects, and meters."""
+"""Duties of the collectives that scripts call, on tensors and objects, and of meters."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DTYPES = (
 
 
 def _contributions(dtype: torch.dtype, rank: int) -> Iterator[Tensor]:
-    """Yield what a rank contributes: matrices, scalars, empty and non-contiguous tensors."""
+    """Yield a rank's inputs: matrices, scalars, empty and non-contiguous tensors."""
     base = (torch.arange(6).reshape(2, 3) * (rank + 1) + rank) % 7
     if dtype == torch.bool:
         base = base % 3 == 0
@@ -49,7 +49,7 @@ def _assert_equal(found: Tensor, expected: Tensor, what: str) -> None:
 
 @duty()
 def reductions(world: World) -> None:
-    """all_reduce is exact for every operation, dtype and shape, and leaves what it is given as it was."""
+    """all_reduce is exact for every operation, dtype and shape, and does not change its input."""
     with world.open() as strategy:
         for dtype in DTYPES:
             by_rank = [list(_contributions(dtype, rank)) for rank in range(strategy.world_size)]
@@ -61,13 +61,13 @@ def reductions(world: World) -> None:
                 result = strategy.all_reduce(mine, op)  # type: ignore[arg-type]
                 what = f"{op} of {dtype}{list(mine.shape)}"
                 _assert_equal(result, _reduced(op, torch.stack([given[case] for given in by_rank])), what)
-                _assert_equal(mine, before, f"what was given to the {what}")
+                _assert_equal(mine, before, f"the input of {what}")
                 assert result.data_ptr() != mine.data_ptr() or not mine.numel(), what
 
 
 @duty()
 def gathers_and_broadcasts(world: World) -> None:
-    """all_gather stacks in rank order, and broadcast gives all ranks the source's tensor, of every dtype and shape."""
+    """all_gather stacks in rank order, and broadcast returns the source's tensor, for every dtype and shape."""
     with world.open() as strategy:
         for dtype in DTYPES:
             by_rank = [list(_contributions(dtype, rank)) for rank in range(strategy.world_size)]
@@ -77,24 +77,24 @@ def gathers_and_broadcasts(world: World) -> None:
                 _assert_equal(strategy.all_gather(mine), expected, f"all_gather of {what}")
                 for src in range(strategy.world_size):
                     _assert_equal(strategy.broadcast(mine, src), expected[src], f"broadcast of {what} from rank {src}")
-                _assert_equal(mine, list(_contributions(dtype, strategy.rank))[case], f"what was given, {what},")
+                _assert_equal(mine, list(_contributions(dtype, strategy.rank))[case], f"the input {what}")
 
 
 @duty(needs=several_processes)
 def same_bits_on_all_ranks(world: World) -> None:
-    """A sum that is rounded is rounded alike on all ranks, whatever its size."""
+    """A rounded sum is equal on all ranks, bit for bit, whatever its size."""
     with world.open() as strategy:
         generator = torch.Generator().manual_seed(strategy.rank)
         for dtype, size in itertools.product((torch.float16, torch.bfloat16, torch.float32), (1, 7, 1000, 100_003)):
             total = strategy.all_reduce(torch.randn(size, generator=generator).to(dtype))
             everyone = strategy.all_gather(total)
             differing = [rank for rank, one in enumerate(everyone) if not torch.equal(one, everyone[0])]
-            assert not differing, f"the sum of {dtype}[{size}] on ranks {differing} is not that on rank 0, bit for bit"
+            assert not differing, f"the sum of {dtype}[{size}] on ranks {differing} differs from that on rank 0"
 
 
 @duty()
 def nan_in_reductions(world: World) -> None:
-    """The sum and the mean of a NaN are NaN on all ranks; a maximum and a minimum are at least the same on all."""
+    """Sums and means with NaN are NaN on all ranks; maxima and minima with NaN are at least the same on all ranks."""
     with world.open() as strategy:
         for dtype, bad_rank in itertools.product(
             (torch.float16, torch.bfloat16, torch.float32, torch.float64), range(strategy.world_size)
@@ -113,10 +113,10 @@ def nan_in_reductions(world: World) -> None:
 
 @duty()
 def refused_reductions(world: World) -> None:
-    """What can't be communicated is refused on every rank, and all goes on."""
+    """Unsupported inputs raise UsageError on every rank, and later calls work."""
     with world.open() as strategy:
         whole = torch.ones(1, dtype=torch.int32)
-        verbs: Any = strategy  # what mypy would catch, too
+        verbs: Any = strategy  # mypy would report these calls
         for verb, arguments, message in [
             ("all_reduce", (torch.ones(1), "avg"), "sum, mean, max and min, not 'avg'"),
             ("all_reduce", (whole, "mean"), "convert the tensor to a floating-point"),
@@ -133,7 +133,7 @@ def refused_reductions(world: World) -> None:
 
 @duty()
 def objects(world: World) -> None:
-    """Picklable objects of any size travel, of another size on each rank."""
+    """Picklable objects of any size can be communicated, also of a different size on each rank."""
     with world.open() as strategy:
         rank, size = strategy.rank, strategy.world_size
         assert (size, strategy.is_main) == (world.processes, rank == 0)
@@ -147,12 +147,12 @@ def objects(world: World) -> None:
 
 @duty()
 def meters(world: World) -> None:
-    """Sums and means are those over the samples of all ranks, of which each may have another number, or none."""
+    """Sums and means are those over the samples of all ranks, which may differ in number or be missing on some."""
     with world.open() as strategy:
         size = strategy.world_size
         meter = strategy.meter()
         assert math.isnan(meter.value())
-        for count in range(strategy.rank + 1):  # counts 0 to rank: uneven, and the first one is empty
+        for count in range(strategy.rank + 1):  # uneven; the first is empty
             meter.add(total=torch.tensor(math.nan if count == 0 else 2.0 * count), count=count)
         counts = [sum(range(rank + 1)) for rank in range(size)]
         assert meter.count() == sum(counts)

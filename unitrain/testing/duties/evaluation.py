@@ -1,4 +1,4 @@
-"""Evaluation, between epochs and in the middle of one."""
+"""Duties of evaluation, between epochs and within one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from unitrain.testing.worlds import World
 
 @duty()
 def evaluation_of_batch_norm(world: World) -> None:
-    """Every rank evaluates with the mean of the ranks' running statistics, and layers' modes come back as they were."""
+    """All ranks evaluate with the mean of their running statistics, and the modes of layers are restored."""
     with world.open() as strategy:
         model = Net(norm=True)
         model.first.eval()
@@ -34,7 +34,7 @@ def evaluation_of_batch_norm(world: World) -> None:
 
 @duty()
 def what_was_trained_is_evaluated_and_exported(world: World) -> None:
-    """The model that is evaluated, and its export, are the one that was trained."""
+    """The evaluated model and the exported one have the trained weights."""
     with world.open(sync_batchnorm=True) as strategy:
         model, expected = Net(norm=True), Net(norm=True)
         prepared, optimizer = strategy.prepare(model, sgd(model))
@@ -51,7 +51,7 @@ def what_was_trained_is_evaluated_and_exported(world: World) -> None:
 
 @duty()
 def evaluation_within_an_epoch(world: World) -> None:
-    """An evaluation between forward and step changes nothing of the training, and sees each sample once."""
+    """An evaluation between forward and step does not change training, and sees each sample once."""
     with world.open() as strategy:
         model, expected = Net(), Net()
         by_hand = sgd(expected)

@@ -1,4 +1,4 @@
-"""How a job ends that can't go on: soon, and with the error of the rank that failed."""
+"""Duties of failing jobs: they end soon, with the error of the rank that failed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from unitrain.testing.worlds import World
 
 @duty(needs=two_processes, ending=r"rank 1 on \S+ \(pid \d+\) is in user code")
 def collective_of_one_rank(world: World) -> None:
-    """A rank that waits for one that never comes ends within timeout_s with an error that says where that one is."""
+    """A rank that waits in a collective for another ends within timeout_s, and its error says where the other is."""
     strategy = world.open(timeout_s=3)
     if strategy.rank == 0:
         strategy.all_reduce(torch.ones(1))
@@ -23,7 +23,7 @@ def collective_of_one_rank(world: World) -> None:
 
 @duty(needs=two_processes, ending=r"ZeroDivisionError: on purpose")
 def error_of_one_rank(world: World) -> None:
-    """An error on one rank ends the job, though the others wait for it in a step."""
+    """An error on one rank ends the job, even if the others wait for it in a step."""
     strategy = world.open()
     model = Net()
     prepared, optimizer = strategy.prepare(model, sgd(model))

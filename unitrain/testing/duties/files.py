@@ -1,4 +1,4 @@
-"""What is written once, by rank 0, and read by all: printed lines, saved states and checkpoints."""
+"""Duties of output that rank 0 writes for all ranks: printed lines, saved states and checkpoints."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from unitrain.testing.worlds import World
 
 @duty()
 def prints_once(world: World) -> None:
-    """Rank 0 prints, and the others don't."""
+    """strategy.print prints on rank 0, and nowhere else."""
     with world.open() as strategy:
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             strategy.print("once", strategy.rank, sep="-")
@@ -29,18 +29,18 @@ def prints_once(world: World) -> None:
 
 @duty()
 def rank_0_goes_first(world: World) -> None:
-    """What rank 0 does in main_first() is done when the others come to it."""
+    """Rank 0 leaves main_first() before the others enter it."""
     marker = world.folder / "marker"
     with world.open() as strategy, strategy.main_first():
         assert marker.exists() != strategy.is_main
         if strategy.is_main:
-            time.sleep(0.05)  # the others would be here by now
+            time.sleep(0.05)  # enough for the others to enter, if they could
             marker.touch()
 
 
 @duty()
 def saves_and_loads(world: World) -> None:
-    """What save() writes is one whole file, without traces of a wrapper, and load() gives it to every rank."""
+    """save() writes one complete file without the keys of a wrapper, and load() returns its contents on every rank."""
     with world.open() as strategy:
         model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
         keys = list(model.state_dict())
@@ -65,7 +65,7 @@ def saves_and_loads(world: World) -> None:
 
 @duty()
 def refuses_to_save_or_load(world: World) -> None:
-    """What can't be written or read is an error on every rank."""
+    """A file that can't be written or read is an error on every rank."""
     with world.open() as strategy:
         file = world.folder / "file"
         strategy.save({"a": 1}, file)
@@ -83,7 +83,7 @@ def refuses_to_save_or_load(world: World) -> None:
 
 @duty()
 def continues_where_it_stopped(world: World) -> None:
-    """A run that is stopped within an epoch and resumed by a new start trains what one without a stop trains."""
+    """A run that stops within an epoch and is resumed trains the same model as an uninterrupted one."""
     expected = Net()
     by_hand = sgd(expected)
     inputs, targets = samples().tensors

@@ -1,4 +1,4 @@
-"""Gradients of all kinds of parameters: unused, tied, frozen, complex and sparse ones."""
+"""Duties of gradients, with unused, tied, frozen, complex and sparse parameters."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from unitrain.training.gradients import GradientReducer
 
 @duty()
 def unused_parameters(world: World) -> None:
-    """What no rank used keeps grad None, so that weight decay and momentum pass it by; what one rank used counts."""
+    """A parameter that no rank used has grad None, so that the optimizer skips it; one that any rank used has not."""
     with world.open(**world.for_unused_parameters) as strategy:
         model, expected = Branches(), Branches()
         prepared, optimizer = strategy.prepare(model, AdamW(model.parameters(), lr=0.1, weight_decay=0.3))
@@ -37,7 +37,7 @@ def unused_parameters(world: World) -> None:
         inputs, targets = samples(6 * strategy.world_size).tensors
         mine = slice(6 * strategy.rank, 6 * strategy.rank + 6)
         for step in range(4):
-            # in even steps the last rank goes right and the others left; in odd ones all go left
+            # All ranks use the left branch, except the last one in even steps.
             branch = [int(step % 2 == 0 and rank == strategy.world_size - 1) for rank in range(strategy.world_size)]
             strategy.step(mse_loss(prepared(inputs[mine], branch[strategy.rank]), targets[mine]), optimizer)
             by_hand.zero_grad()
@@ -135,7 +135,7 @@ def _clip(model: nn.Module) -> None:
 
 @duty()
 def sparse_gradients(world: World) -> str:
-    """Sparse gradients are averaged, or refused in so many words on every rank."""
+    """Sparse gradients are averaged, or are an error on every rank that names the remedy."""
     with world.open() as strategy:
         model, expected = (nn.Embedding(5, 2, sparse=True, _weight=torch.ones(5, 2)).double() for _ in range(2))
         prepared, optimizer = strategy.prepare(model, SGD(model.parameters(), lr=0.1))
@@ -160,7 +160,7 @@ def sparse_gradients(world: World) -> str:
 
 @duty()
 def gradients_in_a_step_hook(world: World) -> None:
-    """What an optimizer's step pre-hook finds is the gradient of all ranks' mean, which it may change."""
+    """An optimizer's step pre-hook gets the averaged gradients, and may change them."""
     with world.open() as strategy:
         model, expected = Net(), Net()
         prepared, optimizer = strategy.prepare(model, sgd(model))
@@ -186,7 +186,7 @@ def gradients_in_a_step_hook(world: World) -> None:
 
 @duty()
 def losses_of_one_trunk(world: World) -> str:
-    """Two losses, one backward each, that share a trunk but not their heads: right, or refused."""
+    """Two losses with a backward each, and a shared trunk, give the right gradients or an error."""
     with world.open() as strategy:
         model, expected = Branches(), Branches()
         del model.never, expected.never
@@ -214,7 +214,7 @@ def losses_of_one_trunk(world: World) -> str:
 
 @duty()
 def the_module_itself(world: World) -> str:
-    """A script may go on with the module that it gave to prepare(): trained right, or refused."""
+    """A script that calls the module it passed to prepare() trains correctly or gets an error."""
     with world.open() as strategy:
         model, expected = Net(), Net()
         _, optimizer = strategy.prepare(model, sgd(model))

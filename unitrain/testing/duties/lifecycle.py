@@ -1,4 +1,4 @@
-"""Beginning and end: started, ended and started again in one process."""
+"""Duties of starting, closing, and starting again in the same process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from unitrain.testing.worlds import World
 
 @duty()
 def starts_as_often_as_asked(world: World) -> None:
-    """A process can start the backend again after it has ended it, under other settings."""
+    """A process can start the backend again after closing it, with other settings."""
     for settings in ({}, {"deterministic": True}, {"precision": "fp32", "timeout_s": 20}):
         with world.open(**settings) as strategy:
             assert (strategy.config.backend, strategy.world_size) == (world.backend, world.processes)
@@ -25,8 +25,8 @@ def starts_as_often_as_asked(world: World) -> None:
 
 @duty()
 def leaves_no_thread_behind(world: World) -> None:
-    """What it has started beside the main thread ends with it."""
-    world.open().close()  # some libraries are started once in a process, and ended with it
+    """Threads that a strategy starts end when it is closed."""
+    world.open().close()  # some libraries are started once in a process, and end with it
     before = set(threading.enumerate())
     with world.open() as strategy:
         model = Net()
@@ -41,7 +41,7 @@ def leaves_no_thread_behind(world: World) -> None:
 
 @duty()
 def nothing_after_close(world: World) -> None:
-    """A closed strategy refuses what would go on alone."""
+    """A closed strategy raises an error for calls that would otherwise act on one rank only."""
     with world.open() as strategy:
         model = Net()
         prepared, optimizer = strategy.prepare(model, sgd(model))

@@ -1,4 +1,4 @@
-"""Models and data that duties train, and how two models are compared."""
+"""Models and data for duties, and assertions that compare models."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ SAMPLES = 23  # uneven on 2 and on 3 ranks
 
 
 def samples(count: int = SAMPLES) -> TensorDataset:
-    """Return random inputs (count, 4) and targets (count, 2), the same at each call."""
+    """Return random inputs (count, 4) and targets (count, 2), the same in each call."""
     generator = torch.Generator().manual_seed(3)
     inputs = torch.randn(count, 4, generator=generator, dtype=torch.float64)
     return TensorDataset(inputs, torch.randn(count, 2, generator=generator, dtype=torch.float64))
 
 
 def two_rows_each(strategy: Strategy) -> tuple[Tensor, Tensor, slice]:
-    """Return the inputs and targets of all ranks, two rows for each, and which of them are this rank's."""
+    """Return the inputs and targets of all ranks, two rows per rank, and the slice of this rank."""
     inputs, targets = samples(2 * strategy.world_size).tensors
     return inputs, targets, slice(2 * strategy.rank, 2 * strategy.rank + 2)
 
@@ -45,7 +45,7 @@ class Net(nn.Module):
 
 
 class Branches(nn.Module):
-    """Layers that take part, or don't, by the number that forward is given."""
+    """A model of which a forward uses one of two branches, and never uses one layer."""
 
     def __init__(self, *, norm: bool = False) -> None:
         super().__init__()
@@ -58,20 +58,20 @@ class Branches(nn.Module):
         self.double()
 
     def forward(self, x: Tensor, branch: int = 0) -> Tensor:
-        """Return outputs (rows, 2) of inputs (rows, 4), by the left branch (0) or the right one."""
+        """Return outputs (rows, 2) of inputs (rows, 4), of the left branch (0) or the right one."""
         out: Tensor = (self.left if branch == 0 else self.right)(torch.tanh(self.norm(self.trunk(x))))
         return out
 
 
 def sgd(model: nn.Module) -> SGD:
-    """Return an optimizer with state and weight decay."""
+    """Return an SGD optimizer with momentum and weight decay."""
     return SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
 
 
 def train_both(
     strategy: Strategy, prepared: nn.Module, optimizer: Optimizer, expected: nn.Module, by_hand: Optimizer, steps: int
 ) -> None:
-    """Train two models for some steps: one under the strategy on this rank's rows, the other by hand on all rows."""
+    """Train two models for some steps: one with the strategy on this rank's rows, the other by hand on all rows."""
     inputs, targets, mine = two_rows_each(strategy)
     for _ in range(steps):
         strategy.step(mse_loss(prepared(inputs[mine]), targets[mine]), optimizer)
@@ -86,12 +86,12 @@ def flat(model: nn.Module) -> Tensor:
 
 
 def assert_same(model: nn.Module, expected: nn.Module) -> None:
-    """Compare the weights of two models."""
+    """Assert that two models have the same weights, up to rounding."""
     torch.testing.assert_close(flat(model), flat(expected), rtol=0, atol=EXACT)
 
 
 def assert_bit_equal_on_all_ranks(strategy: Strategy, model: nn.Module) -> None:
-    """Compare a model's weights over the ranks."""
+    """Assert that a model's weights are equal on all ranks, bit for bit."""
     everyone = strategy.all_gather(flat(model))
     differing = [rank for rank, one in enumerate(everyone) if not torch.equal(one, everyone[0])]
-    assert not differing, f"the weights on ranks {differing} are not those on rank 0, bit for bit"
+    assert not differing, f"the weights on ranks {differing} differ from those on rank 0"

@@ -1,4 +1,4 @@
-"""Losses and gradients that are NaN or infinite, on one rank."""
+"""Duties with losses and gradients that are NaN or infinite on one rank."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from unitrain.testing.duties.models import (
 from unitrain.testing.duty import duty
 from unitrain.testing.worlds import World
 
-_POISONS = ("loss", "labels", "gradient", "way back")
+_POISONS = ("loss", "labels", "gradient", "backward")
 
 
 def _poisoned(out: Tensor, poison: str) -> Tensor:
-    """Return a loss: fine, NaN, or NaN with a gradient of 0, as where every label is to be ignored."""
+    """Return a loss: finite, NaN, or NaN with gradients of 0, as if every label is ignored."""
     if poison == "loss":
         return out.sum() * math.nan
     return nn.functional.cross_entropy(out, torch.full((len(out),), -100 if poison == "labels" else 1))
 
 
 class _Poisoned(Net):
-    """A model of which, when told so, the last bias or all the way back to the inputs gets infinite gradients."""
+    """A model that can get infinite gradients, in its last bias only or in all layers."""
 
     poison = ""
 
@@ -48,14 +48,14 @@ class _Poisoned(Net):
 
     def forward(self, x: Tensor) -> Tensor:
         out = super().forward(x)
-        if self.poison == "way back":
+        if self.poison == "backward":
             out.register_hook(lambda gradient: gradient * math.inf)  # type: ignore[no-untyped-call]
         return out
 
 
 @duty(each={policy: policy for policy in ("stop", "skip", "raise")})
 def not_finite(world: World, policy: Literal["stop", "skip", "raise"]) -> None:
-    """What is not finite on the last rank at step 3 is met by every rank alike, and spoils no weight."""
+    """If the last rank's values are not finite at step 3, all ranks apply on_nonfinite, and weights stay finite."""
     for poison in _POISONS:
         for debug in (False, True) if poison == "gradient" else (False,):
             with world.open(on_nonfinite=policy, debug=debug) as strategy:
@@ -63,12 +63,12 @@ def not_finite(world: World, policy: Literal["stop", "skip", "raise"]) -> None:
 
 
 def _whose(strategy: Strategy, poison: str, bad_rank: int) -> str:
-    """Return what is to be said of a poison."""
+    """Return what the message must say."""
     if poison in ("loss", "labels"):
         return f"the loss of rank {bad_rank}; first affected parameter: first.weight"
-    # What goes bad beside the way back is an average by the time that it is seen, unless every gradient is kept.
-    known = poison == "way back" or strategy.config.debug or strategy.world_size == 1
-    first = "first.weight" if poison == "way back" else "last.bias"
+    # If only the parameter's own gradient is affected, it is checked after it was averaged, except with debug.
+    known = poison == "backward" or strategy.config.debug or strategy.world_size == 1
+    first = "first.weight" if poison == "backward" else "last.bias"
     return (
         f"a gradient{f' of rank {bad_rank}' if known else ''} (the losses of all ranks were finite); "
         f"first affected parameter: {first}"
@@ -143,7 +143,7 @@ def a_stand_in_does_not_count(world: World) -> None:
 
 @duty()
 def nan_of_a_rank_without_tokens_does_not_count(world: World) -> None:
-    """The NaN loss of a rank without tokens does not count, nor its gradient, where its weight is 0."""
+    """The NaN loss of a rank without tokens has no effect if its weight is 0."""
     with world.open(on_nonfinite="raise") as strategy:
         model, expected = Net(), Net()
         prepared, optimizer = strategy.prepare(model, sgd(model))

@@ -1,4 +1,4 @@
-"""Several losses, optimizers and models; optimizers that come late, change, or are stepped by the script."""
+"""Duties of optimizers: several losses, optimizers and models; optimizers that change or that the script steps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from unitrain.testing.worlds import World
 
 @duty()
 def optimizers_that_come_and_change(world: World) -> None:
-    """Made after prepare, given new groups, a frozen layer freed, and replaced by another for the same parameters."""
+    """Optimizers may be created after prepare, get new groups, get unfrozen layers, and be replaced by others."""
     with world.open() as strategy:
         model, expected = Net(), Net()
         for one in (model, expected):
@@ -74,7 +74,7 @@ def adversaries(world: World, accumulate: int) -> None:
 
 
 def _game(models: Any, noise: Tensor, which: int) -> Tensor:
-    """Return the loss of model 0, the judge, or of model 1, the forger."""
+    """Return the loss of model 0, the discriminator, or of model 1, the generator."""
     forged = models[1](noise)
     if which == 0:
         forged = forged.detach()
@@ -85,7 +85,7 @@ def _game(models: Any, noise: Tensor, which: int) -> Tensor:
 
 @duty()
 def losses_of_one_optimizer(world: World) -> None:
-    """Two losses of one optimizer are summed, whatever the order of their forwards and backwards."""
+    """The gradients of two losses of one optimizer are summed, in any order of forwards and backwards."""
     with world.open(clip_norm=1.0) as strategy:
         inputs, targets, mine = two_rows_each(strategy)
         model, expected = Net(), Net()
@@ -110,7 +110,7 @@ def losses_of_one_optimizer(world: World) -> None:
 
 @duty()
 def optimizers_of_one_loss(world: World) -> None:
-    """One loss of two models steps the optimizers of both, weighted by what each rank's mean counts for."""
+    """One loss of two models steps the optimizers of both, with the ranks weighted by ``weight``."""
     with world.open(clip_norm=1.0) as strategy:
         inputs, _, mine = two_rows_each(strategy)
         pair, other = [Net(1), Net(2)], [Net(1), Net(2)]
@@ -152,7 +152,7 @@ def optimizers_of_one_model(world: World) -> None:
 
 @duty()
 def windows_without_a_loader(world: World) -> None:
-    """Calls are counted for each optimizer; a window ended early is the mean of what it held."""
+    """Each optimizer has its own accumulation window; a window that ends early gives the mean of its samples."""
     with world.open(accumulate=2) as strategy:
         made, expected = [Net(1), Net(2)], [Net(1), Net(2)]
         prepared = strategy.prepare(*made)
@@ -179,7 +179,7 @@ def windows_without_a_loader(world: World) -> None:
 
 @duty()
 def steps_by_hand(world: World) -> None:
-    """An optimizer that the script steps itself is refused where it would move each rank its own way."""
+    """An optimizer that the script steps itself is an error if the ranks' weights would diverge."""
     with world.open() as strategy:
         model, other = Net(1), Net(2)
         prepared, optimizer = strategy.prepare(model, sgd(model))

@@ -1,7 +1,7 @@
-"""The promise: every mode of training gives the model that a plain loop on one device gives.
+"""Duties of training: every mode gives the same model as a plain loop on one device.
 
-The cases, the plain loop and the comparison are those of ``unitrain verify``. What is compared does not pass through
-the backend on trial.
+The cases, the plain loop and the comparison are those of ``unitrain verify``. The backend is not used to collect the
+results that are compared.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from unitrain.testing.ranks import run_ranks
 from unitrain.testing.worlds import World
 
 _EVERYTHING = {"accumulate": 2, "clip_norm": 0.05, "clip_value": 0.02, "on_nonfinite": "raise"}
-_STEPS = 8  # more than an epoch; those of ``unitrain verify`` only take longer
+_STEPS = 8  # more than an epoch; unitrain verify trains for more, which takes longer
 CASES = tuple(
     replace(case, steps=_STEPS)
     for case in (
@@ -43,26 +43,26 @@ def _train_plainly() -> dict[str, Trace]:
 
 @cache
 def _expected() -> dict[str, Trace]:
-    """Return what plain loops give; of a process that has what optimizers import already (2 s)."""
+    """Return the traces of the plain loops. They run in a forked process, which need not import torch's compiler."""
     [traces] = run_ranks(_train_plainly, nprocs=1, launcher="python")
     return dict(traces)
 
 
 def judge(world: World, case: Case, ranks: Sequence[Trace]) -> None:
-    """Compare what the ranks wrote down with the plain loop."""
+    """Compare the ranks' traces with that of the plain loop."""
     verdict = comparison.compare(str(world), world.backend, case, _expected()[case.name], ranks)
     assert verdict.passed, str(verdict)
 
 
 @duty(each={case.name: case for case in CASES}, judge=judge)
 def trains_as_one_device(world: World, case: Case) -> Trace:
-    """Losses, gradients and weights are those of a plain loop on one device, and each sample is seen once."""
+    """Losses, gradients and weights are those of a plain loop on one device, and each sample is read once."""
     _, trace = trial.train(case, world.open)
     return trace
 
 
 def _train_compressed(world: World, compression: str) -> None:
-    """Train in float32 with compressed gradients, and compare with the same on one device."""
+    """Train in float32 with compressed gradients, and compare with training on one device."""
     with world.open(precision="fp32", compression=compression) as strategy:
         model, expected = _wide_net(), _wide_net()
         prepared, optimizer = strategy.prepare(model, SGD(model.parameters(), lr=0.1))
@@ -74,7 +74,7 @@ def _train_compressed(world: World, compression: str) -> None:
             expected(rows).square().mean().backward()
             by_hand.step()
         difference = max(_largest(p - q) for p, q in zip(model.parameters(), expected.parameters(), strict=True))
-        assert 0 < difference < 5e-3, f"weights off by {difference}: it is to be rounded, and no more than rounded"
+        assert 0 < difference < 5e-3, f"weights differ by {difference}, but must differ by rounding, and by no more"
         assert_bit_equal_on_all_ranks(strategy, model)
 
 
@@ -89,11 +89,11 @@ def _largest(tensor: Tensor) -> float:
 
 @duty(needs=compresses("fp16"))
 def trains_with_gradients_in_fp16(world: World) -> None:
-    """With compression fp16 gradients are rounded, alike on all ranks, and no more than rounded."""
+    """With compression fp16, gradients are rounded to fp16, and equal on all ranks."""
     _train_compressed(world, "fp16")
 
 
 @duty(needs=compresses("bf16"))
 def trains_with_gradients_in_bf16(world: World) -> None:
-    """With compression bf16 gradients are rounded, alike on all ranks, and no more than rounded."""
+    """With compression bf16, gradients are rounded to bf16, and equal on all ranks."""
     _train_compressed(world, "bf16")

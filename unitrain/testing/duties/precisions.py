@@ -1,4 +1,4 @@
-"""Training in the precisions that people train in."""
+"""Duties of training in fp32, bf16 and fp16."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @duty(each={name: name for name in _DTYPES})
 def learns_in_precision(world: World, precision: str) -> None:
-    """Ranks learn, and stay bit-equal; where the gradient of one overflows in fp16, all leave that step out."""
+    """The loss falls, and ranks stay bit-equal; if the gradient of one overflows in fp16, all skip that step."""
     with world.open(precision=precision) as strategy:
         model = Net().float()
         prepared, optimizer = strategy.prepare(model, SGD(model.parameters(), lr=0.05))

@@ -1,4 +1,4 @@
-"""What ``prepare`` makes of modules, optimizers and schedulers, and what can be made of its result."""
+"""Duties of ``prepare``, for modules, optimizers and schedulers, and of copies of its results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from unitrain.testing.worlds import World
 
 @duty()
 def preparation(world: World) -> None:
-    """Objects stay themselves; weights, buffers and optimizer state become rank 0's."""
+    """Objects keep their identity; weights, buffers and optimizer state become those of rank 0."""
     with world.open(sync_batchnorm=True) as strategy:
         model = Net(seed=strategy.rank, norm=True)
         turn = torch.polar(torch.ones(3), torch.full((3,), float(strategy.rank)))
@@ -63,7 +63,7 @@ def preparation(world: World) -> None:
 
 @duty()
 def copies_and_exports(world: World) -> None:
-    """An average of the weights is a deep copy that works by itself; an export is a plain model."""
+    """A deep copy, such as an average of weights, works by itself, and an export is a plain model."""
     with world.open(sync_batchnorm=True, precision="bf16") as strategy:
         model = Net(norm=True).float()
         prepared, optimizer = strategy.prepare(model, SGD(model.parameters(), lr=0.1))
@@ -100,7 +100,7 @@ def copies_and_exports(world: World) -> None:
 
 @duty()
 def compiled(world: World) -> None:
-    """A compiled module trains, whether it was compiled before prepare() or after."""
+    """A compiled module trains, whether it is compiled before prepare() or after."""
     with world.open() as strategy:
         model, expected = Net(), Net()
         made: Any = torch.compile(model, backend="eager")
@@ -116,7 +116,7 @@ def compiled(world: World) -> None:
 
 @duty(needs=several_processes)
 def different_models(world: World) -> None:
-    """Where the ranks' models differ, every rank says which parameter does, and none waits for another."""
+    """If the ranks' models differ, every rank raises an error that names the parameter, and none waits."""
     with world.open(precision="fp32") as strategy:
         odd = strategy.rank == strategy.world_size - 1
         for model, name in [

@@ -1,4 +1,4 @@
-"""The backend's own methods, called as the core calls them: several at once, in any thread, by name."""
+"""Duties of the backend's methods, called as the core calls them: concurrently, in any thread, by name."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _started(world: World) -> Iterator[Backend]:
 
 
 def _total(backend: Backend, size: int) -> Tensor:
-    """Return the sum over the ranks of what ``_given`` gives for this size."""
+    """Return the sum of the ranks' inputs of a size."""
     return sum((_given(rank, size) for rank in range(backend.world_size)), torch.zeros(size))
 
 
@@ -49,7 +49,7 @@ _SIZES = (1, 5000, 3, 200_000, 17, 1)
 def several_calls_at_once(world: World) -> None:
     """Calls may be started before earlier ones are waited for, and waited for in any order."""
     with _started(world) as backend:
-        for _ in range(2):  # a name may come again once its call has ended
+        for _ in range(2):  # a name may be reused after its call has ended
             tensors = [_given(backend.rank, size) for size in _SIZES]
             waits = [backend.all_reduce(tensor, "sum", f"duty.{i}") for i, tensor in enumerate(tensors)]
             gather = backend.all_gather(torch.full((3,), backend.rank, dtype=torch.float64), "duty.gather")
@@ -66,7 +66,7 @@ def several_calls_at_once(world: World) -> None:
 
 @duty(needs=several_processes)
 def calls_in_another_thread(world: World) -> None:
-    """A call may be started in another thread than the one that waits: on a GPU, backward runs in autograd's own."""
+    """A call may be started and waited for in different threads: on a GPU, backward runs in a thread of autograd."""
     with _started(world) as backend:
         tensor = _given(backend.rank, 1000)
         waits: list[Wait] = []
