@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
+from needs import HOROVOD
 from plain_loop import Ready, assert_equal, data, model_of, plain, ready, sgd, strategy_of, trained, weights
+from ranks import run_ranks
 from torch.nn.functional import mse_loss
 
+import unitrain
 from unitrain import UsageError
 
 __all__ = ["ready"]  # the fixture
@@ -132,3 +136,61 @@ def test_a_loader_s_window_can_not_be_ended_early(ready: Ready) -> None:
         with pytest.raises(UsageError, match="sync=True"):
             strategy.backward(mse_loss(model(inputs), targets), optimizer, sync=True)
         break
+
+
+@pytest.mark.parametrize("change", ["zero_grad", "set_to_zero", "clip"])
+def test_gradients_that_are_changed_within_a_window_are_noticed(change: str) -> None:
+    strategy = strategy_of(accumulate=2)
+    model = model_of()
+    model, optimizer = strategy.prepare(model, sgd(model))
+    for step, (inputs, targets) in enumerate(strategy.dataloader(data(), global_batch_size=8)):
+        if step == 1:
+            with pytest.raises(UsageError, match="after micro-batch 1 of an accumulation window: remove zero_grad"):
+                strategy.step(mse_loss(model(inputs), targets), optimizer)
+            break
+        strategy.step(mse_loss(model(inputs), targets), optimizer)
+        if change == "clip":
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+        else:
+            optimizer.zero_grad(set_to_none=change == "zero_grad")
+
+
+def test_zero_grad_between_windows_does_no_harm() -> None:
+    strategy = strategy_of()
+    model = model_of()
+    model, optimizer = strategy.prepare(model, sgd(model))
+    for inputs, targets in strategy.dataloader(data(), global_batch_size=8):
+        optimizer.zero_grad()
+        strategy.step(mse_loss(model(inputs), targets), optimizer)
+        optimizer.zero_grad(set_to_none=False)
+
+
+def test_gradients_that_are_changed_before_they_are_averaged_are_noticed() -> None:
+    strategy = strategy_of()
+    model = model_of()
+    model, optimizer = strategy.prepare(model, sgd(model))
+    inputs, targets = data().tensors
+    strategy.backward(mse_loss(model(inputs), targets), optimizer)
+    strategy.backward(mse_loss(model(inputs), targets), optimizer)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    with pytest.raises(UsageError, match=r"changed between backward\(\) and update\(\)"):
+        strategy.update(optimizer)
+
+
+def clip_between(backend: str) -> str:
+    with unitrain.init(backend=backend, device="cpu", timeout_s=30) as strategy:
+        model = model_of().float()
+        prepared, optimizer = strategy.prepare(model, sgd(model))
+        strategy.backward(prepared(torch.ones(2, 4)).sum(), optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        with pytest.raises(UsageError) as refused:
+            strategy.update(optimizer)
+        return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("backend", "launcher"), [("ddp", "spawn"), pytest.param("horovod", "horovodrun", marks=HOROVOD)]
+)
+def test_clipping_between_backward_and_update_is_noticed_on_every_rank(backend: str, launcher: Any) -> None:
+    for said in run_ranks(clip_between, backend, launcher=launcher):
+        assert "changed between backward() and update()" in said

@@ -186,6 +186,7 @@ class Strategy:
             weight: as in ``step``. Losses of one micro-batch share the weight of the first.
         """
         self._step.backward(loss, None if optimizer is None else [optimizer], sync=sync, weight=weight)
+        self._step.remember_gradients()
 
     def update(self, optimizer: Optimizer, scheduler: Any = None) -> StepResult:
         """Run the second half of ``step``, once per micro-batch and optimizer. Collective."""

@@ -231,6 +231,7 @@ class TrainingStep:
             weight = 0.0  # a stand-in
         last, share = self._place_in_window(windows[0], micro_batch, sync)
         for window in windows:
+            window.check_gradients()
             self._enter(window, micro_batch, weight, last)
         own_weight: Weight = share if weight is None else weight
         scale = None
@@ -248,6 +249,8 @@ class TrainingStep:
         for window in windows:
             window.fresh = False
             window.complete = window.reduced = last
+            if not last:
+                window.remember_gradients()
         if self._distributed:
             self._pulse.phase = USER_CODE
 
@@ -345,6 +348,12 @@ class TrainingStep:
 
     # --------------------------------------------------------------------------------------------------- update
 
+    def remember_gradients(self) -> None:
+        """Notice changes that the script makes to gradients before ``update``."""
+        for window in self._windows.values():
+            if not window.fresh:
+                window.remember_gradients()
+
     def update(self, optimizer: Optimizer, scheduler: Any = None) -> StepResult:
         """See ``Strategy.update``."""
         if not self._observers:
@@ -356,8 +365,10 @@ class TrainingStep:
         window = self._windows.get(optimizer)
         if window is None or window.fresh:
             raise UsageError("update() was called without a backward() before it.")
+        window.check_gradients()
         window.micro_batches += 1
         if not window.complete:
+            window.remember_gradients()
             window.fresh = True
             self._arm_counted(window)
             return _WITHIN_WINDOW

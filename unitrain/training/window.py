@@ -25,6 +25,7 @@ class Window:
     __slots__ = (
         "complete", "finishers", "fresh", "groups", "late", "local_gradients", "loss_is_finite", "losses",
         "micro_batch", "micro_batches", "name", "optimizer", "parameters", "reduced", "total_wait", "trained", "weight",
+        "witness",
     )  # fmt: skip
 
     def __init__(self, optimizer: Optimizer, name: str, local_gradients: LocalGradients) -> None:
@@ -53,6 +54,40 @@ class Window:
         self.late: bool = False
         self.weight: Tensor | None = None
         self.total_wait: Callable[[], None] | None = None
+        self.witness: tuple[Parameter, Tensor, int] | None = None
+
+    def remember_gradients(self) -> None:
+        """Remember a gradient and its version, to notice changes that the script makes before the step."""
+        for p in self.trained or self.parameters:
+            if p.grad is not None:
+                self.witness = p, p.grad, p.grad._version
+                return
+
+    def check_gradients(self) -> None:
+        """Check that the gradients are those of the last backward.
+
+        Functions like ``zero_grad`` and ``clip_grad_norm_`` change all gradients, so that looking at one is enough.
+
+        Raises:
+            UsageError: they were changed or cleared.
+        """
+        if self.witness is None:
+            return
+        parameter, gradient, version = self.witness
+        self.witness = None
+        if parameter.grad is gradient and gradient._version == version:
+            return
+        if self.fresh:
+            raise UsageError(
+                f"the gradients of {self.name} were changed or cleared after micro-batch {self.micro_batches} of an "
+                "accumulation window: remove zero_grad() from the loop, since step() clears the gradients at the end "
+                "of each window, and clip with the settings clip_norm and clip_value."
+            )
+        raise UsageError(
+            f"the gradients of {self.name} were changed between backward() and update(), when they are not averaged "
+            "over the ranks yet: clip with the settings clip_norm and clip_value, and change gradients in a step "
+            "pre-hook of the optimizer (optimizer.register_step_pre_hook)."
+        )
 
     def check_order(self, micro_batch: MicroBatch) -> None:
         """Check that a micro-batch follows the previous one.
