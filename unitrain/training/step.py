@@ -231,7 +231,7 @@ class TrainingStep:
             weight = 0.0  # a stand-in
         last, share = self._place_in_window(windows[0], micro_batch, sync)
         for window in windows:
-            window.check_gradients()
+            self._check_gradients(window)
             self._enter(window, micro_batch, weight, last)
         own_weight: Weight = share if weight is None else weight
         scale = None
@@ -354,6 +354,11 @@ class TrainingStep:
             if not window.fresh:
                 window.remember_gradients()
 
+    def _check_gradients(self, window: Window) -> None:
+        # With several optimizers, DDP moves gradients of one into its buckets during a backward for another.
+        if self._unit == 1 or len(self._windows) == 1:
+            window.check_gradients()
+
     def update(self, optimizer: Optimizer, scheduler: Any = None) -> StepResult:
         """See ``Strategy.update``."""
         if not self._observers:
@@ -365,7 +370,7 @@ class TrainingStep:
         window = self._windows.get(optimizer)
         if window is None or window.fresh:
             raise UsageError("update() was called without a backward() before it.")
-        window.check_gradients()
+        self._check_gradients(window)
         window.micro_batches += 1
         if not window.complete:
             window.remember_gradients()

@@ -35,8 +35,11 @@ def train(case: Case, init: Callable[..., unitrain.Strategy]) -> tuple[int, Trac
                 with strategy.autocast():
                     loss = mean_loss(case, model(images), labels, tokens)
                 count = float(tokens.sum() if case.weighted else len(labels))
-                samples += indices.tolist()
-                trace.losses.append((loss.item() if count else 0.0, count))
+                if loader.stand_in:
+                    trace.losses.append((0.0, 0.0))
+                else:
+                    samples += indices.tolist()
+                    trace.losses.append((loss.item(), count))
                 loss = overflow(case, len(trace.samples), indices, loss)
                 result = strategy.step(loss, optimizer, scheduler, weight=count if case.weighted else None)
                 if result.stepped and result.grad_norm is not None:
