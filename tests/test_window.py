@@ -194,3 +194,35 @@ def clip_between(backend: str) -> str:
 def test_clipping_between_backward_and_update_is_noticed_on_every_rank(backend: str, launcher: Any) -> None:
     for said in run_ranks(clip_between, backend, launcher=launcher):
         assert "changed between backward() and update()" in said
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 3, 5, 8])
+def test_micro_batches_of_a_given_size_give_the_gradient_of_the_whole_window(micro_batch_size: int) -> None:
+    strategy = strategy_of()
+    model = model_of()
+    model, optimizer = strategy.prepare(model, sgd(model))
+    loader = strategy.dataloader(data(), global_batch_size=5, micro_batch_size=micro_batch_size)
+    for _ in range(2):
+        for inputs, targets in loader:
+            assert len(targets) <= micro_batch_size
+            strategy.step(mse_loss(model(inputs), targets), optimizer)
+    assert_equal(model, plain(5))
+    assert strategy.global_step == 2 * loader.steps_per_epoch
+
+
+def train_in_micro_batches(size: int) -> list[float]:
+    with unitrain.init(backend="ddp", device="cpu", precision="fp64", timeout_s=30) as strategy:
+        model = model_of()
+        prepared, optimizer = strategy.prepare(model, sgd(model))
+        loader = strategy.dataloader(data(), global_batch_size=8, micro_batch_size=size)
+        for _ in range(2):
+            for inputs, targets in loader:
+                assert len(targets) <= size
+                strategy.step(mse_loss(prepared(inputs), targets), optimizer)
+        return weights(model).tolist()
+
+
+@pytest.mark.parametrize(("size", "nprocs"), [(1, 2), (2, 2), (2, 3), (4, 2)])
+def test_the_number_of_micro_batches_follows_from_the_number_of_processes(size: int, nprocs: int) -> None:
+    for found in run_ranks(train_in_micro_batches, size, nprocs=nprocs):
+        assert found == pytest.approx(weights(plain(8)).tolist(), abs=1e-12)

@@ -45,6 +45,8 @@ class Loader:
         global_batch_size: number of samples per optimizer step, over all processes and micro-batches. Results then do
             not depend on the number of processes.
         batch_size: number of samples per batch of one process, as in PyTorch. Exactly one of the two is required.
+        micro_batch_size: with ``global_batch_size``: the most samples of one process per forward. The number of
+            micro-batches per step then follows from the number of processes, instead of ``accumulate``.
         shuffle: shuffle in each epoch, in an order that depends only on the strategy's seed and the epoch.
         sampler: yields the indices of an epoch, instead of ``shuffle``. It must yield the same on every rank, and is
             seeded for that.
@@ -81,6 +83,7 @@ class Loader:
         *,
         global_batch_size: int | None = None,
         batch_size: int | None = None,
+        micro_batch_size: int | None = None,
         shuffle: bool = False,
         sampler: Sampler[int] | Sequence[int] | None = None,
         batch_sampler: Sampler[list[int]] | Sequence[Sequence[int]] | None = None,
@@ -90,7 +93,15 @@ class Loader:
         **settings: Any,
     ) -> None:
         given = LoaderSettings(
-            dataset, global_batch_size, batch_size, shuffle, sampler, batch_sampler, drop_last, settings
+            dataset,
+            global_batch_size,
+            batch_size,
+            micro_batch_size,
+            shuffle,
+            sampler,
+            batch_sampler,
+            drop_last,
+            settings,
         )
         self.dataset: Any = given.dataset
         self.global_batch_size: int | None = None
@@ -100,6 +111,7 @@ class Loader:
         self._local_world_size = local_world_size
         self._seed = config.seed
         self._compared = False
+        self._identity = object()
         self._iteration: Iteration | None = None
         self.epoch = 0
         self._source: Iterable | MapStyle
@@ -150,7 +162,8 @@ class Loader:
         )
 
     def _epoch_plan(self, given: LoaderSettings, samples: int) -> EpochPlan:
-        ranks, accumulate = self._communicator, self._config.accumulate
+        ranks = self._communicator
+        accumulate = given.micro_batches(ranks.world_size, self._config.accumulate)
         self.global_batch_size = given.samples_per_step(ranks.world_size, accumulate)
         return EpochPlan(samples, self.global_batch_size, accumulate, ranks.rank, ranks.world_size, given.drop_last)
 
@@ -232,7 +245,7 @@ class Loader:
         if not self._compared and self._communicator.world_size > 1 and not self._reads_shards:
             self._check_same_data()
         self._compared = True
-        iteration = self._iteration = Iteration(self)
+        iteration = self._iteration = Iteration(self._identity)
         complete = False
         try:
             yield from self._batches(iteration)

@@ -12,10 +12,10 @@ class Iteration:
     """One iteration over a loader.
 
     Args:
-        loader: the loader.
+        loader: an object that stands for the loader.
 
     Attributes:
-        loader: the loader.
+        loader: that object.
         trained: whether one of its batches was used in a backward. If it ends before that, as in
             ``next(iter(loader))``, it does not count as an epoch.
         trained_to: how many samples and steps of the epoch were consumed at the end of the last window that was trained

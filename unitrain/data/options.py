@@ -13,6 +13,7 @@ class LoaderOptions(TypedDict, total=False):
 
     global_batch_size: int | None
     batch_size: int | None
+    micro_batch_size: int | None
     shuffle: bool
     sampler: Sampler[int] | Sequence[int] | None
     batch_sampler: Sampler[list[int]] | Sequence[Sequence[int]] | None

@@ -34,6 +34,7 @@ class LoaderSettings:
     dataset: Any
     global_batch_size: int | None
     batch_size: int | None
+    micro_batch_size: int | None
     shuffle: bool
     sampler: Any
     batch_sampler: Any
@@ -116,9 +117,11 @@ class LoaderSettings:
 
     def _check_size(self) -> None:
         if self.batch_sampler is not None:
-            if self.global_batch_size is not None or self.batch_size is not None or self.drop_last:
+            sizes = (self.global_batch_size, self.batch_size, self.micro_batch_size)
+            if self.drop_last or any(size is not None for size in sizes):
                 raise ConfigError(
-                    "batch_sampler is mutually exclusive with global_batch_size, batch_size and drop_last."
+                    "batch_sampler is mutually exclusive with global_batch_size, batch_size, micro_batch_size and "
+                    "drop_last."
                 )
             return
         if (self.global_batch_size is None) == (self.batch_size is None):
@@ -126,9 +129,27 @@ class LoaderSettings:
                 "pass exactly one of global_batch_size (samples per optimizer step, over all processes) and batch_size "
                 f"(samples per batch of one process); got {self.global_batch_size} and {self.batch_size}."
             )
-        given = self.global_batch_size if self.batch_size is None else self.batch_size
-        if isinstance(given, bool) or not isinstance(given, int) or given < 1:
-            raise ConfigError(f"a batch size must be an integer of at least 1, not {given!r}.")
+        if self.micro_batch_size is not None and self.global_batch_size is None:
+            raise ConfigError("micro_batch_size needs global_batch_size, which it splits.")
+        for given in (self.global_batch_size, self.batch_size, self.micro_batch_size):
+            if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 1):
+                raise ConfigError(f"a batch size must be an integer of at least 1, not {given!r}.")
+
+    def micro_batches(self, world_size: int, accumulate: int) -> int:
+        """Return the number of micro-batches per optimizer step: ``accumulate``, unless ``micro_batch_size`` is given.
+
+        Raises:
+            ConfigError: both are given.
+        """
+        if self.micro_batch_size is None:
+            return accumulate
+        if accumulate > 1:
+            raise ConfigError(
+                f"micro_batch_size={self.micro_batch_size} and accumulate={accumulate} are mutually exclusive: "
+                "micro_batch_size determines the number of micro-batches per step."
+            )
+        assert self.global_batch_size is not None  # checked
+        return -(-self.global_batch_size // (self.micro_batch_size * world_size))
 
     def samples_per_step(self, world_size: int, accumulate: int) -> int:
         """Return the number of samples per optimizer step over all processes."""

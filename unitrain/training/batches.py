@@ -84,7 +84,9 @@ class OpenBatches:
         self._in_use.micro_batch = micro_batch
         if micro_batch is None:
             self.last_is_open = bool(self._open)
-            if not self.last_is_open:
+            if self.last_is_open:
+                self._open[-1].release()
+            else:
                 self.micro_batch = None
             return
         self.micro_batch = micro_batch

@@ -235,7 +235,7 @@ class TrainingStep:
             self._enter(window, micro_batch, weight, last)
         own_weight: Weight = share if weight is None else weight
         scale = None
-        if self._distributed or self._accumulate > 1 or weight is not None or self._scaler is not None:
+        if weight is not None or share != 1.0 or self._scaler is not None:
             scale = self._scales.of(loss, own_weight)
         if self._distributed:
             self._reduction.arm(self.averages and last)  # the core's buckets can still be armed here
