@@ -13,7 +13,7 @@ from torch import nn
 
 from unitrain.backend import LocalBackend
 from unitrain.config import Section, StrategyConfig
-from unitrain.data.structure import rebuilt, tensors
+from unitrain.data.structure import all_tensors, rebuilt, tensors
 from unitrain.errors import ConfigError, UsageError
 from unitrain.launch.detect import Launch
 
@@ -57,6 +57,19 @@ class _Wrapped(nn.DataParallel[nn.Module]):
 
         shares = [rebuilt(given, partial(part, i=i)) for i in range(len(devices))]
         return [share[0] for share in shares], [share[1] for share in shares]
+
+    def gather(self, outputs: Any, output_device: int | torch.device) -> Any:
+        """Concatenate the outputs of the replicas on one device.
+
+        Raises:
+            UsageError: the model returns a scalar to train on, its own loss.
+        """
+        if any(tensor.dim() == 0 and tensor.requires_grad for tensor in all_tensors(outputs)):
+            raise UsageError(
+                "the model returns its own loss, of which DataParallel would make one per GPU, over parts of different "
+                "sizes: compute the loss from the model's outputs, or use backend ddp, one process per GPU."
+            )
+        return super().gather(outputs, output_device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         return copy.deepcopy(self.module, memo)

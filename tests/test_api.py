@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import unitrain
-from unitrain import UnitrainError, errors
+from unitrain import ConfigError, UnitrainError, errors
 from unitrain.backend import GROUP, backend_names, load_backend
 
 ROOT = Path(__file__).parent.parent
@@ -191,3 +191,17 @@ def test_every_module_of_training_and_data_has_a_test_file_of_its_name() -> None
 def test_no_file_is_called_utils() -> None:
     vague = re.compile(r"(utils?|helpers?|misc|common)(\.py)?$")
     assert not [path for path, _ in sources("unitrain", "backends", "recipes", "tests") if vague.search(path.name)]
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("nccl", "set backend to ddp and ddp.communication to nccl"),
+        ("gloo", "set backend to ddp and ddp.communication to gloo"),
+        ("mpi", "use the backend horovod"),
+        ("dpd", "Did you mean 'ddp'?"),
+    ],
+)
+def test_what_others_call_a_backend_is_explained(name: str, remedy: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(remedy)):
+        load_backend(name)

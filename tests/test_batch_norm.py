@@ -242,3 +242,24 @@ def _averages() -> None:
 
 def test_statistics_that_are_not_synchronised_are_averaged_for_evaluation() -> None:
     run_ranks(_averages)
+
+
+def torchs_own(sync_batchnorm: bool, dimensions: int) -> tuple[Tensor, Tensor, str]:
+    strategy = unitrain.init(timeout_s=30, sync_batchnorm=sync_batchnorm, precision="fp64")
+    layer = nn.SyncBatchNorm(3)
+    prepared, optimizer = strategy.prepare(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
+    rows = torch.arange(4 * 3 * 2**dimensions, dtype=torch.float64).sin().view(4, 3, *[2] * dimensions)
+    out = prepared(rows[strategy.rank :: strategy.world_size])
+    strategy.step(out.pow(3).mean(), optimizer)
+    return layer.running_mean, layer.weight.detach(), type(strategy.export(prepared)).__name__  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("sync_batchnorm", [True, False])
+@pytest.mark.parametrize("dimensions", [0, 2])
+def test_torchs_own_layers_are_synchronised_on_a_cpu_too(sync_batchnorm: bool, dimensions: int) -> None:
+    """Theirs refuse a CPU, and under Horovod they would silently use each rank's own statistics."""
+    (mean, weight, kind), others = run_ranks(torchs_own, sync_batchnorm, dimensions)
+    (alone, trained, _) = run_ranks(torchs_own, sync_batchnorm, dimensions, nprocs=1)[0]
+    assert kind == "SyncBatchNorm"
+    for found, expected in ((mean, alone), (others[0], alone), (weight, trained), (others[1], trained)):
+        assert torch.allclose(found, expected, atol=1e-12)

@@ -77,3 +77,11 @@ def test_a_batch_trains_as_on_one_device(rows: int) -> None:
     model.load_state_dict(plain.state_dict())
     model = strategy.prepare(model)
     assert torch.allclose(gradient(model, batch.to(strategy.device)), gradient(plain, batch), rtol=0, atol=1e-12)
+
+
+def test_a_model_that_returns_its_own_loss_is_refused() -> None:
+    """Torch would make a vector of the replicas' losses, which are means over parts of different sizes."""
+    wrapped: Any = backend_on(2).wrap_model(nn.Linear(1, 1))
+    loss = torch.ones((), requires_grad=True)
+    with pytest.raises(UsageError, match="compute the loss from the model's outputs"):
+        wrapped.gather([{"loss": loss}, {"loss": loss}], 0)

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 from needs import GPU
-from torch import Tensor
+from plain_loop import strategy_of
+from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import SGD, AdamW, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from unitrain import UsageError
 from unitrain.training.guard import GuardedStep
 
 CPU = torch.device("cpu")
@@ -223,3 +225,13 @@ def test_a_first_step_given_up_by_the_optimizer_itself_leaves_no_state(
         state = [value for its in state_of(optimizer) for value in its.values()]
         ends.append(torch.cat([t.detach().reshape(-1) for t in [*parameters, *state]]))
     assert torch.equal(*ends)
+
+
+@pytest.mark.parametrize("kind", ["sparse", "complex"])
+def test_clip_value_refuses_gradients_that_it_can_not_clip(kind: str) -> None:
+    strategy = strategy_of(precision="fp32", clip_value=0.1)
+    model = nn.Embedding(3, 2, sparse=True) if kind == "sparse" else nn.Linear(2, 2, dtype=torch.cfloat)
+    prepared, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    inputs = torch.tensor([1]) if kind == "sparse" else torch.ones(2, 2, dtype=torch.cfloat)
+    with pytest.raises(UsageError, match="clip_value supports neither sparse nor complex gradients"):
+        strategy.step(prepared(inputs).abs().sum(), optimizer)

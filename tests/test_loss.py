@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from plain_loop import Ready, model_of, ready, weights
-from torch import Tensor
+from plain_loop import Ready, model_of, ready, sgd, strategy_of, weights
+from torch import Tensor, nn
 from torch.optim import SGD
+from torch.utils.checkpoint import checkpoint
 
 import unitrain
 from unitrain import Stopped, UsageError
@@ -101,3 +102,31 @@ def test_a_backward_of_the_user_s_is_one_too_many(ready: Ready) -> None:
     loss.backward()
     with pytest.raises(UsageError, match=r"step\(\) calls it itself"):
         strategy.step(loss, optimizer)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 1)
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = checkpoint(self.first, x.requires_grad_(), use_reentrant=self.reentrant)
+        out: Tensor = self.second(hidden)
+        return out
+
+
+def test_reentrant_checkpointing_with_several_optimizers_is_refused() -> None:
+    """Its backward ignores ``inputs``: the layers within would get no gradients, without a word."""
+    strategy = strategy_of(precision="fp32")
+    for reentrant in (False, True):
+        model, other = Checkpointed(reentrant), Checkpointed(reentrant)
+        model, other, optimizer, _ = strategy.prepare(model, other, sgd(model), sgd(other))
+        before = model.first.weight.detach().clone()
+        loss = model(torch.ones(2, 2)).mean()
+        if reentrant:
+            with pytest.raises(UsageError, match="pass use_reentrant=False"):
+                strategy.step(loss, optimizer)
+        else:
+            strategy.step(loss, optimizer)
+        assert torch.equal(model.first.weight, before) == reentrant

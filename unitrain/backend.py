@@ -201,6 +201,14 @@ def backend_names() -> list[str]:
     return sorted(_found())
 
 
+# Names of other things that users of torch.distributed and Horovod call a backend.
+_MEANT = {
+    "nccl": " NCCL is a communication library of the backend ddp: set backend to ddp and ddp.communication to nccl.",
+    "gloo": " gloo is a communication library of the backend ddp: set backend to ddp and ddp.communication to gloo.",
+    "mpi": " Under mpirun, use the backend horovod (horovod.controller is mpi there) or ddp.",
+}
+
+
 def load_backend(name: str) -> type[Backend]:
     """Import the backend called ``name`` and return its class.
 
@@ -211,7 +219,7 @@ def load_backend(name: str) -> type[Backend]:
     found = _found()
     if name not in found:
         raise ConfigError(
-            f"backend {name!r} is not installed.{nearest(name, found)} "
+            f"backend {name!r} is not installed.{_MEANT.get(name) or nearest(name, found)} "
             f"Installed: auto, {', '.join(sorted(found)) or 'none (reinstall unitrain: pip install -e .)'}."
         )
     value = found[name].value

@@ -147,10 +147,13 @@ class Strategy:
                 batch that the strategy's loader yielded last; without such a loader all ranks weigh the same.
 
         Raises:
-            UsageError: the loss is not a scalar that requires grad, or a micro-batch was left out.
+            UsageError: the loss is not a scalar that requires grad, a micro-batch was left out, or the scheduler needs
+                a metric.
             NonFiniteError: a loss or gradient is not finite, with ``on_nonfinite="raise"``.
             Stopped: a loss or gradient is not finite, with ``on_nonfinite="stop"``.
         """
+        if scheduler is not None:
+            self._step.check_scheduler(scheduler)
         if isinstance(optimizer, Optimizer):
             self._step.backward(loss, (optimizer,), weight=weight)
             return self._step.update(optimizer, scheduler)

@@ -148,7 +148,24 @@ class SyncBatchNorm3d(SyncBatchNorm, nn.BatchNorm3d):
     plain: ClassVar[type[_BatchNorm]] = nn.BatchNorm3d
 
 
-_SYNCED: dict[type, type[SyncBatchNorm]] = {c.plain: c for c in (SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d)}
+class _ReplacesTorchs(SyncBatchNorm):
+    """torch's own ``SyncBatchNorm``, which needs GPUs and torch.distributed, on any device and backend."""
+
+    plain: ClassVar[type[_BatchNorm]] = nn.SyncBatchNorm
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
+        if not self.training or self.communicator.world_size == 1:
+            return _BatchNorm.forward(self, input)
+        return super().forward(input)
+
+    def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002  (torch's name)
+        if input.dim() < 2:
+            raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
+
+
+_SYNCED: dict[type, type[SyncBatchNorm]] = {
+    c.plain: c for c in (SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d, _ReplacesTorchs)
+}
 
 
 def _synced(plain: type) -> type[SyncBatchNorm] | None:
@@ -174,10 +191,12 @@ class _SyncBatchNormAct2d(SyncBatchNorm2d):
 
 def is_unsynchronised(layer: nn.Module) -> bool:
     """Return whether a layer is a BatchNorm whose running statistics differ between ranks."""
-    return isinstance(layer, _BatchNorm) and not isinstance(layer, (SyncBatchNorm, nn.SyncBatchNorm))
+    return isinstance(layer, _BatchNorm) and not isinstance(layer, SyncBatchNorm)
 
 
-def synchronise(module: nn.Module, communicator: Communicator, in_use: BatchInUse) -> None:
+def synchronise(
+    module: nn.Module, communicator: Communicator, in_use: BatchInUse, *, only_torchs: bool = False
+) -> None:
     """Make every BatchNorm layer in ``module`` compute its training statistics over all ranks, in place.
 
     Only the class of a layer changes: its parameters, buffers, hooks and state dict keys stay the same.
@@ -186,13 +205,20 @@ def synchronise(module: nn.Module, communicator: Communicator, in_use: BatchInUs
         module: the module.
         communicator: the communicator of this process.
         in_use: the batch that the script works on: the rows of a stand-in don't count.
+        only_torchs: replace torch's own ``SyncBatchNorm`` layers, and no others.
 
     Raises:
-        ConfigError: a layer is of a subclass of BatchNorm, whose forward may be different.
+        ConfigError: a layer is of a subclass of BatchNorm, whose forward may be different, or synchronises over a
+            process group of its own.
     """
     for name, layer in module.named_modules():
-        if not is_unsynchronised(layer):
+        if not is_unsynchronised(layer) or (only_torchs and type(layer) is not nn.SyncBatchNorm):
             continue
+        if getattr(layer, "process_group", None) is not None:
+            raise ConfigError(
+                f"layer {name!r} synchronises over a process group of its own, which is not supported: create it "
+                "without process_group."
+            )
         synced = _synced(type(layer))
         if synced is None:
             raise ConfigError(

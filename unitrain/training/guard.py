@@ -17,6 +17,8 @@ from torch.nn import Parameter
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
+from unitrain.errors import UsageError
+
 
 class GuardedStep:
     """Clips gradients and steps an optimizer. Changes neither weights nor state if a gradient is not finite.
@@ -71,8 +73,7 @@ class GuardedStep:
     def _clip(self, parameters: Iterable[Parameter], gradients: list[Tensor], norm: Tensor | None) -> Tensor | None:
         """Clip finite gradients, and return their norm if it is computed. ``norm`` is not None if it is known."""
         if self._clip_value is not None and gradients:
-            torch._foreach_clamp_max_(gradients, self._clip_value)
-            torch._foreach_clamp_min_(gradients, -self._clip_value)
+            _clamp(gradients, self._clip_value)
         if self._takes_norm and norm is None:
             norm = get_total_norm(gradients)
         if self._clip_norm is not None and norm is not None:
@@ -158,3 +159,13 @@ def plain_numbers(gradient: Tensor) -> Tensor:
     """Return a dense and real view of the values of a gradient, which may be sparse or complex."""
     values = gradient._values() if gradient.is_sparse else gradient
     return torch.view_as_real(values) if values.is_complex() else values
+
+
+def _clamp(gradients: list[Tensor], limit: float) -> None:
+    try:
+        torch._foreach_clamp_max_(gradients, limit)
+        torch._foreach_clamp_min_(gradients, -limit)
+    except NotImplementedError as error:
+        raise UsageError(
+            "clip_value supports neither sparse nor complex gradients: use clip_norm, or embeddings with sparse=False."
+        ) from error

@@ -39,6 +39,25 @@ def refuse_a_second_backward(error: RuntimeError) -> None:
         ) from error
 
 
+def refuse_reentrant_checkpointing(loss: Tensor) -> None:
+    """Raise UsageError if the loss was computed with reentrant activation checkpointing.
+
+    Its backward can't be limited to the parameters of one optimizer: those within would silently get no gradients.
+    """
+    pending, seen = [loss.grad_fn], set()
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "CheckpointFunctionBackward":
+            raise UsageError(
+                "reentrant activation checkpointing does not work with several optimizers: pass use_reentrant=False to "
+                "torch.utils.checkpoint.checkpoint."
+            )
+        pending += [following for following, _ in node.next_functions]
+
+
 class GradientScales:
     """Gradient scales: backward starts from these, so that the reduced gradient is that of the mean over all samples.
 

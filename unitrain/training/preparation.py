@@ -81,8 +81,13 @@ class Preparation:
         if any(is_lazy(p) for p in module.parameters()):
             raise UsageError("the model has uninitialised lazy layers: run a forward with one batch first.")
         module.to(self._communicator.device)
-        if self._config.sync_batchnorm:
-            batch_norm.synchronise(self._prepared.unwrap(module), self._communicator, self._in_use)
+        # torch's own SyncBatchNorm layers are synchronised in any case.
+        batch_norm.synchronise(
+            self._prepared.unwrap(module),
+            self._communicator,
+            self._in_use,
+            only_torchs=not self._config.sync_batchnorm,
+        )
         self._precision.apply(module)
         self._copy_from_rank_0(module)
         self._prepared.add_names(module)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from unitrain.backend import Backend
 from unitrain.communicator import Communicator
@@ -34,7 +35,7 @@ from unitrain.training.direct_steps import DirectStepCheck
 from unitrain.training.guard import GuardedStep
 from unitrain.training.in_sync import check_in_sync
 from unitrain.training.local_gradients import LocalGradients
-from unitrain.training.loss import GradientScales, Weight, checked
+from unitrain.training.loss import GradientScales, Weight, checked, refuse_reentrant_checkpointing
 from unitrain.training.nonfinite import NonFinitePolicy
 from unitrain.training.prepared import PreparedModules
 from unitrain.training.reduction import Reduction
@@ -121,6 +122,7 @@ class TrainingStep:
         self._ignores_stand_ins = False
         self.averages: bool = True
         self._global_step = 0
+        self._schedulers: set[type] = set()  # classes that can be stepped
         self._at_window_end: list[Callable[[], None]] = []
         self._observers: list[StepObserver] = []
 
@@ -245,6 +247,10 @@ class TrainingStep:
         inputs = None
         if len(windows) < len(self._windows):
             inputs = [p for window in windows for p in window.trained]
+            if not all(window.looked_at for window in windows):
+                refuse_reentrant_checkpointing(loss)
+                for window in windows:
+                    window.looked_at = True
         run_backward(loss, scale, inputs, windows, own_weight, on_host=self._on_host, distributed=self._distributed)
         for window in windows:
             window.fresh = False
@@ -359,8 +365,30 @@ class TrainingStep:
         if self._unit == 1 or len(self._windows) == 1:
             window.check_gradients()
 
+    def check_scheduler(self, scheduler: Any) -> None:
+        """Check, before anything changes, that a scheduler can be stepped without arguments.
+
+        Raises:
+            UsageError: it can't.
+        """
+        if type(scheduler) in self._schedulers:
+            return
+        if isinstance(scheduler, ReduceLROnPlateau):
+            raise UsageError(
+                "step() can't step a ReduceLROnPlateau, which needs a metric: leave it out, and call "
+                "scheduler.step(metric) after the evaluation, with the same metric on all ranks."
+            )
+        if not callable(getattr(scheduler, "step", None)):
+            raise UsageError(
+                f"step() takes one scheduler, not {type(scheduler).__name__}: chain several with "
+                "torch.optim.lr_scheduler.ChainedScheduler or SequentialLR."
+            )
+        self._schedulers.add(type(scheduler))
+
     def update(self, optimizer: Optimizer, scheduler: Any = None) -> StepResult:
         """See ``Strategy.update``."""
+        if scheduler is not None:
+            self.check_scheduler(scheduler)
         if not self._observers:
             return self._update(optimizer, scheduler)
         with _observed(self._observers):

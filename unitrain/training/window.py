@@ -23,7 +23,7 @@ class Window:
     """
 
     __slots__ = (
-        "complete", "finishers", "fresh", "groups", "late", "local_gradients", "loss_is_finite", "losses",
+        "complete", "finishers", "fresh", "groups", "late", "local_gradients", "looked_at", "loss_is_finite", "losses",
         "micro_batch", "micro_batches", "name", "optimizer", "parameters", "reduced", "total_wait", "trained", "weight",
         "witness",
     )  # fmt: skip
@@ -33,6 +33,7 @@ class Window:
         self.name: str = name
         self.local_gradients: LocalGradients = local_gradients
         self.groups: int = 0  # number of parameter groups
+        self.looked_at: bool = False  # the graph of a loss, for what does not work with several optimizers
         self.parameters: list[Parameter] = []
         self.trained: list[Parameter] = []
         self.finishers: list[Callable[[bool], None]] = []
@@ -75,7 +76,8 @@ class Window:
             return
         parameter, gradient, version = self.witness
         self.witness = None
-        if parameter.grad is gradient and gradient._version == version:
+        # DDP may have moved the gradient into one of its buckets.
+        if parameter.grad is not None and (parameter.grad is not gradient or gradient._version == version):
             return
         if self.fresh:
             raise UsageError(

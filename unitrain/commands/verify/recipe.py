@@ -36,7 +36,10 @@ def train(recipe: Path, world: World, folder: Path, flags: Sequence[str] = ()) -
     metrics = folder / "metrics.jsonl"
     if process.returncode or not metrics.exists():
         what = f"failed with exit code {process.returncode}" if process.returncode else f"wrote no {metrics.name}"
-        raise UsageError(f"{recipe} under {world} {what}: {cause(printed)}")
+        raise UsageError(
+            f"{recipe} under {world} {what}: {cause(printed)}\nA recipe must take the flags --max-steps, --output-dir "
+            "and those of the strategy, as unitrain.parse_command_line provides them, and write metrics.jsonl."
+        )
     return [json.loads(line) for line in metrics.read_text().splitlines()]
 
 
