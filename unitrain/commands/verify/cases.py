@@ -57,7 +57,7 @@ CASES = (
     Case("clip_norm", {"clip_norm": 0.05}),
     Case("clip_value", {"clip_value": 0.01}),
     Case("token_weights", {"accumulate": 2}, weighted=True),
-    Case("empty_batch", {"sync_batchnorm": True}, samples=41, batch_norm=True),
+    Case("stand_in", {"sync_batchnorm": True}, samples=41, batch_norm=True),
     Case("adamw", optimizer="adamw"),
     Case("tied_and_frozen", tied=True),
     Case("bf16", {"precision": "bf16"}, tolerance=_BF16_TOLERANCE),
