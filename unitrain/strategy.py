@@ -392,6 +392,7 @@ class Strategy:
             self._step,
             self._precision.scaler,
             self._job.stopping.request,
+            self._keep_random_states,
             self._release_checkpoint,
             self.config,
             files.local(folder),
@@ -403,6 +404,9 @@ class Strategy:
         # Without a checkpoint there is nothing to save, and signals keep their usual effect.
         self._job.stopping.listen(self._checkpoint)
         return self._checkpoint
+
+    def _keep_random_states(self) -> None:
+        self._preparation.ranks_differ = True
 
     def _release_checkpoint(self) -> None:
         self._checkpoint = None
@@ -433,6 +437,8 @@ class Strategy:
                 job.leave()
         finally:
             job.stopping.close()
+            if self._checkpoint is not None:  # the run fails
+                self._checkpoint.abandon()
             self._step.close()
             self._prepared.release()
             self._communicator.close(failed=job.failed)

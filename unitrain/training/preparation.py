@@ -35,6 +35,9 @@ class Preparation:
         register: called with each optimizer.
         in_use: the batch that the script works on.
         config: the settings.
+
+    Attributes:
+        ranks_differ: whether the ranks draw different random numbers, as from the first ``prepare`` or ``resume`` on.
     """
 
     def __init__(
@@ -54,7 +57,7 @@ class Preparation:
         self._register = register
         self._in_use = in_use
         self._config = config
-        self._ranks_differ = False
+        self.ranks_differ: bool = False
 
     def prepare(self, objects: Sequence[Any]) -> tuple[Any, ...]:
         """See ``Strategy.prepare``. Modules are prepared first, so that their parameters are known to optimizers."""
@@ -64,8 +67,8 @@ class Preparation:
         for one in objects:
             if isinstance(one, Optimizer):
                 self._optimizer(one)
-        if not self._ranks_differ:
-            self._ranks_differ = True
+        if not self.ranks_differ:
+            self.ranks_differ = True
             # From here on, random numbers (dropout) differ between ranks; rank 0's are those of a single process.
             if self._communicator.rank > 0:
                 seed_rank(self._config.seed, self._communicator.rank)

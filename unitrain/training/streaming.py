@@ -15,14 +15,14 @@ from torch.optim import Optimizer
 
 from unitrain.communicator import Communicator
 
-BUFFER_BYTES = 2**23
+BUFFER_BYTES = 2**21  # larger ones cost more memory than their size: allocators and gloo keep several
 _ALIGNMENT = 16  # of the largest dtype, complex128
 _CPU = torch.device("cpu")
 
-Path = tuple[Any, ...]
+Keys = tuple[Any, ...]
 """The keys and positions that lead to a value in nested state."""
-Sent = Callable[[Tensor], object]
-"""Called on rank 0 with each piece of a tensor that has been copied into a buffer."""
+Sent = Callable[[], object]
+"""Called on the sending rank when a buffer has been filled."""
 
 
 class Form:
@@ -56,19 +56,21 @@ def receive(
     expected: Any,
     source: Any,
     *,
+    src: int = 0,
     own: Any = None,
-    device: Callable[[Path, Form], torch.device] = lambda path, form: _CPU,
-    sent: Sent = lambda piece: None,
+    device: Callable[[Keys, Form], torch.device] = lambda path, form: _CPU,
+    sent: Sent = lambda: None,
 ) -> Any:
-    """Return rank 0's nested state on every rank. Collective.
+    """Return rank ``src``'s nested state on every rank. Collective.
 
     Args:
         communicator: the communicator of this process.
         expected: the outline of the state, the same on all ranks.
-        source: the state; ignored on other ranks than 0.
+        source: the state; ignored on other ranks than ``src``.
+        src: the rank that has the state.
         own: nested state of this rank. Its tensors are overwritten and returned, where they have the expected form.
-        device: the device of a new tensor.
-        sent: called on rank 0 with each piece that has been sent.
+        device: the device of a new tensor; the meta device for one that this rank does not need.
+        sent: called on rank ``src`` when a buffer has been filled.
     """
     owned = dict(_leaves(own))
     targets = [
@@ -76,14 +78,15 @@ def receive(
         for path, form in _leaves(expected)
         if isinstance(form, Form)
     ]
-    sources = [value for _, value in _leaves(source) if _is_dense(value)] if communicator.is_main else None
-    broadcast_tensors(communicator, targets, sources, sent=sent)
+    sends = communicator.rank == src
+    sources = [value for _, value in _leaves(source) if _is_dense(value)] if sends else targets
+    broadcast_tensors(communicator, targets, sources, src=src, sent=sent)
     filled = iter(targets)
     return _mapped(expected, lambda value: next(filled) if isinstance(value, Form) else value)
 
 
 def receive_optimizer(
-    communicator: Communicator, optimizer: Optimizer, expected: Any, source: Any, *, sent: Sent = lambda piece: None
+    communicator: Communicator, optimizer: Optimizer, expected: Any, source: Any, *, sent: Sent = lambda: None
 ) -> None:
     """Load rank 0's state into an optimizer, whose own state is overwritten in place. Collective.
 
@@ -92,12 +95,12 @@ def receive_optimizer(
         optimizer: its parameter groups are like those of the state.
         expected: the outline of the state, the same on all ranks.
         source: the state; ignored on other ranks than 0.
-        sent: called on rank 0 with each piece that has been sent.
+        sent: called on rank 0 when a buffer has been filled.
     """
     # Optimizers number their parameters in order, so the numbers are those of the state.
     parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
 
-    def device(path: Path, form: Form) -> torch.device:
+    def device(path: Keys, form: Form) -> torch.device:
         # The optimizer moves counts of steps itself, where it wants them on the device.
         parameter = parameters.get(path[1]) if len(path) == 3 and form.shape else None
         return _CPU if parameter is None else parameter.device
@@ -124,7 +127,7 @@ def _mapped(value: Any, leaf: Callable[[Any], Any]) -> Any:
     return leaf(value)
 
 
-def _leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+def _leaves(value: Any, path: Keys = ()) -> Iterator[tuple[Keys, Any]]:
     """Yield the values that are not a dict, list or tuple, in the order of ``_mapped``, and where they are."""
     if not isinstance(value, (dict, list, tuple)):
         yield path, value
@@ -140,30 +143,35 @@ def _leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 def broadcast_tensors(
     communicator: Communicator,
     targets: Sequence[Tensor],
-    sources: Sequence[Tensor] | None,
+    sources: Sequence[Tensor],
     *,
-    sent: Sent = lambda piece: None,
+    src: int = 0,
+    sent: Sent = lambda: None,
 ) -> None:
-    """Overwrite ``targets`` with rank 0's ``sources``. Collective.
+    """Overwrite ``targets`` with rank ``src``'s ``sources``. Collective.
 
     Args:
         communicator: the communicator of this process.
         targets: dense tensors with the same shapes and dtypes on all ranks, on any device.
-        sources: rank 0's tensors, which may be its targets; ignored on other ranks.
-        sent: called on rank 0 with each piece that has been copied into a buffer.
+        sources: the tensors that are sent, which may be the targets; on other ranks any of these forms.
+        src: the rank that sends.
+        sent: called on rank ``src`` when a buffer has been filled.
     """
-    if not communicator.is_main or sources is None:
-        sources = targets
+    sends = communicator.rank == src
     for pieces in _buffers(zip(targets, sources, strict=True)):
         buffer = torch.empty(_slots_end(pieces), dtype=torch.uint8, device=communicator.device)
-        if communicator.is_main:
+        if sends:
             for (_, source), slot in _with_slots(pieces, buffer):
                 slot.copy_(source)
-                sent(source)
-        buffer = communicator.broadcast(buffer)
+            sent()
+        buffer = communicator.broadcast(buffer, src)
         for (target, source), slot in _with_slots(pieces, buffer):
-            if not communicator.is_main or target.data_ptr() != source.data_ptr():
+            if not (sends and _same_memory(target, source)):
                 target.copy_(slot)
+
+
+def _same_memory(target: Tensor, source: Tensor) -> bool:
+    return not target.is_meta and target.data_ptr() == source.data_ptr()
 
 
 Pieces = list[tuple[Tensor, Tensor]]
