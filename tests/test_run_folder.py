@@ -62,6 +62,6 @@ def test_what_is_no_file_is_refused(tmp_path: Path, make: object) -> None:
     make(tmp_path / "metrics.jsonl")  # type: ignore[operator]
     with (
         unitrain.init(backend="single", device="cpu") as strategy,
-        pytest.raises(ConfigError, match=r"metrics\.jsonl is not a file\. Name another"),
+        pytest.raises(ConfigError, match=r"metrics\.jsonl is not a file\. Pass another"),
     ):
         RunFolder(strategy, tmp_path, "test")

@@ -114,7 +114,7 @@ class Strategy:
 
         Raises:
             UsageError: an argument is of another type, or was prepared before.
-            CommunicationError: the ranks' models differ in names, shapes or dtypes.
+            CommunicationError: the ranks' models or optimizers differ.
 
         Example:
             >>> model, optimizer, scheduler = strategy.prepare(model, optimizer, scheduler)
@@ -382,7 +382,8 @@ class Strategy:
 
         Raises:
             UsageError: an object has no state, or another checkpoint is open.
-            CheckpointError: the folder can't be written to, or has too little space; on every rank.
+            CheckpointError: the folder can't be written to, has too little space, or is in use by another job; on every
+                rank.
         """
         if self._checkpoint is not None:
             raise UsageError("a strategy has one checkpoint: pass all objects to it, or call its close() first.")

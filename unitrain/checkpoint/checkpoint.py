@@ -254,8 +254,9 @@ class Checkpoint:
             nonlocal opened
             self._finish_writing()  # what this run saves in the background may be what it goes back to
             opened = saved.newest(self._folder) if path is None else saved.named(local(path), self._folder)
-            self._unclaimed = None
-            return None if opened is None else (opened.manifest, outline(opened.parts))
+            if opened is None:
+                return None
+            return opened.manifest, outline(opened.parts)
 
         with ranks.pulse.within("checkpoint.resume"):
             found = ranks.on_main(open_newest)
@@ -269,6 +270,7 @@ class Checkpoint:
             fit.check_objects(self._objects, states, self._state, self._folder)
             metrics = metric_states.metrics_in(self._modules())
             loaded = metric_states.check(metrics, parts.get(METRICS), ranks.world_size, force=force)
+            self._unclaimed = None
             self._apply(parts, opened)
             if METRICS in parts:
                 source = opened.parts[METRICS] if opened is not None else None

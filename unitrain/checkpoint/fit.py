@@ -56,14 +56,19 @@ def check_objects(
             f"{', '.join(sorted(objects))}: pass the same objects to strategy.checkpoint. Nothing was loaded."
         )
     for name, value in objects.items():
+        if isinstance(value, (nn.Module, Optimizer)) and not isinstance(saved[name], dict):
+            raise CheckpointError(
+                f"{name} in the checkpoint in {folder} is a {type(saved[name]).__name__}, and no state. Nothing was "
+                "loaded."
+            )
         if isinstance(value, nn.Module):
             _compare_tensors(name, state(value), saved[name])
         elif isinstance(value, Optimizer):
-            _compare_groups(name, value.param_groups, saved[name]["param_groups"])
+            _compare_groups(name, value.param_groups, saved[name].get("param_groups", []))
 
 
 def _compare_groups(name: str, own: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
-    ours, theirs = ([len(group["params"]) for group in groups] for groups in (own, saved))
+    ours, theirs = ([len(group.get("params", [])) for group in groups] for groups in (own, saved))
     if ours != theirs:
         raise CheckpointError(
             f"{name} has parameter groups of {theirs} parameters in the checkpoint, but of {ours} in this run. Nothing "
