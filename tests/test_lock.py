@@ -69,6 +69,13 @@ def test_an_ended_process_that_its_parent_has_not_reaped_has_ended(tmp_path: Pat
         FolderLock(tmp_path).release()
 
 
+def test_a_process_that_got_the_id_of_an_ended_one_is_another(tmp_path: Path) -> None:
+    with held(tmp_path):
+        holder = json.loads((tmp_path / NAME).read_text())
+        (tmp_path / NAME).write_text(json.dumps({**holder, "started": holder["started"] - 1}))
+        FolderLock(tmp_path).release()
+
+
 def of_another_host(folder: Path) -> Path:
     """Write a lock as a process of another host does."""
     path = folder / NAME
@@ -128,7 +135,9 @@ def test_a_lock_is_touched_while_it_is_held(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": 1, "color": "red"}', "\0" * 100])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"pid": 1, "color": "red"}', '{"pid": "1"}', '{"pid": -1}', "\0" * 100]
+)
 def test_a_lock_that_can_not_be_read_is_taken_when_nobody_touches_it(tmp_path: Path, text: str) -> None:
     (tmp_path / NAME).write_text(text)
     FolderLock(tmp_path).release()

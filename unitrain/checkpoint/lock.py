@@ -5,18 +5,17 @@ File locks are not used: many network file systems have none, or keep them to on
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import tempfile
 import threading
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated
 from uuid import uuid4
 
-import psutil
+from pydantic import BaseModel, ConfigDict, Field
 
 from unitrain.checkpoint.reading import open_regular
 from unitrain.errors import CheckpointError
@@ -27,20 +26,20 @@ BEAT_S = 5.0
 STALE_S = 30.0
 """The holder of a lock on another host counts as ended if it has not touched the file for this long."""
 _POLL_S = 0.5
-_SAME_START_S = 1.0
 _LARGEST = 2**12  # bytes
 
 
-@dataclass(frozen=True)
-class Holder:
+class Holder(BaseModel):
     """The process that holds a lock."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
 
     host: str = "an unknown host"
     pids: str = ""
-    """The PID namespace: a container's process ids mean nothing outside of it."""
-    pid: int = 0
-    started: float = 0.0
-    """When the process was started; another one may get its id later."""
+    """Where the process id is valid: since which start of the host, and in which PID namespace (container)."""
+    pid: Annotated[int, Field(ge=0)] = 0
+    started: int = 0
+    """When the process was started, in the kernel's ticks: another one may get its id later."""
     token: str = ""
     """Tells apart the locks that one process takes."""
 
@@ -49,21 +48,36 @@ class Holder:
 
     @property
     def place(self) -> tuple[str, str]:
-        """Where the process id is valid."""
+        """The host, and where on it the process id is valid."""
         return self.host, self.pids
 
     def is_running(self) -> bool:
         """Return whether the process, which is on this host, is running."""
-        with suppress(psutil.Error):
-            process = psutil.Process(self.pid)
-            same = abs(process.create_time() - self.started) < _SAME_START_S
-            return same and process.status() != psutil.STATUS_ZOMBIE
-        return False
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            pass  # another user's
+        found = _state_and_start(self.pid)
+        return found is None or (found[0] not in "ZX" and found[1] == self.started)
+
+
+def _state_and_start(pid: int) -> tuple[str, int] | None:
+    """Return the state of a process and when it was started; None if it is gone, or of another user and hidden."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    fields = stat.rpartition(")")[2].split()  # the name of the program, in parentheses, may contain anything
+    return fields[0], int(fields[19])
 
 
 def _this_process() -> Holder:
-    pids = os.readlink("/proc/self/ns/pid")
-    return Holder(socket.gethostname(), pids, os.getpid(), psutil.Process().create_time(), uuid4().hex)
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    _, started = _state_and_start(os.getpid()) or ("", 0)
+    pids = f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    return Holder(host=socket.gethostname(), pids=pids, pid=os.getpid(), started=started, token=uuid4().hex)
 
 
 class FolderLock:
@@ -127,7 +141,7 @@ class FolderLock:
                 self._path.unlink()
 
     def _write(self, *, replaces: bool) -> None:
-        text = json.dumps(asdict(self._own))
+        text = self._own.model_dump_json()
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             if replaces:
@@ -186,12 +200,12 @@ def _read(path: Path) -> Holder | None:
     """
     try:
         with open_regular(path) as file:
-            return Holder(**json.loads(file.read(_LARGEST)))
+            return Holder.model_validate_json(file.read(_LARGEST))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise CheckpointError(f"{path} can't be read: {error}. If no job uses this folder, remove it.") from error
-    except (ValueError, TypeError):
+    except ValueError:
         return Holder()
 
 
