@@ -115,7 +115,7 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
     "odd step": (changed(lambda manifest: manifest.update(step=None)), r"manifest\.json: step: Input should be"),
     "no schema": (changed(lambda manifest: manifest.pop("schema")), r"manifest\.json: KeyError: 'schema'"),
     "no run": (without_run, r"_run\.pt is missing"),
-    "not torch's": (of_no_torch, r"model\.pt: "),
+    "not torch's": (of_no_torch, r"model\.pt could not be read: "),
 }
 
 

@@ -86,4 +86,9 @@ def test_a_new_tensor_has_the_memory_format_of_its_source() -> None:
 def test_a_tensor_that_overlaps_itself_is_not_written_to() -> None:
     assert not outline(torch.ones(3)).fits(torch.zeros(1).expand(3))
     assert outline(torch.ones(1, 3)).fits(torch.zeros(3).expand(1, 3))
-    assert outline(nn.Parameter(torch.ones(2))).fits(torch.ones(2))
+    assert not outline(torch.ones(2)).fits(torch.ones(2, requires_grad=True))
+
+
+@pytest.mark.parametrize("value", [nn.Parameter(torch.ones(2)), torch.ones(2).to_sparse(), 3, None, "text"], ids=str)
+def test_what_a_form_can_not_describe_is_sent_with_the_outline(value: Any) -> None:
+    assert outline({"a": [value]})["a"][0] is value

@@ -285,7 +285,7 @@ class Checkpoint:
             opened: the checkpoint; on rank 0 only.
         """
         ranks = self._communicator
-        sent = opened.mapped.release if opened is not None else lambda: None
+        sent = opened.files.release if opened is not None else lambda: None
 
         def source(name: str) -> Any:
             return opened.parts[name] if opened is not None else None

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from unitrain.checkpoint import storage
 from unitrain.checkpoint.manifest import DamagedError, Manifest
-from unitrain.checkpoint.mapped import Mapped
+from unitrain.checkpoint.mapped import MappedFiles
 from unitrain.errors import CheckpointError
 from unitrain.process import print_stderr
 
@@ -24,7 +24,7 @@ class Saved(NamedTuple):
     manifest: Manifest
     parts: dict[str, Any]
     """The states by name; their tensors are read from the disk when they are used."""
-    mapped: Mapped
+    files: MappedFiles
 
 
 def newest(root: Path) -> Saved | None:
@@ -75,8 +75,9 @@ def named(folder: Path, root: Path) -> Saved:
 
 def _opened(folder: Path) -> Saved:
     manifest = storage.verify(folder)
-    parts = storage.read(folder, manifest.files)
+    files = MappedFiles()
+    parts = storage.read(folder, manifest.files, files)
     run = parts.get(RUN)
     if not isinstance(run, dict) or not {"steps", "scaler", "random"} <= set(run):
         raise DamagedError(f"{folder}: {RUN}.pt is missing, or lacks what a run needs to continue")
-    return Saved(folder, manifest, parts, Mapped(folder))
+    return Saved(folder, manifest, parts, files)

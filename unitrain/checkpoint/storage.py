@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-import pickle
 import re
 import shutil
 import tempfile
@@ -24,7 +23,8 @@ import torch
 
 from unitrain.checkpoint import manifest as manifests
 from unitrain.checkpoint.manifest import DamagedError, Described, Manifest
-from unitrain.checkpoint.reading import open_regular
+from unitrain.checkpoint.mapped import MappedFiles
+from unitrain.checkpoint.reading import open_regular, reason
 from unitrain.errors import CheckpointError
 from unitrain.process import print_stderr
 
@@ -285,10 +285,13 @@ def _verify_file(path: Path, expected: Described) -> None:
         raise DamagedError(f"{path}: its SHA-256 does not match the manifest")
 
 
-def read(folder: Path, names: Iterable[str]) -> dict[str, Any]:
+def read(folder: Path, names: Iterable[str], files: MappedFiles) -> dict[str, Any]:
     """Return the content of the files of a verified checkpoint. Pickled code in them is refused, and never run.
 
-    Tensors are mapped: their files are read where their elements are used, and take no memory before.
+    Args:
+        folder: the checkpoint.
+        names: of the files.
+        files: loads them.
 
     Raises:
         DamagedError: a file is not one of torch's.
@@ -298,9 +301,8 @@ def read(folder: Path, names: Iterable[str]) -> dict[str, Any]:
     for name in names:
         path = folder / name
         try:
-            parts[name.removesuffix(".pt")] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except pickle.UnpicklingError as error:
-            raise CheckpointError(f"{path} contains pickled code, which is never run: {error}") from error
+            parts[name.removesuffix(".pt")] = files.load(path)
         except Exception as error:  # torch.load raises many kinds of exceptions for a broken file
-            raise DamagedError(f"{path}: {type(error).__name__}: {error}") from error
+            kind = CheckpointError if "GLOBAL" in str(error) else DamagedError  # code is no damage, but an attack
+            raise kind(f"{path} could not be read: {reason(error)}") from error
     return parts

@@ -110,9 +110,10 @@ def receive_optimizer(
 
 
 def _is_dense(value: object) -> TypeGuard[Tensor]:
-    if not isinstance(value, Tensor) or type(value) not in (Tensor, torch.nn.Parameter):
+    """Return whether a value is a tensor that its form describes. Others are sent with the outline."""
+    if type(value) is not Tensor:
         return False
-    return value.layout == torch.strided and not value.is_quantized
+    return value.layout == torch.strided and not (value.is_quantized or value.requires_grad)
 
 
 def _mapped(value: Any, leaf: Callable[[Any], Any]) -> Any:
