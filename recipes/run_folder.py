@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from contextlib import suppress
 from datetime import datetime
@@ -47,8 +48,16 @@ class RunFolder:
             return
         (self.path / "config.yaml").write_text(dump_yaml(settings), encoding="utf-8")
         file = self.path / "metrics.jsonl"
-        lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
-        file.write_text("".join(line for line in lines if json.loads(line)["step"] <= step), encoding="utf-8")
+        kept, broken = _up_to(step, file.read_bytes())
+        if broken:
+            print(
+                f"{file}: removed {'line' if len(broken) == 1 else 'lines'} {', '.join(map(str, broken))}, which can't "
+                "be read: a process ended while it wrote there.",
+                file=sys.stderr,
+            )
+        rewritten = file.with_suffix(".tmp")
+        rewritten.write_bytes(kept)
+        rewritten.replace(file)  # a crash leaves the old metrics or the new ones
 
     def add(self, metrics: dict[str, Any]) -> None:
         """Append a line to ``metrics.jsonl``, and log the floats to TensorBoard, by the optimizer step ``step``.
@@ -83,10 +92,28 @@ class RunFolder:
             self._writer.close()
 
 
+def _up_to(step: int, metrics: bytes) -> tuple[bytes, list[int]]:
+    """Return the lines of metrics of steps up to ``step``, and the numbers of lines that hold no metrics."""
+    kept, broken = [], []
+    for number, line in enumerate(metrics.split(b"\n"), start=1):
+        try:
+            is_wanted = json.loads(line)["step"] <= step
+        except (ValueError, TypeError, LookupError, RecursionError):
+            if line:
+                broken.append(number)
+            continue
+        if is_wanted:
+            kept.append(line + b"\n")
+    return b"".join(kept), broken
+
+
 def _made(path: Path | None, name: str) -> Path:
     try:
         made = _make(path, name)
-        (made / "metrics.jsonl").touch()
+        metrics = made / "metrics.jsonl"
+        metrics.touch()
+        if not metrics.is_file():
+            raise OSError(f"{metrics} is not a file")
     except OSError as error:
         raise ConfigError(f"the output folder can't be written: {error}. Pass another one as --output-dir.") from error
     return made

@@ -99,8 +99,17 @@ def test_loading(tmp_path: Path) -> None:
 
 def test_checkpoints(tmp_path: Path) -> None:
     found = short("checkpoints", tmp_path)
-    assert len(found["stalls"]) == 5
+    assert len(found["stalls"]) == 6
     assert all(found["totals"][name]["seconds"] >= one["seconds"] for name, one in found["stalls"].items())
+
+
+@pytest.mark.launcher
+@pytest.mark.soak
+def test_memory(tmp_path: Path) -> None:
+    [(world, calls)] = short("memory", tmp_path)["worlds"]
+    assert world == ["torchrun", 2]
+    assert len(calls) == 3
+    assert all(one["peak"] >= one["final"] + one["beyond"] - 1 > 0 for one in calls.values())
 
 
 @pytest.mark.launcher

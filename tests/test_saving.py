@@ -117,6 +117,11 @@ def _folder(path: Path) -> None:
     path.mkdir()
 
 
+def _pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
 @pytest.mark.parametrize(
     ("spoil", "why"),
     [
@@ -124,10 +129,11 @@ def _folder(path: Path) -> None:
         (_truncated, "could not be read: "),
         (lambda path: path.write_bytes(b""), "could not be read: EOFError"),
         (lambda path: path.write_text("hello world\n"), "could not be read: "),
-        (_folder, "could not be read: IsADirectoryError"),
+        (_folder, "could not be read: .*not a regular file"),
+        (_pipe, "could not be read: .*not a regular file"),
         (lambda path: torch.save({"model": Mine()}, path), "test_saving.Mine is neither .* pickled code is never run"),
     ],
-    ids=["missing", "truncated", "empty", "text", "folder", "object"],
+    ids=["missing", "truncated", "empty", "text", "folder", "pipe", "object"],
 )
 def test_a_file_that_is_none_of_ours(
     strategy: Strategy, tmp_path: Path, spoil: Callable[[Path], None], why: str
@@ -156,3 +162,20 @@ def test_code_in_a_file_is_not_run(strategy: Strategy, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="code is never run"):
         strategy.load(tmp_path / "value.pt")
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_file_of_an_old_torch_and_parameters_are_loaded(strategy: Strategy, tmp_path: Path) -> None:
+    value = {"weight": nn.Parameter(torch.ones(2)), "rows": torch.arange(4)[::2]}
+    torch.save(value, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    loaded = strategy.load(tmp_path / "old.pt")
+    assert isinstance(loaded["weight"], nn.Parameter)
+    assert loaded["rows"].tolist() == [0, 2]
+
+
+def test_a_script_s_own_mapping_of_a_file_is_left_alone(strategy: Strategy, tmp_path: Path) -> None:
+    path = tmp_path / "value.pt"
+    strategy.save(torch.ones(10_000), path)
+    own = torch.load(path, mmap=True)
+    own += 1  # in its private copy of the pages
+    assert torch.equal(strategy.load(path), torch.ones(10_000))
+    assert torch.equal(own, torch.full((10_000,), 2.0))

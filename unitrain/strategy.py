@@ -114,7 +114,7 @@ class Strategy:
 
         Raises:
             UsageError: an argument is of another type, or was prepared before.
-            CommunicationError: the ranks' models differ in names, shapes or dtypes.
+            CommunicationError: the ranks' models or optimizers differ.
 
         Example:
             >>> model, optimizer, scheduler = strategy.prepare(model, optimizer, scheduler)
@@ -385,7 +385,8 @@ class Strategy:
 
         Raises:
             UsageError: an object has no state, or another checkpoint is open.
-            CheckpointError: the folder can't be written to, or has too little space; on every rank.
+            CheckpointError: the folder can't be written to, has too little space, or is in use by another job; on every
+                rank.
         """
         if self._checkpoint is not None:
             raise UsageError("a strategy has one checkpoint: pass all objects to it, or call its close() first.")
@@ -395,6 +396,7 @@ class Strategy:
             self._step,
             self._precision.scaler,
             self._job.stopping.request,
+            self._keep_random_states,
             self._release_checkpoint,
             self.config,
             files.local(folder),
@@ -406,6 +408,9 @@ class Strategy:
         # Without a checkpoint there is nothing to save, and signals keep their usual effect.
         self._job.stopping.listen(self._checkpoint)
         return self._checkpoint
+
+    def _keep_random_states(self) -> None:
+        self._preparation.ranks_differ = True
 
     def _release_checkpoint(self) -> None:
         self._checkpoint = None
@@ -436,6 +441,8 @@ class Strategy:
                 job.leave()
         finally:
             job.stopping.close()
+            if self._checkpoint is not None:  # the run fails
+                self._checkpoint.abandon()
             self._step.close()
             self._prepared.release()
             self._communicator.close(failed=job.failed)

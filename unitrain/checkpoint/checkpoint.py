@@ -13,21 +13,23 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unitrain import rng
-from unitrain.checkpoint import storage
+from unitrain.checkpoint import fit, metric_states, saved, storage
+from unitrain.checkpoint.files import local
+from unitrain.checkpoint.lock import FolderLock
+from unitrain.checkpoint.manifest import Manifest
+from unitrain.checkpoint.saved import METRICS, RUN, Saved
 from unitrain.checkpoint.snapshot import snapshot
 from unitrain.communicator import Communicator
 from unitrain.config import StrategyConfig
 from unitrain.errors import CheckpointError, UsageError
 from unitrain.job.messages import StopReason
-from unitrain.process import print_stderr
 from unitrain.rng import seed_rank
 from unitrain.training import batch_norm
 from unitrain.training.prepared import PreparedModules
 from unitrain.training.step import TrainingStep
+from unitrain.training.streaming import Form, Keys, outline, receive, receive_optimizer
 
-# Settings that must not change when a run is resumed. Launcher, backend, world size and timeouts may.
-_TRAINING_SETTINGS = ("seed", "precision", "sync_batchnorm", "accumulate", "clip_norm", "clip_value", "compression")
-_SETTINGS = "_settings"
+_CPU, _META = torch.device("cpu"), torch.device("meta")
 
 
 class Checkpoint:
@@ -38,7 +40,8 @@ class Checkpoint:
         prepared: gives the original modules of prepared ones.
         step: counts the optimizer steps.
         scaler: the GradScaler of fp16, else None.
-        request_stop: reports a failure in the background to all ranks.
+        request_stop: has all ranks call ``wait`` at their next boundary, where it raises an error.
+        restored: called when random number generators have been restored, which ``prepare`` must not seed any more.
         released: called when the checkpoint has been closed.
         settings: the strategy's settings.
         folder: the folder of the checkpoints, each of which is a folder named by its step.
@@ -50,7 +53,8 @@ class Checkpoint:
         background: write checkpoints while training continues, one at a time.
 
     Raises:
-        UsageError: an object has no state.
+        UsageError: an object has no state, or its name can't be that of a file.
+        CheckpointError: the folder can't be written to, has too little space, or is in use by another job.
     """
 
     def __init__(
@@ -60,6 +64,7 @@ class Checkpoint:
         step: TrainingStep,
         scaler: torch.amp.GradScaler | None,
         request_stop: Callable[[StopReason], None],
+        restored: Callable[[], None],
         released: Callable[[], None],
         settings: StrategyConfig,
         folder: Path,
@@ -75,6 +80,8 @@ class Checkpoint:
                     f"checkpoint: {name} is a {type(value).__name__}, which has no load_state_dict: pass an object "
                     "with state_dict and load_state_dict, or a dict."
                 )
+            if name in (RUN, METRICS, "") or "/" in name or "\0" in name:
+                raise UsageError(f"checkpoint: {name!r} can't be the name of an object, which is that of a file, too.")
         if keep < 1:
             raise UsageError(f"checkpoint: keep is {keep}, but must be at least 1.")
         self._communicator = communicator
@@ -82,6 +89,7 @@ class Checkpoint:
         self._step = step
         self._scaler = scaler
         self._request_stop = request_stop
+        self._restored = restored
         self._released = released
         self._settings = settings
         self._folder = folder
@@ -91,13 +99,19 @@ class Checkpoint:
         self._writer = ThreadPoolExecutor(1, "checkpoint") if background and communicator.is_main else None
         self._writing: Future[Path] | None = None
         self._snapshot: dict[str, Any] | None = None
+        self._lock: FolderLock | None = None
+        self._unclaimed: Path | None = None  # another run's newest checkpoint, until resume or discard is called
         self._continues_from: int | None = None
         self._began = False
-        communicator.on_main(self._probe)
+        communicator.on_main(self._open)
 
-    def _probe(self) -> None:
-        tensors = [t for module in self._modules() for t in self._prepared.unwrap(module).state_dict().values()]
+    def _open(self) -> None:
+        tensors = [t for module in self._modules().values() for t in self._state(module).values()]
         storage.probe(self._folder, sum(t.nbytes for t in tensors if isinstance(t, Tensor)))
+        self._lock = FolderLock(self._folder)
+        self._unclaimed = next(storage.found(self._folder), None)
+        if self._unclaimed is not None:
+            self._request_stop(StopReason())  # before the first step, unless resume or discard is called
 
     # ------------------------------------------------------------------------------------------------------- save
 
@@ -122,18 +136,25 @@ class Checkpoint:
     def _save(self) -> None:
         with self._communicator.pulse.within("checkpoint.save"):
             self.wait()
-            batch_norm.average_statistics(self._modules(), self._communicator)
+            modules = self._modules()
+            batch_norm.average_statistics(list(modules.values()), self._communicator)
             randoms = self._communicator.all_gather_object(rng.capture())
-            self._communicator.on_main(lambda: self._begin(randoms))
+            metrics = metric_states.metrics_in(modules)
+            states = metric_states.gather(self._communicator, metrics) if metrics else None
+            self._communicator.on_main(lambda: self._begin(randoms, states))
 
-    def _begin(self, randoms: list[dict[str, Any]]) -> None:
+    def _begin(self, randoms: list[dict[str, Any]], metrics: list[dict[str, Any]] | None) -> None:
         """Write the state, or start to write a snapshot of it in the background."""
         number = self._step.global_step
+        if self._lock is not None:
+            self._lock.check()
         if not self._began:
             self._remove_newer()
             self._began = True
         parts = {name: self._state(value) for name, value in self._objects.items()}
-        parts["_run"] = {"steps": number, "scaler": self._scaler_state(), "random": randoms}
+        parts[RUN] = {"steps": number, "scaler": self._scaler_state(), "random": randoms}
+        if metrics is not None:
+            parts[METRICS] = metrics
         if self._writer is None:
             self._write(number, parts)
         else:
@@ -144,12 +165,7 @@ class Checkpoint:
     def _remove_newer(self) -> None:
         """Remove checkpoints newer than the one that was resumed: later ones of this run would not be the newest."""
         for folder in list(storage.found(self._folder)):
-            if self._continues_from is None:
-                raise CheckpointError(
-                    f"{self._folder} contains checkpoints of another run, up to {folder.name}: call resume() to "
-                    "continue that run, or discard() to remove them, or use another folder."
-                )
-            if storage.step_of(folder) > self._continues_from:
+            if self._continues_from is not None and storage.step_of(folder) > self._continues_from:
                 storage.discard(folder)
 
     def discard(self) -> None:
@@ -158,6 +174,7 @@ class Checkpoint:
         def remove() -> None:
             for folder in list(storage.found(self._folder)):
                 storage.discard(folder)
+            self._unclaimed = None
 
         self._communicator.on_main(remove)
 
@@ -170,12 +187,20 @@ class Checkpoint:
         """Wait until the checkpoint in the background is written. Collective.
 
         Raises:
-            CheckpointError: it could not be written; on every rank.
+            CheckpointError: it could not be written, or the folder has checkpoints of another run; on every rank.
         """
         with self._communicator.pulse.within("checkpoint.wait"):
             self._communicator.on_main(self._finish)
 
     def _finish(self) -> None:
+        self._finish_writing()
+        if self._unclaimed is not None:
+            raise CheckpointError(
+                f"{self._folder} contains checkpoints of another run, up to {self._unclaimed.name}: call resume() to "
+                "continue that run, or discard() to remove them, before training, or use another folder."
+            )
+
+    def _finish_writing(self) -> None:
         writing, self._writing = self._writing, None
         error = None if writing is None else writing.exception()
         if error is not None:
@@ -194,8 +219,9 @@ class Checkpoint:
         storage.prune(self._folder, self._keep)
         return folder
 
-    def _modules(self) -> list[nn.Module]:
-        return [value for value in self._objects.values() if isinstance(value, nn.Module)]
+    def _modules(self) -> dict[str, nn.Module]:
+        named = self._objects.items()
+        return {name: self._prepared.unwrap(value) for name, value in named if isinstance(value, nn.Module)}
 
     def _state(self, value: Any) -> Any:
         if isinstance(value, nn.Module):
@@ -221,83 +247,68 @@ class Checkpoint:
         Raises:
             CheckpointError: no checkpoint is intact, or it does not fit this run; on every rank, with nothing changed.
         """
-        self.wait()  # what this run saves in the background may be what it goes back to
-        parts = self._communicator.on_main(self._newest if path is None else lambda: self._given(Path(path)))
-        if parts is None:
-            return False
-        self._check(parts, force)
-        self._apply(parts)
+        ranks = self._communicator
+        opened: Saved | None = None
+
+        def open_newest() -> tuple[Manifest, dict[str, Any]] | None:
+            nonlocal opened
+            self._finish_writing()  # what this run saves in the background may be what it goes back to
+            opened = saved.newest(self._folder) if path is None else saved.named(local(path), self._folder)
+            if opened is None:
+                return None
+            return opened.manifest, outline(opened.parts)
+
+        with ranks.pulse.within("checkpoint.resume"):
+            found = ranks.on_main(open_newest)
+            if found is None:
+                return False
+            manifest, parts = found
+            # All checks are made before anything is loaded, and come out the same on every rank.
+            if not force:
+                fit.check_settings(manifest, self._settings, self._config, self._folder)
+            states = {name: part for name, part in parts.items() if name not in (RUN, METRICS)}
+            fit.check_objects(self._objects, states, self._state, self._folder)
+            metrics = metric_states.metrics_in(self._modules())
+            loaded = metric_states.check(metrics, parts.get(METRICS), ranks.world_size, force=force)
+            self._unclaimed = None
+            self._apply(parts, opened)
+            if METRICS in parts:
+                source = opened.parts[METRICS] if opened is not None else None
+                metric_states.load(ranks, metrics, loaded, parts[METRICS], source)
         return True
 
-    def _newest(self) -> dict[str, Any] | None:
-        storage.recover(self._folder)
-        damaged = []
-        for folder in storage.found(self._folder):
-            try:
-                return self._read(folder)
-            except storage.DamagedError as error:
-                damaged.append(str(error))
-                print_stderr(f"unitrain: skipping a damaged checkpoint: {error}")
-        if damaged:
-            raise CheckpointError(
-                f"all checkpoints in {self._folder} are damaged ({'; '.join(damaged)}). To start a new run, use "
-                "another folder."
-            )
-        return None
+    def _apply(self, parts: dict[str, Any], opened: Saved | None) -> None:
+        """Load the state. Collective.
 
-    def _given(self, folder: Path) -> dict[str, Any]:
-        try:
-            return self._read(folder)
-        except storage.DamagedError as error:
-            raise CheckpointError(str(error)) from error
+        Args:
+            parts: the outlines of all parts.
+            opened: the checkpoint; on rank 0 only.
+        """
+        ranks = self._communicator
+        sent = opened.files.release if opened is not None else lambda: None
 
-    def _read(self, folder: Path) -> dict[str, Any]:
-        manifest = storage.verify(folder)
-        return {**storage.read(folder, manifest["files"]), _SETTINGS: [manifest["strategy"], manifest["config"]]}
+        def source(name: str) -> Any:
+            return opened.parts[name] if opened is not None else None
 
-    def _check(self, parts: dict[str, Any], force: bool) -> None:
-        """Raise CheckpointError if the state does not fit this run. The same on every rank."""
-        changed = self._changed_settings(*parts.pop(_SETTINGS))
-        if changed and not force:
-            raise CheckpointError(
-                f"the run in {self._folder} was trained with other settings: {'; '.join(changed)}. Use the same "
-                "settings, or resume(force=True), or start a new run in another folder. Nothing was loaded."
-            )
-        names, saved = set(self._objects), set(parts) - {"_run"}
-        if names != saved:
-            raise CheckpointError(
-                f"the checkpoint in {self._folder} contains {', '.join(sorted(saved))}, but this run has "
-                f"{', '.join(sorted(names))}: pass the same objects to strategy.checkpoint. Nothing was loaded."
-            )
-        for name, value in self._objects.items():
-            if isinstance(value, nn.Module):
-                _compare_tensors(name, self._state(value), parts[name])
-            elif isinstance(value, Optimizer):
-                groups = [len(g["params"]) for g in value.param_groups]
-                theirs = [len(g["params"]) for g in parts[name]["param_groups"]]
-                if groups != theirs:
-                    raise CheckpointError(
-                        f"{name} has parameter groups of {theirs} parameters in the checkpoint, but of {groups} in "
-                        "this run. Nothing was loaded."
-                    )
-
-    def _changed_settings(self, strategy: dict[str, Any], config: dict[str, Any]) -> list[str]:
-        own = self._settings.model_dump(mode="json")
-        pairs = [(f"strategy.{name}", strategy.get(name), own[name]) for name in _TRAINING_SETTINGS]
-        pairs += [(name, config.get(name), self._config.get(name)) for name in dict.fromkeys([*config, *self._config])]
-        return [f"{name} was {before!r} and is now {now!r}" for name, before, now in pairs if before != now]
-
-    def _apply(self, parts: dict[str, Any]) -> None:
-        ranks, run = self._communicator, parts["_run"]
         # Loaders first: they refuse other data before the model is changed.
-        for name in sorted(self._objects, key=lambda n: isinstance(self._objects[n], (nn.Module, Optimizer))):
+        for name in sorted(self._objects, key=lambda n: (isinstance(self._objects[n], (nn.Module, Optimizer)), n)):
             value = self._objects[name]
+            if isinstance(value, Optimizer):
+                receive_optimizer(ranks, value, parts[name], source(name), sent=sent)
+                continue
+            own = self._state(value) if isinstance(value, nn.Module) else None
+            state = receive(ranks, parts[name], source(name), own=own, sent=sent)
             if isinstance(value, nn.Module):
-                self._prepared.unwrap(value).load_state_dict(parts[name])
+                self._prepared.unwrap(value).load_state_dict(state)
             elif isinstance(value, dict):
-                value.update(parts[name])
+                value.update(state)
             else:
-                value.load_state_dict(parts[name])
+                value.load_state_dict(state)
+
+        def device(path: Keys, form: Form) -> torch.device:
+            return _META if path[0] == "random" and path[1] != ranks.rank else _CPU
+
+        run = receive(ranks, parts[RUN], source(RUN), device=device, sent=sent)
         self._step.global_step = self._continues_from = run["steps"]
         self._began = False  # later checkpoints are those of a branch that this run leaves
         if self._scaler is not None and run["scaler"] is not None:
@@ -306,28 +317,23 @@ class Checkpoint:
             rng.restore(run["random"][ranks.rank])
         else:
             seed_rank(self._settings.seed, run["steps"], ranks.rank)
+        self._restored()
 
     def close(self) -> None:
         """Wait for the background writer, and end it. Collective."""
         try:
-            self.wait()
+            with self._communicator.pulse.within("checkpoint.wait"):
+                self._communicator.on_main(self._finish_writing)
         finally:
             if self._writer is not None:
                 self._writer.shutdown()
+            self.abandon()
             self._released()
 
-
-def _compare_tensors(name: str, ours: dict[str, Any], theirs: dict[str, Any]) -> None:
-    for key in [*ours, *(k for k in theirs if k not in ours)]:
-        mine, other = (_shape(state.get(key)) for state in (ours, theirs))
-        if mine != other:
-            raise CheckpointError(
-                f"the checkpoint belongs to another {name}: {key} is {other} in the checkpoint, but {mine} in this "
-                "run. Nothing was loaded."
-            )
-
-
-def _shape(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
-    return "missing" if value is None else type(value).__name__
+    def abandon(self) -> None:
+        """End the background writer, without waiting for it, and let other jobs use the folder. Not collective."""
+        if self._writer is not None:
+            self._writer.shutdown(wait=False)
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,10 +12,13 @@ from uuid import uuid4
 import torch
 from torch import nn
 
+from unitrain.checkpoint.mapped import MappedFiles
+from unitrain.checkpoint.reading import reason
 from unitrain.communicator import Communicator
 from unitrain.errors import CheckpointError, UsageError
 from unitrain.training import batch_norm
 from unitrain.training.prepared import PreparedModules
+from unitrain.training.streaming import outline, receive
 
 
 def local(path: str | Path) -> Path:
@@ -45,23 +47,26 @@ def save(communicator: Communicator, prepared: PreparedModules, value: Any, path
         try:
             _write(_states(prepared, value), path)
         except Exception as error:  # pickling may raise any exception
-            raise CheckpointError(f"{path} could not be written: {_reason(error)}") from error
+            raise CheckpointError(f"{path} could not be written: {reason(error)}") from error
 
     communicator.on_main(write)
 
 
 def load(communicator: Communicator, path: Path) -> Any:
     """See ``Strategy.load``."""
+    files, value = MappedFiles(), None
 
     def read() -> Any:
+        nonlocal value
         try:
-            return torch.load(path, map_location="cpu", weights_only=True)
+            value = files.load(path)
         except FileNotFoundError as error:
             raise CheckpointError(f"{path} does not exist.") from error
         except Exception as error:  # torch.load raises many kinds of exceptions for a broken file
-            raise CheckpointError(f"{path} could not be read: {_reason(error)}") from error
+            raise CheckpointError(f"{path} could not be read: {reason(error)}") from error
+        return outline(value)
 
-    return communicator.on_main(read)
+    return receive(communicator, communicator.on_main(read), value, sent=files.release)
 
 
 def _modules(value: Any) -> Iterator[nn.Module]:
@@ -101,12 +106,3 @@ def _write(value: Any, path: Path) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-
-
-def _reason(error: Exception) -> str:
-    """Return why a file could not be written or read, without torch's advice to allow code in it."""
-    if isinstance(error, pickle.UnpicklingError):
-        kind = re.search(r"GLOBAL (\S+)", str(error))
-        found = f"{kind[1]} is" if kind else "it contains an object that is"
-        return f"{found} neither a tensor nor plain data (int, float, str, list, dict), and pickled code is never run."
-    return f"{type(error).__name__}: {error}"

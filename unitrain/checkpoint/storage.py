@@ -9,53 +9,65 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import json
 import os
-import pickle
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
+from unitrain.checkpoint import manifest as manifests
+from unitrain.checkpoint.manifest import DamagedError, Described, Manifest
+from unitrain.checkpoint.mapped import MappedFiles
+from unitrain.checkpoint.reading import open_regular, reason
 from unitrain.errors import CheckpointError
+from unitrain.process import print_stderr
 
-MANIFEST = "manifest.json"
-SCHEMA = 1
+MANIFEST = manifests.NAME
 _FOLDER = re.compile(r"step-(\d{10})")
 _TEMPORARY = re.compile(r"\.step-\d{10}\..*\.tmp")
 _ASIDE = ".aside.tmp"
 _BLOCK = 2**20
+_HASHED_APART = 2**16  # bytes; to pass on fewer takes longer than to hash them
 
 
 class _Hashing:
-    """A file that computes the digest and the size of what is written to it."""
+    """A file that computes the digest and the size of what is written to it.
 
-    def __init__(self, file: BinaryIO) -> None:
+    Args:
+        file: the file.
+        threads: hash large blocks while they are written.
+    """
+
+    def __init__(self, file: BinaryIO, threads: ThreadPoolExecutor) -> None:
         self._file = file
+        self._threads = threads
         self.digest = hashlib.sha256()
         self.size = 0
         self.error: OSError | None = None
         """The error of a write, which torch's writer replaces by another."""
 
     def write(self, data: bytes) -> int:
-        self.digest.update(data)
         self.size += len(data)
+        hashing = self._threads.submit(self.digest.update, data) if len(data) >= _HASHED_APART else None
         try:
             return self._file.write(data)
         except OSError as error:
             self.error = error
             raise
+        finally:
+            if hashing is None:
+                self.digest.update(data)
+            else:
+                hashing.result()  # the memory is the caller's
 
     def flush(self) -> None:
         self._file.flush()
-
-
-class DamagedError(Exception):
-    """A checkpoint does not match its manifest; the message names the file and the reason."""
 
 
 def folder_of(root: Path, step: int) -> Path:
@@ -85,20 +97,28 @@ def write(root: Path, step: int, parts: Mapping[str, Any], about: Mapping[str, A
     try:
         root.mkdir(parents=True, exist_ok=True)
         temporary.mkdir()
-        files = {f"{name}.pt": _write_part(temporary / f"{name}.pt", value) for name, value in parts.items()}
-        manifest = {"schema": SCHEMA, "step": step, **about, "files": files}
-        manifest["digest"] = _digest(manifest)
+        files: dict[str, Any] = {}
+        with ThreadPoolExecutor(2, "checkpoint files") as threads:
+            # A file is synced to the disk while the next one is written.
+            syncs = []
+            for name, value in parts.items():
+                path = temporary / f"{name}.pt"
+                files[path.name] = _write_part(path, value, threads)
+                syncs.append(threads.submit(_sync_path, path))
+            for sync in syncs:
+                sync.result()
         with open(temporary / MANIFEST, "w") as file:
-            json.dump(manifest, file, indent=1)
+            file.write(manifests.to_json(step, about, files))
+            file.flush()
             _sync(file.fileno())
-        _sync_folder(temporary)
+        _sync_path(temporary)
         # The step may have been saved before, by this run or after resuming.
-        aside = _set_aside(final) if final.exists() else None
+        aside = _set_aside(final) if os.path.lexists(final) else None
         os.rename(temporary, final)
-        _sync_folder(root)
+        _sync_path(root)
         if aside is not None:
-            shutil.rmtree(aside)
-    except (OSError, RuntimeError, pickle.PicklingError, TypeError) as error:
+            _remove(aside)
+    except Exception as error:  # pickling may raise any exception
         shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(f"checkpoint {final} could not be written: {_explain(error, root)}") from error
     return final
@@ -129,15 +149,13 @@ def probe(root: Path, needed: int) -> None:
         )
 
 
-def _write_part(path: Path, value: Any) -> dict[str, Any]:
+def _write_part(path: Path, value: Any, threads: ThreadPoolExecutor) -> dict[str, Any]:
     with open(path, "wb") as file:
-        hashing = _Hashing(file)
+        hashing = _Hashing(file, threads)
         try:
             torch.save(value, hashing)  # type: ignore[arg-type]
         except RuntimeError as error:
             raise hashing.error or error from error
-        file.flush()
-        _sync(file.fileno())
     return {"size": hashing.size, "sha256": hashing.digest.hexdigest()}
 
 
@@ -152,109 +170,139 @@ def _sync(descriptor: int) -> None:
     os.fsync(descriptor)
 
 
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def _sync_path(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        _sync(descriptor)
     finally:
         os.close(descriptor)
 
 
 def discard(folder: Path) -> None:
-    """Remove a checkpoint atomically: it is renamed first."""
-    if folder.exists():
-        shutil.rmtree(_set_aside(folder))
+    """Remove a checkpoint atomically: it is renamed first. Of a link, only the link is removed.
+
+    Raises:
+        CheckpointError: it can't be removed.
+    """
+    with _errors_of(f"{folder} can't be removed", folder.parent):
+        if os.path.lexists(folder):
+            _remove(_set_aside(folder))
 
 
 def _set_aside(folder: Path) -> Path:
     aside = folder.with_name(f".{folder.name}{_ASIDE}")
-    shutil.rmtree(aside, ignore_errors=True)
+    if os.path.lexists(aside):
+        _remove(aside)
     os.rename(folder, aside)
     return aside
 
 
+def _remove(path: Path) -> None:
+    """Remove whatever has the name of a checkpoint: a folder, but also a file or a link."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+@contextmanager
+def _errors_of(what: str, root: Path) -> Iterator[None]:
+    """Raise errors of the file system as CheckpointError."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{what}: {_explain(error, root)}") from error
+
+
 def recover(root: Path) -> None:
-    """Restore a checkpoint that was set aside for a new one of the same step that was not completed."""
-    if root.is_dir():
+    """Restore a checkpoint that was set aside for a new one of the same step that was not completed.
+
+    Raises:
+        CheckpointError: it can't be restored.
+    """
+    with _errors_of(f"a checkpoint in {root} that was set aside can't be restored", root):
         for aside in root.glob(f".step-*{_ASIDE}"):
             folder = root / aside.name[1 : -len(_ASIDE)]
-            if (aside / MANIFEST).exists() and not folder.exists():
+            if (aside / MANIFEST).exists() and not os.path.lexists(folder):
                 os.rename(aside, folder)
 
 
 def sweep(root: Path) -> None:
     """Remove incomplete checkpoints of killed processes."""
     recover(root)
-    if root.is_dir():
+    with _errors_of(f"{root} can't be listed", root):
         for path in root.iterdir():
             if _TEMPORARY.fullmatch(path.name):
-                shutil.rmtree(path, ignore_errors=True)
+                with suppress(OSError):  # it only takes up space
+                    _remove(path)
 
 
 def prune(root: Path, keep: int) -> None:
-    """Remove the oldest checkpoints beyond ``keep``."""
+    """Remove the oldest checkpoints beyond ``keep``. One that can't be removed is reported on stderr."""
     for folder in list(found(root))[keep:]:
-        discard(folder)
+        try:
+            discard(folder)
+        except CheckpointError as error:
+            print_stderr(f"unitrain: an old checkpoint is kept: {error}")
 
 
 def found(root: Path) -> Iterator[Path]:
-    """Yield the folders of checkpoints, the newest step first, without verifying them."""
-    if root.is_dir():
-        yield from sorted((p for p in root.iterdir() if _FOLDER.fullmatch(p.name)), reverse=True)
+    """Yield what has the name of a checkpoint, the newest step first, without verifying it.
+
+    Raises:
+        CheckpointError: the folder can't be listed.
+    """
+    with _errors_of(f"{root} can't be listed", root):
+        paths = list(root.iterdir()) if root.is_dir() else []
+    yield from sorted((path for path in paths if _FOLDER.fullmatch(path.name)), reverse=True)
 
 
-def verify(folder: Path) -> dict[str, Any]:
+def verify(folder: Path) -> Manifest:
     """Verify a checkpoint by reading all of its files, and return its manifest.
 
     Raises:
         DamagedError: the manifest or a file is missing or changed.
         CheckpointError: its format is that of another version.
     """
-    try:
-        manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_bytes())
-        digest = manifest.pop("digest")
-        files = manifest["files"]
-        schema = manifest["schema"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedError(f"{folder / MANIFEST}: {type(error).__name__}: {error}") from error
-    if digest != _digest(manifest):
-        raise DamagedError(f"{folder / MANIFEST}: its digest does not match its content")
-    if schema != SCHEMA:
-        raise CheckpointError(f"{folder} has schema {schema}, but this version of UniTrain reads schema {SCHEMA}.")
-    for name, expected in files.items():
-        _verify_file(folder / name, expected["size"], expected["sha256"])
+    manifest = manifests.read(folder)
+    for name, expected in manifest.files.items():
+        _verify_file(folder / name, expected)
     return manifest
 
 
-def _verify_file(path: Path, size: int, sha256: str) -> None:
+def _verify_file(path: Path, expected: Described) -> None:
+    digest = hashlib.sha256()
     try:
-        actual = path.stat().st_size
-        if actual != size:
-            raise DamagedError(f"{path}: {actual} bytes instead of {size}")
-        with open(path, "rb") as file:
-            digest = hashlib.sha256()
+        with open_regular(path) as file:
+            actual = os.fstat(file.fileno()).st_size
+            if actual != expected.size:
+                raise DamagedError(f"{path}: {actual} bytes instead of {expected.size}")
             while block := file.read(_BLOCK):
                 digest.update(block)
     except OSError as error:
         raise DamagedError(f"{path}: {error.strerror}") from error
-    if digest.hexdigest() != sha256:
+    if digest.hexdigest() != expected.sha256:
         raise DamagedError(f"{path}: its SHA-256 does not match the manifest")
 
 
-def read(folder: Path, names: Mapping[str, Any]) -> dict[str, Any]:
-    """Load the files of a verified checkpoint on the CPU. Pickled code in them is refused, and never run.
+def read(folder: Path, names: Iterable[str], files: MappedFiles) -> dict[str, Any]:
+    """Return the content of the files of a verified checkpoint. Pickled code in them is refused, and never run.
+
+    Args:
+        folder: the checkpoint.
+        names: of the files.
+        files: loads them.
 
     Raises:
+        DamagedError: a file is not one of torch's.
         CheckpointError: a file contains more than tensors and plain data.
     """
     parts = {}
     for name in names:
+        path = folder / name
         try:
-            parts[name.removesuffix(".pt")] = torch.load(folder / name, map_location="cpu", weights_only=True)
-        except pickle.UnpicklingError as error:
-            raise CheckpointError(f"{folder / name} contains pickled code, which is never run: {error}") from error
+            parts[name.removesuffix(".pt")] = files.load(path)
+        except Exception as error:  # torch.load raises many kinds of exceptions for a broken file
+            kind = CheckpointError if "GLOBAL" in str(error) else DamagedError  # code is no damage, but an attack
+            raise kind(f"{path} could not be read: {reason(error)}") from error
     return parts
-
-
-def _digest(manifest: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()

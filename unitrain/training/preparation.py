@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from itertools import zip_longest
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer
 from torch.utils.data import DataLoader, Dataset
@@ -17,11 +16,12 @@ from unitrain.backend import Backend
 from unitrain.communicator import Communicator
 from unitrain.config import StrategyConfig
 from unitrain.data.loop import BatchInUse
-from unitrain.errors import CommunicationError, UsageError
+from unitrain.errors import UsageError
 from unitrain.rng import seed_rank
-from unitrain.training import batch_norm
+from unitrain.training import alike, batch_norm
 from unitrain.training.precision import Precision, remove_hooks
 from unitrain.training.prepared import PreparedModules
+from unitrain.training.streaming import broadcast_tensors, outline, receive_optimizer
 
 
 class Preparation:
@@ -35,6 +35,9 @@ class Preparation:
         register: called with each optimizer.
         in_use: the batch that the script works on.
         config: the settings.
+
+    Attributes:
+        ranks_differ: whether the ranks draw different random numbers, as from the first ``prepare`` or ``resume`` on.
     """
 
     def __init__(
@@ -54,7 +57,7 @@ class Preparation:
         self._register = register
         self._in_use = in_use
         self._config = config
-        self._ranks_differ = False
+        self.ranks_differ: bool = False
 
     def prepare(self, objects: Sequence[Any]) -> tuple[Any, ...]:
         """See ``Strategy.prepare``. Modules are prepared first, so that their parameters are known to optimizers."""
@@ -64,8 +67,8 @@ class Preparation:
         for one in objects:
             if isinstance(one, Optimizer):
                 self._optimizer(one)
-        if not self._ranks_differ:
-            self._ranks_differ = True
+        if not self.ranks_differ:
+            self.ranks_differ = True
             # From here on, random numbers (dropout) differ between ranks; rank 0's are those of a single process.
             if self._communicator.rank > 0:
                 seed_rank(self._config.seed, self._communicator.rank)
@@ -102,16 +105,9 @@ class Preparation:
         if ranks.world_size == 1:
             return
         named = [*module.named_parameters(), *module.named_buffers()]
-        shapes = [(name, tuple(t.shape), str(t.dtype)) for name, t in named]
-        for rank, theirs in enumerate(ranks.all_gather_object(shapes)):
-            _compare(rank, shapes, ranks.rank, theirs)
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for _, tensor in named:
-            by_dtype.setdefault(tensor.dtype, []).append(tensor)
-        for tensors in by_dtype.values():
-            flat = ranks.broadcast(torch.cat([t.reshape(-1) for t in tensors]))
-            for tensor, part in zip(tensors, torch.split(flat, [t.numel() for t in tensors]), strict=True):
-                tensor.copy_(part.view(tensor.shape))
+        alike.check_models(ranks, named)
+        tensors = [tensor for _, tensor in named]
+        broadcast_tensors(ranks, tensors, tensors)
 
     def _optimizer(self, optimizer: Optimizer) -> None:
         if isinstance(optimizer, LBFGS):
@@ -120,12 +116,16 @@ class Preparation:
                 "strategy.prepare, in a single process."
             )
         self._prepared.check([p for group in optimizer.param_groups for p in group["params"]])
-        if optimizer.state or self._communicator.world_size > 1:
+        ranks = self._communicator
+        if optimizer.state or ranks.world_size > 1:
             state = optimizer.state_dict()
-            has_state = self._communicator.broadcast_object(bool(state["state"]))
-            if has_state:
+            expected = ranks.broadcast_object(outline(state) if state["state"] else None)
+            if ranks.world_size > 1:
+                # With its state, rank 0's options are loaded on the other ranks, too.
+                alike.check_optimizers(ranks, self._prepared, optimizer, options=expected is None)
+            if expected is not None:
                 # This also moves state that was loaded or made before the parameters were moved to the device.
-                optimizer.load_state_dict(self._communicator.broadcast_object(state))
+                receive_optimizer(ranks, optimizer, expected, state)
         self._register(optimizer)
 
 
@@ -146,13 +146,3 @@ def export(module: nn.Module) -> nn.Module:
     batch_norm.revert(plain)
     remove_hooks(plain)
     return plain
-
-
-def _compare(rank: int, ours: list[Any], our_rank: int, theirs: list[Any]) -> None:
-    if ours == theirs:
-        return
-    mine, other = next((a, b) for a, b in zip_longest(ours, theirs, fillvalue=("nothing",)) if a != b)
-    raise CommunicationError(
-        f"the models of rank {our_rank} and rank {rank} differ: {' '.join(map(str, mine))} against "
-        f"{' '.join(map(str, other))}. Build the same model on every rank."
-    )

@@ -1,0 +1,83 @@
+"""The manifest of a checkpoint: what it contains, the size and SHA-256 of every file, and a digest of itself."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+
+from unitrain.checkpoint.reading import open_regular
+from unitrain.errors import CheckpointError
+
+NAME = "manifest.json"
+SCHEMA = 1
+_LARGEST = 2**26  # bytes
+
+FileName = Annotated[str, StringConstraints(pattern=r"^[^/\x00]+\.pt$")]
+
+
+class DamagedError(Exception):
+    """A checkpoint does not match its manifest; the message names the file and the reason."""
+
+
+class Described(BaseModel):
+    """A file of a checkpoint."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    size: Annotated[int, Field(ge=0)]
+    sha256: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+
+
+class Manifest(BaseModel):
+    """What ``resume`` needs of a manifest."""
+
+    model_config = ConfigDict(strict=True)
+
+    step: Annotated[int, Field(ge=0)]
+    strategy: dict[str, Any]
+    """The strategy's settings."""
+    config: dict[str, Any]
+    """The script's settings."""
+    files: dict[FileName, Described]
+
+
+def to_json(step: int, about: Mapping[str, Any], files: Mapping[str, Any]) -> str:
+    """Return the text of a manifest."""
+    manifest = {"schema": SCHEMA, "step": step, **about, "files": files}
+    return json.dumps({**manifest, "digest": _digest(manifest)}, indent=1)
+
+
+def read(folder: Path) -> Manifest:
+    """Return the manifest of a checkpoint.
+
+    Raises:
+        DamagedError: it is missing or changed, or has other fields than it must.
+        CheckpointError: its format is that of another version.
+    """
+    path = folder / NAME
+    try:
+        with open_regular(path) as file:
+            found = json.loads(file.read(_LARGEST))
+        digest, schema = found.pop("digest"), found["schema"]
+    except OSError as error:
+        raise DamagedError(f"{path}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedError(f"{path}: {type(error).__name__}: {error}") from error
+    if digest != _digest(found):
+        raise DamagedError(f"{path}: its digest does not match its content")
+    if schema != SCHEMA:
+        raise CheckpointError(f"{folder} has schema {schema}, but this version of UniTrain reads schema {SCHEMA}.")
+    try:
+        return Manifest.model_validate(found)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise DamagedError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+
+
+def _digest(manifest: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
