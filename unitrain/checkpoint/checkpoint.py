@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unitrain import rng
-from unitrain.checkpoint import fit, metric_states, saved, storage
+from unitrain.checkpoint import epoch_end, fit, metric_states, saved, storage
+from unitrain.checkpoint.epoch_end import EpochEnd
 from unitrain.checkpoint.files import local
 from unitrain.checkpoint.lock import FolderLock
 from unitrain.checkpoint.manifest import Manifest
@@ -23,6 +24,7 @@ from unitrain.communicator import Communicator
 from unitrain.config import StrategyConfig
 from unitrain.errors import CheckpointError, UsageError
 from unitrain.job.messages import StopReason
+from unitrain.process import print_stderr
 from unitrain.rng import seed_rank
 from unitrain.training import batch_norm
 from unitrain.training.prepared import PreparedModules
@@ -103,6 +105,8 @@ class Checkpoint:
         self._unclaimed: Path | None = None  # another run's newest checkpoint, until resume or discard is called
         self._continues_from: int | None = None
         self._began = False
+        self._epoch_end: EpochEnd | None = None
+        step.at_epoch_end = self._remember_epoch_end
         communicator.on_main(self._open)
 
     def _open(self) -> None:
@@ -128,22 +132,32 @@ class Checkpoint:
             self._save()
 
     def save_now(self) -> Path:
-        """Save a checkpoint between two steps, wait until it is written, and return its folder. Collective."""
-        self._save()
+        """Save a checkpoint between two steps, wait until it is written, and return its folder. Collective.
+
+        Between two epochs, it has the state before what follows the loop over batches, so that this is done again.
+        """
+        ended = self._epoch_end
+        valid = self._step.between_epochs and ended is not None and ended.step == self._step.global_step
+        self._save(ended if valid else None)
         self.wait()
         return storage.folder_of(self._folder, self._step.global_step)
 
-    def _save(self) -> None:
+    def _remember_epoch_end(self) -> None:
+        self._epoch_end = epoch_end.remember(self._objects, self._state, self._step.global_step)
+
+    def _save(self, ended: EpochEnd | None = None) -> None:
         with self._communicator.pulse.within("checkpoint.save"):
             self.wait()
             modules = self._modules()
             batch_norm.average_statistics(list(modules.values()), self._communicator)
-            randoms = self._communicator.all_gather_object(rng.capture())
+            randoms = self._communicator.all_gather_object(rng.capture() if ended is None else ended.random)
             metrics = metric_states.metrics_in(modules)
             states = metric_states.gather(self._communicator, metrics) if metrics else None
-            self._communicator.on_main(lambda: self._begin(randoms, states))
+            self._communicator.on_main(lambda: self._begin(randoms, states, ended))
 
-    def _begin(self, randoms: list[dict[str, Any]], metrics: list[dict[str, Any]] | None) -> None:
+    def _begin(
+        self, randoms: list[dict[str, Any]], metrics: list[dict[str, Any]] | None, ended: EpochEnd | None
+    ) -> None:
         """Write the state, or start to write a snapshot of it in the background."""
         number = self._step.global_step
         if self._lock is not None:
@@ -152,6 +166,8 @@ class Checkpoint:
             self._remove_newer()
             self._began = True
         parts = {name: self._state(value) for name, value in self._objects.items()}
+        if ended is not None:
+            parts = ended.applied_to(parts)
         parts[RUN] = {"steps": number, "scaler": self._scaler_state(), "random": randoms}
         if metrics is not None:
             parts[METRICS] = metrics
@@ -264,12 +280,18 @@ class Checkpoint:
                 return False
             manifest, parts = found
             # All checks are made before anything is loaded, and come out the same on every rank.
-            if not force:
-                fit.check_settings(manifest, self._settings, self._config, self._folder)
+            changed = fit.changed_settings(manifest, self._settings, self._config, self._objects)
+            if changed and not force:
+                raise CheckpointError(
+                    f"the run in {self._folder} was trained with other settings: {'; '.join(changed)}. Use the same "
+                    "settings, or resume(force=True), or start a new run in another folder. Nothing was loaded."
+                )
             states = {name: part for name, part in parts.items() if name not in (RUN, METRICS)}
             fit.check_objects(self._objects, states, self._state, self._folder)
             metrics = metric_states.metrics_in(self._modules())
             loaded = metric_states.check(metrics, parts.get(METRICS), ranks.world_size, force=force)
+            if changed and ranks.is_main:
+                print_stderr(f"unitrain: resuming with other settings: {'; '.join(changed)}")
             self._unclaimed = None
             self._apply(parts, opened)
             if METRICS in parts:
@@ -295,6 +317,7 @@ class Checkpoint:
             value = self._objects[name]
             if isinstance(value, Optimizer):
                 receive_optimizer(ranks, value, parts[name], source(name), sent=sent)
+                value._opt_called = True  # type: ignore[attr-defined]  # else schedulers warn that it never stepped
                 continue
             own = self._state(value) if isinstance(value, nn.Module) else None
             state = receive(ranks, parts[name], source(name), own=own, sent=sent)
@@ -328,6 +351,7 @@ class Checkpoint:
             if self._writer is not None:
                 self._writer.shutdown()
             self.abandon()
+            self._step.at_epoch_end = lambda: None
             self._released()
 
     def abandon(self) -> None:

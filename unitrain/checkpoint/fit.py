@@ -11,29 +11,26 @@ from torch.optim import Optimizer
 
 from unitrain.checkpoint.manifest import Manifest
 from unitrain.config import StrategyConfig
+from unitrain.data import Loader
 from unitrain.errors import CheckpointError
 from unitrain.training.streaming import Form
 
 # Settings that must not change when a run is resumed. Launcher, backend, world size and timeouts may.
-_TRAINING_SETTINGS = ("seed", "precision", "sync_batchnorm", "accumulate", "clip_norm", "clip_value", "compression")
+_TRAINING_SETTINGS = ("seed", "precision", "sync_batchnorm", "clip_norm", "clip_value", "compression")
 
 
-def check_settings(manifest: Manifest, settings: StrategyConfig, config: Mapping[str, Any], folder: Path) -> None:
-    """Check that settings that affect training are those of the checkpoint.
-
-    Raises:
-        CheckpointError: some have changed; all of them are named.
-    """
+def changed_settings(
+    manifest: Manifest, settings: StrategyConfig, config: Mapping[str, Any], objects: Mapping[str, Any]
+) -> list[str]:
+    """Return the settings that affect training and are not those of the checkpoint, with both values."""
     own = settings.model_dump(mode="json")
-    pairs = [(f"strategy.{name}", manifest.strategy.get(name), own[name]) for name in _TRAINING_SETTINGS]
+    # A loader's global batch does not depend on the number of micro-batches, and it compares that itself.
+    loads = any(isinstance(value, Loader) for value in objects.values())
+    compared = _TRAINING_SETTINGS if loads else (*_TRAINING_SETTINGS, "accumulate")
+    pairs = [(f"strategy.{name}", manifest.strategy.get(name), own[name]) for name in compared]
     names = dict.fromkeys([*manifest.config, *config])
     pairs += [(name, manifest.config.get(name), config.get(name)) for name in names]
-    changed = [f"{name} was {before!r} and is now {now!r}" for name, before, now in pairs if before != now]
-    if changed:
-        raise CheckpointError(
-            f"the run in {folder} was trained with other settings: {'; '.join(changed)}. Use the same settings, or "
-            "resume(force=True), or start a new run in another folder. Nothing was loaded."
-        )
+    return [f"{name} was {before!r} and is now {now!r}" for name, before, now in pairs if before != now]
 
 
 def check_objects(

@@ -235,6 +235,7 @@ class Loader:
             if self._counts or number != self.epoch:
                 self.epoch = number
             yield number
+            self._listener.follows()
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's batches of an epoch, on its device, after those that were consumed before resuming."""
@@ -245,6 +246,8 @@ class Loader:
         if not self._compared and self._communicator.world_size > 1 and not self._reads_shards:
             self._check_same_data()
         self._compared = True
+        if self._listener.is_training():
+            self._listener.follows()
         iteration = self._iteration = Iteration(self._identity)
         complete = False
         try:

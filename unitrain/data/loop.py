@@ -61,6 +61,9 @@ class LoopListener(Protocol):
     def needs_stand_ins(self, iteration: Iteration) -> bool:
         """Return whether a rank without samples has to take part in a step all the same."""
 
+    def follows(self) -> None:
+        """What follows the previous training iteration is done: another starts, or the loop over epochs continues."""
+
     def boundary(self) -> None:
         """All previous batches have been used: the run can be stopped here."""
 

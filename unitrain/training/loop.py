@@ -50,6 +50,10 @@ class TrainingLoop:
         """Return whether a rank without samples has to take part in a step; an evaluation has no collectives."""
         return self.is_training() and (iteration.trained or self._step.trains())
 
+    def follows(self) -> None:
+        """Record that what follows the previous training iteration is done."""
+        self._step.between_epochs = False
+
     def boundary(self) -> None:
         """Allow the run to be stopped here, unless the training has not finished the batches before this one."""
         if not ((self._step.within_window or self._step.last_is_open) and self.is_training()):

@@ -81,6 +81,8 @@ class TrainingStep:
 
     Attributes:
         in_use: the batch that the script works on.
+        between_epochs: whether a training iteration has ended, and what follows it in the script is not done yet.
+        at_epoch_end: called at the end of a training iteration.
         averages: whether gradients are averaged over the ranks; False in measurements without communication.
     """
 
@@ -120,6 +122,8 @@ class TrainingStep:
         self.in_use: BatchInUse = BatchInUse()
         self._batches = OpenBatches(self.in_use, prepared, self._arm_for)
         self._ignores_stand_ins = False
+        self.between_epochs: bool = False
+        self.at_epoch_end: Callable[[], None] = lambda: None
         self.averages: bool = True
         self._global_step = 0
         self._schedulers: set[type] = set()  # classes that can be stepped
@@ -183,6 +187,9 @@ class TrainingStep:
     def take(self, micro_batch: MicroBatch | None, batch: Any, iteration: Iteration) -> None:
         """Record the batch that a loader yields for training, before its forward; None at the end."""
         self._batches.take(micro_batch, batch, iteration)
+        self.between_epochs = micro_batch is None
+        if self.between_epochs:
+            self.at_epoch_end()
         if micro_batch is not None and not micro_batch.count and not self._ignores_stand_ins:
             batch_norm.ignore_stand_ins(self._prepared, self.in_use)
             self._ignores_stand_ins = True
