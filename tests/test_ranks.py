@@ -287,3 +287,19 @@ def test_spawn_needs_to_know_how_many() -> None:
             unitrain.spawn(places)
     with pytest.raises(UsageError, match="nprocs is 0"):
         unitrain.spawn(places, nprocs=0)
+
+
+@pytest.mark.parametrize("how", ["stdin", "typed in", "imported"])
+def test_spawn_from_no_file(how: str) -> None:
+    own = "import unitrain\ndef f():\n    return 1\nif __name__ == '__main__':\n    unitrain.spawn(f, nprocs=2)\n"
+    imported = "import time, unitrain; unitrain.spawn(time.time, nprocs=2)"
+    command = {"stdin": ["-"], "typed in": ["-c", own], "imported": ["-c", imported]}[how]
+    done = subprocess.run(
+        [sys.executable, *command], input=own, capture_output=True, text=True, timeout=60, check=False
+    )
+    if how == "imported":
+        assert done.returncode == 0, done.stderr
+    else:
+        assert done.returncode != 0
+        assert "put the function into a file, and import it from there" in done.stderr
+        assert "Traceback" not in done.stderr

@@ -60,6 +60,7 @@ def spawn(fn: Callable[..., object], *args: Any, nprocs: int | None = None) -> N
             raise UsageError("unitrain.spawn starts one process per GPU by default, but there is none: pass nprocs=N.")
     if nprocs < 1:
         raise UsageError(f"unitrain.spawn: nprocs is {nprocs}, but must be at least 1.")
+    _check_importable(fn)
     try:
         pickle.dumps((fn, args))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -69,6 +70,17 @@ def spawn(fn: Callable[..., object], *args: Any, nprocs: int | None = None) -> N
         ) from error
     with spawn_environments(nprocs) as environments:
         run_processes(fn, args, environments, multiprocessing.get_context("spawn"))
+
+
+def _check_importable(fn: Callable[..., object]) -> None:
+    """Raise UsageError if the new processes couldn't import the script: from stdin, or in a notebook."""
+    main = sys.modules["__main__"]
+    file = getattr(main, "__file__", None)
+    if main.__spec__ is None and (not os.path.exists(file) if file else fn.__module__ == "__main__"):
+        raise UsageError(
+            "unitrain.spawn starts processes that import the function again, but this script was read from stdin, typed "
+            "in, or is a notebook: put the function into a file, and import it from there."
+        )
 
 
 @contextmanager

@@ -8,9 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
-from torch.optim import LBFGS, Optimizer
-from torch.utils.data import DataLoader, Dataset
+from torch.optim import Optimizer
 
 from unitrain.backend import Backend
 from unitrain.communicator import Communicator
@@ -18,7 +16,7 @@ from unitrain.config import StrategyConfig
 from unitrain.data.loop import BatchInUse
 from unitrain.errors import UsageError
 from unitrain.rng import seed_rank
-from unitrain.training import alike, batch_norm
+from unitrain.training import alike, batch_norm, supported
 from unitrain.training.precision import Precision, remove_hooks
 from unitrain.training.prepared import PreparedModules
 from unitrain.training.streaming import broadcast_tensors, outline, receive_optimizer
@@ -62,7 +60,7 @@ class Preparation:
     def prepare(self, objects: Sequence[Any]) -> tuple[Any, ...]:
         """See ``Strategy.prepare``. Modules are prepared first, so that their parameters are known to optimizers."""
         for one in objects:
-            _check_kind(one)
+            supported.check_kind(one)
         done = {i: self._module(one) for i, one in enumerate(objects) if isinstance(one, nn.Module)}
         for one in objects:
             if isinstance(one, Optimizer):
@@ -77,12 +75,7 @@ class Preparation:
     def _module(self, module: nn.Module) -> nn.Module:
         if module in self._prepared:
             raise UsageError(f"this {type(module).__name__} has already been prepared: prepare each module once.")
-        if any(p.is_meta for p in module.parameters()):
-            raise UsageError(
-                "the model has parameters on the meta device: materialise them first (to_empty, then initialise)."
-            )
-        if any(is_lazy(p) for p in module.parameters()):
-            raise UsageError("the model has uninitialised lazy layers: run a forward with one batch first.")
+        supported.check_module(module)
         module.to(self._communicator.device)
         # torch's own SyncBatchNorm layers are synchronised in any case.
         batch_norm.synchronise(
@@ -110,11 +103,7 @@ class Preparation:
         broadcast_tensors(ranks, tensors, tensors)
 
     def _optimizer(self, optimizer: Optimizer) -> None:
-        if isinstance(optimizer, LBFGS):
-            raise UsageError(
-                "LBFGS evaluates the loss several times per step, which strategy.step does not support: use it without "
-                "strategy.prepare, in a single process."
-            )
+        supported.check_optimizer(optimizer)
         self._prepared.check([p for group in optimizer.param_groups for p in group["params"]])
         ranks = self._communicator
         if optimizer.state or ranks.world_size > 1:
@@ -127,17 +116,6 @@ class Preparation:
                 # This also moves state that was loaded or made before the parameters were moved to the device.
                 receive_optimizer(ranks, optimizer, expected, state)
         self._register(optimizer)
-
-
-def _check_kind(one: object) -> None:
-    if isinstance(one, (nn.Module, Optimizer)) or callable(getattr(one, "step", None)):
-        return
-    if isinstance(one, (DataLoader, Dataset)):
-        raise UsageError(
-            f"prepare() takes modules, optimizers and schedulers, not a {type(one).__name__}: pass that to "
-            "strategy.dataloader(...), which takes a dataset or a torch DataLoader."
-        )
-    raise UsageError(f"prepare() takes modules, optimizers and schedulers, not {type(one).__name__}.")
 
 
 def export(module: nn.Module) -> nn.Module:

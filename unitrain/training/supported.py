@@ -1,0 +1,61 @@
+"""Refuses, with a remedy, what ``prepare`` does not support."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import is_lazy
+from torch.optim import LBFGS, Optimizer
+from torch.utils.data import DataLoader, Dataset
+
+from unitrain.errors import UsageError
+
+
+def check_kind(one: object) -> None:
+    """Raise UsageError if an object is neither a module nor an optimizer nor a scheduler."""
+    if isinstance(one, (nn.Module, Optimizer)) or callable(getattr(one, "step", None)):
+        return
+    if isinstance(one, (DataLoader, Dataset)):
+        raise UsageError(
+            f"prepare() takes modules, optimizers and schedulers, not a {type(one).__name__}: pass that to "
+            "strategy.dataloader(...), which takes a dataset or a torch DataLoader."
+        )
+    raise UsageError(f"prepare() takes modules, optimizers and schedulers, not {type(one).__name__}.")
+
+
+def check_module(module: nn.Module) -> None:
+    """Raise UsageError if a module can't be prepared as it is."""
+    parameters = list(module.parameters())
+    if any(p.is_meta for p in parameters):
+        raise UsageError(
+            "the model has parameters on the meta device: materialise them first (to_empty, then initialise)."
+        )
+    if any(is_lazy(p) for p in parameters):
+        raise UsageError("the model has uninitialised lazy layers: run a forward with one batch first.")
+    if any(isinstance(layer, (DataParallel, DistributedDataParallel)) for layer in module.modules()):
+        raise UsageError("the model is wrapped in torch's DDP or DataParallel already: pass the module within.")
+    # Sharded parameters are DTensors, or flat parameters of FSDP's first version.
+    if any(hasattr(p, "placements") or hasattr(p, "_is_flat_param") for p in parameters):
+        raise UsageError(
+            "the model is sharded already (FSDP, tensor parallelism), which no backend supports: pass the whole model."
+        )
+    devices = sorted({str(p.device) for p in parameters if p.device.type != "cpu"})
+    if len(devices) > 1:
+        raise UsageError(
+            f"the model's layers are on several devices ({', '.join(devices)}), and would all be moved to one: build "
+            "the model on a single device, or on the CPU."
+        )
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Raise UsageError if an optimizer does not work with ``strategy.step``."""
+    if isinstance(optimizer, LBFGS):
+        raise UsageError(
+            "LBFGS evaluates the loss several times per step, which strategy.step does not support: use it without "
+            "strategy.prepare, in a single process."
+        )
+    if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
+        raise UsageError(
+            "ZeroRedundancyOptimizer keeps a part of the state on each rank, which strategy.step and checkpoints don't "
+            "support: use the optimizer within."
+        )
