@@ -134,7 +134,7 @@ class Strategy:
         *,
         weight: Weight | None = None,
     ) -> StepResult:
-        """Run backward, average, unscale, clip and check the gradients, step, and zero the gradients. Collective.
+        """Run backward, average, unscale, check and clip the gradients, step, and clear the gradients. Collective.
 
         Within an accumulation window only backward runs; the optimizer and the scheduler step at its end. The gradient
         is that of the mean loss over all samples of the window on all ranks.
@@ -281,7 +281,8 @@ class Strategy:
 
         Args:
             tensor: dense and real, with the same shape and dtype on all ranks, on any device. ``sum`` counts booleans.
-            op: ``sum``, ``mean`` (floating-point tensors only), ``max`` or ``min``.
+            op: ``sum``, ``mean`` (floating-point tensors only), ``max`` or ``min``. A NaN makes a sum or a mean NaN on
+                all ranks; a maximum or minimum may ignore it.
 
         Raises:
             UsageError: the op or the tensor is not supported.

@@ -78,8 +78,8 @@ def _check_importable(fn: Callable[..., object]) -> None:
     file = getattr(main, "__file__", None)
     if main.__spec__ is None and (not os.path.exists(file) if file else fn.__module__ == "__main__"):
         raise UsageError(
-            "unitrain.spawn starts processes that import the function again, but this script was read from stdin, typed "
-            "in, or is a notebook: put the function into a file, and import it from there."
+            "unitrain.spawn starts processes that import the function again, but this script was read from stdin, "
+            "typed in, or is a notebook: put the function into a file, and import it from there."
         )
 
 
