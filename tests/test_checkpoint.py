@@ -11,6 +11,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from needs import HOROVOD
@@ -226,6 +227,16 @@ def test_code_in_a_checkpoint_is_refused_and_not_run(tmp_path: Path, name: str) 
     with pytest.raises(unitrain.CheckpointError, match=r"system is neither .* pickled code is never run"):
         storage.read(folder, [name], MappedFiles())
     assert not witness.exists()
+
+
+@pytest.mark.parametrize("value", [np.float64(0.5), Path("run"), Evil("nowhere")], ids=["numpy", "path", "code"])
+def test_what_could_not_be_resumed_is_not_saved(tmp_path: Path, value: Any) -> None:
+    write(tmp_path, 1)
+    said = r"step-0000000002 could not be written: .* is neither a tensor nor plain data"
+    with pytest.raises(unitrain.CheckpointError, match=said):
+        storage.write(tmp_path, 2, {"history": {"best": value}}, ABOUT)
+    assert newest_step(tmp_path) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["step-0000000001"]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small file system")

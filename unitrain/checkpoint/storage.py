@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, BinaryIO
 
 import torch
@@ -156,6 +157,8 @@ def _write_part(path: Path, value: Any, threads: ThreadPoolExecutor) -> dict[str
             torch.save(value, hashing)  # type: ignore[arg-type]
         except RuntimeError as error:
             raise hashing.error or error from error
+    # Report now, and not when it is needed, that a part can't be loaded. This does not read tensor data.
+    MappedFiles().load(path)
     return {"size": hashing.size, "sha256": hashing.digest.hexdigest()}
 
 
@@ -163,7 +166,7 @@ def _explain(error: Exception, root: Path) -> str:
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         free = shutil.disk_usage(root).free
         return f"No space left on the device of {root}: {free} bytes are free. Earlier checkpoints are intact."
-    return str(error)
+    return reason(error) if isinstance(error, UnpicklingError) else str(error)
 
 
 def _sync(descriptor: int) -> None:
