@@ -12,7 +12,7 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 from uuid import uuid4
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -32,7 +32,7 @@ _LARGEST = 2**12  # bytes
 class Holder(BaseModel):
     """The process that holds a lock."""
 
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+    model_config: ClassVar[ConfigDict] = ConfigDict(strict=True, frozen=True, extra="forbid")
 
     host: str = "an unknown host"
     pids: str = ""

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
@@ -27,7 +27,7 @@ class DamagedError(Exception):
 class Described(BaseModel):
     """A file of a checkpoint."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
+    model_config: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid")
 
     size: Annotated[int, Field(ge=0)]
     sha256: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
@@ -36,7 +36,7 @@ class Described(BaseModel):
 class Manifest(BaseModel):
     """What ``resume`` needs of a manifest."""
 
-    model_config = ConfigDict(strict=True)
+    model_config: ClassVar[ConfigDict] = ConfigDict(strict=True)
 
     step: Annotated[int, Field(ge=0)]
     strategy: dict[str, Any]
