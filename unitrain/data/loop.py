@@ -25,7 +25,7 @@ class Iteration:
     __slots__ = ("loader", "trained", "trained_to")
 
     def __init__(self, loader: object) -> None:
-        self.loader = loader
+        self.loader: object = loader
         self.trained: bool = False
         self.trained_to: tuple[int, int] | None = None
 
