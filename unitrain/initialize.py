@@ -6,6 +6,7 @@ import atexit
 import os
 import sys
 import warnings
+from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
@@ -20,7 +21,13 @@ from unitrain.errors import BackendError, ConfigError, LaunchError, UsageError
 from unitrain.job import excepthook
 from unitrain.job.job import current
 from unitrain.launch.detect import Launch, detect
-from unitrain.process import keep_memory, print_stacks_when_killed, print_stderr
+from unitrain.process import (
+    exit_now,
+    keep_memory,
+    occupy_standard_descriptors,
+    print_stacks_when_killed,
+    print_stderr,
+)
 from unitrain.rng import seed_all
 from unitrain.settings import resolve_strategy
 from unitrain.settings.keywords import StrategySettings
@@ -43,6 +50,7 @@ def init(config: StrategyConfig | None = None, **settings: Unpack[StrategySettin
         BackendError: the backend's library is missing.
         UsageError: another strategy is still open.
     """
+    occupy_standard_descriptors()
     excepthook.install_hook()
     print_stacks_when_killed()
     job = current()
@@ -62,8 +70,20 @@ def init(config: StrategyConfig | None = None, **settings: Unpack[StrategySettin
             print_stderr(f"unitrain: {line}")
     strategy = Strategy(backend, resolved, launch)
     excepthook.install_hook()  # torch.distributed has laid one of its own over it, which holds messages back
-    atexit.register(strategy.close)
+    atexit.register(_close_at_exit, strategy)
     return strategy
+
+
+def _close_at_exit(strategy: Strategy) -> None:
+    """Close the strategy. An error ends the process as it does in a script; Python would ignore it, and exit with 0."""
+    try:
+        strategy.close()
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        exit_now(1)
+    # Here and not by Python afterwards: the exit watch still runs, if the reader of stdout has stopped.
+    with suppress(OSError, ValueError, AttributeError):
+        sys.stdout.flush()
 
 
 def _adopted(launch: Launch) -> Launch:

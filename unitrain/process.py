@@ -1,18 +1,23 @@
-"""Operating system services: printing to stderr, ending processes, glibc's memory settings."""
+"""Operating system services: printing, ending processes, glibc's memory settings."""
 
 from __future__ import annotations
 
 import ctypes
 import faulthandler
 import os
+import select
 import signal
 import sys
+import threading
 from contextlib import suppress
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 import psutil
 
 _ABORT_S = 1.0
+# How long a message waits for the reader of a full pipe, or a stopped terminal, before it is dropped.
+_WRITE_S = 2.0
+_FLUSH_S = 2.0
 _PR_SET_PDEATHSIG = 1  # Linux: the signal that this process gets when its parent dies
 _libc = ctypes.CDLL(None)
 # Parameters of glibc's mallopt, from malloc.h.
@@ -21,23 +26,67 @@ _NEVER = 2**31 - 1
 _LARGEST_FROM_HEAP = 32 * 2**20  # the largest value that glibc accepts
 
 
-def print_stderr(message: str) -> None:
-    """Print on stderr with a single write, so that the output of other ranks is not interleaved with it.
+def print_stdout(message: str) -> None:
+    """Print on stdout, after what the script has printed. Like ``print_stderr``, never raises an error."""
+    with suppress(OSError, ValueError, AttributeError):
+        sys.stdout.flush()
+    _print(sys.stdout, message)
 
-    ``print`` writes the message and the newline separately if Python is unbuffered, as under torchrun.
+
+def print_stderr(message: str) -> None:
+    """Print on stderr, with a single write if the message is short: other ranks' output is not interleaved with it.
+
+    A message that can't be written (stderr is closed or full, or its reader has gone or has stopped) is dropped: what
+    the library prints must not end a job, nor keep it from ending.
     """
-    sys.stderr.write(f"{message}\n")
-    sys.stderr.flush()
+    _print(sys.stderr, message)
+
+
+def _print(stream: TextIO | None, message: str) -> None:
+    if stream is None:  # Python found the descriptor closed
+        return
+    try:
+        descriptor = stream.fileno()
+    except (OSError, ValueError, AttributeError):  # a notebook's stream, say
+        with suppress(Exception):  # whatever an object of somebody else's raises
+            stream.write(f"{message}\n")
+            stream.flush()
+        return
+    # Not through the stream: a thread that is blocked in it holds its lock, and what can't be written would stay in its
+    # buffer, and change the exit code when Python flushes it at the end.
+    left = f"{message}\n".encode(stream.encoding or "utf-8", errors="backslashreplace")
+    writable = select.poll()
+    writable.register(descriptor, select.POLLOUT)
+    with suppress(OSError):
+        while left and writable.poll(_WRITE_S * 1000):
+            left = left[os.write(descriptor, left[: select.PIPE_BUF]) :]  # so much fits where poll says writable
+
+
+def occupy_standard_descriptors() -> None:
+    """Open /dev/null in place of a closed stdin, stdout or stderr.
+
+    Otherwise the next file or socket would get its number, and in it what C libraries print.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
 
 
 def exit_now(code: int, line: str = "") -> NoReturn:
     """End this process from any thread, without exit handlers, which may wait for ranks that are gone."""
-    with suppress(OSError, ValueError):
-        if line:
-            print_stderr(line)
-        sys.stdout.flush()
-        sys.stderr.flush()
+    if line:
+        print_stderr(line)
+    flushing = threading.Thread(target=_flush, daemon=True)
+    with suppress(RuntimeError):  # Python is shutting down, and starts no thread
+        flushing.start()
+        flushing.join(_FLUSH_S)  # longer if the reader of stdout has stopped
     os._exit(code)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):
+            stream.flush()
 
 
 def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
@@ -47,15 +96,17 @@ def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
 
 def print_stacks(title: str) -> None:
     """Print the stacks of all threads on stderr, the main thread's last."""
-    with suppress(OSError, ValueError, AttributeError):  # stderr may have no file descriptor, in a notebook say
-        print_stderr(title)
-        faulthandler.dump_traceback(all_threads=True)
+    # Through a file: written to a full pipe, they would block this process with the GIL held.
+    with os.fdopen(os.memfd_create("stacks"), "w+b") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        print_stderr(f"{title}\n{file.read().decode(errors='replace').rstrip()}")
 
 
 def print_stacks_when_killed() -> None:
     """Print the stacks of all threads when the process crashes or is aborted. Works without the GIL."""
     if not faulthandler.is_enabled():
-        with suppress(OSError, ValueError, AttributeError):
+        with suppress(OSError, ValueError, AttributeError, RuntimeError):  # stderr is closed, or has no descriptor
             faulthandler.enable()
 
 

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import ClassVar
 
 from unitrain.call_site import is_own
-from unitrain.errors import ConfigError, LaunchError, UnitrainError
+from unitrain.errors import BackendError, ConfigError, LaunchError, UnitrainError
 from unitrain.job.job import Job, current
 from unitrain.job.messages import Verdict
 from unitrain.launch.detect import Launch, detect
@@ -57,9 +57,13 @@ class _FailureHook:
             exit_now(130, "unitrain: interrupted" if launch.rank == 0 else "")
         code = error.exit_code if isinstance(error, UnitrainError) else 130 if kind is KeyboardInterrupt else 1
         # A wrong setting is wrong on every rank. Its message names it, so the line of the script does not matter.
-        on_all_ranks = isinstance(error, (ConfigError, LaunchError))
+        # So is a missing library, found before the ranks have met.
+        on_all_ranks = isinstance(error, (ConfigError, LaunchError)) or (
+            job is None and isinstance(error, BackendError)
+        )
         if on_all_ranks and launch.rank > 0 and watch is None:
-            if launch.launcher == "srun":  # passes the same arguments to all tasks, and does not end the remaining ones
+            # srun passes the same arguments to all tasks, and does not end the remaining ones.
+            if launch.launcher == "srun" and not isinstance(error, BackendError):
                 exit_now(code)
             time.sleep(_PATIENCE_S)
         verdict = None if job is None else _verdict(job, error, on_all_ranks)
@@ -69,7 +73,10 @@ class _FailureHook:
             where = error.__cause__.place if isinstance(error.__cause__, RankError) else place(trace)
             print_stderr(f"unitrain: error: {error}{'' if on_all_ranks else where}")
         else:
-            self._previous(kind, error, trace)
+            try:
+                self._previous(kind, error, trace)
+            except Exception:  # a hook of the script's that fails must not keep this process from ending
+                sys.__excepthook__(kind, error, trace)
         if launch.world_size > 1 and job is not None and not on_all_ranks:
             reason = "" if isinstance(error, UnitrainError) else f": {summary(error)}"
             who = f"rank {launch.rank} of {launch.world_size} on {socket.gethostname()} (pid {os.getpid()})"

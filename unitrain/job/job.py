@@ -6,7 +6,9 @@ from unitrain.backend import Backend
 from unitrain.communicator import Communicator
 from unitrain.config import StrategyConfig
 from unitrain.errors import BackendError, LaunchError, UnitrainError
+from unitrain.job.exit_watch import watch_exit
 from unitrain.job.handshake import handshake
+from unitrain.job.start_watch import StartWatch
 from unitrain.job.stopping import Boundaries, Stopping
 from unitrain.job.verb_check import check_verbs
 from unitrain.job.watch import Watch
@@ -30,15 +32,16 @@ def join(backend: Backend, config: StrategyConfig, launch: Launch) -> tuple[Comm
         ConfigError: settings, versions or code differ between ranks.
         CommunicationError: the ranks can't reach one another.
     """
-    _start(backend, launch)
-    communicator = Communicator(backend, Pulse())
-    try:
-        if backend.world_size > 1:
-            check_verbs(backend)
-        job = Job(communicator, config, launch, type(backend))
-    except UnitrainError:
-        communicator.close(failed=True)
-        raise
+    with StartWatch(launch, config):
+        _start(backend, launch)
+        communicator = Communicator(backend, Pulse())
+        try:
+            if backend.world_size > 1:
+                check_verbs(backend)
+            job = Job(communicator, config, launch, type(backend))
+        except UnitrainError:
+            communicator.close(failed=True)
+            raise
     global _current
     _current = job
     return Communicator(backend, job.pulse, peers=job.watch, compares=config.debug), job
@@ -98,6 +101,10 @@ class Job:
                 self.node_rank = list(dict.fromkeys(hosts)).index(hosts[communicator.rank])
             one_host = launch.local_world_size == communicator.world_size
             self.watch = Watch(communicator, members, boundaries, config, one_host=one_host)
+            watch_exit(
+                str(self.watch), self.pulse,
+                warn_s=min(config.heartbeat_timeout_s, config.timeout_s), end_s=config.timeout_s,
+            )  # fmt: skip
         self.stopping: Stopping = Stopping(boundaries, self.pulse, self.watch, is_main=communicator.is_main)
 
     def is_secondary(self, error: BaseException | None) -> bool:

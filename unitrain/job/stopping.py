@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from unitrain.job.messages import StopReason
-from unitrain.process import exit_now
+from unitrain.process import exit_now, print_stdout
 from unitrain.pulse import Pulse
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -160,7 +160,7 @@ class Stopping:
         where = f" and saved in {self._checkpoint.save_now()}" if self._checkpoint is not None else ""
         if self._is_main:
             requeued = _requeue() if number == signal.SIGUSR1 else ""
-            print(f"unitrain: stopped by {number.name} after step {self._pulse.step}{where}.{requeued}", flush=True)
+            print_stdout(f"unitrain: stopped by {number.name} after step {self._pulse.step}{where}.{requeued}")
         raise Stopped(128 + number)
 
 

@@ -21,6 +21,7 @@ from unitrain.job import messages
 from unitrain.job.hub import SILENT_END, Hub, Member
 from unitrain.job.link import Link
 from unitrain.job.messages import Message, StopReason, Verdict
+from unitrain.job.reaper import Reaper
 from unitrain.job.stopping import Boundaries
 from unitrain.launch.addresses import own_addresses, reach
 from unitrain.process import exit_now, kill_stalled, print_stacks
@@ -29,6 +30,8 @@ A = TypeVar("A", messages.Answer, messages.CallsAgree)
 
 _CLOSE_S = 5.0
 _ANSWER_S = 2.0
+# The reaper leaves this much time to the verdict on a stalled rank, which says what the rank was doing.
+_REAP_AFTER_S = 3.0
 
 
 class Watch:
@@ -68,6 +71,9 @@ class Watch:
         self._ending = False
         self._left = False
         self._state, self._since = ("", 0, 0), 0.0
+        # Several ranks of a host kill the one that stalls; see _decide.
+        alone = not one_host and sum(member.host == self._me.host for member in members) == 1
+        self._reaper = Reaper(str(self._me), self._heartbeat_timeout_s + _REAP_AFTER_S) if alone else None
         self._thread = threading.Thread(target=self._run, name="unitrain watch", daemon=True)
         self._thread.start()
 
@@ -79,7 +85,7 @@ class Watch:
         server = None
         offer: tuple[list[str], int, str] = ([], 0, "")
         if communicator.is_main:
-            listener = socket.create_server(("127.0.0.1" if one_host else "", 0), backlog=communicator.world_size)
+            listener = _listen(one_host, communicator.world_size)
             addresses = ["127.0.0.1"] if one_host else own_addresses()
             offer = (addresses, listener.getsockname()[1], secrets.token_hex(16))
             server = threading.Thread(
@@ -164,6 +170,8 @@ class Watch:
         self._thread.join(_CLOSE_S)
         if self._server is not None:
             self._server.join(_CLOSE_S)
+        if self._reaper is not None:
+            self._reaper.close()
         self._link.close()
 
     # --------------------------------------------------------------------------------------------- in the thread
@@ -172,6 +180,8 @@ class Watch:
         heard_at = checked_at = time.monotonic()
         while not self._left:
             self._send_heartbeat()
+            if self._reaper is not None:
+                self._reaper.beat()
             ready = wait([self._link.fileno()], self._interval_s)
             now = time.monotonic()
             if now - checked_at > self._heartbeat_timeout_s / 2:
@@ -233,6 +243,14 @@ class Watch:
 def _interval_s(heartbeat_timeout_s: float) -> float:
     """Return the seconds between two heartbeats."""
     return min(1.0, heartbeat_timeout_s / 5)
+
+
+def _listen(one_host: bool, world_size: int) -> socket.socket:
+    if one_host:
+        return socket.create_server(("127.0.0.1", 0), backlog=world_size)
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, backlog=world_size, dualstack_ipv6=True)
+    return socket.create_server(("", 0), backlog=world_size)
 
 
 def _serve(

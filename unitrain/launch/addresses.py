@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import socket
 import struct
+from pathlib import Path
 
 from unitrain.errors import CommunicationError
 
@@ -13,7 +14,7 @@ _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of a network interface
 
 
 def own_addresses() -> list[str]:
-    """Return the addresses of this host: its IPv4 addresses that are not loopback, then its host name."""
+    """Return the addresses of this host that other hosts can reach, IPv4 before IPv6, then its host name."""
     addresses = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, interface in socket.if_nameindex():
@@ -24,7 +25,17 @@ def own_addresses() -> list[str]:
                 continue  # no IPv4 address
             if not address.startswith("127."):
                 addresses.append(address)
-    return [*addresses, socket.gethostname()]
+    return [*addresses, *_ipv6_addresses(), socket.gethostname()]
+
+
+def _ipv6_addresses() -> list[str]:
+    """Return the IPv6 addresses of global scope, which includes private (unique local) ones."""
+    try:
+        lines = Path("/proc/net/if_inet6").read_text().splitlines()
+    except OSError:  # a kernel without IPv6
+        return []
+    fields = [line.split() for line in lines]
+    return [socket.inet_ntop(socket.AF_INET6, bytes.fromhex(field[0])) for field in fields if field[3] == "00"]
 
 
 def reach(hosts: list[str], port: int) -> socket.socket:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import http.client
 import itertools
 import json
@@ -182,7 +183,7 @@ def _mpi(launch: Launch) -> Iterator[Any]:
         )
     starts = not MPI.Is_initialized()
     if starts:
-        MPI.Init()
+        ctypes.CDLL(MPI.__file__).MPI_Init(None, None)  # MPI.Init would hold the GIL until all ranks have come
     world = MPI.COMM_WORLD
     if (world.rank, world.size) != (launch.rank, launch.world_size):
         raise LaunchError(

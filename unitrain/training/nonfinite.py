@@ -8,6 +8,7 @@ from typing import Literal, NoReturn
 from unitrain.communicator import Communicator
 from unitrain.errors import NonFiniteError
 from unitrain.job.stopping import Stopped
+from unitrain.process import print_stdout
 from unitrain.training.local_gradients import is_finite
 from unitrain.training.prepared import PreparedModules
 from unitrain.training.window import Window
@@ -74,7 +75,7 @@ class NonFinitePolicy:
 
     def _print(self, line: str) -> None:
         if self._communicator.is_main:
-            print(line, flush=True)
+            print_stdout(line)
 
 
 def _ranks(ranks: Sequence[int]) -> str:

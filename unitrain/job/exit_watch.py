@@ -1,0 +1,68 @@
+"""The exit watch: ends a process that does not exit although its script has ended.
+
+A thread that is not a daemon, an exit handler that waits, or output that nobody reads keeps a process for ever, and
+with it the launcher and the machines of the job.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from unitrain.process import exit_now, print_stacks
+from unitrain.pulse import USER_CODE, Pulse
+
+_CHECK_S = 1.0
+_watch: ExitWatch | None = None
+
+
+def watch_exit(name: str, pulse: Pulse, *, warn_s: float, end_s: float) -> None:
+    """Start the exit watch of this process, or give the running one these arguments.
+
+    Args:
+        name: this process, for the messages.
+        pulse: what this process is doing: while it trains in another thread, or waits for other ranks, it may stay.
+        warn_s: seconds from the end of the main thread to a message that says what keeps the process.
+        end_s: seconds from the end of the main thread to the end of the process.
+    """
+    global _watch
+    if _watch is None:
+        _watch = ExitWatch()
+        threading.Thread(target=_watch.run, name="unitrain exit watch", daemon=True).start()
+    _watch.name, _watch.pulse, _watch.warn_s, _watch.end_s = name, pulse, warn_s, end_s
+
+
+class ExitWatch:
+    """Waits for the end of the main thread, and then for that of the process; see ``watch_exit``."""
+
+    name: str = ""
+    pulse: Pulse = Pulse()
+    warn_s: float = float("inf")
+    end_s: float = float("inf")
+
+    def run(self) -> None:
+        """Run until the process has exited, or end it."""
+        threading.main_thread().join()
+        warned, waited_s, before = False, 0.0, ()
+        while waited_s < self.end_s:
+            time.sleep(_CHECK_S)
+            waited_s += _CHECK_S  # by this clock, a suspended process does not wait
+            now = (self.pulse.phase, self.pulse.calls, self.pulse.boundary)
+            if now != before or self.pulse.phase != USER_CODE:
+                before, waited_s = now, 0.0
+            if waited_s >= self.warn_s and not warned:
+                warned = True
+                print_stacks(
+                    f"unitrain: {self.name} has not exited {waited_s:.0f} s after the end of its script: it waits for "
+                    f"{_reason()}. Make such threads daemons or end them, and let exit handlers wait for a limited "
+                    f"time. The process is ended {self.end_s:g} s (timeout_s) after its script. Stacks:"
+                )
+        exit_now(1, f"unitrain: {self.name}: stopped because it did not exit within {self.end_s:g} s: {_reason()}.")
+
+
+def _reason() -> str:
+    """Return what keeps this process from exiting."""
+    threads = [one for one in threading.enumerate() if not one.daemon and one is not threading.main_thread()]
+    if threads:
+        return f"threads that are not daemons: {', '.join(one.name for one in threads)}"
+    return "an exit handler, or the reader of its stdout"
