@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 import warnings
@@ -19,6 +20,7 @@ from unitrain.backend import Backend, Wait
 from unitrain.config import Section, StrategyConfig
 from unitrain.errors import BackendError, ConfigError, LaunchError
 from unitrain.launch.detect import Launch
+from unitrain.launch.rendezvous import mpi_family
 
 _LAUNCHERS = ("horovodrun", "mpirun")
 _SERVER = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
@@ -97,6 +99,12 @@ class HorovodBackend(Backend):
             raise ConfigError(
                 f"horovod.controller is mpi, but these processes were started by {launch.launcher}, not through MPI: "
                 "start with mpirun or horovodrun --mpi, or set horovod.controller to auto."
+            )
+        if controller == "mpi" and (mpi := _mpi(hvd)) not in (None, launch.mpi):
+            raise BackendError(
+                f"this Horovod was built for {mpi}, but these processes were started by the mpirun of {launch.mpi}, "
+                f"with which it would abort: start them with the mpirun of {mpi}, or rebuild it with `unitrain "
+                "install-horovod --force` with the other first on PATH, or use backend ddp."
             )
         if controller == "gloo" and _SERVER[0] in os.environ:
             _check_served(*(os.environ[name] for name in _SERVER))
@@ -195,6 +203,17 @@ def _controller(config: StrategyConfig, launch: Launch) -> str:
         return chosen
     # In a single process, the MPI controller would need an MPI that can start without its launcher.
     return "mpi" if launch.launcher == "mpirun" else "gloo"
+
+
+def _mpi(hvd: Any) -> str | None:
+    """Return the MPI that Horovod was built for, as in ``Launch.mpi``; None if that can't be found out."""
+    version, length = ctypes.create_string_buffer(8192), ctypes.c_int()
+    try:
+        # MPI allows this call before MPI_Init.
+        ctypes.CDLL(hvd.mpi_ops.mpi_lib.__file__).MPI_Get_library_version(version, ctypes.byref(length))
+    except (AttributeError, OSError):
+        return None
+    return mpi_family(version.value.decode(errors="replace"))
 
 
 def _import_horovod() -> Any:

@@ -20,6 +20,7 @@ from unitrain.errors import BackendError, ConfigError, LaunchError, UnitrainErro
 from unitrain.job.job import Job, current
 from unitrain.job.messages import Verdict
 from unitrain.launch.detect import Launch, detect
+from unitrain.launch.local_ranks import LocalRanks
 from unitrain.process import exit_now, print_stderr
 
 # An error on all ranks (a wrong setting) is reported by rank 0; the others report it if they still run after this.
@@ -66,6 +67,9 @@ class _FailureHook:
             if launch.launcher == "srun" and not isinstance(error, BackendError):
                 exit_now(code)
             time.sleep(_PATIENCE_S)
+            ranks = LocalRanks(launch)
+            if launch.local_world_size == launch.world_size and ranks.all_visible() and 0 not in ranks.present():
+                exit_now(code)  # rank 0 has reported it; mpiexec of MPICH, for one, does not end the others either
         verdict = None if job is None else _verdict(job, error, on_all_ranks)
         if verdict is not None and verdict.rank != launch.rank:
             exit_now(code, "" if on_all_ranks else f"unitrain: {watch}: stopped because {verdict.text}")

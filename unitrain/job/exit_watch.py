@@ -43,13 +43,12 @@ class ExitWatch:
     def run(self) -> None:
         """Run until the process has exited, or end it."""
         threading.main_thread().join()
-        warned, waited_s, before = False, 0.0, ()
+        warned, waited_s, before = False, 0.0, self._state()
         while waited_s < self.end_s:
             time.sleep(_CHECK_S)
             waited_s += _CHECK_S  # by this clock, a suspended process does not wait
-            now = (self.pulse.phase, self.pulse.calls, self.pulse.boundary)
-            if now != before or self.pulse.phase != USER_CODE:
-                before, waited_s = now, 0.0
+            if self._state() != before or self.pulse.phase != USER_CODE:
+                before, waited_s = self._state(), 0.0
             if waited_s >= self.warn_s and not warned:
                 warned = True
                 print_stacks(
@@ -58,6 +57,9 @@ class ExitWatch:
                     f"time. The process is ended {self.end_s:g} s (timeout_s) after its script. Stacks:"
                 )
         exit_now(1, f"unitrain: {self.name}: stopped because it did not exit within {self.end_s:g} s: {_reason()}.")
+
+    def _state(self) -> tuple[str, int, int]:
+        return self.pulse.phase, self.pulse.calls, self.pulse.boundary
 
 
 def _reason() -> str:

@@ -82,8 +82,9 @@ def _at_address(launch: Launch, timeout: timedelta) -> Store:
     except DistError as error:
         if opens and "EADDRINUSE" in str(error):
             raise LaunchError(
-                f"the rendezvous address of {launch.launcher} is {address}, but port {port} is in use on this host. "
-                "End the program that uses it (ss -ltnp shows it), or set MASTER_ADDR and MASTER_PORT to another."
+                f"the rendezvous address of {launch.launcher} is {address}, but port {port} is in use on this host, by "
+                "another program or a second rank 0. End it (ss -ltnp shows it), give every process its own RANK, or "
+                "set MASTER_ADDR and MASTER_PORT to another address."
             ) from error
         raise CommunicationError(
             f"rank {launch.rank} of {launch.world_size}: the rendezvous at {address} failed within "
@@ -135,8 +136,14 @@ def _listens(host: str, port: int) -> bool:
 
 
 def _wait_for_all(store: TCPStore, launch: Launch, timeout: timedelta) -> None:
-    """Wait until every rank has connected; if not, name those that are missing."""
+    """Wait until every rank has connected; if not, name those that are missing, or a rank that came twice."""
     keys = [f"unitrain/connected/{launch.restarts}/{rank}" for rank in range(launch.world_size)]
+    doubled = f"unitrain/doubled/{launch.restarts}"
+    # Not in a launcher's store, which may outlive the ranks.
+    if launch.rendezvous == "tcp" and store.add(f"unitrain/count/{launch.restarts}/{launch.rank}", 1) > 1:
+        store.set(doubled, str(launch.rank))
+        for key in keys:  # the others need not wait any longer
+            store.set(key, "")
     store.set(keys[launch.rank], "")
     try:
         store.wait(keys, timeout)
@@ -147,6 +154,12 @@ def _wait_for_all(store: TCPStore, launch: Launch, timeout: timedelta) -> None:
             f"rank {', '.join(missing)} did not connect. Check that all {launch.world_size} processes are running, and "
             "that their hosts can reach that address (firewall, MASTER_ADDR)."
         ) from error
+    if store.check([doubled]):
+        rank = store.get(doubled).decode()
+        raise LaunchError(
+            f"two processes have come to {launch.address} as rank {rank} of {launch.world_size}: give every process "
+            "its own RANK, and every job its own MASTER_PORT."
+        )
 
 
 def _through_mpi(launch: Launch, timeout: timedelta) -> Store:
@@ -174,7 +187,7 @@ def _mpi(launch: Launch) -> Iterator[Any]:
         ) from error
     mpi4py.rc.initialize = automatic
     library = MPI.Get_library_version()
-    if _family(library) != launch.mpi or MPI.Is_finalized():
+    if mpi_family(library) != launch.mpi or MPI.Is_finalized():
         state = "was finalized" if MPI.Is_finalized() else f"is {library.split(',')[0].splitlines()[0]!r}"
         raise BackendError(
             f"the MPI of mpi4py {state}, but the processes were started by the mpirun of {launch.mpi} and need it for "
@@ -196,7 +209,7 @@ def _mpi(launch: Launch) -> Iterator[Any]:
         MPI.Finalize()
 
 
-def _family(library: str) -> str:
+def mpi_family(library: str) -> str:
     """Return the value of ``Launch.mpi`` for an MPI library, given the result of MPI_Get_library_version."""
     if library.startswith("Open MPI v"):
         return "Open MPI 5" if int(library.removeprefix("Open MPI v").split(".")[0]) >= 5 else "Open MPI 4"
