@@ -20,7 +20,7 @@ class Job:
     def __init__(self) -> None:
         self.sent: list[tuple[int | None, Message]] = []
         self.now = 100.0
-        members = [Member(rank, f"host{rank}", 1000 + rank, 0.0) for rank in range(3)]
+        members = [Member(rank, f"host{rank}", 1000 + rank, 0) for rank in range(3)]
         self.hub = Hub(
             members,
             timeout_s=TIMEOUT_S,

@@ -58,17 +58,20 @@ def test_auto_follows_the_launcher(name: str) -> None:
     elif launch.launcher == "horovodrun":
         assert chosen == "horovod"
     elif launch.launcher == "mpirun":
-        assert chosen == ("horovod" if _horovod_with_mpi() else "ddp")
+        assert chosen == ("horovod" if _mpi_of_horovod() == launch.mpi else "ddp")
     else:
         assert chosen == "ddp"
 
 
-def _horovod_with_mpi() -> bool:
+def _mpi_of_horovod() -> str | None:
     try:
         import horovod.torch as hvd  # noqa: TID251
     except ImportError:
-        return False
-    return bool(getattr(hvd, "mpi_built", lambda: False)())
+        return None
+    if not getattr(hvd, "mpi_built", lambda: False)():
+        return None
+    libraries = subprocess.run(["ldd", hvd.mpi_ops.mpi_lib.__file__], capture_output=True, text=True, check=True).stdout
+    return "Open MPI 4" if "libmpi.so.40 =>" in libraries and "libopen-rte.so.40 =>" in libraries else "another"
 
 
 WITHOUT_MPI = "def init(): ...\ndef mpi_built(): return False\ndef gloo_built(): return True\n"

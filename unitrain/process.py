@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 from contextlib import suppress
+from pathlib import Path
 from typing import NoReturn, TextIO
 
 import psutil
@@ -110,7 +111,17 @@ def print_stacks_when_killed() -> None:
             faulthandler.enable()
 
 
-def kill_stalled(pid: int, created: float, *, aborts: bool) -> None:
+def start_time(pid: int) -> int:
+    """Return when a process was started, in clock ticks since boot: a pid may be reused, and clocks may be set.
+
+    Raises:
+        OSError: there is no such process.
+    """
+    after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]
+    return int(after_name.split()[19])  # "starttime" in proc(5)
+
+
+def kill_stalled(pid: int, started: int, *, aborts: bool) -> None:
     """Kill a stalled process of this host.
 
     One that was stopped (SIGSTOP) is killed directly. One that is running, but holds the GIL, is aborted first: it
@@ -118,12 +129,12 @@ def kill_stalled(pid: int, created: float, *, aborts: bool) -> None:
 
     Args:
         pid: its process id.
-        created: when it was started. Another process that has since got the same id is left alone.
+        started: its ``start_time``. Another process that has since got the same id is left alone.
         aborts: whether this caller, of several, is the one that aborts it.
     """
-    with suppress(psutil.Error):
+    with suppress(psutil.Error, OSError):
         process = psutil.Process(pid)
-        if abs(process.create_time() - created) > 1.0:
+        if start_time(pid) != started:
             return
         if process.status() != psutil.STATUS_STOPPED:
             if aborts:

@@ -11,7 +11,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from unitrain.backend import Backend
@@ -19,6 +18,7 @@ from unitrain.communicator import Communicator
 from unitrain.config import Section, StrategyConfig
 from unitrain.errors import ConfigError
 from unitrain.job.hub import Member
+from unitrain.process import start_time
 
 # Settings that may differ between ranks.
 _OWN_SETTINGS = frozenset({"device", "threads_per_process", "pin_memory"})
@@ -35,10 +35,10 @@ def handshake(communicator: Communicator, config: StrategyConfig, backend: type[
     Raises:
         ConfigError: settings, versions or code differ between ranks; on every rank, naming the difference.
     """
-    own = (socket.gethostname(), os.getpid(), psutil.Process().create_time(), _facts(config, backend))
+    own = (socket.gethostname(), os.getpid(), start_time(os.getpid()), _facts(config, backend))
     gathered = communicator.all_gather_object(own)
     _check_same([facts for *_, facts in gathered], set(type(config).model_fields))
-    return [Member(rank, host, pid, created) for rank, (host, pid, created, _) in enumerate(gathered)]
+    return [Member(rank, host, pid, started) for rank, (host, pid, started, _) in enumerate(gathered)]
 
 
 def _facts(config: StrategyConfig, backend: type[Backend]) -> dict[str, Any]:

@@ -23,8 +23,8 @@ class Member:
     rank: int
     host: str
     pid: int
-    created: float
-    """When it was started, by psutil: a pid may be reused."""
+    started: int
+    """Its ``start_time``: a pid may be reused."""
 
     def __str__(self) -> str:
         return f"rank {self.rank} on {self.host} (pid {self.pid})"

@@ -230,7 +230,7 @@ class Watch:
             ending = self._ending
         if verdict.stalled and culprit.host == self._me.host and rank != self._me.rank:
             neighbours = [m.rank for m in self._members if m.host == culprit.host and m.rank != rank]
-            kill_stalled(culprit.pid, culprit.created, aborts=self._me.rank == neighbours[0])
+            kill_stalled(culprit.pid, culprit.started, aborts=self._me.rank == neighbours[0])
         if ending:
             return  # the main thread has an error to report
         if verdict.on_all_ranks:

@@ -22,7 +22,7 @@ class LocalRanks:
 
     def __init__(self, launch: Launch) -> None:
         self._own = launch.local_rank
-        evidence = dict(one.split("=", 1) for one in launch.evidence)
+        evidence = dict(one.split("=", 1) for one in launch.evidence if "=" in one)
         self._job = {name: value for name, value in evidence.items() if not _OF_A_RANK.search(name)}
         self._variable = next((name for name in _LOCAL_RANKS if name in evidence), None)
 
