@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -11,25 +13,45 @@ from pathlib import Path
 from typing import NoReturn
 
 from unitrain.errors import UnitrainError
+from unitrain.process import occupy_standard_descriptors, print_stderr
 
 _INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (default: that of the process) and return the exit code."""
+    occupy_standard_descriptors()
     arguments = _parser().parse_args(argv)
     # Raised as an exception, SIGTERM also ends the child processes of a subcommand, a compiler say.
     before = signal.signal(signal.SIGTERM, _terminate)
     try:
-        return int(arguments.run(arguments))
+        code = int(arguments.run(arguments))
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return code
     except UnitrainError as error:
-        print(f"unitrain {arguments.command}: {error}", file=sys.stderr)
+        print_stderr(f"unitrain {arguments.command}: {error}")
         return error.exit_code
     except KeyboardInterrupt:
-        print(f"unitrain {arguments.command}: interrupted", file=sys.stderr)
+        print_stderr(f"unitrain {arguments.command}: interrupted")
         return _INTERRUPTED
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC):
+            raise
+        _discard_output()
+        if error.errno == errno.EPIPE:
+            return 128 + signal.SIGPIPE  # the reader has what it wanted: | head
+        print_stderr(f"unitrain {arguments.command}: its output can't be written: {error.strerror}")
+        return 1
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _discard_output() -> None:
+    """Discard what stdout still holds: Python would try to write it at exit, and fail once more."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    os.close(null)
 
 
 def _terminate(number: int, _frame: object) -> NoReturn:
