@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 from jobs import Job, run_job
 from needs import HOROVOD
@@ -221,12 +222,96 @@ def test_orphans_end_with_the_command(tmp_path: Path) -> None:
     assert (job.code, len(messages(job)), job.left) == (1, 2, ())
 
 
-def test_a_killed_run_takes_its_command_along(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGHUP, 143)])
+def test_ranks_may_save_when_their_run_is_killed_or_its_terminal_closed(
+    tmp_path: Path, number: signal.Signals, code: int
+) -> None:
     heard: dict[int, list[str]] = {}
-    command = [*RUN, "--", *write(tmp_path, STOPPABLE), "0"]
-    job = run_job(command, tmp_path, meanwhile=stop_when_started(tmp_path, [signal.SIGKILL], heard=heard))
-    assert (job.code, job.left) == (-signal.SIGKILL, ())
+    command = [*RUN, "--max-restarts", "3", "--", *write(tmp_path, STOPPABLE), "0.5"]
+    job = run_job(command, tmp_path, meanwhile=stop_when_started(tmp_path, [number], heard=heard))
+    assert (job.code, job.left) == (code, ())
     assert heard == {0: ["told 15\n", "saved\n"]}
+
+
+# The command dies of a SIGTERM, and leaves two behind that don't, one of them in a session of its own.
+LEAVING = """
+    import subprocess
+    ignores = "trap '' TERM HUP; echo started > 'rank 0'; sleep 600"
+    subprocess.Popen(["sh", "-c", ignores.replace("echo started > 'rank 0'; ", "")], start_new_session=True)
+    subprocess.run(["sh", "-c", ignores])
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP, signal.SIGTERM])
+def test_a_killed_run_leaves_nothing_behind(tmp_path: Path, number: signal.Signals) -> None:
+    command = [*RUN, "--", *write(tmp_path, LEAVING)]
+    job = run_job(command, tmp_path, meanwhile=stop_when_started(tmp_path, [number]))
+    assert (job.code, job.left) == (-number if number == signal.SIGKILL else 143, ())
+
+
+def test_a_run_whose_supervisor_is_killed_leaves_nothing_behind(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "rank 0")
+
+    def kill_supervisor(process: subprocess.Popen[bytes]) -> None:
+        with (tmp_path / "rank 0").open() as pipe:
+            assert pipe.readline() == "started\n"
+        (supervisor,) = psutil.Process(process.pid).children()
+        supervisor.kill()
+
+    job = run_job([*RUN, "--", *write(tmp_path, LEAVING)], tmp_path, meanwhile=kill_supervisor)
+    assert (job.code, job.left) == (137, ())
+    (said,) = messages(job)
+    assert re.fullmatch(
+        r"unitrain run: its supervisor \(pid \d+\) was killed by SIGKILL; ending what it has started\.", said
+    )
+
+
+def test_ranks_that_do_not_stop_are_killed_after_a_while(tmp_path: Path) -> None:
+    program = """
+        import signal, sys
+        from unitrain.job import supervisor
+        supervisor._HANGUP_S = 1.0
+        sys.exit(supervisor.supervise(os.getppid(), 0, ["sh", "-c", sys.argv[1]]))
+    """
+    write(tmp_path, f"import os\n{textwrap.dedent(program)}")
+    ignores = "trap '' TERM; echo started > 'rank 0'; while true; do sleep 600; done"
+    command = [sys.executable, "program.py", ignores]
+    job = run_job(command, tmp_path, meanwhile=stop_when_started(tmp_path, [signal.SIGHUP]))
+    assert (job.code, job.left) == (129, ())
+
+
+def test_nohup_keeps_a_run_alive(tmp_path: Path) -> None:
+    heard: dict[int, list[str]] = {}
+    command = ["sh", "-c", 'trap "" HUP; exec "$@"', "sh", *RUN, "--", *write(tmp_path, STOPPABLE), "0"]
+    os.mkfifo(tmp_path / "rank 0")
+
+    def hang_up_first(process: subprocess.Popen[bytes]) -> None:
+        with (tmp_path / "rank 0").open() as pipe:
+            assert pipe.readline() == "started\n"
+            process.send_signal(signal.SIGHUP)
+            time.sleep(2)  # it looks for signals every second
+            process.send_signal(signal.SIGTERM)
+            heard[0] = pipe.readlines()
+
+    job = run_job(command, tmp_path, meanwhile=hang_up_first)
+    assert (job.code, job.left) == (143, ())
+    assert heard == {0: ["told 15\n", "saved\n"]}
+
+
+def test_a_run_ends_nothing_that_it_has_not_started(tmp_path: Path) -> None:
+    """After exec, the shell's earlier background jobs are children of the run."""
+    script = 'sleep 600 & echo $! > before; setsid sleep 600 & echo $! >> before; exec "$@"'
+    command = ["sh", "-c", script, "sh", *RUN, "--", "sh", "-c", "setsid sleep 600 & exit 7"]
+    alive: list[psutil.Process] = []
+
+    def note(process: subprocess.Popen[bytes]) -> None:
+        process.wait(60)
+        alive.extend(psutil.Process(int(pid)) for pid in (tmp_path / "before").read_text().split())
+
+    job = run_job(command, tmp_path, meanwhile=note)
+    assert job.code == 7
+    assert [re.findall(r"sleep 600", one) for one in job.left] == [["sleep 600"]] * 2
+    assert {int(one.split(":")[0]) for one in job.left} == {process.pid for process in alive}
 
 
 # --------------------------------------------------------------------------------------------- real launchers

@@ -62,9 +62,10 @@ def main(rank: int, patience_s: float, name: str) -> None:
     """Kill a process once it has sent no heartbeat for so long. Return when it has left, or has ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C and a launcher's signals are for the rank
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    interval_s = min(_CHECK_S, patience_s / 5)
     heard_at = checked_at = time.monotonic()
     while os.getppid() == rank:
-        ready, _, _ = select.select([0], [], [], _CHECK_S)
+        ready, _, _ = select.select([0], [], [], interval_s)
         now = time.monotonic()
         if ready:
             heartbeats = os.read(0, 4096)

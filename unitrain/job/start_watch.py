@@ -60,7 +60,7 @@ class StartWatch:
         # be missed.
         all_started = self._launch.launcher != "env" and self._ranks.all_visible()
         seen_at = dict.fromkeys(range(self._launch.local_world_size), began) if all_started else {}
-        while not self._joined.wait(_CHECK_S):
+        while not self._joined.wait(min(_CHECK_S, self._patience_s / 5)):
             now = time.monotonic()
             present = self._ranks.present()
             seen_at.update(dict.fromkeys(present, now))
