@@ -8,11 +8,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hosts import two_hosts
 from needs import HOROVOD
 from slurm import Slurm
 
@@ -21,6 +21,7 @@ from unitrain.launch.addresses import own_addresses, reach
 from unitrain.launch.detect import Launch
 from unitrain.launch.rendezvous import rendezvous
 
+__all__ = ["two_hosts"]  # the fixture
 BIN = Path(sys.executable).parent
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 MPIRUN = [str(BIN / "mpirun"), "--oversubscribe", "-np", "2"]
@@ -128,27 +129,6 @@ def test_set_by_hand(script: list[str], free_port: int) -> None:
         ranks.append(subprocess.Popen(script, env=env, stdout=subprocess.PIPE, text=True))
     said = [rank.communicate(timeout=60)[0] for rank in ranks]
     assert said == ["rank 0 met 2 by tcp\n", "rank 1 met 2 by tcp\n"]
-
-
-@pytest.fixture
-def two_hosts() -> Iterator[tuple[str, str]]:
-    """Two network namespaces with a wire between them, at 10.99.0.1 and 10.99.0.2, as names for ``ip netns exec``."""
-    if os.geteuid() != 0 or shutil.which("ip") is None:
-        pytest.skip("network namespaces need root and iproute2 (apt-get install iproute2)")
-    first, second = hosts = (f"unitrain-{os.getpid()}-0", f"unitrain-{os.getpid()}-1")
-    try:
-        for host in hosts:
-            subprocess.run(["ip", "netns", "add", host], check=True)
-            subprocess.run(["ip", "-n", host, "link", "set", "lo", "up"], check=True)
-        wire = ["ip", "link", "add", "eth0", "netns", first, "type", "veth", "peer", "name", "eth0", "netns", second]
-        subprocess.run(wire, check=True)
-        for number, host in enumerate(hosts, 1):
-            subprocess.run(["ip", "-n", host, "addr", "add", f"10.99.0.{number}/24", "dev", "eth0"], check=True)
-            subprocess.run(["ip", "-n", host, "link", "set", "eth0", "up"], check=True)
-        yield hosts
-    finally:
-        for host in hosts:
-            subprocess.run(["ip", "netns", "delete", host], check=False)
 
 
 KEY_VALUE_SERVER = """

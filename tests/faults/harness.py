@@ -40,14 +40,15 @@ class World:
     def __str__(self) -> str:
         return f"{self.launcher}-{self.backend}"
 
-    def command(self, ranks: int, *arguments: str) -> list[str]:
+    def command(self, ranks: int, *arguments: str, program: Path = PROGRAM) -> list[str]:
         """Return the command that starts the program."""
-        script = [str(PROGRAM), *arguments]
+        script = [str(program), *arguments]
         count = str(ranks)
         starts: dict[str, list[str]] = {
             "plain": [sys.executable, str(Path(__file__).parent / "by_hand.py"), count],
             "torchrun": ["torchrun", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", count],
             "mpirun": ["mpirun", "--oversubscribe", "-np", count, sys.executable],
+            "mpich": ["mpiexec.mpich", "-n", count, sys.executable],
             "horovodrun": ["horovodrun", "--gloo", "-np", count, sys.executable],
         }
         return [*starts[self.launcher], *script]
@@ -132,11 +133,20 @@ def run(
     pause: float = 0.0,
     environ: Mapping[str, str] | None = None,
     meanwhile: Callable[[subprocess.Popen[bytes]], object] = lambda process: None,
+    program: Path = PROGRAM,
+    output: str = "",
+    under: Sequence[str] = (),
 ) -> End:
-    """Train for a total number of steps, with a fault (KIND:RANK:STEP) on the way."""
+    """Train for a total number of steps, with a fault (KIND:RANK:STEP) on the way.
+
+    The output may be redirected as in a shell, and the launcher may run ``under`` another command.
+    """
     (folder / "fault").unlink(missing_ok=True)
+    command = [*under, *world.command(ranks, str(folder), str(steps), fault, program=program)]
+    if output:
+        command = ["bash", "-c", f'exec "$@" {output}', "bash", *command]
     job = run_job(
-        world.command(ranks, str(folder), str(steps), fault),
+        command,
         folder,
         environ={**QUICK, "UNITRAIN_BACKEND": world.backend, "TESTS_PAUSE": str(pause), **(environ or {})},
         deadline=100,

@@ -8,11 +8,13 @@ outside of steps: init, prepare, evaluation or close. The other ranks are alread
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -43,6 +45,12 @@ def _spin() -> None:
         pass
 
 
+def _set_clock() -> None:
+    """Set the clock forward by an hour, as Python sees it."""
+    now, now_ns = time.time, time.time_ns
+    time.time, time.time_ns = lambda: now() + 3600, lambda: now_ns() + 3600 * 10**9
+
+
 # What a rank can do to the others. Those that return go on training.
 FAULTS: dict[str, Callable[[], object]] = {
     "none": lambda: None,
@@ -57,6 +65,9 @@ FAULTS: dict[str, Callable[[], object]] = {
     "term": lambda: os.kill(os.getpid(), signal.SIGTERM),
     "int": lambda: os.kill(os.getpid(), signal.SIGINT),
     "usr1": lambda: os.kill(os.getpid(), signal.SIGUSR1),
+    "thread": threading.Thread(target=time.sleep, args=(1000,), name="uploader").start,
+    "exit-handler": lambda: atexit.register(time.sleep, 1000),
+    "clock": _set_clock,
     "extra-collective": lambda: unitrain.init.__globals__["_current"].barrier(),
 }
 
@@ -84,7 +95,7 @@ def main(folder: Path, last_step: int, kind: str, rank: int, at: str) -> None:
     loader = strategy.dataloader(Noisy(), global_batch_size=GLOBAL_BATCH, shuffle=True, num_workers=workers)
     checkpoint = strategy.checkpoint(folder / "checkpoints", model=model, optimizer=optimizer, loader=loader)
     checkpoint.resume()
-    strategy.print(f"began after step {strategy.global_step}")
+    strategy.print(f"began after step {strategy.global_step}", file=sys.stderr)
     if strategy.global_step == last_step:  # it was killed after its last save
         strategy.close()
         return

@@ -13,6 +13,7 @@ from harness import (
     MPIRUN,
     ONE,
     PLAIN,
+    PROGRAM,
     TORCHRUN,
     World,
     alone,
@@ -101,8 +102,8 @@ def test_torchrun_restarts_it(world: World, tmp_path: Path, alone: Path) -> None
     command = World.command
 
     class Restarting(World):
-        def command(self, ranks: int, *arguments: str) -> list[str]:
-            made = command(self, ranks, *arguments)
+        def command(self, ranks: int, *arguments: str, program: Path = PROGRAM) -> list[str]:
+            made = command(self, ranks, *arguments, program=program)
             return [made[0], "--max-restarts", "2", *made[1:]]
 
     # The fault's step is passed again after the restart, from the checkpoint of step 5, so it comes twice.

@@ -1,0 +1,186 @@
+"""How jobs start and end: nobody waits for a rank that has left, and nobody stays when the work is done."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from harness import (
+    HEARTBEAT_S,
+    HOROVODRUN,
+    MPIRUN,
+    MPIRUN_DDP,
+    PLAIN,
+    TIMEOUT_S,
+    TORCHRUN,
+    World,
+    notes,
+    run,
+    when_step,
+    worlds,
+)  # fmt: skip
+
+pytestmark = pytest.mark.launcher
+LEAVES_FIRST = Path(__file__).with_name("leaves_first.py")
+UNITRAIN_RUN = (sys.executable, "-m", "unitrain.commands.cli", "run", "--")
+# What a launcher takes to end, and a busy machine to schedule all of that; to import torch, too.
+SLACK_S, IMPORT_S = 5.0, 10.0
+STEPS = 8
+
+
+@worlds(MPIRUN, MPIRUN_DDP, soak=[TORCHRUN, HOROVODRUN])
+def test_leaving_before_the_others_have_started(world: World, tmp_path: Path) -> None:
+    """mpirun takes a rank that exits with 0 for one that is done, and MPI_Init waits for it for ever."""
+    end = run(world, tmp_path, steps=STEPS, fault="exit:1:start", program=LEAVES_FIRST)
+    assert end.job.code != 0
+    assert end.seconds < IMPORT_S + HEARTBEAT_S + SLACK_S
+    assert re.match(r"rank 1 has ended before it joined the job, maybe with exit code 0", end.said(0))
+
+
+@worlds(PLAIN, soak=[TORCHRUN, MPIRUN, MPIRUN_DDP, HOROVODRUN])
+def test_leaving_while_the_others_wait_for_it_to_join(world: World, tmp_path: Path) -> None:
+    end = run(world, tmp_path, steps=STEPS, fault="exit:1:init")
+    assert end.job.code != 0
+    assert end.seconds < HEARTBEAT_S + SLACK_S
+    if world.launcher != "mpirun":  # which reports it itself, once another rank has called MPI_Init
+        assert re.match(r"rank 1 has ended before it joined the job", end.said(0))
+
+
+@worlds(PLAIN, soak=[TORCHRUN, MPIRUN, MPIRUN_DDP, HOROVODRUN])
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("thread", "threads that are not daemons: uploader"),
+        pytest.param("exit-handler", "an exit handler, or the reader of its", marks=pytest.mark.soak),
+    ],
+)
+def test_a_process_that_does_not_exit(world: World, kind: str, reason: str, tmp_path: Path) -> None:
+    end = run(world, tmp_path, steps=STEPS, fault=f"{kind}:1:close")
+    assert end.job.code != 0
+    assert end.seconds < TIMEOUT_S + SLACK_S
+    assert f"has not exited {HEARTBEAT_S:.0f} s after the end of its script: it waits for {reason}" in end.job.output
+    assert end.said(1).startswith(f"it did not exit within {TIMEOUT_S:g} s: {reason}")
+    assert max(note["step"] for note in notes(tmp_path)) == STEPS - 1
+
+
+@worlds(PLAIN, soak=[TORCHRUN, MPIRUN, MPIRUN_DDP, HOROVODRUN])
+@pytest.mark.parametrize(
+    "output",
+    [">&- 2>&-", *(pytest.param(one, marks=pytest.mark.soak) for one in (">/dev/full 2>&1", "2>&1 | head -1"))],
+)
+def test_a_failure_that_can_t_be_reported(world: World, output: str, tmp_path: Path) -> None:
+    end = run(world, tmp_path, steps=STEPS, fault="kill:1:5", output=f"{output}; exit ${{PIPESTATUS[0]}}")
+    assert end.job.code != 0
+    assert end.seconds < SLACK_S
+
+
+@worlds(PLAIN)
+def test_a_stop_that_can_t_be_reported(world: World, tmp_path: Path) -> None:
+    end = run(world, tmp_path, fault="term:1:7", output=">/dev/full")
+    assert end.job.code == 143, end.job.output
+
+
+@worlds(TORCHRUN, soak=[PLAIN, MPIRUN, MPIRUN_DDP, HOROVODRUN])
+def test_a_clock_that_is_set_disturbs_nothing(world: World, tmp_path: Path) -> None:
+    end = run(world, tmp_path, steps=STEPS, fault="clock:1:3")
+    assert end.job.code == 0, end.job.output
+    assert "stopped because" not in end.job.output
+
+
+@worlds(soak=[PLAIN, TORCHRUN, MPIRUN, MPIRUN_DDP, HOROVODRUN])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP])
+def test_unitrain_run_is_killed(world: World, number: signal.Signals, tmp_path: Path) -> None:
+    """The job's ranks save, and then nothing is left of it."""
+
+    def kill(process: subprocess.Popen[bytes]) -> None:
+        process.send_signal(number)
+
+    end = run(world, tmp_path, pause=0.2, under=UNITRAIN_RUN, meanwhile=when_step(tmp_path, 3, kill))
+    assert end.job.code != 0
+    assert any((tmp_path / "checkpoints").iterdir())
+
+
+MPICH = pytest.mark.skipif(
+    shutil.which("mpiexec.mpich") is None, reason="MPICH is not installed: apt-get install mpich"
+)
+
+
+@MPICH
+@worlds(World("mpich", "auto"))
+def test_another_mpi_than_horovod_s(world: World, tmp_path: Path) -> None:
+    """Horovod's MPI would abort in MPI_Init."""
+    end = run(world, tmp_path, steps=STEPS)
+    assert end.job.code != 0
+    assert end.job.output.count("unitrain: ") == 1, end.job.output
+    assert "started by the mpirun of MPICH" in end.job.output
+
+
+@MPICH
+@worlds(soak=[World("mpich", "auto")])
+def test_another_mpi_is_not_needed_with_an_address(world: World, tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    end = run(world, tmp_path, steps=STEPS, environ=master)
+    assert end.job.code == 0, end.job.output
+
+
+# ------------------------------------------------------------------------------------------------------ again and again
+
+Ending = Callable[[World, Path], bool]
+
+
+def _fault(fault: str, *, good: bool = False, **settings: object) -> Ending:
+    def ends(world: World, folder: Path) -> bool:
+        end = run(world, folder, steps=STEPS, fault=fault, **settings)  # type: ignore[arg-type]
+        return (end.job.code == 0) == good
+
+    return ends
+
+
+def _killed_run(number: signal.Signals) -> Ending:
+    def ends(world: World, folder: Path) -> bool:
+        kill = when_step(folder, 3, lambda process: process.send_signal(number))
+        return run(world, folder, pause=0.2, under=UNITRAIN_RUN, meanwhile=kill).job.code != 0
+
+    return ends
+
+
+ENDINGS: list[Ending] = [
+    _fault("none:0:0", good=True),
+    _fault("exit:1:start", program=LEAVES_FIRST),
+    _fault("exit:1:init"),
+    _fault("exit:0:init"),
+    _fault("exit:1:5"),
+    _fault("thread:1:close"),
+    _fault("exit-handler:0:close"),
+    _fault("stop:1:5"),
+    _fault("kill:1:5", output=">&- 2>&-"),
+    _fault("kill:1:5", output=">/dev/full 2>&1"),
+    _fault("none:0:0", good=True, output=">&- 2>&-"),
+    _fault("clock:1:3", good=True),
+    _killed_run(signal.SIGKILL),
+    _killed_run(signal.SIGHUP),
+    _killed_run(signal.SIGTERM),
+]
+
+
+@pytest.mark.timeout(3600)
+@worlds(soak=[PLAIN, TORCHRUN, MPIRUN, MPIRUN_DDP, HOROVODRUN])
+def test_a_hundred_starts_and_ends(world: World, tmp_path: Path) -> None:
+    """Each leaves no process, which ``run`` checks, and has an exit code that says whether it was a failure."""
+    for number, ends in zip(range(100), itertools.cycle(ENDINGS), strict=False):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        began = time.monotonic()
+        assert ends(world, folder), f"run {number}, ending {number % len(ENDINGS)}"
+        assert time.monotonic() - began < 60
