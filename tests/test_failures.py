@@ -185,6 +185,21 @@ def test_an_error_in_the_context_of_a_strategy_waits_for_nobody(tmp_path: Path) 
     assert "unitrain: error: no such file" in ends[0].err
 
 
+def test_an_error_while_closing_at_exit_is_no_success(tmp_path: Path) -> None:
+    """The barrier of one rank was matched by the other's close(), so its own close() fails."""
+    script = """
+        import sys
+        strategy = unitrain.init(backend="ddp")
+        if strategy.rank == 1:
+            sys.exit(0)
+        strategy.barrier()
+    """
+    ends = run(tmp_path, script, world_size=2)
+    assert ends[0].code == 1
+    assert "unitrain: error: rank 0 of 2 could not complete barrier" in ends[0].err
+    assert "atexit" not in ends[0].err
+
+
 def test_a_wrong_setting_is_told_by_rank_0(tmp_path: Path) -> None:
     ends = run(tmp_path, 'unitrain.init(backend="dpp")', world_size=2, wait_for=0)
     assert ends[0].code == 2

@@ -121,7 +121,7 @@ def test_a_stalled_process_is_killed_although_the_clock_was_set(monkeypatch: pyt
         while psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
             time.sleep(0.01)
         booted = psutil.boot_time()
-        monkeypatch.setattr(psutil._psplatform, "boot_time", lambda: booted + 3600)
+        monkeypatch.setattr("psutil._pslinux.boot_time", lambda: booted + 3600)
         kill_stalled(process.pid, started + 1, aborts=True)
         assert process.poll() is None, "another process, which has the same id"
         kill_stalled(process.pid, started, aborts=True)

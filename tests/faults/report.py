@@ -26,7 +26,9 @@ was left over. The launcher `plain` stands for processes started with `RANK`, `W
 | `kill:1:7` | rank 1 gets a SIGKILL after step 7 |
 | `kill:0:init`, … | rank 0 gets a SIGKILL there (`init`, `prepare`, evaluation, `close`); the others wait for it |
 | `raise`, `segfault`, `os-exit` | the rank raises an error, crashes, or calls `os._exit` |
-| `exit` | the rank exits with status 0 while the others train |
+| `exit` | the rank exits with status 0 while the others train, before they have joined (`init`), or started (`start`) |
+| `thread`, `exit-handler` | the rank has a thread that is not a daemon, or an exit handler, that never ends |
+| `clock` | the clock is set forward by an hour |
 | `stop` | the rank gets a SIGSTOP |
 | `hold-gil` | the rank makes a call that never releases the GIL |
 | `spin` | the rank loops forever in its own code |

@@ -6,6 +6,7 @@ with it the launcher and the machines of the job.
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 
@@ -22,8 +23,8 @@ def watch_exit(name: str, pulse: Pulse, *, warn_s: float, end_s: float) -> None:
     Args:
         name: this process, for the messages.
         pulse: what this process is doing: while it trains in another thread, or waits for other ranks, it may stay.
-        warn_s: seconds from the end of the main thread to a message that says what keeps the process.
-        end_s: seconds from the end of the main thread to the end of the process.
+        warn_s: seconds from the end of the script to a message that says what keeps the process.
+        end_s: seconds from the end of the script to the end of the process.
     """
     global _watch
     if _watch is None:
@@ -33,7 +34,7 @@ def watch_exit(name: str, pulse: Pulse, *, warn_s: float, end_s: float) -> None:
 
 
 class ExitWatch:
-    """Waits for the end of the main thread, and then for that of the process; see ``watch_exit``."""
+    """Waits for the end of the script, and then for that of the process; see ``watch_exit``."""
 
     name: str = ""
     pulse: Pulse = Pulse()
@@ -42,12 +43,11 @@ class ExitWatch:
 
     def run(self) -> None:
         """Run until the process has exited, or end it."""
-        threading.main_thread().join()
         warned, waited_s, before = False, 0.0, self._state()
         while waited_s < self.end_s:
             time.sleep(_CHECK_S)
             waited_s += _CHECK_S  # by this clock, a suspended process does not wait
-            if self._state() != before or self.pulse.phase != USER_CODE:
+            if _script_runs() or self._state() != before or self.pulse.phase != USER_CODE:
                 before, waited_s = self._state(), 0.0
             if waited_s >= self.warn_s and not warned:
                 warned = True
@@ -60,6 +60,12 @@ class ExitWatch:
 
     def _state(self) -> tuple[str, int, int]:
         return self.pulse.phase, self.pulse.calls, self.pulse.boundary
+
+
+def _script_runs() -> bool:
+    """Return whether the main thread runs Python code, except for exit handlers."""
+    main = threading.main_thread()
+    return main.is_alive() and main.ident in sys._current_frames()  # no frame: it writes out what stdout still holds
 
 
 def _reason() -> str:

@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +23,7 @@ from torch.distributed import TCPStore
 from unitrain.errors import CommunicationError, UnitrainError, UsageError
 from unitrain.job import excepthook
 from unitrain.launch.detect import OVERRIDE
-from unitrain.process import end_with_parent
+from unitrain.process import end_with_parent, exit_now
 
 # How long the others get after a rank has called sys.exit (unitrain.Stopped, say): they usually do the same.
 _LEAVE_S = 10.0
@@ -246,10 +245,7 @@ def _run(sender: Connection, environ: dict[str, str], fn: Callable[..., object],
         report = _Report(error=_portable(error), trace=traceback.format_exc(), place=place, at=at)
         sender.send_bytes(pickle.dumps(report))
         excepthook.report(error)
-        # Exit handlers may wait for ranks that are gone.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
+        exit_now(1)
     sender.send_bytes(message)
 
 
