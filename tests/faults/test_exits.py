@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 from harness import (
     HEARTBEAT_S,
@@ -31,6 +32,7 @@ from harness import (
 
 pytestmark = pytest.mark.launcher
 LEAVES_FIRST = Path(__file__).with_name("leaves_first.py")
+HANGUP_S = 30.0  # of unitrain run
 UNITRAIN_RUN = (sys.executable, "-m", "unitrain.commands.cli", "run", "--")
 # What a launcher takes to end, and a busy machine to schedule all of that; to import torch, too.
 SLACK_S, IMPORT_S = 5.0, 10.0
@@ -100,13 +102,20 @@ def test_a_clock_that_is_set_disturbs_nothing(world: World, tmp_path: Path) -> N
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP])
 def test_unitrain_run_is_killed(world: World, number: signal.Signals, tmp_path: Path) -> None:
     """The job's ranks save, and then nothing is left of it."""
-
-    def kill(process: subprocess.Popen[bytes]) -> None:
-        process.send_signal(number)
-
-    end = run(world, tmp_path, pause=0.2, under=UNITRAIN_RUN, meanwhile=when_step(tmp_path, 3, kill))
+    end = run(world, tmp_path, pause=0.2, under=UNITRAIN_RUN, meanwhile=when_step(tmp_path, 3, _killing(number)))
     assert end.job.code != 0
     assert any((tmp_path / "checkpoints").iterdir())
+
+
+def _killing(number: signal.Signals) -> Callable[[subprocess.Popen[bytes]], None]:
+    """Return a function that kills a run, and waits for its supervisor, which gives the ranks time to save."""
+
+    def kill(process: subprocess.Popen[bytes]) -> None:
+        (supervisor,) = psutil.Process(process.pid).children()
+        process.send_signal(number)
+        supervisor.wait(HANGUP_S + SLACK_S)
+
+    return kill
 
 
 MPICH = pytest.mark.skipif(
@@ -149,8 +158,8 @@ def _fault(fault: str, *, good: bool = False, **settings: object) -> Ending:
 
 def _killed_run(number: signal.Signals) -> Ending:
     def ends(world: World, folder: Path) -> bool:
-        kill = when_step(folder, 3, lambda process: process.send_signal(number))
-        return run(world, folder, pause=0.2, under=UNITRAIN_RUN, meanwhile=kill).job.code != 0
+        end = run(world, folder, pause=0.2, under=UNITRAIN_RUN, meanwhile=when_step(folder, 3, _killing(number)))
+        return end.job.code != 0
 
     return ends
 
