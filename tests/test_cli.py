@@ -78,4 +78,9 @@ def test_a_termination_ends_what_was_started_too(tmp_path: Path) -> None:
 def test_the_command_line_imports_no_subcommand() -> None:
     program = "import sys, unitrain.commands.cli; print([name for name in sys.modules if name.startswith('unitrain.')])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert set(ast.literal_eval(done.stdout)) == {"unitrain.commands", "unitrain.commands.cli", "unitrain.errors"}
+    assert set(ast.literal_eval(done.stdout)) == {
+        "unitrain.commands",
+        "unitrain.commands.cli",
+        "unitrain.errors",
+        "unitrain.process",
+    }
