@@ -1,7 +1,8 @@
 # make train   train a small ResNet on two processes
 # make test    run the whole test suite
 # make soak    run every fault under every launcher, kills at random moments, and what make test leaves out: most
-#              benchmarks' short forms, more worlds (about half an hour). Write docs/faults.md
+#              benchmarks' short forms, more worlds (about half an hour), and a hundred starts and ends under each
+#              launcher (another two hours on two cores). Write docs/faults.md
 # make coverage  measure what make test covers, in a third more time; print the total, and the files below 90 %
 # make bench   measure speed beside hand-written loops and other frameworks, into benchmarks/results/
 # make lint    check style and types (.pre-commit-config.yaml has the list)
