@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import socket
 import struct
+from collections.abc import Sequence
 
 from unitrain.errors import CommunicationError
 
@@ -27,7 +28,7 @@ def own_addresses() -> list[str]:
     return [*addresses, socket.gethostname()]
 
 
-def reach(hosts: list[str], port: int) -> socket.socket:
+def reach(hosts: Sequence[str], port: int) -> socket.socket:
     """Return a connection to rank 0, at the first of its addresses that accepts one.
 
     Raises:
