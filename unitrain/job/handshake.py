@@ -51,7 +51,7 @@ def _facts(config: StrategyConfig, backend: type[Backend]) -> dict[str, Any]:
     return {
         **_flat(settings),
         "UniTrain": version("unitrain"),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         **backend.versions(),
         "the code of UniTrain": _digest(*sorted(Path(__file__).parents[1].rglob("*.py")), backend_file),
         f"the script {script.name}": _digest(script) if script.is_file() else None,
