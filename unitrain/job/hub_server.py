@@ -76,19 +76,19 @@ class _Connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.rank = rank
         self.socket = connection
-        self.unsent = b""
+        self.unsent = bytearray()
         self._received = b""
 
     def send(self, data: bytes) -> None:
         """Send bytes; what the rank does not take now is kept in ``unsent``."""
-        data = self.unsent + data
+        self.unsent += data
         try:
-            sent = self.socket.send(data)
+            sent = self.socket.send(self.unsent)
         except BlockingIOError:
             sent = 0
         except OSError:
-            sent = len(data)  # the rank has gone; reading notices it too
-        self.unsent = data[sent:]
+            sent = len(self.unsent)  # the rank has gone; reading notices it too
+        del self.unsent[:sent]
 
     def receive(self) -> list[Message] | None:
         """Return the messages that have arrived; None if the connection has ended, or a message is invalid."""
