@@ -239,7 +239,7 @@ class Communicator:
         digest = hashlib.blake2b(form.encode(), digest_size=8).digest()
         digests = self._gathered(torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(self.device))
         if (digests != digests[0]).any():
-            forms = ", ".join(f"{one} on rank {rank}" for rank, one in enumerate(self.all_gather_object(form)))
+            forms = ", ".join(f"{one} on rank {rank}" for rank, one in enumerate(self.all_gather_data(form)))
             raise UsageError(
                 f"all_gather needs tensors of the same shape and dtype on all ranks, but got {forms}: pad them, or use "
                 "all_gather_object."

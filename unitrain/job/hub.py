@@ -17,8 +17,8 @@ _DEADLOCK_S = 3.0
 _AFTER_LIBRARIES_S = 5.0
 # How many ranks a message names.
 _MOST_NAMED = 4
-# Heartbeats that the hub receives each second, at most: a rank of a larger job sends fewer.
-_MOST_HEARTBEATS = 250
+# Heartbeats that the hub receives each second: the ranks of a larger job send fewer.
+_MOST_HEARTBEATS = 125
 SILENT_END = "ended without reporting an error: it was killed, crashed, or called os._exit()"
 
 
@@ -37,8 +37,11 @@ class Member:
 
 
 def heartbeat_interval_s(heartbeat_timeout_s: float, world_size: int) -> float:
-    """Return the seconds between two heartbeats of a rank: 1, or more in a job of more than 250 ranks."""
-    return min(max(1.0, world_size / _MOST_HEARTBEATS), heartbeat_timeout_s / 5)
+    """Return the seconds between two heartbeats of a rank: 1, or more in a job of more than 125 ranks.
+
+    At least three heartbeats fit into the time after which a rank counts as stalled, in smaller jobs five.
+    """
+    return max(min(1.0, heartbeat_timeout_s / 5), min(world_size / _MOST_HEARTBEATS, heartbeat_timeout_s / 3))
 
 
 class Hub:

@@ -24,6 +24,9 @@ _READ_BYTES = 2**16
 # File descriptors for everything else: how many rank 0 should have, and with how few it can't work.
 _OTHERS, _FEWEST_OTHERS = 512, 64
 _CHECKS_PER_HEARTBEAT = 4
+# A larger job is looked after so many times a second, and not for each message: to wake up costs more than a message.
+_SMALL_JOB = 125
+_PAUSE_S = 0.05
 
 
 def start_hub(
@@ -165,6 +168,9 @@ class HubServer:
         while not self._hub.finished and self._connections:
             ready = self._selector.select(max(0.0, next_check - time.monotonic()))
             now = time.monotonic()
+            if len(self._connections) > _SMALL_JOB:
+                time.sleep(_PAUSE_S)
+                ready = self._selector.select(0.0)
             for entry, events in ready:
                 if events & selectors.EVENT_WRITE:
                     self._write(entry.data, b"")

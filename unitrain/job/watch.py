@@ -170,10 +170,12 @@ class Watch:
     # --------------------------------------------------------------------------------------------- in the thread
 
     def _run(self) -> None:
-        heard_at = checked_at = time.monotonic()
+        heard_at = checked_at = beat_at = now = time.monotonic()
         while not self._left:
-            self._send_heartbeat()
-            ready = wait([self._link.fileno()], self._interval_s)
+            if now >= beat_at:
+                beat_at = now + self._interval_s
+                self._send_heartbeat()
+            ready = wait([self._link.fileno()], beat_at - now)
             now = time.monotonic()
             if now - checked_at > self._heartbeat_timeout_s / 2:
                 heard_at = now  # this process was suspended itself, and perhaps the whole job
