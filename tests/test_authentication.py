@@ -69,9 +69,7 @@ def test_ranks_that_share_a_secret_exchange_any_object(launcher: Any) -> None:
 
 def test_ranks_that_share_no_secret_exchange_plain_data_only() -> None:
     for said in run_ranks(greet, launcher=hosts({}, {})):
-        assert said.startswith(
-            "test_authentication.Greeting is no plain data, and is sent to other ranks only as a pickle"
-        )
+        assert said.startswith("test_authentication.Greeting is not plain data, so it must be pickled.")
         assert "set UNITRAIN_JOB_SECRET to the same random string on every host" in said
 
 

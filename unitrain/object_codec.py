@@ -53,10 +53,10 @@ class ObjectCodec:
                 raise
             if self._key is None:
                 raise UsageError(
-                    f"{error}, and is sent to other ranks only as a pickle, which can run code; these ranks share no "
-                    "secret by which to know one another's. Send None, bools, ints, floats, strings, bytes, tensors, "
-                    "and lists, tuples and dicts of these; or set UNITRAIN_JOB_SECRET to the same random string on "
-                    "every host (UNITRAIN_JOB_SECRET=$(openssl rand -hex 32))."
+                    f"{error}, so it must be pickled. A pickle can run code, and is sent only between ranks that share "
+                    "a secret, which these ranks don't. Send plain data (None, bools, ints, floats, strings, bytes, "
+                    "tensors, and lists, tuples and dicts of these), or set UNITRAIN_JOB_SECRET to the same random "
+                    "string on every host (export UNITRAIN_JOB_SECRET=$(openssl rand -hex 32))."
                 ) from error
         buffer = io.BytesIO()
         _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)

@@ -1,7 +1,8 @@
 """Plain data as JSON and tensors, which is how ranks send it to one another: to decode it runs no code.
 
-Plain are None, bools, ints, floats, complex numbers, strings, bytes, dense tensors, torch.Size, and lists, tuples,
-dicts and OrderedDicts of these; no subclasses of them, and no object that contains itself.
+Plain are None, bools, ints, floats, complex numbers, strings, bytes, dense tensors, torch.Size, torch.device,
+torch.dtype, and lists, tuples, dicts and OrderedDicts of these; no subclasses of them, and no object that contains
+itself.
 """
 
 from __future__ import annotations
@@ -82,8 +83,12 @@ def _encoded(value: Any, tensors: list[Tensor], containing: set[int]) -> Any:
         return {"complex": [value.real, value.imag]}
     if kind is bytes:
         return {"bytes": value.hex()}
+    if kind is torch.device:
+        return {"device": str(value)}
+    if kind is torch.dtype and value in _NAMES:
+        return {"dtype": _NAMES[value]}
     if kind not in (list, tuple, torch.Size, dict, OrderedDict) or id(value) in containing:
-        raise NotPlainError(f"{kind.__module__}.{kind.__qualname__} is no plain data")
+        raise NotPlainError(f"{kind.__module__}.{kind.__qualname__} is not plain data")
     within = containing | {id(value)}
     if kind is list:
         return [_encoded(item, tensors, within) for item in value]
@@ -93,14 +98,14 @@ def _encoded(value: Any, tensors: list[Tensor], containing: set[int]) -> Any:
     # What torch's state dicts say of the versions of modules.
     if kind is OrderedDict and vars(value):
         if set(vars(value)) != {"_metadata"}:
-            raise NotPlainError("an OrderedDict with attributes is no plain data")
+            raise NotPlainError("an OrderedDict with attributes is not plain data")
         return {"OrderedDict": [items, _encoded(value._metadata, tensors, within)]}
     return {kind.__name__: [items]}
 
 
 def _encoded_tensor(value: Tensor, tensors: list[Tensor]) -> list[Any]:
     if value.layout != torch.strided or value.dtype not in _NAMES or value.requires_grad or value.is_meta:
-        raise NotPlainError(f"a {value.dtype} tensor of layout {value.layout} is no plain data")
+        raise NotPlainError(f"a {value.dtype} tensor of layout {value.layout} is not plain data")
     tensors.append(value.cpu().resolve_conj().resolve_neg().contiguous())
     return [_NAMES[value.dtype], list(value.shape)]
 
@@ -122,6 +127,10 @@ def _decoded(value: Any, tensors: list[Tensor]) -> Any:
             return bytes.fromhex(content)
         case "tuple":
             return tuple(_decoded(item, tensors) for item in content)
+        case "device":
+            return torch.device(content)
+        case "dtype":
+            return _DTYPES[content]
         case "Size":
             return torch.Size(content)
         case "dict":

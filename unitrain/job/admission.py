@@ -7,6 +7,7 @@ is never sent.
 
 from __future__ import annotations
 
+import errno
 import hmac
 import secrets
 import selectors
@@ -28,6 +29,7 @@ _ANSWER_BYTES = _CLAIM_BYTES + _PROOF_BYTES
 _ANSWER_S = 2.0
 _MOST_NEWCOMERS = 128
 _RETRY_S = 0.1
+_OUT_OF_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class _RefusedError(Exception):
@@ -128,9 +130,10 @@ class _Admission:
     def _accept(self, now: float) -> None:
         try:
             connection, _ = self._listener.accept()
-        except OSError:
-            time.sleep(_RETRY_S)  # it has ended already, or this process may open no more files for now
-            return
+        except OSError as error:
+            if error.errno in _OUT_OF_FILES:
+                time.sleep(_RETRY_S)
+            return  # otherwise it has ended already
         close_in_children(connection)
         connection.setblocking(False)
         try:
