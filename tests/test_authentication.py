@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from needs import HOROVOD
 from torch.utils.data import TensorDataset
 
 import unitrain
@@ -43,8 +44,8 @@ class Greeting:
     """No plain data."""
 
 
-def greet() -> str:
-    with unitrain.init(device="cpu", timeout_s=20) as strategy:
+def greet(backend: str = "auto") -> str:
+    with unitrain.init(backend=backend, device="cpu", timeout_s=20) as strategy:
         assert strategy.all_gather_object((1, {"a": torch.ones(2)}))[1][0] == 1
         try:
             kinds = {
@@ -65,6 +66,18 @@ def test_ranks_that_share_a_secret_exchange_any_object(launcher: Any) -> None:
     before = set(os.listdir("/dev/shm"))
     assert run_ranks(greet, launcher=launcher) == ["greeted"] * 2
     assert not [name for name in set(os.listdir("/dev/shm")) - before if name.startswith("unitrain")]
+
+
+def greet_as_if_on_two_hosts(backend: str) -> str:
+    os.environ.update({"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"})
+    return greet(backend)
+
+
+@pytest.mark.launcher
+@pytest.mark.parametrize("backend", ["ddp", pytest.param("horovod", marks=HOROVOD)])
+def test_mpi_brings_a_secret_to_ranks_on_several_hosts(backend: str) -> None:
+    """By mpi4py for the rendezvous of DDP, and by Horovod's own collectives."""
+    assert run_ranks(greet_as_if_on_two_hosts, backend, launcher="mpirun") == ["greeted"] * 2
 
 
 def test_ranks_that_share_no_secret_exchange_plain_data_only() -> None:
