@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from unitrain.plain_data import NotPlainError, chunks, decode, encode
+from unitrain.training.streaming import Form
 
 Point = namedtuple("Point", "x y")
 
@@ -80,6 +81,12 @@ def test_a_state_dict_keeps_the_versions_of_its_modules() -> None:
     assert received._metadata == state._metadata  # type: ignore[attr-defined]
 
 
+def test_the_form_of_a_tensor() -> None:
+    form = Form(torch.ones(2, 3, 4, 5, dtype=torch.float16).to(memory_format=torch.channels_last))
+    received = sent([form])[0]
+    assert vars(received) == vars(form)
+
+
 def infinite() -> list[Any]:
     value: list[Any] = []
     value.append(value)
@@ -139,6 +146,8 @@ def test_what_is_not_plain_is_refused(value: Any) -> None:
         b'{"Size":["a"]}',
         b'{"device":"moon"}',
         b'{"dtype":"object"}',
+        b'{"Form":[1]}',
+        b'{"Form":{"tuple":[{"tuple":[-1]},{"dtype":"float32"},{"tuple":[1]}]}}',
     ],
     ids=lambda data: data[:40].decode(errors="replace"),
 )

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -25,10 +27,23 @@ _DTYPES = {
 }  # fmt: skip
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _CHUNK_BYTES = 2**26
+# By the name of a class: the class, and functions to and from plain data.
+_registered: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {}
 
 
 class NotPlainError(TypeError):
     """A value is not plain data."""
+
+
+def register(kind: type[T], to_plain: Callable[[T], Any], from_plain: Callable[[Any], T]) -> None:
+    """Have instances of a class of the core sent as plain data.
+
+    Args:
+        kind: the class.
+        to_plain: returns what is sent for an instance.
+        from_plain: returns an instance for what was sent. It must do no harm whatever it is given.
+    """
+    _registered[kind.__name__] = (kind, to_plain, from_plain)
 
 
 def encode(value: Any) -> tuple[bytes, list[Tensor]]:
@@ -87,6 +102,8 @@ def _encoded(value: Any, tensors: list[Tensor], containing: set[int]) -> Any:
         return {"device": str(value)}
     if kind is torch.dtype and value in _NAMES:
         return {"dtype": _NAMES[value]}
+    if _registered.get(kind.__name__, (None,))[0] is kind:
+        return {kind.__name__: _encoded(_registered[kind.__name__][1](value), tensors, containing)}
     if kind not in (list, tuple, torch.Size, dict, OrderedDict) or id(value) in containing:
         raise NotPlainError(f"{kind.__module__}.{kind.__qualname__} is not plain data")
     within = containing | {id(value)}
@@ -140,6 +157,8 @@ def _decoded(value: Any, tensors: list[Tensor]) -> Any:
             if len(content) > 1:
                 vars(ordered)["_metadata"] = _decoded(content[1], tensors)
             return ordered
+    if kind in _registered:
+        return _registered[kind][2](_decoded(content, tensors))
     raise ValueError(f"unknown kind {kind!r}")
 
 
