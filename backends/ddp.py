@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import weakref
 from collections.abc import Callable, Sequence
@@ -83,6 +84,8 @@ class DDPBackend(Backend):
         """Initialise the default process group, or use the script's, and make a group for the core."""
         timeout = timedelta(seconds=self.config.timeout_s)
         if not self._adopted:
+            if self.launch.local_world_size == self.world_size:
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else it listens where other hosts can reach it
             store = rendezvous(self.launch, self.config.timeout_s)
             library = self._library(store)
             if library == "nccl":

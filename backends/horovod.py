@@ -109,6 +109,11 @@ class HorovodBackend(Backend):
         if controller == "gloo" and _SERVER[0] in os.environ:
             _check_served(*(os.environ[name] for name in _SERVER))
 
+    @property
+    def authenticated(self) -> bool:
+        """Whether Horovod communicates through MPI."""
+        return _controller(self.config, self.launch) == "mpi"
+
     def start(self) -> tuple[int, int]:
         """Initialise Horovod, once per process."""
         self._hvd = _import_horovod()

@@ -5,25 +5,32 @@
 Two processes train a tiny MLP as fast as they can, while the CPU time of the watchdog's and the hub's threads is
 measured. A step can't lose more to them, since it communicates nothing for them. A run of ten minutes is assumed to
 compare the ranks once and to save 10 checkpoints of 100 MB.
+
+The hub's share of a core is measured for larger jobs, too. Their ranks are connections of one other process, which
+sends the heartbeats of a job of that size.
 """
 
 from __future__ import annotations
 
 import hashlib
+import sys
 import threading
 import time
 from typing import TYPE_CHECKING
 
 import unitrain
+from shared.members import HEARTBEAT_TIMEOUT_S, can_have, hub_share
 from shared.processes import GLOO, HOROVOD_GLOO, HOROVOD_MPI, in_processes, startable, world_name
 from shared.report import Found, run, table
 from shared.workloads import mlp
 from unitrain.backend import load_backend
 from unitrain.job.handshake import handshake
+from unitrain.job.hub import heartbeat_interval_s
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+JOBS = (64, 256, 1000, 10_000)
 RUN_S, CHECKPOINTS, CHECKPOINT_BYTES = 600.0, 10, 100_000_000
 
 
@@ -64,7 +71,18 @@ def measure_world(seconds: float) -> Found | None:
 
 def measure(short: bool) -> Found:
     worlds = startable(GLOO) if short else startable(GLOO, HOROVOD_MPI, HOROVOD_GLOO)
-    return {"worlds": [(world, in_processes(world, measure_world, seconds=1 if short else 30)) for world in worlds]}
+    return {
+        "worlds": [(world, in_processes(world, measure_world, seconds=1 if short else 30)) for world in worlds],
+        "hub": [(ranks, hub_share(ranks, 1 if short else 30)) for ranks in jobs(short)],
+    }
+
+
+def jobs(short: bool) -> list[int]:
+    """Return the sizes of jobs whose connections this machine allows, and say on stderr which it does not."""
+    for ranks in JOBS:
+        if not can_have(ranks):
+            print(f"{ranks} ranks need more open files than the limit here (ulimit -Hn): left out.", file=sys.stderr)
+    return [ranks for ranks in JOBS[: 1 if short else None] if can_have(ranks)]
 
 
 def shares(one: Found) -> dict[str, float]:
@@ -87,7 +105,11 @@ def tables(found: Found) -> str:
         for world, one in found["worlds"]
     ]
     head = ["world", "a step, us", "of it heartbeats, us", "comparing, of 10 minutes", "hashing, of 10 minutes"]
-    return table(head, rows)
+    sizes = [
+        [f"{ranks:,}", f"{heartbeat_interval_s(HEARTBEAT_TIMEOUT_S, ranks):g}", f"{share:.2%}"]
+        for ranks, share in found["hub"]
+    ]
+    return "\n\n".join([table(head, rows), table(["ranks", "s between heartbeats", "the hub, of a core"], sizes)])
 
 
 def plot(found: Found, figure: Figure) -> None:

@@ -33,7 +33,7 @@ class RunFolder:
 
     def __init__(self, strategy: Strategy, path: Path | None, name: str) -> None:
         self._strategy = strategy
-        self.path: Path = strategy.on_main(lambda: _made(path, name))
+        self.path: Path = Path(strategy.on_main(lambda: str(_made(path, name))))
         self._writer = SummaryWriter(str(self.path)) if strategy.is_main else None
         self._profile: Profile | None = None
 

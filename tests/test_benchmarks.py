@@ -161,6 +161,9 @@ def test_watch(tmp_path: Path) -> None:
     found = short("watch", tmp_path)
     [(world, costs)] = found["worlds"]
     assert world == ["torchrun", 2]
+    [(ranks, share)] = found["hub"]
+    assert ranks == 64
+    assert 0 < share < 1
     assert 0 < costs["watching"] < 1
     assert costs["comparing_s"] > 0
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 import unitrain
@@ -238,3 +240,24 @@ def test_calls_that_differ_are_the_verdict_with_both_lines(job: Job) -> None:
         "rank 2 on host2 (pid 1002) called all_gather() of int64[] at train.py:30, where rank 0 called barrier() at "
         "train.py:10: all ranks must make the same calls, in the same order"
     )
+
+
+def seconds_per_message(ranks: int) -> float:
+    """Return what a hub needs for a message, with each kind from each rank."""
+    members = [Member(rank, "host", rank, 0) for rank in range(ranks)]
+    hub = Hub(members, timeout_s=60.0, heartbeat_timeout_s=30.0, send=lambda rank, message: None, now=0.0)
+    made: list[Message] = [messages.Heartbeat("step", 1, 0.0), messages.Ask(), messages.Call("barrier()", "train.py:1")]
+    made += [messages.RequestStop(StopReason(15)), messages.Held(1), messages.Settled()]
+    made += [messages.Heartbeat(USER_CODE, 1, 0.0), messages.Failed("RuntimeError: gloo", secondary=True)]
+    begin = time.thread_time()
+    for message in made:
+        for rank in range(ranks):
+            hub.receive(rank, message, 1.0)
+    for rank in range(ranks):
+        hub.disconnected(rank)
+    return (time.thread_time() - begin) / (ranks * (len(made) + 1))
+
+
+def test_work_for_a_message_does_not_grow_with_the_number_of_ranks() -> None:
+    small = min(seconds_per_message(300) for _ in range(5))
+    assert seconds_per_message(6000) < 5 * small, "with work for each rank, it would be 20 times as much"

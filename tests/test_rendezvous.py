@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import http.server
 import os
 import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 from hosts import two_hosts
 from needs import HOROVOD
@@ -27,12 +32,17 @@ AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 MPIRUN = [str(BIN / "mpirun"), "--oversubscribe", "-np", "2"]
 
 SCRIPT = """
-import os, sys, time
+import hashlib, os, sys, time
 from unitrain.launch.detect import detect
-from unitrain.launch.rendezvous import rendezvous
+from unitrain.launch.rendezvous import rendezvous, shared_secret
 
 def meet(launch):
     store = rendezvous(launch, 30)
+    if launch.rendezvous == "mpi":
+        secret = shared_secret(launch, 30)
+        store.set(f"digest {launch.rank}", hashlib.sha256(secret).hexdigest())
+        assert len(secret) == 32
+        assert store.get("digest 0") == store.get("digest 1"), "MPI has brought rank 0's secret to all"
     assert not store.check(["rank 0"]) or launch.rank != 0
     store.set(f"rank {launch.rank}", "here")
     store.wait([f"rank {rank}" for rank in range(launch.world_size)])
@@ -231,6 +241,54 @@ def test_rank_0_does_not_come(free_port: int, capfd: pytest.CaptureFixture[str])
     with pytest.raises(CommunicationError, match=said):
         rendezvous(launch, 1)
     assert capfd.readouterr() == ("", ""), "torch's client would have much to say"
+
+
+@pytest.mark.parametrize("local_world_size", [2, 1])
+def test_the_store_listens_no_wider_than_the_hosts_need(free_port: int, local_world_size: int) -> None:
+    launch = replace(rank_0_of_2(f"127.0.0.1:{free_port}"), local_world_size=local_world_size)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(rendezvous, launch, 1.0)
+        while not (found := {address.ip for address in listening() if address.port == free_port}):
+            assert not waiting.done()
+        with pytest.raises(CommunicationError, match="rank 1 did not connect"):
+            waiting.result()
+    assert (found == {"127.0.0.1"}) == (local_world_size == 2)
+
+
+def listening() -> list[Any]:
+    return [one.laddr for one in psutil.Process().net_connections("tcp") if one.status == psutil.CONN_LISTEN]
+
+
+class Answers(http.server.BaseHTTPRequestHandler):
+    """A server of keys and values where a stranger has been."""
+
+    value = b""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(self.value)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    "value",
+    [b"", b"\xff\xfe", b"[" * 100_000, b"[[], 80]]", b'[["host"], "80"]', b"[[1], 80]", b'[["host"], 99999]', b"{}"],
+)
+def test_what_strangers_write_into_horovodruns_server(value: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Answers, "value", value)
+    with http.server.HTTPServer(("127.0.0.1", 0), Answers) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        address = f"127.0.0.1:{server.server_port}"
+        try:
+            with pytest.raises(CommunicationError, match=f"can't read the address of rank 0 at {address}: .*SECURITY"):
+                rendezvous(Launch("horovodrun", rank=1, world_size=2, rendezvous="horovod", address=address), 5)
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def test_horovodrun_is_gone(free_port: int) -> None:

@@ -100,6 +100,11 @@ class Backend(ABC):
         """
         return False
 
+    @property
+    def authenticated(self) -> bool:
+        """Whether only processes that the launcher has started can take part in the collectives, as with MPI."""
+        return False
+
     # ------------------------------------------------------------------------------------------ to be implemented
 
     @abstractmethod

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import io
-import pickle
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol, TypeVar, cast
 
 import torch
@@ -14,11 +13,16 @@ from torch import Tensor
 from unitrain import call_site
 from unitrain.backend import Backend, Wait
 from unitrain.errors import CommunicationError, UnitrainError, UsageError
+from unitrain.object_codec import ObjectCodec, unreadable
+from unitrain.plain_data import chunks
 from unitrain.pulse import Pulse
 
 T = TypeVar("T")
 ReduceOp = Literal["sum", "mean", "max", "min"]
-_CHUNK_BYTES = 2**26
+_LENGTH = struct.Struct("!q")
+_MOST_BYTES = 2**40  # of an object
+_ERROR_KINDS: list[type[UnitrainError]] = [UnitrainError, *UnitrainError.__subclasses__()]
+_ERRORS = {kind.__name__: kind for kind in _ERROR_KINDS}
 
 
 class Peers(Protocol):
@@ -39,6 +43,7 @@ class Communicator:
         pulse: records which collective this process is waiting in.
         peers: the state of the other ranks; None in a world of one, and before the handshake.
         compares: whether ranks compare their calls before they make them (``debug``).
+        key: signs pickled objects; None if the ranks share no secret, and before they have proved it.
 
     Attributes:
         rank: rank of this process.
@@ -51,7 +56,15 @@ class Communicator:
         all_gather_async: the backend's ``all_gather``, for the core: without checks.
     """
 
-    def __init__(self, backend: Backend, pulse: Pulse, *, peers: Peers | None = None, compares: bool = False) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        pulse: Pulse,
+        *,
+        peers: Peers | None = None,
+        compares: bool = False,
+        key: bytes | None = None,
+    ) -> None:
         self.rank: int = backend.rank
         self.world_size: int = backend.world_size
         self.device: torch.device = backend.device
@@ -63,6 +76,8 @@ class Communicator:
         self._backend = backend
         self._peers = peers
         self._compares = compares and peers is not None
+        self._codec = ObjectCodec(self.rank, key)
+        self._exchanges = 0  # of objects
 
     def close(self, *, failed: bool) -> None:
         """Close the backend."""
@@ -130,46 +145,86 @@ class Communicator:
 
     def broadcast_object(self, value: T, src: int = 0) -> T:
         """See ``Strategy.broadcast_object``."""
-        self._check_rank(src)
-        if self.world_size == 1:
-            return value
-        data = _to_bytes(value) if self.rank == src else torch.empty(0, dtype=torch.uint8)
-        size = int(self.broadcast(torch.tensor(data.numel()), src))
-        if self.rank != src:
-            data = torch.empty(size, dtype=torch.uint8)
-        for start in range(0, size, _CHUNK_BYTES):  # in chunks: on a GPU, each passes through its memory
-            part = data[start : start + _CHUNK_BYTES]
-            received = self.broadcast(part, src)
-            if self.rank != src:
-                part.copy_(received)
-        return value if self.rank == src else _from_bytes(data)
+        return self._broadcast(value, src, pickles=True)
+
+    def broadcast_data(self, value: T, src: int = 0) -> T:
+        """Return rank ``src``'s plain data (see ``unitrain.plain_data``), for the core: never pickled. Collective."""
+        return self._broadcast(value, src, pickles=False)
 
     def all_gather_object(self, value: T) -> list[T]:
         """See ``Strategy.all_gather_object``."""
+        return self._all_gather(value, pickles=True)
+
+    def all_gather_data(self, value: T) -> list[T]:
+        """Return the plain data of all ranks, for the core: never pickled. Collective."""
+        return self._all_gather(value, pickles=False)
+
+    def _broadcast(self, value: T, src: int, *, pickles: bool) -> T:
+        self._check_rank(src)
+        if self.world_size == 1:
+            return value
+        self._exchanges += 1
+        is_sender = self.rank == src
+        header, tensors = self._codec.encode(value, self._exchanges, pickles=pickles) if is_sender else (b"", [])
+        size = int(self.broadcast(torch.tensor(len(header)), src))
+        if not 0 < size <= _MOST_BYTES:
+            raise unreadable(src, self.rank, f"{size} bytes")
+        received = self.broadcast(_from_bytes(header) if is_sender else torch.empty(size, dtype=torch.uint8), src)
+        if is_sender:
+            for chunk in chunks(tensors):
+                self.broadcast(torch.cat(chunk), src)
+            return value
+        result, tensors = self._codec.decode(_to_bytes(received), src, self._exchanges)
+        for chunk in chunks(tensors):  # on a GPU, each passes through its memory
+            _fill(chunk, self.broadcast(torch.cat(chunk), src))
+        return cast(T, result())
+
+    def _all_gather(self, value: T, *, pickles: bool) -> list[T]:
         if self.world_size == 1:
             return [value]
-        data = _to_bytes(value)
+        self._exchanges += 1
+        header, tensors = self._codec.encode(value, self._exchanges, pickles=pickles)
+        contents = [_from_bytes(_LENGTH.pack(len(header)) + header), *map(_as_bytes, tensors)]
+        data = torch.cat(contents)
         sizes = self._gathered(torch.tensor(data.numel(), device=self.device)).tolist()
+        for rank, size in enumerate(sizes):
+            if not _LENGTH.size < size <= _MOST_BYTES:
+                raise unreadable(rank, self.rank, f"{size} bytes")
         padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self.device)
         padded[: data.numel()] = data
-        return [_from_bytes(row[:size]) for row, size in zip(self._gathered(padded).cpu(), sizes, strict=True)]
+        rows = self._gathered(padded).cpu()
+        return [self._unpacked(row[:size], rank) for rank, (row, size) in enumerate(zip(rows, sizes, strict=True))]
+
+    def _unpacked(self, data: Tensor, sender: int) -> Any:
+        """Return the object in what a rank has sent: the length of a header, the header, and tensors."""
+        [length] = _LENGTH.unpack(_to_bytes(data[: _LENGTH.size]))
+        header, content = data[_LENGTH.size :][:length], data[_LENGTH.size :][length:]
+        result, tensors = self._codec.decode(_to_bytes(header), sender, self._exchanges)
+        parts = [_as_bytes(tensor) for tensor in tensors]
+        if sum(part.numel() for part in parts) != content.numel():
+            raise unreadable(sender, self.rank, f"{content.numel()} bytes of tensors")
+        _fill(parts, content)
+        return result()
 
     def on_main(self, action: Callable[[], T]) -> T:
         """Call ``action`` on rank 0, and return its result on every rank. Collective.
 
         Args:
-            action: returns a picklable object, or raises a ``UnitrainError``, which is then raised on every rank.
+            action: returns an object that ``broadcast_object`` can send, or raises a ``UnitrainError``, which is then
+                raised on every rank.
         """
-        outcome: tuple[T | None, UnitrainError | None] = (None, None)
+        failure: UnitrainError | None = None
+        outcome: dict[str, Any] = {}
         if self.is_main:
             try:
-                outcome = (action(), None)
+                outcome = {"value": action()}
             except UnitrainError as error:
-                outcome = (None, error)
-        value, failure = self.broadcast_object(outcome)
-        if failure is not None:
-            raise failure
-        return cast(T, value)
+                failure, outcome = error, {"error": [_class_name(error), str(error)]}
+        outcome = self.broadcast_object(outcome)
+        if "error" in outcome:
+            name, text = outcome["error"]
+            raise failure or _ERRORS[name](text)
+        return cast(T, outcome["value"])
 
     # ----------------------------------------------------------------------------------------------------- checks
 
@@ -184,7 +239,7 @@ class Communicator:
         digest = hashlib.blake2b(form.encode(), digest_size=8).digest()
         digests = self._gathered(torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(self.device))
         if (digests != digests[0]).any():
-            forms = ", ".join(f"{one} on rank {rank}" for rank, one in enumerate(self.all_gather_object(form)))
+            forms = ", ".join(f"{one} on rank {rank}" for rank, one in enumerate(self.all_gather_data(form)))
             raise UsageError(
                 f"all_gather needs tensors of the same shape and dtype on all ranks, but got {forms}: pad them, or use "
                 "all_gather_object."
@@ -245,20 +300,20 @@ def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-class _Pickler(pickle.Pickler):
-    """Pickles GPU tensors as CPU tensors: the sender's GPU may not exist, or not be free, on another rank."""
-
-    def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, Tensor) and value.device.type != "cpu":
-            return value.detach().cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # type: ignore[no-untyped-call]
-        return NotImplemented
+def _from_bytes(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def _to_bytes(value: Any) -> Tensor:
-    buffer = io.BytesIO()
-    _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
-    return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+def _to_bytes(data: Tensor) -> bytes:
+    return data.cpu().numpy().tobytes()
 
 
-def _from_bytes(data: Tensor) -> Any:
-    return pickle.loads(data.cpu().numpy().data)
+def _fill(parts: Sequence[Tensor], content: Tensor) -> None:
+    """Fill flat tensors of bytes with those of ``content``, one after another."""
+    for part, its in zip(parts, torch.split(content, [part.numel() for part in parts]), strict=True):
+        part.copy_(its)
+
+
+def _class_name(error: UnitrainError) -> str:
+    """Return the name of the class of ``unitrain.errors`` that an error is an instance of."""
+    return next(kind.__name__ for kind in type(error).__mro__ if kind in _ERROR_KINDS)

@@ -303,13 +303,23 @@ class Strategy:
         return self._communicator.broadcast(tensor, src)
 
     def all_gather_object(self, value: T) -> list[T]:
-        """Return the picklable objects of all ranks, in rank order. Tensors in them are on the CPU. Collective."""
+        """Return the objects of all ranks, in rank order. Tensors in them are on the CPU. Collective.
+
+        Args:
+            value: plain data (None, bools, ints, floats, strings, bytes, tensors, and lists, tuples and dicts of
+                these). Any other object is pickled, and needs ranks that share a secret (see SECURITY.md).
+
+        Raises:
+            UsageError: the object must be pickled, and the ranks share no secret.
+        """
         return self._communicator.all_gather_object(value)
 
     def broadcast_object(self, value: T, src: int = 0) -> T:
-        """Return rank ``src``'s picklable object. On other ranks, tensors in it are on the CPU. Collective.
+        """Return rank ``src``'s object. On other ranks, tensors in it are on the CPU. Collective.
 
-        The values of the other ranks are ignored.
+        Args:
+            value: as in ``all_gather_object``. The values of the other ranks are ignored.
+            src: the rank whose object is sent.
         """
         return self._communicator.broadcast_object(value, src)
 
@@ -339,7 +349,8 @@ class Strategy:
         """Call ``action`` on rank 0, and return its result on every rank. Collective.
 
         Args:
-            action: returns a picklable object, or raises a ``UnitrainError``, which is then raised on every rank.
+            action: returns an object that ``broadcast_object`` can send, or raises a ``UnitrainError``, which is then
+                raised on every rank.
         """
         return self._communicator.on_main(action)
 

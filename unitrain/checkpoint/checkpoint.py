@@ -266,19 +266,19 @@ class Checkpoint:
         ranks = self._communicator
         opened: Saved | None = None
 
-        def open_newest() -> tuple[Manifest, dict[str, Any]] | None:
+        def open_newest() -> tuple[dict[str, Any], dict[str, Any]] | None:
             nonlocal opened
             self._finish_writing()  # what this run saves in the background may be what it goes back to
             opened = saved.newest(self._folder) if path is None else saved.named(local(path), self._folder)
             if opened is None:
                 return None
-            return opened.manifest, outline(opened.parts)
+            return opened.manifest.model_dump(), outline(opened.parts)
 
         with ranks.pulse.within("checkpoint.resume"):
             found = ranks.on_main(open_newest)
             if found is None:
                 return False
-            manifest, parts = found
+            manifest, parts = Manifest.model_validate(found[0]), found[1]
             # All checks are made before anything is loaded, and come out the same on every rank.
             changed = fit.changed_settings(manifest, self._settings, self._config, self._objects)
             if changed and not force:

@@ -20,7 +20,7 @@ from unitrain.data.settings import LoaderSettings
 from unitrain.data.sharding import BatchPlan, EpochPlan
 from unitrain.data.workers import with_defaults
 from unitrain.errors import CheckpointError, ConfigError, DataError, UsageError
-from unitrain.job.handshake import difference
+from unitrain.job.handshake import difference_between_ranks
 
 
 class Loader:
@@ -297,7 +297,7 @@ class Loader:
             "the fingerprint": own["fingerprint"],
             "the global batch size": own["global_batch_size"],
         }
-        found = difference(self._communicator.all_gather_object(facts))
+        found = difference_between_ranks(self._communicator, facts)
         if found is not None:
             raise DataError(
                 f"the ranks passed different data to a loader: {found[0]} is {found[1]}. Pass the whole dataset on "

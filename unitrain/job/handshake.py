@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import socket
 import sys
@@ -35,23 +36,22 @@ def handshake(communicator: Communicator, config: StrategyConfig, backend: type[
     Raises:
         ConfigError: settings, versions or code differ between ranks; on every rank, naming the difference.
     """
-    own = (socket.gethostname(), os.getpid(), start_time(os.getpid()), _facts(config, backend))
-    gathered = communicator.all_gather_object(own)
-    _check_same([facts for *_, facts in gathered], set(type(config).model_fields))
-    return [Member(rank, host, pid, started) for rank, (host, pid, started, _) in enumerate(gathered)]
+    _check_same(communicator, _facts(config, backend), set(type(config).model_fields))
+    own = (socket.gethostname(), os.getpid(), start_time(os.getpid()))
+    return [Member(rank, *process) for rank, process in enumerate(communicator.all_gather_data(own))]
 
 
 def _facts(config: StrategyConfig, backend: type[Backend]) -> dict[str, Any]:
     """Return what must be the same on all ranks, by the name that the error message uses."""
     # The section of another backend is missing on hosts where that backend is not installed.
     others = {name for name, value in config if isinstance(value, Section) and name != backend.name}
-    settings = config.model_dump(exclude={*_OWN_SETTINGS, *others})
+    settings = config.model_dump(mode="json", exclude={*_OWN_SETTINGS, *others})
     script = Path(sys.argv[0]) if sys.argv else Path()
     backend_file = Path(str(sys.modules[backend.__module__].__file__))
     return {
         **_flat(settings),
         "UniTrain": version("unitrain"),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         **backend.versions(),
         "the code of UniTrain": _digest(*sorted(Path(__file__).parents[1].rglob("*.py")), backend_file),
         f"the script {script.name}": _digest(script) if script.is_file() else None,
@@ -72,8 +72,8 @@ def _digest(*files: Path) -> str:
     return digest.hexdigest()[:12]
 
 
-def _check_same(facts: list[dict[str, Any]], settings: Collection[str]) -> None:
-    found = difference(facts)
+def _check_same(communicator: Communicator, facts: dict[str, Any], settings: Collection[str]) -> None:
+    found = difference_between_ranks(communicator, facts)
     if found is None:
         return
     name, values = found
@@ -82,6 +82,18 @@ def _check_same(facts: list[dict[str, Any]], settings: Collection[str]) -> None:
     else:
         hint = "Install and start the same version on every host"
     raise ConfigError(f"the ranks do not run the same: {name} is {values}. {hint}.")
+
+
+def difference_between_ranks(communicator: Communicator, facts: dict[str, Any]) -> tuple[str, str] | None:
+    """Return the ``difference`` between the facts of all ranks, which must be plain data. Collective.
+
+    Digests are compared first: only if they differ is every rank sent the facts of all.
+    """
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).digest()
+    digests = communicator.all_gather(torch.frombuffer(bytearray(digest), dtype=torch.uint8))
+    if bool((digests == digests[0]).all()):
+        return None
+    return difference(communicator.all_gather_data(facts))
 
 
 def difference(facts: Sequence[Mapping[str, Any]]) -> tuple[str, str] | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from unitrain.job import messages
 from unitrain.job.messages import Message, StopReason, Verdict
@@ -13,6 +15,10 @@ from unitrain.pulse import CLOSING
 _DEADLOCK_S = 3.0
 # Libraries time out after ``timeout_s`` as well, and raise an error that the script can catch. They come first.
 _AFTER_LIBRARIES_S = 5.0
+# How many ranks a message names.
+_MOST_NAMED = 4
+# Heartbeats that the hub receives each second: the ranks of a larger job send fewer.
+_MOST_HEARTBEATS = 125
 SILENT_END = "ended without reporting an error: it was killed, crashed, or called os._exit()"
 
 
@@ -30,10 +36,19 @@ class Member:
         return f"rank {self.rank} on {self.host} (pid {self.pid})"
 
 
+def heartbeat_interval_s(heartbeat_timeout_s: float, world_size: int) -> float:
+    """Return the seconds between two heartbeats of a rank: 1, or more in a job of more than 125 ranks.
+
+    At least three heartbeats fit into the time after which a rank counts as stalled, in smaller jobs five.
+    """
+    return max(min(1.0, heartbeat_timeout_s / 5), min(world_size / _MOST_HEARTBEATS, heartbeat_timeout_s / 3))
+
+
 class Hub:
     """Decides from the messages of the ranks why the job ends. Uses no sockets and no clock, for easy testing.
 
-    The first decision is the verdict of the job; later failures don't change it.
+    The first decision is the verdict of the job; later failures don't change it. The work for one message does not
+    grow with the number of ranks; ``check`` looks at each rank.
 
     Args:
         members: all processes, by rank.
@@ -58,7 +73,8 @@ class Hub:
         self._heard_at = dict.fromkeys(range(len(members)), now)
         self._checked_at = now
         self._heartbeats: dict[int, messages.Heartbeat] = {}
-        self._present = set(self._heard_at)
+        self._present = dict.fromkeys(self._heard_at)  # a set, in the order of the ranks
+        self._not_waiting = list(self._present)  # in a collective; sorted
         self._reasons: list[StopReason] = []  # the first is being agreed on, or acted on
         self._boundaries: dict[int, int] = {}
         self._settled: set[int] = set()
@@ -76,6 +92,7 @@ class Hub:
         match message:
             case messages.Heartbeat():
                 self._heartbeats[rank] = message
+                self._note(rank, waits=message.waits or rank not in self._present)
             case messages.Failed(text=text, secondary=True):
                 self._decide_on_wait(rank, text)
             case messages.Failed(text=text, on_all_ranks=on_all_ranks):
@@ -100,7 +117,20 @@ class Hub:
                     if self._reasons:
                         self._hold()
             case messages.Leave():
-                self._present.discard(rank)
+                self._remove(rank)
+
+    def _note(self, rank: int, *, waits: bool) -> None:
+        ranks = self._not_waiting
+        at = bisect_left(ranks, rank)
+        known = at < len(ranks) and ranks[at] == rank
+        if waits and known:
+            del ranks[at]
+        elif not waits and not known:
+            ranks.insert(at, rank)
+
+    def _remove(self, rank: int) -> None:
+        self._present.pop(rank, None)
+        self._note(rank, waits=True)
 
     def _hold(self) -> None:
         if len(self._present) == len(self._members):  # otherwise the run is ending
@@ -108,13 +138,14 @@ class Hub:
             self._send(None, messages.Hold())
 
     def _compare_calls(self, rank: int, mine: messages.Call) -> None:
-        for other, theirs in self._calls.items():
-            if theirs.call != mine.call:
-                self._decide(
-                    rank,
-                    f" called {mine.call} at {mine.place}, where rank {other} called {theirs.call} at {theirs.place}: "
-                    "all ranks must make the same calls, in the same order",
-                )
+        # The first stands for all so far: had they differed, the job would have ended.
+        other, theirs = next(iter(self._calls.items()), (rank, mine))
+        if theirs.call != mine.call:
+            self._decide(
+                rank,
+                f" called {mine.call} at {mine.place}, where rank {other} called {theirs.call} at {theirs.place}: "
+                "all ranks must make the same calls, in the same order",
+            )
         self._calls[rank] = mine
         if len(self._calls) == len(self._members):
             self._calls = {}
@@ -123,7 +154,7 @@ class Hub:
     def disconnected(self, rank: int) -> None:
         """Process the end of a rank's connection."""
         if rank in self._present:
-            self._present.discard(rank)
+            self._remove(rank)
             self._decide(rank, f" {SILENT_END}")
 
     def check(self, now: float) -> None:
@@ -131,7 +162,7 @@ class Hub:
         asleep, self._checked_at = now - self._checked_at, now
         if asleep > self._heartbeat_timeout_s / 2:  # this process was suspended itself, and perhaps the whole job
             self._heard_at = dict.fromkeys(self._heard_at, now)
-        for rank in sorted(self._present):
+        for rank in self._present:
             silence = now - self._heard_at[rank]
             if silence > self._heartbeat_timeout_s:
                 self._decide(
@@ -145,10 +176,11 @@ class Hub:
 
     def _decide_on_wait(self, rank: int, text: str) -> None:
         """Decide which rank is to blame for a wait that failed: one that does not wait, if there is one."""
-        not_waiting = self._not_waiting(rank)
+        if self.verdict is not None:
+            return
+        culprit = next((other for other in self._not_waiting if other != rank), None)
         others = self._describe_others(rank)
-        if not_waiting:
-            culprit = not_waiting[0]
+        if culprit is not None:
             self._decide(culprit, f" did not reach the call that rank {rank} waited in: {others}. Rank {rank}: {text}")
         else:
             self._decide(rank, f": {text}; {others}")
@@ -178,12 +210,11 @@ class Hub:
     def _activity(self, rank: int) -> str:
         return str(self._heartbeats[rank]) if rank in self._heartbeats else "starting"
 
-    def _not_waiting(self, asking: int) -> list[int]:
-        """Return the other ranks that are not waiting in a collective."""
-        beats = self._heartbeats
-        return [rank for rank in sorted(self._present - {asking}) if rank not in beats or not beats[rank].waits]
-
     def _describe_others(self, asking: int) -> str:
         """Return what the ranks that are not waiting are doing, or, if all wait, what each waits in."""
-        named = self._not_waiting(asking) or sorted(self._present - {asking})
-        return "; ".join(f"{self._members[rank]} is {self._activity(rank)}" for rank in named[:4])
+        named = _first_others(self._not_waiting, asking) or _first_others(self._present, asking)
+        return "; ".join(f"{self._members[rank]} is {self._activity(rank)}" for rank in named)
+
+
+def _first_others(ranks: Iterable[int], asking: int) -> list[int]:
+    return list(islice((rank for rank in ranks if rank != asking), _MOST_NAMED))

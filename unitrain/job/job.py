@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 from unitrain.backend import Backend
 from unitrain.communicator import Communicator
 from unitrain.config import StrategyConfig
 from unitrain.errors import BackendError, LaunchError, UnitrainError
+from unitrain.job.authentication import authenticate
 from unitrain.job.exit_watch import watch_exit
 from unitrain.job.handshake import handshake
 from unitrain.job.start_watch import StartWatch
@@ -38,13 +41,13 @@ def join(backend: Backend, config: StrategyConfig, launch: Launch) -> tuple[Comm
         try:
             if backend.world_size > 1:
                 check_verbs(backend)
-            job = Job(communicator, config, launch, type(backend))
+            job = Job(communicator, config, launch, backend)
         except UnitrainError:
             communicator.close(failed=True)
             raise
     global _current
     _current = job
-    return Communicator(backend, job.pulse, peers=job.watch, compares=config.debug), job
+    return Communicator(backend, job.pulse, peers=job.watch, compares=config.debug, key=job.secret_key), job
 
 
 def _start(backend: Backend, launch: Launch) -> None:
@@ -67,40 +70,42 @@ class Job:
         communicator: the communicator of this process.
         config: the settings.
         launch: how this process was started.
-        backend: the backend's class.
+        backend: the started backend.
 
     Attributes:
         launch: as given.
         pulse: what this process is doing.
         node_rank: rank of its host.
         watch: sends heartbeats to rank 0 and ends this process when the job ends; None in a world of one.
+        secret_key: the job's key; None if the ranks share no secret.
         stopping: stops this process at the same boundary as the others.
         failed: whether this process is ending because of an error; it then does not wait for other ranks.
         ended: whether it is leaving, or has left, the job.
 
     Raises:
-        ConfigError: settings, versions or code differ between ranks.
+        ConfigError: settings, versions, code or the job's secret differ between ranks.
         CommunicationError: rank 0 can't be reached.
     """
 
-    def __init__(
-        self, communicator: Communicator, config: StrategyConfig, launch: Launch, backend: type[Backend]
-    ) -> None:
+    def __init__(self, communicator: Communicator, config: StrategyConfig, launch: Launch, backend: Backend) -> None:
         self.launch = launch
         self.pulse: Pulse = communicator.pulse
         self.node_rank: int = launch.node_rank or 0
         self.failed = False
         self.ended = False
-        self._backend = backend
+        self._backend = type(backend)
+        self.secret_key: bytes | None = None
         boundaries = Boundaries(self.pulse)
         self.watch: Watch | None = None
         if communicator.world_size > 1:
-            members = handshake(communicator, config, backend)
+            key = authenticate(communicator, backend, launch, config.timeout_s, os.environ)
+            self.secret_key = key.value if key.is_secret else None
+            members = handshake(communicator, config, type(backend))
             if launch.node_rank is None:  # unknown to the launcher: hosts are numbered in the order of the ranks
                 hosts = [member.host for member in members]
                 self.node_rank = list(dict.fromkeys(hosts)).index(hosts[communicator.rank])
             one_host = launch.local_world_size == communicator.world_size
-            self.watch = Watch(communicator, members, boundaries, config, one_host=one_host)
+            self.watch = Watch(communicator, members, boundaries, config, key=key.value, one_host=one_host)
             watch_exit(
                 str(self.watch), self.pulse,
                 warn_s=min(config.heartbeat_timeout_s, config.timeout_s), end_s=config.timeout_s,

@@ -1,16 +1,22 @@
-"""A TCP connection for messages between a process and the hub of its job."""
+"""A TCP connection for messages between a process and the hub of its job: the process's end, which may block."""
 
 from __future__ import annotations
 
 import os
 import socket
+import struct
 import threading
 import weakref
 from multiprocessing.connection import Connection
 
 from unitrain.job.messages import Message, decode, encode
 
-_links: weakref.WeakSet[Link] = weakref.WeakSet()
+MOST_BYTES = 2**20
+"""The longest message."""
+LENGTH = struct.Struct("!i")
+"""What stands before each message: its length, as ``multiprocessing.connection.Connection`` writes it."""
+
+_sockets: weakref.WeakSet[socket.socket | Link] = weakref.WeakSet()
 
 
 class Link:
@@ -25,7 +31,7 @@ class Link:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connection = Connection(connection.detach())
         self._sending = threading.Lock()
-        _links.add(self)
+        close_in_children(self)
 
     def fileno(self) -> int:
         """Return the file descriptor, for ``multiprocessing.connection.wait``."""
@@ -44,20 +50,23 @@ class Link:
         try:
             if timeout_s is not None and not self._connection.poll(timeout_s):
                 return None
-            return decode(self._connection.recv_bytes(maxlength=2**20))
+            return decode(self._connection.recv_bytes(maxlength=MOST_BYTES))
         except (OSError, EOFError):
             return None
 
     def close(self) -> None:
         """Close this end."""
-        _links.discard(self)
         self._connection.close()
 
 
-def _forget_in_child() -> None:
-    """Close a forked child's copies of connections, so that the other ends notice when the parent ends."""
-    for link in list(_links):
-        link.close()
+def close_in_children(connection: socket.socket | Link) -> None:
+    """Close a forked child's copy of a connection, so that the other end notices when the parent ends."""
+    _sockets.add(connection)
 
 
-os.register_at_fork(after_in_child=_forget_in_child)
+def _close_all() -> None:
+    for connection in list(_sockets):
+        connection.close()
+
+
+os.register_at_fork(after_in_child=_close_all)

@@ -19,15 +19,6 @@ class StopReason:
 
 
 @dataclass(frozen=True)
-class Hello:
-    """From a process: the first message on its connection."""
-
-    token: str
-    rank: int
-    kind: Literal["hello"] = "hello"
-
-
-@dataclass(frozen=True)
 class Welcome:
     """From the hub: all ranks have connected."""
 
@@ -167,7 +158,7 @@ class Verdict:
 
 
 Message = (
-    Hello | Welcome | Heartbeat | HubHeartbeat | Failed | Ask | Answer | Call | CallsAgree | RequestStop | Hold | Held
+    Welcome | Heartbeat | HubHeartbeat | Failed | Ask | Answer | Call | CallsAgree | RequestStop | Hold | Held
     | Stop | Settled | Leave | Verdict
 )  # fmt: skip
 

@@ -19,11 +19,11 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
-from torch.distributed import TCPStore
 
 from unitrain.errors import CommunicationError, UnitrainError, UsageError
 from unitrain.job import excepthook
 from unitrain.launch.detect import OVERRIDE
+from unitrain.launch.rendezvous import open_on_loopback
 from unitrain.process import end_with_parent, exit_now
 
 # How long the others get after a rank has called sys.exit (unitrain.Stopped, say): they usually do the same.
@@ -86,7 +86,7 @@ def _check_importable(fn: Callable[..., object]) -> None:
 @contextmanager
 def spawn_environments(nprocs: int) -> Iterator[list[dict[str, str]]]:
     """Yield the environments of ``nprocs`` ranks, and keep the store open that serves their rendezvous."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = open_on_loopback(0)
     job = {
         OVERRIDE: "spawn",
         "WORLD_SIZE": str(nprocs),

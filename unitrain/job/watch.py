@@ -6,8 +6,6 @@ closed, and the hub notices at once. A stalled process sends no heartbeats. Noth
 
 from __future__ import annotations
 
-import secrets
-import socket
 import threading
 import time
 from collections.abc import Sequence
@@ -18,12 +16,14 @@ from unitrain.communicator import Communicator
 from unitrain.config import StrategyConfig
 from unitrain.errors import CommunicationError, ConfigError
 from unitrain.job import messages
-from unitrain.job.hub import SILENT_END, Hub, Member
+from unitrain.job.admission import introduce
+from unitrain.job.hub import SILENT_END, Member, heartbeat_interval_s
+from unitrain.job.hub_server import start_hub
 from unitrain.job.link import Link
 from unitrain.job.messages import Message, StopReason, Verdict
 from unitrain.job.reaper import Reaper
 from unitrain.job.stopping import Boundaries
-from unitrain.launch.addresses import own_addresses, reach
+from unitrain.launch.addresses import own_addresses
 from unitrain.process import exit_now, kill_stalled, print_stacks
 
 A = TypeVar("A", messages.Answer, messages.CallsAgree)
@@ -42,6 +42,7 @@ class Watch:
         members: all processes of the job, by rank.
         boundaries: the boundaries of this process, at which it can be stopped.
         config: the settings.
+        key: the job's key.
         one_host: whether all ranks are on this host.
 
     Raises:
@@ -55,6 +56,7 @@ class Watch:
         boundaries: Boundaries,
         config: StrategyConfig,
         *,
+        key: bytes,
         one_host: bool,
     ) -> None:
         self._pulse = communicator.pulse
@@ -63,8 +65,8 @@ class Watch:
         self._me = members[communicator.rank]
         self._timeout_s = config.timeout_s
         self._heartbeat_timeout_s = min(config.heartbeat_timeout_s, config.timeout_s)
-        self._interval_s = _interval_s(self._heartbeat_timeout_s)
-        self._link, self._server = self._connect(communicator, one_host)
+        self._interval_s = heartbeat_interval_s(self._heartbeat_timeout_s, len(members))
+        self._link, self._server = self._connect(communicator, key, one_host)
         self._changed = threading.Condition()
         self._verdict: Verdict | None = None
         self._answer: messages.Answer | messages.CallsAgree | None = None
@@ -81,23 +83,22 @@ class Watch:
         """Return the process that this watch belongs to, for messages."""
         return str(self._me)
 
-    def _connect(self, communicator: Communicator, one_host: bool) -> tuple[Link, threading.Thread | None]:
-        server = None
-        offer: tuple[list[str], int, str] = ([], 0, "")
-        if communicator.is_main:
-            listener = _listen(one_host, communicator.world_size)
-            addresses = ["127.0.0.1"] if one_host else own_addresses()
-            offer = (addresses, listener.getsockname()[1], secrets.token_hex(16))
-            server = threading.Thread(
-                target=_serve,
-                args=(listener, offer[2], self._members, self._timeout_s, self._heartbeat_timeout_s),
-                name="unitrain hub",
-                daemon=True,
+    def _connect(self, communicator: Communicator, key: bytes, one_host: bool) -> tuple[Link, threading.Thread | None]:
+        server: threading.Thread | None = None
+
+        def start() -> tuple[list[str], int]:
+            nonlocal server
+            port, server = start_hub(
+                self._members,
+                key,
+                timeout_s=self._timeout_s,
+                heartbeat_timeout_s=self._heartbeat_timeout_s,
+                one_host=one_host,
             )
-            server.start()
-        hosts, port, token = communicator.broadcast_object(offer)
-        link = Link(reach(hosts, port))
-        link.send(messages.Hello(token, communicator.rank))
+            return ["127.0.0.1"] if one_host else own_addresses(), port
+
+        hosts, port = communicator.on_main(start)
+        link = Link(introduce(hosts, port, key, communicator.rank, self._timeout_s))
         if link.receive(self._timeout_s) is None:
             raise CommunicationError(
                 f"rank 0 did not answer {self._me} within {self._timeout_s:g} s: not all ranks have connected to it."
@@ -177,12 +178,14 @@ class Watch:
     # --------------------------------------------------------------------------------------------- in the thread
 
     def _run(self) -> None:
-        heard_at = checked_at = time.monotonic()
+        heard_at = checked_at = beat_at = now = time.monotonic()
         while not self._left:
-            self._send_heartbeat()
-            if self._reaper is not None:
-                self._reaper.beat()
-            ready = wait([self._link.fileno()], self._interval_s)
+            if now >= beat_at:
+                beat_at = now + self._interval_s
+                self._send_heartbeat()
+                if self._reaper is not None:
+                    self._reaper.beat()
+            ready = wait([self._link.fileno()], beat_at - now)
             now = time.monotonic()
             if now - checked_at > self._heartbeat_timeout_s / 2:
                 heard_at = now  # this process was suspended itself, and perhaps the whole job
@@ -238,77 +241,3 @@ class Watch:
         if rank == self._me.rank:
             print_stacks(f"unitrain: stacks of {self._me} when the job was ended because of it:")
         exit_now(1, f"unitrain: {self._me}: stopped because {verdict.text}")
-
-
-def _interval_s(heartbeat_timeout_s: float) -> float:
-    """Return the seconds between two heartbeats."""
-    return min(1.0, heartbeat_timeout_s / 5)
-
-
-def _listen(one_host: bool, world_size: int) -> socket.socket:
-    if one_host:
-        return socket.create_server(("127.0.0.1", 0), backlog=world_size)
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, backlog=world_size, dualstack_ipv6=True)
-    return socket.create_server(("", 0), backlog=world_size)
-
-
-def _serve(
-    listener: socket.socket, token: str, members: Sequence[Member], timeout_s: float, heartbeat_timeout_s: float
-) -> None:
-    """Run the hub until all ranks have left."""
-    links = _accept_all(listener, token, len(members), timeout_s)
-    if links is None:
-        return
-
-    def send(rank: int | None, message: Message) -> None:
-        # To this process last: a verdict ends it, and the others would not receive theirs.
-        for one in sorted(links, reverse=True) if rank is None else [rank]:
-            if one in links:
-                links[one].send(message)
-
-    hub = Hub(members, timeout_s=timeout_s, heartbeat_timeout_s=heartbeat_timeout_s, send=send, now=time.monotonic())
-    interval_s = _interval_s(heartbeat_timeout_s)
-    send(None, messages.Welcome())
-    beat_at = 0.0
-    while not hub.finished and links:
-        ready = wait([link.fileno() for link in links.values()], interval_s)
-        now = time.monotonic()
-        for rank, link in list(links.items()):
-            if link.fileno() in ready:
-                message = link.receive()
-                if message is None:
-                    link.close()
-                    del links[rank]
-                    hub.disconnected(rank)
-                else:
-                    hub.receive(rank, message, now)
-        hub.check(now)
-        if now - beat_at >= interval_s:
-            beat_at = now
-            send(None, messages.HubHeartbeat())
-    send(None, messages.Leave())
-    for link in links.values():
-        link.close()
-
-
-def _accept_all(listener: socket.socket, token: str, count: int, timeout_s: float) -> dict[int, Link] | None:
-    """Return a link to every rank, or None if not all have connected within ``timeout_s``."""
-    links: dict[int, Link] = {}
-    deadline = time.monotonic() + timeout_s
-    with listener:
-        while len(links) < count:
-            listener.settimeout(max(0.01, deadline - time.monotonic()))
-            try:
-                link = Link(listener.accept()[0])
-            except TimeoutError:
-                return None
-            hello = link.receive(_ANSWER_S)
-            # As bytes: compare_digest takes only ASCII strings.
-            if not isinstance(hello, messages.Hello) or not secrets.compare_digest(
-                hello.token.encode(errors="replace"), token.encode()
-            ):
-                link.close()  # another program, a port scanner say
-                continue
-            links[hello.rank] = link
-    return links

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import socket
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 
 from unitrain.errors import CommunicationError
@@ -38,7 +39,7 @@ def _ipv6_addresses() -> list[str]:
     return [socket.inet_ntop(socket.AF_INET6, bytes.fromhex(field[0])) for field in fields if field[3] == "00"]
 
 
-def reach(hosts: list[str], port: int) -> socket.socket:
+def reach(hosts: Sequence[str], port: int) -> socket.socket:
     """Return a connection to rank 0, at the first of its addresses that accepts one.
 
     Raises:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import http.client
 import itertools
 import json
+import secrets
 import socket
 import threading
 import time
@@ -25,9 +27,14 @@ from unitrain.launch.detect import Launch
 # rank that has not left the first store yet could connect to the second.
 _stores: dict[Launch, Store] = {}
 _calls = itertools.count()
+# Shared through MPI, which can't be started again later.
+_secrets: dict[Launch, bytes] = {}
 
 _ANSWER_S, _RETRY_S = 5.0, 0.1
 _KEY_VALUE_PATH = "/unitrain/store"
+_MOST_BYTES = 2**16  # of rank 0's addresses
+_SECRET_BYTES = 32
+_LOOPBACK = "127.0.0.1"
 
 
 def rendezvous(launch: Launch, timeout_s: float) -> Store:
@@ -53,6 +60,40 @@ def rendezvous(launch: Launch, timeout_s: float) -> Store:
     return store
 
 
+def shared_secret(launch: Launch, timeout_s: float) -> bytes | None:
+    """Return a secret that the launcher's own means have brought to every rank; None if it has none. Collective.
+
+    MPI's is known to the launcher's processes only. torchrun's store gives its own to everybody who can reach it.
+
+    Args:
+        launch: the place of this process.
+        timeout_s: timeout for the other ranks.
+    """
+    if launch.launcher != "torchrun":
+        return _secrets.get(launch)
+    store = rendezvous(launch, timeout_s)
+    if launch.rank == 0:
+        store.set("secret", secrets.token_hex(_SECRET_BYTES))
+    return bytes(store.get("secret"))
+
+
+def open_on_loopback(port: int, timeout: timedelta = timedelta(minutes=5)) -> TCPStore:
+    """Return a new store for the processes of this host; other hosts can't reach it.
+
+    Args:
+        port: its port; 0 for a free one.
+        timeout: of waits at the store.
+
+    Raises:
+        OSError: the port is in use.
+    """
+    listener = socket.create_server((_LOOPBACK, port), backlog=socket.SOMAXCONN)
+    port = listener.getsockname()[1]
+    return TCPStore(
+        _LOOPBACK, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+
+
 def _alone(launch: Launch, timeout: timedelta) -> Store:
     return HashStore()
 
@@ -70,17 +111,20 @@ def _at_address(launch: Launch, timeout: timedelta) -> Store:
             "reach."
         ) from error
     opens = launch.rank == 0 and launch.rendezvous == "tcp"
+    on_loopback = launch.rendezvous == "tcp" and launch.local_world_size == launch.world_size
     try:
-        if opens:
+        if opens and on_loopback:
+            store = open_on_loopback(int(port), timeout)
+        elif opens:
             store = TCPStore(
                 host, int(port), launch.world_size, is_master=True, timeout=timeout, wait_for_workers=False
             )
         else:
-            store = _join(host, int(port), launch, timeout)
+            store = _join(_LOOPBACK if on_loopback else host, int(port), launch, timeout)
         _wait_for_all(store, launch, timeout)
         return store
-    except DistError as error:
-        if opens and "EADDRINUSE" in str(error):
+    except (DistError, OSError) as error:
+        if opens and ("EADDRINUSE" in str(error) or getattr(error, "errno", None) == errno.EADDRINUSE):
             raise LaunchError(
                 f"the rendezvous address of {launch.launcher} is {address}, but port {port} is in use on this host, by "
                 "another program or a second rank 0. End it (ss -ltnp shows it), give every process its own RANK, or "
@@ -164,7 +208,22 @@ def _wait_for_all(store: TCPStore, launch: Launch, timeout: timedelta) -> None:
 
 def _through_mpi(launch: Launch, timeout: timedelta) -> Store:
     with _mpi(launch) as world:
-        return _at_port_of_rank_0(launch, timeout, lambda offer: str(world.bcast(offer)))
+        drawn = secrets.token_bytes(_SECRET_BYTES) if launch.rank == 0 else None
+        _secrets[launch] = _mpi_broadcast(world, drawn)
+        return _at_port_of_rank_0(
+            launch,
+            timeout,
+            lambda offer: _mpi_broadcast(world, None if offer is None else offer.encode()).decode(),
+        )
+
+
+def _mpi_broadcast(world: Any, data: bytes | None) -> bytes:
+    """Return rank 0's bytes. MPI's own broadcast of objects pickles them."""
+    length = bytearray((len(data or b"")).to_bytes(8, "big"))
+    world.Bcast(length)
+    buffer = bytearray(data) if data is not None else bytearray(int.from_bytes(length, "big"))
+    world.Bcast(buffer)
+    return bytes(buffer)
 
 
 @contextmanager
@@ -243,8 +302,8 @@ def _request(server: str, method: str, body: str | None = None) -> str | None:
     try:
         connection.request(method, _KEY_VALUE_PATH, body)
         response = connection.getresponse()
-        content = response.read().decode()
-    except OSError as error:
+        content = response.read(_MOST_BYTES).decode(errors="replace")
+    except (OSError, http.client.HTTPException) as error:
         raise CommunicationError(
             f"horovodrun does not answer at {server}, the address in HOROVOD_GLOO_RENDEZVOUS_ADDR and "
             f"HOROVOD_GLOO_RENDEZVOUS_PORT ({error}). Check that it is still running. Start the job with "
@@ -263,15 +322,33 @@ def _at_port_of_rank_0(launch: Launch, timeout: timedelta, share: Callable[[str 
         timeout: timeout for the other ranks.
         share: called with rank 0's addresses and port on rank 0, and with None elsewhere; returns rank 0's everywhere.
     """
+    one_host = launch.local_world_size == launch.world_size
     if launch.rank == 0:
-        store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timeout, wait_for_workers=False)
-        hosts = ["127.0.0.1"] if launch.local_world_size == launch.world_size else own_addresses()
-        share(json.dumps([hosts, store.port]))
+        if one_host:
+            store = open_on_loopback(0, timeout)
+        else:
+            store = TCPStore(_LOOPBACK, 0, is_master=True, timeout=timeout, wait_for_workers=False)
+        share(json.dumps([[_LOOPBACK] if one_host else own_addresses(), store.port]))
         return store
-    hosts, port = json.loads(share(None))
+    hosts, port = _read_offer(share(None), launch)
     with reach(hosts, port) as probe:
         host = probe.getpeername()[0]
     return TCPStore(host, port, is_master=False, timeout=timeout)
+
+
+def _read_offer(offer: str, launch: Launch) -> tuple[list[str], int]:
+    """Return rank 0's addresses and port. Anybody who reaches horovodrun's server can have written them."""
+    try:
+        match json.loads(offer):
+            case [[*hosts], int(port)] if all(isinstance(host, str) for host in hosts) and 0 < port < 2**16:
+                return hosts, port
+    except (ValueError, RecursionError):
+        pass
+    raise CommunicationError(
+        f"rank {launch.rank} of {launch.world_size} can't read the address of rank 0 at {launch.address}: "
+        f"{offer[:80]!r}. Another program has written there: start the job in a network that only its hosts can "
+        "reach (SECURITY.md)."
+    )
 
 
 _RENDEZVOUS: dict[str, Callable[[Launch, timedelta], Store]] = {

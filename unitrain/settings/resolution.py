@@ -30,6 +30,7 @@ RecipeModel = TypeVar("RecipeModel", bound=Section)
 
 OTHER_VARIABLES = {
     "UNITRAIN_LAUNCHER": "overrides the detected launcher",
+    "UNITRAIN_JOB_SECRET": "proves to the other ranks that a process belongs to the job",
     "UNITRAIN_FAULT": "makes a rank fail, for tests",
     "UNITRAIN_CACHE": "folder for what UniTrain builds and keeps",
 }

@@ -41,7 +41,7 @@ class NonFinitePolicy:
         losses = window.loss_is_finite and all(bool(loss.isfinite()) for loss in window.losses)
         # The local ones, before they were averaged, as far as they were kept.
         gradients = distributed and window.local_gradients.are_finite()
-        finite = self._communicator.all_gather_object((losses, gradients))
+        finite = self._communicator.all_gather_data((losses, gradients))
         bad_losses, bad_gradients = (
             [rank for rank, is_good in enumerate(ranks) if not is_good] for ranks in zip(*finite, strict=True)
         )

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from unitrain import plain_data
 from unitrain.communicator import Communicator
 
 BUFFER_BYTES = 2**21  # larger ones cost more memory than their size: allocators and gloo keep several
@@ -44,6 +45,14 @@ class Form:
     def empty(self, device: torch.device) -> Tensor:
         """Return a new tensor of this form."""
         return torch.empty_strided(self.shape, self._stride, dtype=self.dtype, device=device)
+
+
+def _form(plain: tuple[Keys, torch.dtype, Keys]) -> Form:
+    shape, dtype, stride = plain
+    return Form(torch.empty_strided(shape, stride, dtype=dtype, device="meta"))
+
+
+plain_data.register(Form, lambda form: (form.shape, form.dtype, form._stride), _form)
 
 
 def outline(state: Any) -> Any:
