@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import random
 import socket
 import threading
 import time
@@ -62,9 +62,10 @@ def door() -> Iterator[Door]:
         b"\x7f\xff\xff\xff" + b"\x00" * 64,  # a message of 2 GiB, for a hub that would read a length
         b"GET / HTTP/1.1\r\nHost: somewhere.far.away.example\r\nAccept: everything\r\n\r\n",
         b"\x80\x04\x95" + b"c" * 65,  # the beginning of a pickle
-        os.urandom(68),
+        random.Random(0).randbytes(68),
         bytes(10**6),
     ],
+    ids=["non-ASCII", "surrogate", "length", "HTTP", "pickle", "random", "zeros"],
 )
 def test_garbage_is_refused(door: Door, sent: bytes) -> None:
     with door.knock() as stranger:
