@@ -34,6 +34,7 @@ from unitrain.training.loss import Weight
 from unitrain.training.precision import Precision
 from unitrain.training.prepared import PreparedModules
 from unitrain.training.step import StepResult, TrainingStep
+from unitrain.training.supported import check_scheduler
 
 if TYPE_CHECKING:
     from unitrain.data.progress import ProgressBar
@@ -153,7 +154,7 @@ class Strategy:
             Stopped: a loss or gradient is not finite, with ``on_nonfinite="stop"``.
         """
         if scheduler is not None:
-            self._step.check_scheduler(scheduler)
+            check_scheduler(scheduler)
         if isinstance(optimizer, Optimizer):
             self._step.backward(loss, (optimizer,), weight=weight)
             return self._step.update(optimizer, scheduler)

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from unitrain.backend import Backend
 from unitrain.communicator import Communicator
@@ -39,6 +38,7 @@ from unitrain.training.loss import GradientScales, Weight, checked, refuse_reent
 from unitrain.training.nonfinite import NonFinitePolicy
 from unitrain.training.prepared import PreparedModules
 from unitrain.training.reduction import Reduction
+from unitrain.training.supported import check_scheduler
 from unitrain.training.window import Window
 
 
@@ -126,7 +126,6 @@ class TrainingStep:
         self.at_epoch_end: Callable[[], None] = lambda: None
         self.averages: bool = True
         self._global_step = 0
-        self._schedulers: set[type] = set()  # classes that can be stepped
         self._at_window_end: list[Callable[[], None]] = []
         self._observers: list[StepObserver] = []
 
@@ -372,30 +371,10 @@ class TrainingStep:
         if self._unit == 1 or len(self._windows) == 1:
             window.check_gradients()
 
-    def check_scheduler(self, scheduler: Any) -> None:
-        """Check, before anything changes, that a scheduler can be stepped without arguments.
-
-        Raises:
-            UsageError: it can't.
-        """
-        if type(scheduler) in self._schedulers:
-            return
-        if isinstance(scheduler, ReduceLROnPlateau):
-            raise UsageError(
-                "step() can't step a ReduceLROnPlateau, which needs a metric: leave it out, and call "
-                "scheduler.step(metric) after the evaluation, with the same metric on all ranks."
-            )
-        if not callable(getattr(scheduler, "step", None)):
-            raise UsageError(
-                f"step() takes one scheduler, not {type(scheduler).__name__}: chain several with "
-                "torch.optim.lr_scheduler.ChainedScheduler or SequentialLR."
-            )
-        self._schedulers.add(type(scheduler))
-
     def update(self, optimizer: Optimizer, scheduler: Any = None) -> StepResult:
         """See ``Strategy.update``."""
         if scheduler is not None:
-            self.check_scheduler(scheduler)
+            check_scheduler(scheduler)
         if not self._observers:
             return self._update(optimizer, scheduler)
         with _observed(self._observers):

@@ -1,11 +1,15 @@
-"""Refuses, with a remedy, what ``prepare`` does not support."""
+"""Refuses, with a remedy, what ``prepare`` and ``step`` do not support."""
 
 from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset
 
 from unitrain.errors import UsageError
@@ -59,3 +63,23 @@ def check_optimizer(optimizer: Optimizer) -> None:
             "ZeroRedundancyOptimizer keeps a part of the state on each rank, which strategy.step and checkpoints don't "
             "support: use the optimizer within."
         )
+
+
+@lru_cache
+def _can_be_stepped(kind: type[Any]) -> bool:
+    return callable(getattr(kind, "step", None)) and not issubclass(kind, ReduceLROnPlateau)
+
+
+def check_scheduler(scheduler: Any) -> None:
+    """Raise UsageError if a scheduler can't be stepped without arguments. Called before anything changes."""
+    if _can_be_stepped(type(scheduler)):
+        return
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise UsageError(
+            "step() can't step a ReduceLROnPlateau, which needs a metric: leave it out, and call "
+            "scheduler.step(metric) after the evaluation, with the same metric on all ranks."
+        )
+    raise UsageError(
+        f"step() takes one scheduler, not {type(scheduler).__name__}: chain several with "
+        "torch.optim.lr_scheduler.ChainedScheduler or SequentialLR."
+    )
