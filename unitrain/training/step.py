@@ -187,9 +187,9 @@ class TrainingStep:
         """Record the batch that a loader yields for training, before its forward; None at the end."""
         self._batches.take(micro_batch, batch, iteration)
         self.between_epochs = micro_batch is None
-        if self.between_epochs:
+        if micro_batch is None:
             self.at_epoch_end()
-        if micro_batch is not None and not micro_batch.count and not self._ignores_stand_ins:
+        elif not micro_batch.count and not self._ignores_stand_ins:
             batch_norm.ignore_stand_ins(self._prepared, self.in_use)
             self._ignores_stand_ins = True
         self._reduction.arm(self.averages and (micro_batch is None or micro_batch.last))

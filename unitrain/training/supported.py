@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 from torch import nn
@@ -65,21 +64,21 @@ def check_optimizer(optimizer: Optimizer) -> None:
         )
 
 
-@lru_cache
-def _can_be_stepped(kind: type[Any]) -> bool:
-    return callable(getattr(kind, "step", None)) and not issubclass(kind, ReduceLROnPlateau)
+_schedulers: set[type[Any]] = set()  # classes that were checked
 
 
 def check_scheduler(scheduler: Any) -> None:
     """Raise UsageError if a scheduler can't be stepped without arguments. Called before anything changes."""
-    if _can_be_stepped(type(scheduler)):
+    if type(scheduler) in _schedulers:
         return
     if isinstance(scheduler, ReduceLROnPlateau):
         raise UsageError(
             "step() can't step a ReduceLROnPlateau, which needs a metric: leave it out, and call "
             "scheduler.step(metric) after the evaluation, with the same metric on all ranks."
         )
-    raise UsageError(
-        f"step() takes one scheduler, not {type(scheduler).__name__}: chain several with "
-        "torch.optim.lr_scheduler.ChainedScheduler or SequentialLR."
-    )
+    if not callable(getattr(scheduler, "step", None)):
+        raise UsageError(
+            f"step() takes one scheduler, not {type(scheduler).__name__}: chain several with "
+            "torch.optim.lr_scheduler.ChainedScheduler or SequentialLR."
+        )
+    _schedulers.add(type(scheduler))
