@@ -56,7 +56,7 @@ def _reductions(backend: Backend) -> Iterator[_Verb]:
             continue  # with so many ranks, the dtype can't represent the sum
         what = f"all_reduce of {_name(dtype)} with op {op!r}"
         tensor = values[backend.rank].to(backend.device, dtype, copy=True)
-        wait = _tried(backend, what, partial(backend.all_reduce, tensor, op, f"self_test.{op}.{_name(dtype)}"))
+        wait = _started(backend, what, partial(backend.all_reduce, tensor, op, f"self_test.{op}.{_name(dtype)}"))
         yield _Verb(what, partial(_in_place, wait, tensor), expected)
 
 
@@ -65,7 +65,7 @@ def _gathers(backend: Backend) -> Iterator[_Verb]:
     for dtype in (torch.uint8, torch.float64):
         what = f"all_gather of {_name(dtype)}"
         own = expected[backend.rank].to(backend.device, dtype)
-        wait = _tried(backend, what, partial(backend.all_gather, own, f"self_test.gather.{_name(dtype)}"))
+        wait = _started(backend, what, partial(backend.all_gather, own, f"self_test.gather.{_name(dtype)}"))
         yield _Verb(what, wait, expected)
 
 
@@ -77,7 +77,7 @@ def _broadcasts(backend: Backend) -> Iterator[_Verb]:
         expected = (torch.arange(_ELEMENTS) * 7 + src) % 251
         own = expected if src == backend.rank else torch.zeros(_ELEMENTS)
         tensor = own.to(backend.device, torch.uint8, copy=True)
-        wait = _tried(backend, what, partial(backend.broadcast, tensor, src, f"self_test.broadcast.{src}"))
+        wait = _started(backend, what, partial(backend.broadcast, tensor, src, f"self_test.broadcast.{src}"))
         yield _Verb(what, partial(_in_place, wait, tensor), expected)
 
 
@@ -105,6 +105,14 @@ def _check_same_bits(backend: Backend) -> None:
     gathered = _tried(backend, "all_gather of float64", lambda: backend.all_gather(sums, "self_test.same")()).cpu()
     if not (gathered == gathered[0]).all():
         raise _wrong(backend, what, "gave different bits on different ranks, whose weights would diverge")
+
+
+def _started(backend: Backend, what: str, call: Callable[[], T]) -> T:
+    """Start a collective, which must return a function that waits for it."""
+    wait = _tried(backend, what, call)
+    if not callable(wait):
+        raise _wrong(backend, what, f"returned {wait!r}, but must return a function that waits for the result")
+    return wait
 
 
 def _tried(backend: Backend, what: str, call: Callable[[], T]) -> T:
