@@ -100,7 +100,7 @@ class HorovodBackend(Backend):
                 f"horovod.controller is mpi, but these processes were started by {launch.launcher}, not through MPI: "
                 "start with mpirun or horovodrun --mpi, or set horovod.controller to auto."
             )
-        if controller == "mpi" and (mpi := _mpi(hvd)) not in (None, launch.mpi):
+        if launch.mpi and controller == "mpi" and (mpi := _mpi(hvd)) not in (None, launch.mpi):
             raise BackendError(
                 f"this Horovod was built for {mpi}, but these processes were started by the mpirun of {launch.mpi}, "
                 f"with which it would abort: start them with the mpirun of {mpi}, or rebuild it with `unitrain "

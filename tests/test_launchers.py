@@ -89,7 +89,7 @@ class Launchers:
         chosen = ["--strategy.backend", start.backend] if start.chosen else []
         job = self.run(name, RECIPE, [*flags, *chosen, "--output-dir", "out", "--resume", "never"], deadline)
         assert job.code == 0, job.output
-        assert [job.output.count(said) for said in ("learning rate 0.", "epoch 0: loss", "Results are")] == [1, 1, 1]
+        assert [job.output.count(said) for said in ("learning rate 0.", "epoch 0: loss", "results are in")] == [1, 1, 1]
         (line,) = (self.folder / "out" / "metrics.jsonl").read_text().splitlines()
         metrics: dict[str, Any] = json.loads(line)
         assert (metrics["launcher"], metrics["backend"], metrics["world_size"]) == start[1:4]

@@ -7,11 +7,8 @@ import copy
 import pytest
 import torch
 from plain_loop import assert_equal, model_of, strategy_of
-from ranks import run_ranks
-from torch import nn
 from torch.optim import SGD, Adam
 
-import unitrain
 from unitrain import UsageError
 
 
@@ -65,36 +62,3 @@ def test_adam_state_loaded_before_prepare_is_kept() -> None:
     reference(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
     reference_optimizer.step()
     assert_equal(model, reference)
-
-
-def test_models_that_are_wrapped_or_sharded_already_are_refused() -> None:
-    strategy = strategy_of()
-    with pytest.raises(UsageError, match="pass the module within"):
-        strategy.prepare(nn.DataParallel(model_of()))
-    sharded = model_of()
-    next(sharded.parameters()).placements = ()  # type: ignore[attr-defined]  # as a DTensor has
-    with pytest.raises(UsageError, match="pass the whole model"):
-        strategy.prepare(sharded)
-
-
-def prepare_sharded_by_torch() -> list[str]:
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    said = []
-    with unitrain.init(backend="ddp", device="cpu", timeout_s=30) as strategy:
-        sharded = nn.Linear(2, 2)
-        fully_shard(sharded)
-        model = strategy.prepare(nn.Linear(2, 2))
-        zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
-        for one in (sharded, zero):
-            with pytest.raises(UsageError) as refused:
-                strategy.prepare(one)
-            said.append(str(refused.value))
-    return said
-
-
-def test_what_torch_has_sharded_is_refused() -> None:
-    for model, optimizer in run_ranks(prepare_sharded_by_torch):
-        assert "the model is sharded already" in model
-        assert "use the optimizer within" in optimizer

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 from unittest.mock import Mock
 
@@ -15,7 +14,7 @@ from plain_loop import Ready, assert_equal, data, model_of, plain, ready, sgd, s
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.optim import SGD, AdamW, Optimizer
-from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import LambdaLR, StepLR
 
 import unitrain
 from unitrain import NonFiniteError, Strategy, UsageError
@@ -209,27 +208,3 @@ def test_the_norm_is_returned_on_request_and_nothing_is_clipped(accumulate: int)
     assert norm is not None
     assert torch.allclose(norm, results[True][1].norm(), rtol=1e-12)
     assert torch.equal(results[True][2], results[False][2])
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (ReduceLROnPlateau, r"scheduler.step\(metric\) after the evaluation"),
-        (lambda optimizer: [StepLR(optimizer, 1)], "takes one scheduler, not list: chain several"),
-    ],
-)
-@pytest.mark.parametrize("split", [False, True])
-def test_a_scheduler_that_can_not_be_stepped_is_refused_before_the_weights_change(
-    make: Any, message: str, split: bool
-) -> None:
-    strategy = strategy_of()
-    model = model_of()
-    model, optimizer = strategy.prepare(model, sgd(model))
-    before = weights(model)
-    inputs, targets = data().tensors
-    loss = mse_loss(model(inputs), targets)
-    call = strategy.update if split else partial(strategy.step, loss)
-    with pytest.raises(UsageError, match=message):
-        call(optimizer, make(optimizer))
-    assert torch.equal(weights(model), before)
-    assert strategy.step(loss, optimizer).stepped

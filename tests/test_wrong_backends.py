@@ -26,7 +26,7 @@ SAID_BY_EVERY_RANK = {
     "reduces_a_copy": r"all_reduce of uint8 with op 'sum' gave \[[012], .* instead of",
     "drops_a_rank_of_gathers": r"all_gather of uint8 returned \(2, 5\), but must return a tensor of \(3, 5\)",
     "gathers_flat": r"all_gather of uint8 returned \(15,\), but must return a tensor of \(3, 5\)",
-    "does_not_say_how_to_wait": r"broadcast from rank 0 returned None, but must return a function that waits for the result",
+    "does_not_say_how_to_wait": r"broadcast from rank 0 returned None, but must return a function that waits",
     "starts_without_an_answer": r"start\(\) must return \(rank, world size\), but returned None",
     "starts_with_a_rank_only": r"start\(\) must return \(rank, world size\), but returned [012]\.",
     "forgets_broadcast": r"\(unitrain_wrong:ForgetsBroadcast\) does not implement broadcast\.",

@@ -1,0 +1,74 @@
+"""What ``prepare`` and ``step`` do not support is refused with a remedy, before anything changes."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from plain_loop import data, model_of, sgd, strategy_of, weights
+from ranks import run_ranks
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+
+import unitrain
+from unitrain import UsageError
+
+
+def test_models_that_are_wrapped_or_sharded_already_are_refused() -> None:
+    strategy = strategy_of()
+    with pytest.raises(UsageError, match="pass the module within"):
+        strategy.prepare(nn.DataParallel(model_of()))
+    sharded = model_of()
+    next(sharded.parameters()).placements = ()  # type: ignore[attr-defined]  # as a DTensor has
+    with pytest.raises(UsageError, match="pass the whole model"):
+        strategy.prepare(sharded)
+
+
+def prepare_sharded_by_torch() -> list[str]:
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    said = []
+    with unitrain.init(backend="ddp", device="cpu", timeout_s=30) as strategy:
+        sharded = nn.Linear(2, 2)
+        fully_shard(sharded)
+        model = strategy.prepare(nn.Linear(2, 2))
+        zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+        for one in (sharded, zero):
+            with pytest.raises(UsageError) as refused:
+                strategy.prepare(one)
+            said.append(str(refused.value))
+    return said
+
+
+def test_what_torch_has_sharded_is_refused() -> None:
+    for model, optimizer in run_ranks(prepare_sharded_by_torch):
+        assert "the model is sharded already" in model
+        assert "use the optimizer within" in optimizer
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (ReduceLROnPlateau, r"scheduler.step\(metric\) after the evaluation"),
+        (lambda optimizer: [StepLR(optimizer, 1)], "takes one scheduler, not list: chain several"),
+    ],
+)
+@pytest.mark.parametrize("split", [False, True])
+def test_a_scheduler_that_can_not_be_stepped_is_refused_before_the_weights_change(
+    make: Any, message: str, split: bool
+) -> None:
+    strategy = strategy_of()
+    model = model_of()
+    model, optimizer = strategy.prepare(model, sgd(model))
+    before = weights(model)
+    inputs, targets = data().tensors
+    loss = mse_loss(model(inputs), targets)
+    call = strategy.update if split else partial(strategy.step, loss)
+    with pytest.raises(UsageError, match=message):
+        call(optimizer, make(optimizer))
+    assert torch.equal(weights(model), before)
+    assert strategy.step(loss, optimizer).stepped
