@@ -167,3 +167,12 @@ def test_two_loaders_of_equal_shares_train_like_one_process(sizes: tuple[int, in
 def test_two_loaders_of_other_shares_are_refused() -> None:
     for said in run_ranks(zipped, "ddp", (11, 10), False):
         assert "several batches were taken from loaders before this backward" in said
+
+
+def test_a_run_can_be_stopped_after_an_epoch_whose_batches_were_collected() -> None:
+    with prepared("single") as (strategy, model, optimizer):
+        loader = strategy.dataloader(rows(), global_batch_size=SAMPLES)
+        for inputs, targets in list(loader):  # a single batch: the iteration has ended before it is trained on
+            assert strategy.training_step.last_is_open
+            strategy.step(mse_loss(model(inputs), targets.double()), optimizer)
+        assert not strategy.training_step.last_is_open

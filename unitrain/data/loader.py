@@ -257,7 +257,7 @@ class Loader:
             if not complete and iteration is self._iteration and not iteration.trained:
                 self._drop(iteration)
         if self._listener.is_training():
-            self._listener.yields(None, None, iteration)
+            self._listener.yields(None, None, iteration, training=True)
         self.epoch += 1
 
     def _drop(self, iteration: Iteration) -> None:
@@ -280,7 +280,7 @@ class Loader:
             self._stand_in = not micro_batch.count
             if self._stand_in and not listener.needs_stand_ins(iteration):
                 continue
-            listener.yields(micro_batch, batch, iteration)
+            listener.yields(micro_batch, batch, iteration, training=training)
             yield batch
             if iteration is not self._iteration:
                 raise UsageError("another iteration over this loader was started: it supports one at a time.")

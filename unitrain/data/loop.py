@@ -67,8 +67,8 @@ class LoopListener(Protocol):
     def boundary(self) -> None:
         """All previous batches have been used: the run can be stopped here."""
 
-    def yields(self, micro_batch: MicroBatch | None, batch: Any, iteration: Iteration) -> None:
-        """The loader is about to yield a batch; None at the end of an iteration."""
+    def yields(self, micro_batch: MicroBatch | None, batch: Any, iteration: Iteration, *, training: bool) -> None:
+        """The loader is about to yield a batch, for training or for an evaluation; None at the end of an iteration."""
 
     def drops(self, iteration: Iteration) -> None:
         """An iteration ended before any of its batches was trained on, and does not count."""

@@ -41,6 +41,12 @@ class _Open:
         self.batch: Any = batch
         self.tensors: list[weakref.ref[Tensor]] = []
 
+    def close(self) -> None:
+        """Record that it was trained on."""
+        self.iteration.trained = True
+        if self.micro_batch.last:
+            self.iteration.trained_to = self.micro_batch.stop, self.micro_batch.step + 1
+
     def release(self) -> None:
         """Hold the batch's tensors by weak references only."""
         if self.batch is not None:
@@ -75,6 +81,7 @@ class OpenBatches:
         self._used: list[_Open] = []  # by forwards since the last backward
         self._guessed = False  # whether one of them was not recognised
         self._watched: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()  # and their hooks
+        self._watches = False
         self._before_watching: _Open | None = None  # the batch of the forwards that were not watched
         self.micro_batch: MicroBatch | None = None
         self.last_is_open: bool = False
@@ -113,17 +120,21 @@ class OpenBatches:
         """
         if not self._open:
             return self.micro_batch
+        if not self._watches:  # a single batch is open: the usual case
+            one = self._open.pop()
+            one.close()
+            self.last_is_open = False
+            return one.micro_batch
         if len(self._open) == 1:
             one = self._open.pop()
-            _close(one)
+            one.close()
         else:
             one = self._bound(weighted)
             self._close_with(one)
-        if self._watched:
-            self._used = [other for other in self._used if other in self._open]  # for the next of several backwards
-            self._guessed &= bool(self._used)
-            self._before_watching = None
-            self.last_is_open &= bool(self._open)
+        self._used = [other for other in self._used if other in self._open]  # for the next of several backwards
+        self._guessed &= bool(self._used)
+        self._before_watching = None
+        self.last_is_open &= bool(self._open)
         self.micro_batch = one.micro_batch
         return one.micro_batch
 
@@ -146,11 +157,12 @@ class OpenBatches:
         number = of_loaders[one.iteration.loader].index(one) + 1
         for others in of_loaders.values():
             for other in others[:number]:
-                _close(other)
+                other.close()
                 self._open.remove(other)
 
     def _watch(self) -> None:
         """Let the forwards of all prepared models tell which batch they are given, from now on."""
+        self._watches = True
         for module in self._modules:
             if module not in self._watched:
                 if not self._watched:
@@ -195,12 +207,6 @@ class _ForwardHook:
 
     def __reduce__(self) -> tuple[type[_ForwardHook], tuple[()]]:
         return _ForwardHook, ()
-
-
-def _close(one: _Open) -> None:
-    one.iteration.trained = True
-    if one.micro_batch.last:
-        one.iteration.trained_to = one.micro_batch.stop, one.micro_batch.step + 1
 
 
 def _storages(tensors: Iterator[Tensor]) -> set[int]:

@@ -59,9 +59,9 @@ class TrainingLoop:
         if not ((self._step.within_window or self._step.last_is_open) and self.is_training()):
             self._pass_boundary()
 
-    def yields(self, micro_batch: MicroBatch | None, batch: Any, iteration: Iteration) -> None:
+    def yields(self, micro_batch: MicroBatch | None, batch: Any, iteration: Iteration, *, training: bool) -> None:
         """Record the batch that is about to be yielded, for training or for an evaluation."""
-        if self.is_training():
+        if training:
             self._step.take(micro_batch, batch, iteration)
         else:
             self._step.in_use.micro_batch = micro_batch

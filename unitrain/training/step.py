@@ -239,7 +239,8 @@ class TrainingStep:
             weight = 0.0  # a stand-in
         last, share = self._place_in_window(windows[0], micro_batch, sync)
         for window in windows:
-            self._check_gradients(window)
+            if window.witness is not None:
+                self._check_gradients(window)
             self._enter(window, micro_batch, weight, last)
         own_weight: Weight = share if weight is None else weight
         scale = None
@@ -384,10 +385,10 @@ class TrainingStep:
         window = self._windows.get(optimizer)
         if window is None or window.fresh:
             raise UsageError("update() was called without a backward() before it.")
-        self._check_gradients(window)
+        if window.complete and window.witness is not None:
+            self._check_gradients(window)
         window.micro_batches += 1
         if not window.complete:
-            window.remember_gradients()
             window.fresh = True
             self._arm_counted(window)
             return _WITHIN_WINDOW

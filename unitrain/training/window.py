@@ -60,8 +60,9 @@ class Window:
     def remember_gradients(self) -> None:
         """Remember a gradient and its version, to notice changes that the script makes before the step."""
         for p in self.trained or self.parameters:
-            if p.grad is not None:
-                self.witness = p, p.grad, p.grad._version
+            gradient = p.grad
+            if gradient is not None:
+                self.witness = p, gradient, gradient._version
                 return
 
     def check_gradients(self) -> None:
