@@ -13,7 +13,7 @@ from torch import nn
 
 from unitrain.backend import LocalBackend
 from unitrain.config import Section, StrategyConfig
-from unitrain.data.structure import all_tensors, rebuilt, tensors
+from unitrain.data.structure import rebuilt, tensors
 from unitrain.errors import ConfigError, UsageError
 from unitrain.launch.detect import Launch
 
@@ -64,7 +64,7 @@ class _Wrapped(nn.DataParallel[nn.Module]):
         Raises:
             UsageError: the model returns a scalar to train on, its own loss.
         """
-        if any(tensor.dim() == 0 and tensor.requires_grad for tensor in all_tensors(outputs)):
+        if any(tensor.dim() == 0 and tensor.requires_grad for tensor in tensors(outputs, opened=True)):
             raise UsageError(
                 "the model returns its own loss, of which DataParallel would make one per GPU, over parts of different "
                 "sizes: compute the loss from the model's outputs, or use backend ddp, one process per GPU."

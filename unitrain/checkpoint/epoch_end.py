@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from unitrain import rng
-from unitrain.data.structure import all_tensors
+from unitrain.data.structure import tensors
 
 _MOST_BYTES = 2**20  # of an object's tensors; larger ones are weights, which this code does not change
 
@@ -56,7 +56,7 @@ def remember(objects: Mapping[str, Any], state: Callable[[Any], Any], step: int)
             options[name] = [_without_parameters(group) for group in value.param_groups]
         elif not isinstance(value, nn.Module):
             current = state(value)
-            if sum(tensor.nbytes for tensor in all_tensors(current)) <= _MOST_BYTES:
+            if sum(tensor.nbytes for tensor in tensors(current, opened=True)) <= _MOST_BYTES:
                 states[name] = copy.deepcopy(current)
     return EpochEnd(step, states, options, rng.capture())
 

@@ -48,21 +48,16 @@ def rebuilt(batch: Any, leaf: Callable[[Any], Any]) -> Any:
     return leaf(batch) if parts is None else _refilled(batch, [rebuilt(part, leaf) for part in parts.values()])
 
 
-def all_tensors(batch: Any) -> Iterator[Tensor]:
-    """Yield the tensors in a batch, also those in containers with a method ``to``."""
-    parts = _parts(batch)
+def tensors(batch: Any, *, opened: bool = False) -> Iterator[Tensor]:
+    """Yield the tensors in a batch.
+
+    Args:
+        batch: a nested batch.
+        opened: whether to look into containers with a method ``to``, which are otherwise moved as a whole.
+    """
+    parts = _parts(batch) if opened else _open_parts(batch)
     if parts is not None:
         for part in parts.values():
-            yield from all_tensors(part)
-    elif isinstance(batch, Tensor):
-        yield batch
-
-
-def tensors(batch: Any) -> Iterator[Tensor]:
-    """Yield the tensors in a batch."""
-    parts = _open_parts(batch)
-    if parts is not None:
-        for part in parts.values():
-            yield from tensors(part)
+            yield from tensors(part, opened=opened)
     elif isinstance(batch, Tensor):
         yield batch

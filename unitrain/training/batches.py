@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from unitrain.data.loop import BatchInUse, Iteration
 from unitrain.data.sharding import MicroBatch
-from unitrain.data.structure import all_tensors
+from unitrain.data.structure import tensors
 from unitrain.errors import UsageError
 
 _MOST_OPEN = 1024  # of a loop that never trains
@@ -50,7 +50,7 @@ class _Open:
     def release(self) -> None:
         """Hold the batch's tensors by weak references only."""
         if self.batch is not None:
-            self.tensors = [weakref.ref(tensor) for tensor in all_tensors(self.batch)]
+            self.tensors = [weakref.ref(tensor) for tensor in tensors(self.batch, opened=True)]
             self.batch = None
 
     def storages(self) -> set[int]:
@@ -176,7 +176,7 @@ class OpenBatches:
         self._before_watching = None
         used, recognised = self._open[-1], len(self._open) == 1
         if not recognised:
-            given = _storages(all_tensors((args, kwargs)))
+            given = _storages(tensors((args, kwargs), opened=True))
             self._open[-1].release()
             matches = [one for one in self._open if given & one.storages()]
             if len({id(one.iteration.loader) for one in matches}) == len(matches) > 0:
