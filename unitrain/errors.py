@@ -16,7 +16,7 @@ on them, and are not caught otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
 
@@ -71,3 +71,8 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     """Return ``" Did you mean 'x'?"`` with the valid name closest to ``name``, or an empty string if none is close."""
     match = get_close_matches(name, list(valid), n=1)
     return f" Did you mean {match[0]!r}?" if match else ""
+
+
+def listed(ranks: Sequence[int]) -> str:
+    """Return ranks as text for a message: the first eight of them."""
+    return f"{', '.join(map(str, ranks[:8]))}{' ...' if len(ranks) > 8 else ''}"

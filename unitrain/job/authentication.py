@@ -20,7 +20,7 @@ import torch
 
 from unitrain.backend import Backend
 from unitrain.communicator import Communicator
-from unitrain.errors import ConfigError
+from unitrain.errors import ConfigError, listed
 from unitrain.launch.detect import Launch
 from unitrain.launch.rendezvous import shared_secret
 
@@ -89,7 +89,7 @@ def _exchange(communicator: Communicator, nonce: bytes, *, has_variable: bool) -
     lacking = [rank for rank, has in enumerate(gathered[:, 0].tolist()) if not has]
     if 0 < len(lacking) < communicator.world_size:
         raise ConfigError(
-            f"{SECRET} is set on some ranks, but not on rank {_names(lacking)}: ranks of one job share their secret. "
+            f"{SECRET} is set on some ranks, but not on rank {listed(lacking)}: ranks of one job share their secret. "
             f"{_REMEDY}"
         )
     return gathered[:, 1:].contiguous().numpy().tobytes()
@@ -106,7 +106,7 @@ def _check_proofs(communicator: Communicator, key: bytes) -> None:
     ]
     if wrong:
         raise ConfigError(
-            f"rank {_names(wrong)} did not prove to rank {communicator.rank} that it knows the secret of this job: "
+            f"rank {listed(wrong)} did not prove to rank {communicator.rank} that it knows the secret of this job: "
             f"either {SECRET} differs between the ranks, or another program has taken that rank's place (SECURITY.md). "
             f"{_REMEDY}"
         )
@@ -114,10 +114,6 @@ def _check_proofs(communicator: Communicator, key: bytes) -> None:
 
 def _tensor(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
-def _names(ranks: list[int]) -> str:
-    return f"{', '.join(map(str, ranks[:8]))}{' ...' if len(ranks) > 8 else ''}"
 
 
 def _file_of(nonce: bytes) -> Path:

@@ -17,7 +17,7 @@ import torch
 from unitrain.backend import Backend
 from unitrain.communicator import Communicator
 from unitrain.config import Section, StrategyConfig
-from unitrain.errors import ConfigError
+from unitrain.errors import ConfigError, listed
 from unitrain.job.hub import Member
 from unitrain.process import start_time
 
@@ -89,11 +89,14 @@ def difference_between_ranks(communicator: Communicator, facts: dict[str, Any]) 
 
     Digests are compared first: only if they differ is every rank sent the facts of all.
     """
+    return None if all_alike(communicator, facts) else difference(communicator.all_gather_data(facts))
+
+
+def all_alike(communicator: Communicator, facts: Mapping[str, Any]) -> bool:
+    """Return whether all ranks have the same facts, by their digests. Collective."""
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).digest()
     digests = communicator.all_gather(torch.frombuffer(bytearray(digest), dtype=torch.uint8))
-    if bool((digests == digests[0]).all()):
-        return None
-    return difference(communicator.all_gather_data(facts))
+    return bool((digests == digests[0]).all())
 
 
 def difference(facts: Sequence[Mapping[str, Any]]) -> tuple[str, str] | None:
@@ -107,8 +110,5 @@ def difference(facts: Sequence[Mapping[str, Any]]) -> tuple[str, str] | None:
         for rank, one in enumerate(facts):
             ranks_by_value.setdefault(repr(one.get(name)), []).append(rank)
         if len(ranks_by_value) > 1:
-            return name, "; ".join(
-                f"{value} on rank {', '.join(map(str, ranks[:8]))}{' ...' if len(ranks) > 8 else ''}"
-                for value, ranks in ranks_by_value.items()
-            )
+            return name, "; ".join(f"{value} on rank {listed(ranks)}" for value, ranks in ranks_by_value.items())
     return None

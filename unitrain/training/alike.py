@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from unitrain.communicator import Communicator
-from unitrain.errors import CommunicationError
+from unitrain.errors import CommunicationError, listed
+from unitrain.job.handshake import all_alike
 from unitrain.training.prepared import PreparedModules
 
 _MISSING = "missing"
@@ -70,21 +69,15 @@ def _plain(value: Any) -> str:
 
 
 def _check(communicator: Communicator, facts: Mapping[str, str], what: str, remedy: str) -> None:
-    digest = hashlib.blake2b(repr(list(facts.items())).encode(), digest_size=16).digest()
-    digests = communicator.all_gather(torch.frombuffer(bytearray(digest), dtype=torch.uint8))
-    if (digests == digests[0]).all():
+    if all_alike(communicator, facts):
         return
     # Rank 0's facts, each rank's first difference from them, and all values of the first of these.
-    expected = communicator.broadcast_object(facts)
+    expected = communicator.broadcast_data(dict(facts))
     own = next((name for name in {**expected, **facts} if expected.get(name) != facts.get(name)), None)
-    differences = communicator.all_gather_object(own)
+    differences = communicator.all_gather_data(own)
     other, name = next((rank, name) for rank, name in enumerate(differences) if name is not None)
     by_value: dict[str, list[int]] = {}
-    for rank, value in enumerate(communicator.all_gather_object(facts.get(name, _MISSING))):
+    for rank, value in enumerate(communicator.all_gather_data(facts.get(name, _MISSING))):
         by_value.setdefault(value, []).append(rank)
-    values = ", and ".join(f"{value} on {_ranks(ranks)}" for value, ranks in by_value.items())
+    values = ", and ".join(f"{value} on rank {listed(ranks)}" for value, ranks in by_value.items())
     raise CommunicationError(f"the {what} of rank 0 and rank {other} differ: {name} is {values}. {remedy}")
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank {', '.join(map(str, ranks[:8]))}{' ...' if len(ranks) > 8 else ''}"

@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from unitrain.communicator import Communicator
 from unitrain.training.prepared import PreparedModules
+from unitrain.training.streaming import broadcast_tensors
 
 
 class _Slot(NamedTuple):
@@ -71,7 +72,8 @@ class BufferSync:
                 self._agreed = None
         self._slots += new
         self._waits = bool(new)
-        self._broadcast(self._moving + new)
+        buffers = [slot.tensor for slot in self._moving + new]
+        broadcast_tensors(self._communicator, buffers, buffers)
         self._seen = [(slot.tensor, slot.tensor._version) for slot in self._slots]
 
     def _paired(self) -> Iterator[tuple[_Slot, tuple[Tensor, int]]]:
@@ -98,15 +100,6 @@ class BufferSync:
     def _add_moving(self, changed: list[bool]) -> None:
         known = set(self._moving)
         self._moving += [slot for slot, moved in zip(self._slots, changed, strict=True) if moved and slot not in known]
-
-    def _broadcast(self, slots: list[_Slot]) -> None:
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for slot in slots:
-            by_dtype.setdefault(slot.tensor.dtype, []).append(slot.tensor)
-        for buffers in by_dtype.values():
-            flat = self._communicator.broadcast(torch.cat([buffer.reshape(-1) for buffer in buffers]))
-            for buffer, part in zip(buffers, torch.split(flat, [one.numel() for one in buffers]), strict=True):
-                buffer.copy_(part.view(buffer.shape))
 
 
 def _slots(module: nn.Module) -> Iterator[_Slot]:
