@@ -16,6 +16,9 @@ from torch.utils.data import TensorDataset
 
 import unitrain
 from unitrain import Strategy, UsageError
+from unitrain.data.loop import BatchInUse, Iteration
+from unitrain.data.sharding import MicroBatch
+from unitrain.training.batches import OpenBatches
 
 SAMPLES, GLOBAL_BATCH = 11, 4  # 4, 4 and 3: the last batch weighs differently on each rank
 EPOCHS = 2
@@ -176,3 +179,17 @@ def test_a_run_can_be_stopped_after_an_epoch_whose_batches_were_collected() -> N
             assert strategy.training_step.last_is_open
             strategy.step(mse_loss(model(inputs), targets.double()), optimizer)
         assert not strategy.training_step.last_is_open
+
+
+def test_batches_of_a_dropped_iteration_are_not_looked_for() -> None:
+    batches = OpenBatches(BatchInUse(), [nn.Linear(1, 1)], lambda micro_batch: None)
+    micro_batch = MicroBatch(0, 1, 1, 1, 0, first=True, last=True, opening=True)
+    dropped, following = Iteration(object()), Iteration(object())
+    for iteration in (dropped, dropped):
+        batches.take(micro_batch, torch.ones(1), iteration)
+    batches.drop(dropped)
+    for iteration in (following, following):
+        batches.take(micro_batch, torch.ones(1), iteration)
+    assert batches.of_backward(weighted=False) is micro_batch
+    assert following.trained
+    assert not dropped.trained

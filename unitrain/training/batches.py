@@ -139,7 +139,10 @@ class OpenBatches:
         return one.micro_batch
 
     def _bound(self, weighted: bool) -> _Open:
-        one, doubtful = self._before_watching or self._open[-1], self._open
+        # An iteration that was dropped may have had the batch of the forwards before.
+        one = self._before_watching if self._before_watching in self._open else self._open[-1]
+        assert one is not None
+        doubtful = self._open
         if self._used:
             one = self._used[0]
             if not self._guessed:
