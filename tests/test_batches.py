@@ -183,7 +183,7 @@ def test_a_run_can_be_stopped_after_an_epoch_whose_batches_were_collected() -> N
 
 def test_batches_of_a_dropped_iteration_are_not_looked_for() -> None:
     batches = OpenBatches(BatchInUse(), [nn.Linear(1, 1)], lambda micro_batch: None)
-    micro_batch = MicroBatch(0, 1, 1, 1, 0, first=True, last=True, opening=True)
+    micro_batch = MicroBatch(0, 1, 1, 1, 0, first=True, last=True, opening=True, everywhere=True)
     dropped, following = Iteration(object()), Iteration(object())
     for iteration in (dropped, dropped):
         batches.take(micro_batch, torch.ones(1), iteration)

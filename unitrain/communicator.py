@@ -113,15 +113,30 @@ class Communicator:
         """See ``Strategy.all_gather``."""
         work = self._communicable(tensor, "all_gather")
         if self.world_size > 1 and not self._compares:  # calls that are compared name their lines, too
-            self._check_same_form(work)
-        return self._gathered(work).to(tensor.device)
+            self.check_same_form(work)
+        return self.all_gather_alike(work).to(tensor.device)
 
-    def _gathered(self, work: Tensor) -> Tensor:
-        """Gather tensors whose shapes and dtypes are known to be the same on all ranks."""
+    def all_gather_alike(self, work: Tensor) -> Tensor:
+        """Gather tensors on ``device`` whose shapes and dtypes are known to be the same on all ranks. Collective."""
         if self.world_size == 1 or not work.numel():
             return work.unsqueeze(0).repeat(self.world_size, *[1] * work.dim())
         gathered = self._complete(lambda: self.all_gather_async(_as_bytes(work), "all_gather")(), "all_gather", work)
         return gathered.view(work.dtype).view(self.world_size, *work.shape)
+
+    def gather_rows(self, tensor: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return the rows of all ranks' tensors, in rank order. Collective.
+
+        Args:
+            tensor: has this rank's rows in its first dimension. Dtype and other dimensions are known to be the same on
+                all ranks.
+            counts: how many rows each rank has.
+        """
+        work = self._communicable(tensor, "gather")
+        row = work.shape[1:]
+        if self.world_size > 1 and sum(counts) * row.numel():
+            parts = self._all_gather_padded(work.reshape(-1), [count * row.numel() for count in counts])
+            work = torch.cat(parts).view(sum(counts), *row)
+        return work.to(tensor.device)
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
         """See ``Strategy.broadcast``."""
@@ -186,14 +201,18 @@ class Communicator:
         header, tensors = self._codec.encode(value, self._exchanges, pickles=pickles)
         contents = [_from_bytes(_LENGTH.pack(len(header)) + header), *map(_as_bytes, tensors)]
         data = torch.cat(contents)
-        sizes = self._gathered(torch.tensor(data.numel(), device=self.device)).tolist()
+        sizes = self.all_gather_alike(torch.tensor(data.numel(), device=self.device)).tolist()
         for rank, size in enumerate(sizes):
             if not _LENGTH.size < size <= _MOST_BYTES:
                 raise unreadable(rank, self.rank, f"{size} bytes")
-        padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self.device)
+        parts = self._all_gather_padded(data, sizes)
+        return [self._unpacked(part.cpu(), rank) for rank, part in enumerate(parts)]
+
+    def _all_gather_padded(self, data: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        """Return the flat tensors of all ranks, which have these sizes."""
+        padded = torch.zeros(max(sizes), dtype=data.dtype, device=self.device)
         padded[: data.numel()] = data
-        rows = self._gathered(padded).cpu()
-        return [self._unpacked(row[:size], rank) for rank, (row, size) in enumerate(zip(rows, sizes, strict=True))]
+        return [row[:size] for row, size in zip(self.all_gather_alike(padded), sizes, strict=True)]
 
     def _unpacked(self, data: Tensor, sender: int) -> Any:
         """Return the object in what a rank has sent: the length of a header, the header, and tensors."""
@@ -233,11 +252,11 @@ class Communicator:
         if self._compares and self._peers is not None:
             self._peers.compare_calls(call, call_site.current())
 
-    def _check_same_form(self, tensor: Tensor) -> None:
+    def check_same_form(self, tensor: Tensor) -> None:
         """Raise UsageError on all ranks if shapes or dtypes differ between ranks. Collective."""
         form = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
         digest = hashlib.blake2b(form.encode(), digest_size=8).digest()
-        digests = self._gathered(torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(self.device))
+        digests = self.all_gather_alike(torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(self.device))
         if (digests != digests[0]).any():
             forms = ", ".join(f"{one} on rank {rank}" for rank, one in enumerate(self.all_gather_data(form)))
             raise UsageError(

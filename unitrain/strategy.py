@@ -21,6 +21,7 @@ from unitrain.data import Loader
 from unitrain.data.options import LoaderOptions
 from unitrain.device import pick_device
 from unitrain.errors import UsageError
+from unitrain.gathering import Gathering
 from unitrain.job.job import join
 from unitrain.launch.detect import Launch
 from unitrain.metrics import torchmetric
@@ -83,6 +84,7 @@ class Strategy:
         self._step = TrainingStep(
             self._communicator, made, self._prepared, self._precision.scaler, pass_boundary, config
         )
+        self._gathering = Gathering(self._communicator)
         self._loop = TrainingLoop(self._step, pass_boundary)
         self._preparation = preparation.Preparation(
             self._communicator,
@@ -291,13 +293,54 @@ class Strategy:
         """
         return self._communicator.all_reduce(tensor, op)
 
-    def all_gather(self, tensor: Tensor) -> Tensor:
+    def all_gather(self, tensor: Tensor, *, differentiable: bool = False) -> Tensor:
         """Return the tensors of all ranks, stacked along a new first dimension. Collective.
+
+        Args:
+            tensor: with the same shape and dtype on all ranks.
+            differentiable: pass gradients back to each rank's tensor, summed over the ranks. The backward is
+                collective then.
 
         Raises:
             UsageError: their shapes or dtypes differ; on all ranks.
         """
-        return self._communicator.all_gather(tensor)
+        return self._gathering.all_gather(tensor) if differentiable else self._communicator.all_gather(tensor)
+
+    @overload
+    def gather(self, value: Tensor, *, differentiable: bool = False) -> Tensor: ...
+
+    @overload
+    def gather(self, value: T, *, differentiable: bool = False) -> T: ...
+
+    def gather(self, value: Any, *, differentiable: bool = False) -> Any:
+        """Return the rows of all ranks, in rank order, though ranks may have different numbers of rows. Collective.
+
+        Tensors are concatenated along their first dimension; of scalars, each is a row. Lists are rows, too: those of
+        all ranks are concatenated. Dicts and tuples keep their structure. Any other object becomes a list with one
+        element of each rank.
+
+        A rank whose batch is a stand-in (``Loader.stand_in``) adds no rows. An evaluation that gathers in its loop gets
+        stand-ins as training does, so that all ranks take part for each batch.
+
+        Args:
+            value: a tensor, a list, or a structure of them, the same on all ranks except for the number of rows.
+                Elements of lists are sent as by ``all_gather_object``.
+            differentiable: pass gradients back to each rank's rows, summed over the ranks. The backward is collective
+                then. As ``step`` weighs each rank's loss by its share of the batch, a loss over gathered rows has the
+                gradient that one process computes for the global batch.
+
+        Raises:
+            UsageError: structures, dtypes or other dimensions differ, on all ranks; or the first batch of an evaluation
+                for which this is called has too few samples for all ranks.
+
+        Example:
+            >>> with strategy.evaluation(model):
+            ...     parts = [strategy.gather((model(images), labels)) for images, labels in val]
+            >>> scores, labels = (torch.cat(part) for part in zip(*parts))
+        """
+        self._loop.gathers()
+        has_rows = not self._step.in_use.is_stand_in
+        return self._gathering.gather(value, has_rows=has_rows, differentiable=differentiable)
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
         """Return rank ``src``'s tensor as a new tensor. Shape and dtype must be the same on all ranks. Collective."""

@@ -61,10 +61,11 @@ class Agreement:
                 if last:
                     self._ask(ahead, source)
                 count, batch = (current[i].samples, current[i].batch) if i < len(current) else (0, source.stand_in)
-                yield (
-                    MicroBatch(start, start + size, count, window, step, i == 0, last, opening=opening and i == 0),
-                    batch,
-                )
+                micro_batch = MicroBatch(
+                    start, start + size, count, window, step, i == 0, last,
+                    opening=opening and i == 0, everywhere=size * accumulate == self._plan.global_batch,
+                )  # fmt: skip
+                yield micro_batch, batch
                 start += size
             step, opening = step + 1, False
 

@@ -256,8 +256,7 @@ class Loader:
         finally:
             if not complete and iteration is self._iteration and not iteration.trained:
                 self._drop(iteration)
-        if self._listener.is_training():
-            self._listener.yields(None, None, iteration, training=True)
+        self._listener.yields(None, None, iteration, training=self._listener.is_training())
         self.epoch += 1
 
     def _drop(self, iteration: Iteration) -> None:

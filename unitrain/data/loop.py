@@ -20,14 +20,16 @@ class Iteration:
             ``next(iter(loader))``, it does not count as an epoch.
         trained_to: how many samples and steps of the epoch were consumed at the end of the last window that was trained
             on; None before that.
+        gathers: whether ``gather`` was called for a batch of it, in an evaluation.
     """
 
-    __slots__ = ("loader", "trained", "trained_to")
+    __slots__ = ("gathers", "loader", "trained", "trained_to")
 
     def __init__(self, loader: object) -> None:
         self.loader: object = loader
         self.trained: bool = False
         self.trained_to: tuple[int, int] | None = None
+        self.gathers: bool = False
 
 
 class BatchInUse:
@@ -59,7 +61,7 @@ class LoopListener(Protocol):
         """Return whether batches are used for training, and not for an evaluation."""
 
     def needs_stand_ins(self, iteration: Iteration) -> bool:
-        """Return whether a rank without samples has to take part in a step all the same."""
+        """Return whether a rank without samples has to take part in what is done with a batch all the same."""
 
     def follows(self) -> None:
         """What follows the previous training iteration is done: another starts, or the loop over epochs continues."""

@@ -33,6 +33,8 @@ class MicroBatch:
     """Whether it is the last of its window."""
     opening: bool
     """Whether it is the first of an iteration over a loader."""
+    everywhere: bool
+    """Whether every rank is known to have samples in it."""
 
 
 @dataclass(frozen=True)
@@ -143,5 +145,6 @@ def cut(
         begin, end = first + start, first + min(stop, window)
         count = len(range(begin + rank, end, world_size))
         yield MicroBatch(
-            begin, end, count, window, step, start == 0, end - first == window, opening=opening and start == 0
-        )
+            begin, end, count, window, step, start == 0, end - first == window,
+            opening=opening and start == 0, everywhere=end - begin >= world_size,
+        )  # fmt: skip

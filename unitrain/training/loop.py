@@ -9,6 +9,7 @@ import torch
 
 from unitrain.data.loop import Iteration
 from unitrain.data.sharding import MicroBatch
+from unitrain.errors import UsageError
 from unitrain.training.step import TrainingStep
 
 Batches = Iterator[tuple[MicroBatch, Any]]
@@ -35,6 +36,7 @@ class TrainingLoop:
     def __init__(self, step: TrainingStep, pass_boundary: Callable[[], None]) -> None:
         self._step = step
         self._pass_boundary = pass_boundary
+        self._evaluations: dict[Iteration, MicroBatch] = {}  # that are in progress, and their newest micro-batches
         self._observer: LoopObserver | None = None
         self.evaluating = False
 
@@ -47,8 +49,8 @@ class TrainingLoop:
         return torch.is_grad_enabled() and not self.evaluating
 
     def needs_stand_ins(self, iteration: Iteration) -> bool:
-        """Return whether a rank without samples has to take part in a step; an evaluation has no collectives."""
-        return self.is_training() and (iteration.trained or self._step.trains())
+        """Return whether a rank without samples has to take part: in a step, or in the gathers of an evaluation."""
+        return iteration.gathers or (self.is_training() and (iteration.trained or self._step.trains()))
 
     def follows(self) -> None:
         """Record that what follows the previous training iteration is done."""
@@ -63,12 +65,34 @@ class TrainingLoop:
         """Record the batch that is about to be yielded, for training or for an evaluation."""
         if training:
             self._step.take(micro_batch, batch, iteration)
+        elif micro_batch is not None:
+            self._step.in_use.micro_batch = self._evaluations[iteration] = micro_batch
         else:
-            self._step.in_use.micro_batch = micro_batch
+            self._end_evaluation(iteration)
+
+    def gathers(self) -> None:
+        """Record a gather. For the rest of an evaluation, ranks without samples of a batch get stand-ins.
+
+        Raises:
+            UsageError: they have none of this batch, and can't know, because there was no gather before.
+        """
+        for iteration, micro_batch in self._evaluations.items():
+            if not (micro_batch.everywhere or iteration.gathers):
+                raise UsageError(
+                    "gather was called for a batch of which other ranks may have no samples, and for none before it: "
+                    "they would not take part. Gather after the loop, or use more data or fewer processes."
+                )
+            iteration.gathers = True
 
     def drops(self, iteration: Iteration) -> None:
         """Forget the batches of an iteration that does not count."""
+        self._end_evaluation(iteration)
         self._step.drop(iteration)
+
+    def _end_evaluation(self, iteration: Iteration) -> None:
+        """Forget an iteration of an evaluation: what is gathered after it is not of its last batch."""
+        if self._evaluations.pop(iteration, None) is self._step.in_use.micro_batch:
+            self._step.in_use.micro_batch = None
 
     def observed(self, batches: Batches) -> Batches:
         """Return the iterator that the loader yields from."""

@@ -1,0 +1,245 @@
+"""``strategy.gather``: the rows of all ranks, and the gradients that flow back to them, are those of one process."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from typing import Any, Literal
+
+import pytest
+import torch
+from needs import HOROVOD
+from ranks import run_ranks
+from sklearn.metrics import log_loss, roc_auc_score
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, normalize
+from torch.utils.data import IterableDataset
+from torchmetrics.classification import BinaryAUROC, BinaryAveragePrecision
+
+import unitrain
+from unitrain import Strategy, UsageError
+
+Scores = namedtuple("Scores", "scores labels")
+WORLDS = [
+    pytest.param("ddp", 2, "spawn", id="ddp-2"),
+    pytest.param("ddp", 3, "spawn", id="ddp-3"),
+    pytest.param("horovod", 2, "horovodrun", id="horovod-2", marks=HOROVOD),
+]
+
+
+def structures(strategy: Strategy) -> list[Any]:
+    """Gather unequal rows in structures: rank r has r of them."""
+    rank = strategy.rank
+    return [
+        strategy.gather(torch.full((rank, 2), rank)),
+        strategy.gather(Scores(torch.arange(float(rank)), {"rows": torch.full((rank + 1,), rank).bool()})),
+        strategy.gather({"names": [f"{rank}.{i}" for i in range(rank)], "rank": rank, "loss": torch.tensor(rank)}),
+        strategy.gather([{"boxes": torch.full((i, 4), float(rank))} for i in range(rank + 1)]),
+        strategy.gather((torch.zeros(0, 3, dtype=torch.bfloat16), [])),
+        strategy.gather(torch.view_as_complex(torch.full((rank, 2), float(rank)))),
+    ]
+
+
+def check_structures(gathered: list[Any], ranks: int) -> None:
+    rows, scores, mixed, images, (none, nothing), imaginary = gathered
+    assert rows.tolist() == [[r, r] for r in range(ranks) for _ in range(r)]
+    assert type(scores) is Scores
+    assert scores.scores.tolist() == [float(i) for r in range(ranks) for i in range(r)]
+    assert scores.labels["rows"].tolist() == [bool(r) for r in range(ranks) for _ in range(r + 1)]
+    assert mixed["names"] == [f"{r}.{i}" for r in range(ranks) for i in range(r)]
+    assert mixed["rank"] == mixed["loss"].tolist() == list(range(ranks))
+    assert [tuple(image["boxes"].shape) for image in images] == [(i, 4) for r in range(ranks) for i in range(r + 1)]
+    assert none.shape == (0, 3)
+    assert none.dtype == torch.bfloat16
+    assert nothing == []
+    assert imaginary.tolist() == [complex(r, r) for r in range(ranks) for _ in range(r)]
+
+
+class Numbers(IterableDataset[Tensor]):
+    """A stream of which each rank and worker reads a part of another length."""
+
+    def __init__(self, samples: int, parts: int = 1, part: int = 0) -> None:
+        self._samples, self._parts, self._part = samples, parts, part
+
+    def shard(self, num_shards: int, index: int) -> Numbers:
+        return Numbers(self._samples, num_shards, index)
+
+    def __iter__(self) -> Any:
+        # Part 0 has two thirds of the samples.
+        border = self._samples * 2 // 3
+        return iter(
+            torch.arange(border)
+            if self._part == 0
+            else torch.arange(border + self._part - 1, self._samples, max(1, self._parts - 1))
+        )
+
+
+def evaluations(strategy: Strategy) -> list[list[float]]:
+    """Gather each batch of loops in which some batches don't reach every rank, and a value after each loop."""
+    values = torch.arange(10.0)
+    model = strategy.prepare(nn.Linear(1, 1))
+    results = []
+    loaders = [
+        strategy.dataloader(values, global_batch_size=4),  # on three ranks, one has nothing of the last two samples
+        strategy.dataloader(values, batch_sampler=[[0, 1, 2, 3], [4], [5, 6, 7, 8], [9]]),
+        strategy.dataloader(Numbers(18), global_batch_size=6),
+    ]
+    for loader in loaders:
+        with strategy.evaluation(model):
+            seen = [strategy.gather({"value": batch, "name": [str(v) for v in batch.tolist()]}) for batch in loader]
+        together = strategy.gather(torch.tensor([-1.0]))
+        assert together.tolist() == [-1.0] * strategy.world_size
+        assert [name for part in seen for name in part["name"]] == [
+            str(v) for part in seen for v in part["value"].tolist()
+        ]
+        results.append(torch.cat([part["value"] for part in seen]).tolist())
+    first, second = (strategy.dataloader(values, global_batch_size=4) for _ in range(2))
+    with strategy.evaluation(model):
+        pairs = [strategy.gather((one, other, one + other)) for one, other in zip(first, second, strict=False)]
+        for batch in first:  # left early, on all ranks
+            strategy.gather(batch)
+            break
+    results.append(torch.cat([both for _, _, both in pairs]).tolist())
+    assert strategy.gather(torch.tensor(1)).tolist() == [1] * strategy.world_size
+    return results
+
+
+def metrics(strategy: Strategy) -> tuple[Any, ...]:
+    """Return torchmetrics' and scikit-learn's numbers for scores that were gathered batch by batch."""
+    data = torch.utils.data.TensorDataset(*scored())
+    val = strategy.dataloader(data, global_batch_size=16)
+    with strategy.evaluation(nn.Identity()):
+        parts = [strategy.gather((scores, labels)) for scores, labels in val]
+    return numbers(*(torch.cat(part) for part in zip(*parts, strict=True)))
+
+
+def scored() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    labels = torch.randint(2, (103,), generator=generator)
+    return torch.sigmoid(labels + torch.randn(103, generator=generator, dtype=torch.float64)), labels
+
+
+def numbers(scores: Tensor, labels: Tensor) -> tuple[Any, ...]:
+    """Return what does not depend on the order of samples, to the last digit."""
+    return (
+        len(scores),
+        float(BinaryAUROC()(scores, labels)),
+        float(BinaryAveragePrecision()(scores, labels)),
+        float(roc_auc_score(labels, scores)),
+        round(float(log_loss(labels, scores)), 14),  # a sum of floats, whose last digits depend on the order
+    )
+
+
+class TwoTowers(nn.Module):
+    """Embeds both halves of a pair."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.left, self.right = nn.Linear(6, 4), nn.Linear(6, 4)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        for parameter in self.parameters():
+            if parameter.dim():
+                parameter.data = torch.randn(parameter.shape, generator=generator)
+
+    def forward(self, pairs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        left, right = pairs.unbind(1)
+        return normalize(torch.tanh(self.left(left)), dim=1), normalize(self.right(right), dim=1), self.scale
+
+
+def contrastive(strategy: Strategy, accumulate_rows: int = 10) -> list[Tensor]:
+    """Train on CLIP's loss, which couples all pairs of the global batch. The last batch has one pair."""
+    pairs = torch.randn(21, 2, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    train = strategy.dataloader(pairs, global_batch_size=accumulate_rows)
+    model = TwoTowers().double()
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    model, optimizer = strategy.prepare(model, optimizer)
+    for _ in range(2):
+        for batch in train:
+            left, right, scale = model(batch)
+            left, right = strategy.gather((left, right), differentiable=True)
+            logits = scale * left @ right.T
+            loss = (
+                cross_entropy(logits, torch.arange(len(left))) + cross_entropy(logits.T, torch.arange(len(left)))
+            ) / 2
+            strategy.step(loss + (left.detach() ** 4).mean(), optimizer)
+    # And of equal rows, stacked.
+    own = torch.full((3,), float(strategy.rank + 1), dtype=torch.float64, requires_grad=True)
+    (strategy.all_gather(own, differentiable=True).prod(0).sum() * (strategy.rank + 1)).backward()  # type: ignore[no-untyped-call]
+    return [*(p.detach().clone() for p in model.parameters()), own.grad if own.grad is not None else torch.zeros(0)]
+
+
+def refused(strategy: Strategy) -> list[str]:
+    messages = []
+    for value in (
+        torch.ones(2, 3 + strategy.rank),
+        {f"key{strategy.rank}": torch.ones(2)},
+        [torch.ones(2)] if strategy.rank else torch.ones(2),
+    ):
+        with pytest.raises(UsageError) as error:
+            strategy.gather(value)
+        messages.append(str(error.value))
+    assert strategy.gather(torch.tensor(strategy.rank)).tolist() == list(range(strategy.world_size))
+    return messages
+
+
+def everything(backend: str, debug: bool) -> tuple[Any, ...]:
+    with unitrain.init(backend=backend, device="cpu", timeout_s=30, precision="fp64", debug=debug) as strategy:
+        return structures(strategy), evaluations(strategy), metrics(strategy), contrastive(strategy), refused(strategy)
+
+
+@pytest.fixture(scope="module")
+def of_one() -> tuple[Any, ...]:
+    with unitrain.init(backend="single", device="cpu", precision="fp64") as strategy:
+        return structures(strategy), evaluations(strategy), metrics(strategy), contrastive(strategy)
+
+
+@pytest.mark.parametrize(("backend", "nprocs", "launcher"), WORLDS)
+def test_gathered_rows_are_those_of_one_process(
+    backend: str, nprocs: int, launcher: Literal["spawn", "horovodrun"], of_one: tuple[Any, ...]
+) -> None:
+    check_structures(of_one[0], 1)
+    assert numbers(*scored()) == of_one[2]
+    for gathered, evaluated, measured, trained, errors in run_ranks(
+        everything, backend, nprocs == 3, nprocs=nprocs, launcher=launcher
+    ):
+        check_structures(gathered, nprocs)
+        assert [sorted(values) for values in evaluated[:2]] == [[float(v) for v in range(10)]] * 2
+        assert sorted(evaluated[2]) == [float(v) for v in range(18)]
+        assert sorted(evaluated[3]) == [2.0 * v for v in range(10)]
+        assert measured == of_one[2]
+        *weights, own = trained
+        for weight, alone in zip(weights, of_one[3], strict=False):
+            torch.testing.assert_close(weight, alone, rtol=0, atol=1e-9)
+        # d/dx of the sum over ranks of (rank + 1) times the product of all.
+        assert len(set(own.tolist())) == 1
+        shape, keys, kinds = errors
+        assert "int" not in shape
+        assert "float32[rows, 3] on rank 0, float32[rows, 4] on rank 1" in shape
+        assert "{'key0': float32[rows]} on rank 0, {'key1': float32[rows]} on rank 1" in keys
+        assert "float32[rows] on rank 0, a list on rank 1" in kinds
+
+
+def alone_in_a_batch(backend: str) -> str:
+    with unitrain.init(backend=backend, device="cpu", timeout_s=20) as strategy:
+        with strategy.evaluation(nn.Identity()):
+            for batch in strategy.dataloader(torch.arange(1.0), global_batch_size=4):
+                with pytest.raises(UsageError, match="Gather after the loop") as error:
+                    strategy.gather(batch)
+                return str(error.value)
+        return ""
+
+
+def test_a_gather_that_other_ranks_can_not_know_of_is_refused() -> None:
+    first, second = run_ranks(alone_in_a_batch, "ddp")
+    assert "more data or fewer processes" in first
+    assert second == ""
+
+
+def test_gradients_can_not_flow_back_to_lists() -> None:
+    with unitrain.init(backend="single", device="cpu") as strategy:
+        row = torch.ones(2, requires_grad=True)
+        with pytest.raises(UsageError, match="concatenate them"):
+            strategy.gather([row], differentiable=True)
+        assert not strategy.gather(row).requires_grad
+        strategy.gather((row,), differentiable=True)[0].sum().backward()  # type: ignore[no-untyped-call]
+        assert row.grad is not None
