@@ -235,3 +235,15 @@ def test_clip_value_refuses_gradients_that_it_can_not_clip(kind: str) -> None:
     inputs = torch.tensor([1]) if kind == "sparse" else torch.ones(2, 2, dtype=torch.cfloat)
     with pytest.raises(UsageError, match="clip_value supports neither sparse nor complex gradients"):
         strategy.step(prepared(inputs).abs().sum(), optimizer)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_a_script_may_set_the_default_dtype(dtype: torch.dtype) -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        for gradient, stepped in ((1.0, True), (math.nan, False)):
+            parameters = parameters_of(torch.tensor([gradient]))
+            assert guarded(guard_of(), SGD(parameters, lr=0.1), parameters)[0] is stepped
+    finally:
+        torch.set_default_dtype(before)

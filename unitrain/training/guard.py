@@ -36,10 +36,10 @@ class GuardedStep:
         self._clip_norm, self._clip_value = clip_norm, clip_value
         self._takes_norm = measure_norm or clip_norm is not None
         on_host = device.type == "cpu"
-        self._found = torch.zeros((), device=device)
-        self._found_on_host = torch.zeros((), pin_memory=not on_host)
+        self._found = torch.zeros((), dtype=torch.float32, device=device)
+        self._found_on_host = torch.zeros((), dtype=torch.float32, pin_memory=not on_host)
         self._found_now = self._found.numpy().item if on_host else self._found.item  # numpy's is faster
-        self._one = torch.ones((), device=device)
+        self._one = torch.ones((), dtype=torch.float32, device=device)
         # Clamping makes infinite gradients finite, so they must be checked before it.
         self._may_flag = not on_host and clip_value is None
         self._norm_tells = self._takes_norm and clip_value is None
