@@ -10,7 +10,7 @@ from typing import Annotated, Any, NamedTuple
 
 import torch
 from pydantic import Field
-from torch.utils.data import TensorDataset
+from torch.utils.data import Subset, TensorDataset
 
 from unitrain import ConfigError, DataError
 from unitrain.recipes.downloads import downloading
@@ -33,16 +33,18 @@ class Images(NamedTuple):
 
     train: Any
     validation: Any
-    classes: int
+    classes: list[str]
+    """The names of the classes, by label."""
 
 
-def load(name: str, folder: Path, size: int) -> Images:
+def load(name: str, folder: Path, size: int, val_fraction: float = 0.2) -> Images:
     """Return a dataset. cifar10 and flowers102 are downloaded if they are not in ``folder``.
 
     Args:
         name: a ``DataName``.
         folder: the folder of cifar10 and flowers102.
         size: height and width of the images of flowers102, imagefolder and fake; fixed for the others.
+        val_fraction: the part of each class that is for validation, of digits and of an imagefolder that isn't split.
 
     Raises:
         ConfigError: the data is missing and can't be downloaded, or the folders don't have the expected structure.
@@ -53,27 +55,36 @@ def load(name: str, folder: Path, size: int) -> Images:
     if kind == "flowers102":
         return _flowers102(folder, size)
     if kind == "imagefolder":
-        return _image_folder(Path(argument), size)
+        return _image_folder(Path(argument), size, val_fraction)
     if kind == "fake":
         return _fake(int(argument or 10_000), size)
-    return _digits()
+    return _digits(val_fraction)
 
 
-def _digits() -> Images:
-    """Return scikit-learn's 8x8 digits. A fifth of each class is for validation, independent of the seed."""
+def digit(pixels: Any) -> torch.Tensor:
+    """Return digits, of pixels from 0 to 16 (rows, 8, 8), as the images of a dataset."""
+    # The channel is repeated, since models have three input channels.
+    return ((torch.as_tensor(pixels).float() / 16 - 0.305) / 0.376).view(-1, 1, 8, 8).repeat(1, 3, 1, 1)
+
+
+def _digits(val_fraction: float) -> Images:
+    """Return scikit-learn's 8x8 digits."""
     from sklearn.datasets import load_digits
-    from sklearn.model_selection import train_test_split
 
     pixels, labels = load_digits(return_X_y=True)
-    parts = train_test_split(pixels, labels, test_size=0.2, stratify=labels, random_state=0)
-    train_x, val_x, train_y, val_y = map(torch.from_numpy, parts)
+    train, val = _split(labels, val_fraction)
+    images, classes = digit(pixels), torch.from_numpy(labels).long()
+    return Images(
+        TensorDataset(images[train], classes[train]), TensorDataset(images[val], classes[val]), list("0123456789")
+    )
 
-    def dataset(x: torch.Tensor, y: torch.Tensor) -> TensorDataset:
-        # Pixels are 0 to 16. The channel is repeated, since models have three input channels.
-        images = (x.float() / 16 - 0.305) / 0.376
-        return TensorDataset(images.view(-1, 1, 8, 8).repeat(1, 3, 1, 1), y.long())
 
-    return Images(dataset(train_x, train_y), dataset(val_x, val_y), 10)
+def _split(labels: Any, val_fraction: float) -> tuple[list[int], list[int]]:
+    """Return the indices for training and for validation: the same part of each class, independent of the seed."""
+    from sklearn.model_selection import train_test_split
+
+    train, val = train_test_split(range(len(labels)), test_size=val_fraction, stratify=labels, random_state=0)
+    return train, val
 
 
 def _cifar10(folder: Path) -> Images:
@@ -85,7 +96,7 @@ def _cifar10(folder: Path) -> Images:
     remedy = f"Unpack {CIFAR10.url} in {folder}, or pass the folder that has it as --data-dir."
     with downloading(f"data cifar10 is not in {folder} and", remedy):
         train = CIFAR10(folder, train=True, transform=augmented, download=True)
-        return Images(train, CIFAR10(folder, train=False, transform=plain), 10)
+        return Images(train, CIFAR10(folder, train=False, transform=plain), list(train.classes))
 
 
 def _flowers102(folder: Path, size: int) -> Images:
@@ -98,28 +109,38 @@ def _flowers102(folder: Path, size: int) -> Images:
     )
     with downloading(f"data flowers102 is not in {folder} and", remedy):
         train = Flowers102(folder, "train", transform=augmented, download=True)
-        return Images(train, Flowers102(folder, "val", transform=plain), 102)
+        return Images(train, Flowers102(folder, "val", transform=plain), list(train.classes))
 
 
-def _image_folder(folder: Path, size: int) -> Images:
+def _image_folder(folder: Path, size: int, val_fraction: float) -> Images:
+    """Return the images of folders that are named after their classes, in train/ and val/ or to be split."""
     from torchvision.datasets import ImageFolder
 
     augmented, plain = _photo_transforms(size)
+    is_split = (folder / "train").is_dir() or (folder / "val").is_dir()
     try:
-        train = ImageFolder(folder / "train", augmented, loader=_open_image)
-        validation = ImageFolder(folder / "val", plain, loader=_open_image)
+        train = ImageFolder(folder / "train" if is_split else folder, augmented, loader=_open_image)
+        validation = ImageFolder(folder / "val" if is_split else folder, plain, loader=_open_image)
     except OSError as error:
         reason = str(error).rstrip(".")
         raise ConfigError(
-            f"data imagefolder:{folder} can't be used: {reason}. It must have train/ and val/, each with one folder of "
-            "images per class."
+            f"data imagefolder:{folder} can't be used: {reason}. It must have one folder of images per class, or "
+            "train/ and val/, each with one folder per class."
         ) from None
     if train.classes != validation.classes:
         different = ", ".join(sorted(set(train.classes) ^ set(validation.classes)))
         raise ConfigError(
             f"data imagefolder:{folder} has classes in only one of train/ and val/: {different}. Both need the same."
         )
-    return Images(train, validation, len(train.classes))
+    if is_split:
+        return Images(train, validation, train.classes)
+    try:
+        chosen, held_out = _split(train.targets, val_fraction)
+    except ValueError as error:  # a class of one image
+        raise ConfigError(
+            f"data imagefolder:{folder} can't be split: {error} Add images, or split them in train/ and val/ yourself."
+        ) from None
+    return Images(Subset(train, chosen), Subset(validation, held_out), train.classes)
 
 
 def _fake(count: int, size: int) -> Images:
@@ -128,7 +149,27 @@ def _fake(count: int, size: int) -> Images:
 
     shape, plain = (3, size, size), _to_tensor(_IMAGENET_MEAN, _IMAGENET_STD)
     train = FakeData(count, shape, 10, plain)
-    return Images(train, FakeData(max(1, count // 10), shape, 10, plain, random_offset=count), 10)
+    validation = FakeData(max(1, count // 10), shape, 10, plain, random_offset=count)
+    return Images(train, validation, list("0123456789"))
+
+
+def read(path: Path, name: str, size: int) -> torch.Tensor:
+    """Return an image file as a batch of one, prepared as those of a dataset are for validation.
+
+    Args:
+        path: the file.
+        name: the ``DataName`` of the dataset that the model was trained on.
+        size: as in ``load``.
+    """
+    from torchvision.transforms import v2
+
+    image = _open_image(str(path))
+    if name == "digits":  # light on dark, 8x8
+        grey = v2.functional.pil_to_tensor(v2.functional.rgb_to_grayscale(image.resize((8, 8))))
+        return digit(grey.float() * (16 / 255))
+    plain = v2.Compose([v2.Resize((32, 32)), _to_tensor(_CIFAR_MEAN, _CIFAR_STD)])
+    batch: torch.Tensor = (plain if name == "cifar10" else _photo_transforms(size)[1])(image)[None]
+    return batch
 
 
 def _photo_transforms(size: int) -> tuple[Any, Any]:

@@ -42,7 +42,7 @@ def _assert_pictures(data: images.Images, size: int) -> None:
     for dataset in (data.train, data.validation):
         image, label = dataset[0]
         assert (image.shape, image.dtype) == ((3, size, size), torch.float32)
-        assert 0 <= label < data.classes
+        assert 0 <= label < len(data.classes)
     # Training images are augmented, validation images are always the same.
     assert torch.equal(data.validation[0][0], data.validation[0][0])
     assert any(not torch.equal(data.train[0][0], data.train[0][0]) for _ in range(10))
@@ -53,7 +53,7 @@ def test_digits_are_split_by_class_and_always_the_same_way() -> None:
     torch.manual_seed(1)
     np.random.seed(1)
     again = images.load("digits", FOLDER, 32)
-    assert (len(data.train), len(data.validation), data.classes) == (1437, 360, 10)
+    assert (len(data.train), len(data.validation), len(data.classes)) == (1437, 360, 10)
     assert torch.equal(data.train.tensors[0], again.train.tensors[0])
     assert torch.equal(data.validation.tensors[1], again.validation.tensors[1])
     counts = torch.bincount(data.validation.tensors[1])
@@ -67,7 +67,7 @@ def test_digits_are_split_by_class_and_always_the_same_way() -> None:
 
 def test_fake_images_are_as_many_as_asked_and_always_the_same() -> None:
     data = images.load("fake:30", FOLDER, 16)
-    assert (len(data.train), len(data.validation), data.classes) == (30, 3, 10)
+    assert (len(data.train), len(data.validation), len(data.classes)) == (30, 3, 10)
     assert len(images.load("fake", FOLDER, 16).train) == 10_000
     assert torch.equal(data.train[7][0], images.load("fake:30", FOLDER, 16).train[7][0])
     assert data.train[7][0].shape == (3, 16, 16)
@@ -93,6 +93,17 @@ def test_image_folder(folder: Path) -> None:
     _assert_pictures(data, 32)
 
 
+def test_an_image_folder_without_parts_is_split_by_class(folder: Path) -> None:
+    data = images.load(f"imagefolder:{folder / 'train'}", FOLDER, 32, val_fraction=0.5)
+    assert data.classes == ["cat", "dog"]
+    assert (sorted(_labels(data.train)), sorted(_labels(data.validation))) == ([0, 1, 1], [0, 0, 1])
+    both = [dataset.dataset.samples[i][0] for dataset in (data.train, data.validation) for i in dataset.indices]
+    assert len(set(both)) == 6
+    _assert_pictures(data, 32)
+    with pytest.raises(ConfigError, match=r"can't be split: .*split them in train/ and val/ yourself"):
+        images.load(f"imagefolder:{folder / 'val'}", FOLDER, 32)
+
+
 def _no_validation(folder: Path) -> None:
     (folder / "val").rename(folder / "test")
 
@@ -114,7 +125,7 @@ def _other_classes(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        (_no_validation, "can't be used: .*/val'. It must have train/ and val/"),
+        (_no_validation, "can't be used: .*/val'. It must have one folder of images per class, or train/ and val/"),
         (_no_classes, "can't be used: .*any class folder in .*/val. It must have"),
         (_no_images, "can't be used: .*no valid file for the classes dog"),
         (_other_classes, "has classes in only one of train/ and val/: dog, wolf"),
@@ -173,14 +184,14 @@ def _small_flowers102(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_cifar10(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _small_cifar10(tmp_path, monkeypatch)
     data = images.load("cifar10", tmp_path, 224)
-    assert (len(data.train), len(data.validation), data.classes) == (20, 4, 10)
+    assert (len(data.train), len(data.validation), len(data.classes)) == (20, 4, 10)
     _assert_pictures(data, 32)
 
 
 def test_flowers102(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _small_flowers102(tmp_path, monkeypatch)
     data = images.load("flowers102", tmp_path, 32)
-    assert (_labels(data.train), _labels(data.validation), data.classes) == ([0, 101, 2], [0, 101], 102)
+    assert (_labels(data.train), _labels(data.validation), len(data.classes)) == ([0, 101, 2], [0, 101], 102)
     _assert_pictures(data, 32)
 
 

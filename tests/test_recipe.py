@@ -16,6 +16,8 @@ import pytest
 import torch
 import yaml
 from jobs import RECIPE, run_job
+from PIL import Image
+from sklearn.datasets import load_digits
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tqdm import tqdm
 
@@ -25,7 +27,7 @@ from unitrain.errors import ConfigError
 from unitrain.recipes import images, models, resnet
 
 METRICS = {
-    "epoch", "step", "train_loss", "val_loss", "val_accuracy", "val_count", "learning_rate",
+    "epoch", "step", "train_loss", "val_loss", "val_accuracy", "val_top5_accuracy", "val_count", "learning_rate",
     "backend", "launcher", "world_size",
 }  # fmt: skip
 MEASURED = {
@@ -35,6 +37,7 @@ MEASURED = {
 FLAGS = (
     "model", "data", "data-dir", "epochs", "max-steps", "batch-size", "lr", "lr-scaling", "lr-reference-batch",
     "lr-schedule", "lr-floor", "warmup-epochs", "momentum", "weight-decay", "workers", "pretrained", "freeze-backbone",
+    "val-fraction", "label-smoothing", "evaluate", "predict",
     "output-dir", "checkpoint-every", "keep", "resume", "force", "profile", "config", "seed", "strategy.backend",
     "strategy.precision", "strategy.sync-batchnorm",
 )  # fmt: skip
@@ -90,7 +93,7 @@ def no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None
 
 def test_it_is_short_and_names_no_backend() -> None:
     source = RECIPE.read_text()
-    assert len([line for line in source.splitlines() if line.strip() and not line.strip().startswith("#")]) <= 170
+    assert len([line for line in source.splitlines() if line.strip() and not line.strip().startswith("#")]) <= 150
     assert not re.search(rf"\b({'|'.join(backend_names())})\b", source)
 
 
@@ -145,6 +148,31 @@ def test_tensorboard_has_the_metrics(recipe: Recipe) -> None:
     for name in ("train_loss", "val_loss", "val_accuracy", "learning_rate"):
         assert [scalar.step for scalar in events.Scalars(name)] == [3, 6]
         assert [scalar.value for scalar in events.Scalars(name)] == pytest.approx([line[name] for line in lines])
+
+
+def test_a_prediction_is_the_best_weights(recipe: Recipe, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    lines = recipe("--epochs", "3", "--max-steps", "60")
+    for figure in ("curves.png", "confusion_matrix.png"):
+        assert (recipe.output / figure).read_bytes().startswith(b"\x89PNG")
+    assert json.loads((recipe.output / "class_indices.json").read_text()) == {str(i): str(i) for i in range(10)}
+    assert lines[-1]["val_accuracy"] <= lines[-1]["val_top5_accuracy"] <= 1
+    picture, answers = tmp_path / "digit.png", []
+    for number in range(10):  # scikit-learn's first ten are the digits from 0 to 9
+        pixels = load_digits().images[number]
+        Image.fromarray((pixels * (255 / 16)).astype("uint8")).resize((80, 80), Image.Resampling.NEAREST).save(picture)
+        capsys.readouterr()
+        recipe.train("--predict", str(picture), "--output-dir", str(recipe.output))
+        printed = [line.split() for line in capsys.readouterr().out.splitlines()]
+        probabilities = [float(probability.rstrip("%")) for probability, _ in printed]
+        assert len(printed) == 5
+        assert probabilities == sorted(probabilities, reverse=True)
+        answers.append(printed[0][1])
+    assert sum(answer == str(number) for number, answer in enumerate(answers)) >= 8
+    recipe.train("--epochs", "3", "--evaluate", "--output-dir", str(recipe.output))
+    assert f"val_accuracy {lines[-1]['val_accuracy']:.4f}" in capsys.readouterr().out
+    (recipe.output / "class_indices.json").unlink()
+    with pytest.raises(ConfigError, match="is not the folder of a run"):
+        recipe.train("--predict", str(picture), "--output-dir", str(recipe.output))
 
 
 def test_the_written_settings_repeat_the_run(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,6 +331,7 @@ def test_a_wrong_setting_is_one_message(tmp_path: Path, flags: tuple[str, ...], 
         (("--warmup-epochs", "3", "--epochs", "2"), "warm-up takes 9 steps, but training has only 6"),
         (("--output-dir", "file/out"), r"output folder can't be written: .*file/out"),
         (("--output-dir", "file"), r"output folder can't be written: .*'file'"),
+        (("--predict", "file"), "is not the folder of a run, which has config.yaml"),
         (("--pretrained", "nowhere.pt"), "pretrained nowhere.pt can't be used: .*does not exist"),
         (("--pretrained", "file"), "pretrained file can't be used"),
         (("--pretrained", "number.pt"), r"pretrained number.pt has no state dict"),
@@ -314,7 +343,10 @@ def test_a_wrong_setting_is_one_message(tmp_path: Path, flags: tuple[str, ...], 
         ),
         (("--data", "cifar10"), "data cifar10 is not in data and can't be downloaded: .*refused.*Unpack https://"),
         (("--data", "flowers102"), "data flowers102 is not in data and can't be downloaded: .*refused.*102flowers.tgz"),
-        (("--data", "imagefolder:."), "data imagefolder:. can't be used: .*It must have train/ and val/"),
+        (
+            ("--data", "imagefolder:."),
+            "data imagefolder:. can't be used: .*It must have one folder of images per class",
+        ),
     ],
 )
 def test_what_can_not_be_is_refused(recipe: Recipe, no_network: None, flags: tuple[str, ...], said: str) -> None:
