@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from sklearn.metrics import ConfusionMatrixDisplay
 from torch import Tensor
 
@@ -41,6 +42,7 @@ def draw_curves(folder: Path, axes: Mapping[str, Sequence[str]]) -> None:
             points = [(line["epoch"] + 1, line[name]) for line in lines if name in line]
             axis.plot(*zip(*points, strict=True), label=name, marker="." if len(points) < 30 else "")
         axis.set(xlabel="epoch", ylabel=label)
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.grid(alpha=0.3)
         axis.legend()
     figure.savefig(folder / "curves.png", dpi=100)
