@@ -22,7 +22,7 @@ from unitrain.checkpoint.saved import METRICS, RUN, Saved
 from unitrain.checkpoint.snapshot import snapshot
 from unitrain.communicator import Communicator
 from unitrain.config import StrategyConfig
-from unitrain.errors import CheckpointError, UsageError
+from unitrain.errors import CheckpointError, UsageError, listed
 from unitrain.job.messages import StopReason
 from unitrain.process import print_stderr
 from unitrain.rng import seed_rank
@@ -51,7 +51,7 @@ class Checkpoint:
             which ``resume`` updates in place.
         config: the script's settings, as plain data. Resuming with other values is refused. The strategy's settings
             are always compared.
-        keep: number of checkpoints to keep; the oldest are removed first.
+        keep: number of checkpoints to keep; the oldest are removed first. The best is kept in any case.
         background: write checkpoints while training continues, one at a time.
 
     Raises:
@@ -104,6 +104,7 @@ class Checkpoint:
         self._lock: FolderLock | None = None
         self._unclaimed: Path | None = None  # another run's newest checkpoint, until resume or discard is called
         self._continues_from: int | None = None
+        self._best: int | None = None  # the step of the best checkpoint so far; on rank 0 only
         self._began = False
         self._epoch_end: EpochEnd | None = None
         step.at_epoch_end = self._remember_epoch_end
@@ -119,17 +120,22 @@ class Checkpoint:
 
     # ------------------------------------------------------------------------------------------------------- save
 
-    def save(self) -> None:
+    def save(self, *, best: bool = False) -> None:
         """Save a checkpoint of the current state, or at the end of the accumulation window if one is open. Collective.
+
+        Args:
+            best: mark it as the best so far. It is kept, beside the newest ``keep``, until another one is marked, and
+                ``resume("best")`` finds it.
 
         Raises:
             CheckpointError: this checkpoint, or the previous one in the background, could not be written; on every
                 rank.
+            UsageError: ``best`` differs between ranks; on every rank.
         """
         if self._step.within_window:
-            self._step.at_window_end(self._save)
+            self._step.at_window_end(lambda: self._save(best=best))
         else:
-            self._save()
+            self._save(best=best)
 
     def save_now(self) -> Path:
         """Save a checkpoint between two steps, wait until it is written, and return its folder. Collective.
@@ -138,25 +144,38 @@ class Checkpoint:
         """
         ended = self._epoch_end
         valid = self._step.between_epochs and ended is not None and ended.step == self._step.global_step
-        self._save(ended if valid else None)
+        self._save(ended=ended if valid else None)
         self.wait()
         return storage.folder_of(self._folder, self._step.global_step)
 
     def _remember_epoch_end(self) -> None:
         self._epoch_end = epoch_end.remember(self._objects, self._state, self._step.global_step)
 
-    def _save(self, ended: EpochEnd | None = None) -> None:
+    def _save(self, *, best: bool = False, ended: EpochEnd | None = None) -> None:
         with self._communicator.pulse.within("checkpoint.save"):
             self.wait()
             modules = self._modules()
             batch_norm.average_statistics(list(modules.values()), self._communicator)
-            randoms = self._communicator.all_gather_object(rng.capture() if ended is None else ended.random)
+            random = rng.capture() if ended is None else ended.random
+            gathered = self._communicator.all_gather_object((bool(best), random))
+            marks, randoms = [mark for mark, _ in gathered], [random for _, random in gathered]
+            if len(set(marks)) > 1:
+                yes, no = ([rank for rank, mark in enumerate(marks) if mark is value] for value in (True, False))
+                raise UsageError(
+                    f"save(best=...) got True on rank {listed(yes)} and False on rank {listed(no)}: decide on a value "
+                    "that is the same on all ranks, such as that of strategy.meter() or of a strategy.metric()."
+                )
             metrics = metric_states.metrics_in(modules)
             states = metric_states.gather(self._communicator, metrics) if metrics else None
-            self._communicator.on_main(lambda: self._begin(randoms, states, ended))
+            self._communicator.on_main(lambda: self._begin(randoms, states, ended, best=best))
 
     def _begin(
-        self, randoms: list[dict[str, Any]], metrics: list[dict[str, Any]] | None, ended: EpochEnd | None
+        self,
+        randoms: list[dict[str, Any]],
+        metrics: list[dict[str, Any]] | None,
+        ended: EpochEnd | None,
+        *,
+        best: bool,
     ) -> None:
         """Write the state, or start to write a snapshot of it in the background."""
         number = self._step.global_step
@@ -172,10 +191,10 @@ class Checkpoint:
         if metrics is not None:
             parts[METRICS] = metrics
         if self._writer is None:
-            self._write(number, parts)
+            self._write(number, parts, best)
         else:
             self._snapshot = snapshot(parts, self._snapshot)
-            self._writing = self._writer.submit(self._write, number, self._snapshot)
+            self._writing = self._writer.submit(self._write, number, self._snapshot, best)
             self._writing.add_done_callback(self._report)
 
     def _remove_newer(self) -> None:
@@ -190,7 +209,8 @@ class Checkpoint:
         def remove() -> None:
             for folder in list(storage.found(self._folder)):
                 storage.discard(folder)
-            self._unclaimed = None
+            storage.point_to_best(self._folder, None)
+            self._unclaimed = self._best = None
 
         self._communicator.on_main(remove)
 
@@ -222,8 +242,10 @@ class Checkpoint:
         if error is not None:
             raise CheckpointError(str(error)) from error
 
-    def _write(self, number: int, parts: dict[str, Any]) -> Path:
+    def _write(self, number: int, parts: dict[str, Any], best: bool) -> Path:
+        best_step = number if best else self._best
         about = {
+            "best": best_step,
             "unitrain": version("unitrain"),
             "torch": torch.__version__,
             "world_size": self._communicator.world_size,
@@ -232,7 +254,9 @@ class Checkpoint:
         }
         storage.sweep(self._folder)
         folder = storage.write(self._folder, number, parts, about)
-        storage.prune(self._folder, self._keep)
+        self._best = best_step  # not before: what was the best is kept if this one can't be written
+        storage.point_to_best(self._folder, best_step)
+        storage.prune(self._folder, self._keep, best_step)
         return folder
 
     def _modules(self) -> dict[str, nn.Module]:
@@ -257,7 +281,8 @@ class Checkpoint:
         seeded with seed, step and rank.
 
         Args:
-            path: folder of a checkpoint to resume from (``.../step-0000000120``), instead of the newest.
+            path: folder of a checkpoint to resume from (``.../step-0000000120``), or ``"best"`` for the one that was
+                last saved with ``best=True``, instead of the newest.
             force: resume even if settings that affect training have changed.
 
         Raises:
@@ -269,7 +294,12 @@ class Checkpoint:
         def open_newest() -> tuple[dict[str, Any], dict[str, Any]] | None:
             nonlocal opened
             self._finish_writing()  # what this run saves in the background may be what it goes back to
-            opened = saved.newest(self._folder) if path is None else saved.named(local(path), self._folder)
+            if path is None:
+                opened = saved.newest(self._folder)
+            elif path == "best":
+                opened = saved.best(self._folder)
+            else:
+                opened = saved.named(local(path), self._folder)
             if opened is None:
                 return None
             return opened.manifest.model_dump(), outline(opened.parts)
@@ -293,6 +323,10 @@ class Checkpoint:
             if changed and ranks.is_main:
                 print_stderr(f"unitrain: resuming with other settings: {'; '.join(changed)}")
             self._unclaimed = None
+            if opened is not None:
+                self._best = saved.best_beside(opened, self._folder)
+                if path is None:
+                    storage.point_to_best(self._folder, self._best)  # a kill may have come before this
             self._apply(parts, opened)
             if METRICS in parts:
                 source = opened.parts[METRICS] if opened is not None else None

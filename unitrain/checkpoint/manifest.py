@@ -44,6 +44,8 @@ class Manifest(BaseModel):
     config: dict[str, Any]
     """The script's settings."""
     files: dict[FileName, Described]
+    best: Annotated[int, Field(ge=0)] | None = None
+    """The step of the best checkpoint, when this one was saved."""
 
 
 def to_json(step: int, about: Mapping[str, Any], files: Mapping[str, Any]) -> str:

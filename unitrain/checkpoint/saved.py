@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+from unitrain.checkpoint import manifest as manifests
 from unitrain.checkpoint import storage
 from unitrain.checkpoint.manifest import DamagedError, Manifest
 from unitrain.checkpoint.mapped import MappedFiles
 from unitrain.errors import CheckpointError
 from unitrain.process import print_stderr
 
+T = TypeVar("T")
 RUN = "_run"
 METRICS = "_metrics"
 """Parts of a checkpoint that are not an object's state."""
@@ -33,11 +36,39 @@ def newest(root: Path) -> Saved | None:
     Raises:
         CheckpointError: all are damaged, or the newest intact one is of another version or contains code.
     """
+    return _newest(root, _opened)
+
+
+def best(root: Path) -> Saved | None:
+    """Return the checkpoint that is the best according to the newest one, or None if there are none.
+
+    Raises:
+        CheckpointError: none is marked as the best, or the one that is, or every other, is damaged.
+    """
+    manifest = _newest(root, manifests.read)
+    if manifest is None:
+        return None
+    if manifest.best is None:
+        raise CheckpointError(
+            f"no checkpoint in {root} is marked as the best: save(best=True) marks one. resume() takes the newest."
+        )
+    return named(storage.folder_of(root, manifest.best), root)
+
+
+def best_beside(opened: Saved, root: Path) -> int | None:
+    """Return the step of the checkpoint in ``root`` that was the best when ``opened`` was saved there, if any."""
+    step = opened.manifest.best
+    is_there = step is not None and storage.folder_of(root, step).exists()
+    return step if is_there and opened.folder.parent.resolve() == root.resolve() else None
+
+
+def _newest(root: Path, read: Callable[[Path], T]) -> T | None:
+    """Return what ``read`` does for the newest checkpoint for which it raises no DamagedError."""
     storage.recover(root)
     damaged = []
     for folder in storage.found(root):
         try:
-            return _opened(folder)
+            return read(folder)
         except DamagedError as error:
             damaged.append(str(error))
             print_stderr(f"unitrain: skipping a damaged checkpoint: {error}")

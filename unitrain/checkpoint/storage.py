@@ -30,6 +30,7 @@ from unitrain.errors import CheckpointError
 from unitrain.process import print_stderr
 
 MANIFEST = manifests.NAME
+BEST = "best"
 _FOLDER = re.compile(r"step-(\d{10})")
 _TEMPORARY = re.compile(r"\.step-\d{10}\..*\.tmp")
 _ASIDE = ".aside.tmp"
@@ -240,13 +241,38 @@ def sweep(root: Path) -> None:
                     _remove(path)
 
 
-def prune(root: Path, keep: int) -> None:
-    """Remove the oldest checkpoints beyond ``keep``. One that can't be removed is reported on stderr."""
+def prune(root: Path, keep: int, best: int | None = None) -> None:
+    """Remove the oldest checkpoints beyond ``keep``, but not that of the step ``best``.
+
+    One that can't be removed is reported on stderr.
+    """
     for folder in list(found(root))[keep:]:
+        if step_of(folder) == best:
+            continue
         try:
             discard(folder)
         except CheckpointError as error:
             print_stderr(f"unitrain: an old checkpoint is kept: {error}")
+
+
+def point_to_best(root: Path, step: int | None) -> None:
+    """Make the link ``best`` lead to the checkpoint of a step, if there is one. Else remove it.
+
+    It is for people: what the best is, the manifests say. So it is no error if the file system has no links.
+    """
+    link, temporary = root / BEST, root / f".{BEST}.tmp"
+    folder = None if step is None else folder_of(root, step)
+    try:
+        if os.path.lexists(link) and not link.is_symlink():
+            raise OSError("there is a file or a folder of this name")
+        if folder is None or not folder.exists():
+            link.unlink(missing_ok=True)
+        elif not link.is_symlink() or os.readlink(link) != folder.name:
+            temporary.unlink(missing_ok=True)
+            temporary.symlink_to(folder.name)
+            os.replace(temporary, link)
+    except OSError as error:
+        print_stderr(f'unitrain: {link} is not the link to the best checkpoint: {error}. resume("best") needs no link.')
 
 
 def found(root: Path) -> Iterator[Path]:
