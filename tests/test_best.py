@@ -114,7 +114,7 @@ def test_a_damaged_best_is_an_error_and_a_damaged_newest_one_is_not(
     assert run.resumed("best") == 1
     assert "skipping a damaged checkpoint: " in capsys.readouterr().err
     (tmp_path / "step-0000000001" / "model.pt").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"the checkpoint is damaged: .*/step-0000000001/model\.pt: 0 bytes"):
+    with pytest.raises(CheckpointError, match=r"the best checkpoint is damaged: .*/step-0000000001/model\.pt: 0 bytes"):
         run.checkpoint.resume("best")
 
 

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 
 import unitrain
 from unitrain.checkpoint import storage
+from unitrain.checkpoint.folder import prune
+from unitrain.checkpoint.local import LocalFolder
 from unitrain.checkpoint.manifest import DamagedError
 from unitrain.checkpoint.mapped import MappedFiles
 
@@ -177,6 +179,8 @@ def test_resume_passes_over_a_damaged_checkpoint_and_says_so(
 KILLED = """
 import os, signal, sys, pathlib, torch
 from unitrain.checkpoint import storage
+from unitrain.checkpoint.folder import prune
+from unitrain.checkpoint.local import LocalFolder
 root, victim = pathlib.Path(sys.argv[1]), int(sys.argv[2])
 calls = 0
 def dying(name):
@@ -192,7 +196,7 @@ for name in ("fsync", "rename", "open"):
     dying(name)
 parts = {"model": {"weight": torch.full((50,), 2.0)}, "notes": {"step": 2}}
 storage.write(root, 2, parts, {"world_size": 1, "strategy": {}, "config": {}})
-storage.prune(root, 1)
+prune(LocalFolder(root), 1)
 """
 
 
@@ -259,7 +263,7 @@ def test_a_full_disk_is_named_and_what_was_saved_is_intact(tmp_path: Path) -> No
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     for step in (1, 2, 3, 11):
         write(tmp_path, step)
-    storage.prune(tmp_path, 2)
+    prune(LocalFolder(tmp_path), 2)
     assert [folder.name for folder in storage.found(tmp_path)] == ["step-0000000011", "step-0000000003"]
 
 

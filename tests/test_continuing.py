@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import unitrain
-from unitrain import CheckpointError, UsageError
+from unitrain import CheckpointError
 from unitrain.checkpoint import Checkpoint, storage
 
 
@@ -221,15 +221,3 @@ def test_a_run_that_goes_back_keeps_what_it_saves_afterwards(tmp_path: Path) -> 
         assert steps_in(tmp_path) == [4, 3]
         assert checkpoint.resume()
         assert torch.equal(model.get_parameter("weight"), weight)
-
-
-@pytest.mark.parametrize("path", ["s3://bucket/run", Path("s3://bucket/run"), "file:///tmp/run"], ids=repr)
-def test_a_url_is_refused(path: str | Path) -> None:
-    with unitrain.init(backend="single") as strategy:
-        model = nn.Linear(1, 1)
-        with pytest.raises(UsageError, match=r"is a URL"):
-            strategy.checkpoint(path, model=model)
-        with pytest.raises(UsageError, match=r"is a URL"):
-            strategy.save(model, path)
-        with pytest.raises(UsageError, match=r"is a URL"):
-            strategy.load(path)

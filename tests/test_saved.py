@@ -203,8 +203,8 @@ def test_what_is_named_but_is_no_checkpoint_is_refused_with_what_to_name(strateg
     for path, said in cases:
         with pytest.raises(CheckpointError, match=rf"{said}, so it can't be resumed from\. {remedy}"):
             checkpoint.resume(path)
-    with pytest.raises(UsageError, match="is a URL"):
-        checkpoint.resume("s3://bucket/run")
+    with pytest.raises(UsageError, match="is a URL that has lost a slash"):
+        checkpoint.resume(Path("s3://bucket/run"))
     assert checkpoint.resume(str(root / "step-0000000001"))
 
 

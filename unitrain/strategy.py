@@ -399,7 +399,7 @@ class Strategy:
         return self._communicator.on_main(action)
 
     def save(self, value: Any, path: str | Path) -> None:
-        """Save ``value`` to a file on rank 0, atomically. Collective.
+        """Save ``value`` to a file on rank 0, atomically. The path may be a URL, as in ``checkpoint``. Collective.
 
         Modules, optimizers and schedulers, in dicts and lists too, are saved as their state dicts, whose keys have no
         prefixes of wrappers. Running statistics of BatchNorm layers that are not synchronised are averaged over the
@@ -409,15 +409,17 @@ class Strategy:
             CheckpointError: the file could not be written, or holds objects that ``load`` would refuse; on every rank.
             UsageError: only some ranks passed modules.
         """
-        files.save(self._communicator, self._prepared, value, files.local(path))
+        files.save(self._communicator, self._prepared, value, path)
 
     def load(self, path: str | Path) -> Any:
         """Load a file that ``save`` wrote on rank 0, and return its content on every rank, on the CPU. Collective.
 
+        The path may be a URL, as in ``checkpoint``.
+
         Raises:
             CheckpointError: the file does not exist, or holds more than tensors and plain data; on every rank.
         """
-        return files.load(self._communicator, files.local(path))
+        return files.load(self._communicator, path)
 
     def checkpoint(
         self,
@@ -433,9 +435,10 @@ class Strategy:
         From now on SIGTERM, SIGINT and SIGUSR1 save a checkpoint and stop the run, on all ranks at the same step.
 
         Args:
-            folder: the folder of the checkpoints, each of which is a folder named by its step.
+            folder: the folder of the checkpoints, each of which is a folder named by its step: a path, or a URL such as
+                ``s3://bucket/run``.
             config: the script's settings, as plain data (JSON types). Resuming with other values is refused.
-            keep: number of checkpoints to keep.
+            keep: number of checkpoints to keep, beside the best.
             background: write checkpoints while training continues.
             **objects: modules, optimizers, schedulers, loaders and dicts of plain values, by name.
 
@@ -455,7 +458,7 @@ class Strategy:
             self._keep_random_states,
             self._release_checkpoint,
             self.config,
-            files.local(folder),
+            folder,
             objects,
             config=config or {},
             keep=keep,

@@ -13,12 +13,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unitrain import rng
-from unitrain.checkpoint import epoch_end, fit, metric_states, saved, storage
+from unitrain.checkpoint import epoch_end, fit, metric_states, saved
 from unitrain.checkpoint.epoch_end import EpochEnd
-from unitrain.checkpoint.files import local
-from unitrain.checkpoint.lock import FolderLock
-from unitrain.checkpoint.manifest import Manifest
-from unitrain.checkpoint.saved import METRICS, RUN, Saved
+from unitrain.checkpoint.folder import METRICS, RUN, Saved, prune
+from unitrain.checkpoint.manifest import Manifest, folder_name
 from unitrain.checkpoint.snapshot import snapshot
 from unitrain.communicator import Communicator
 from unitrain.config import StrategyConfig
@@ -46,7 +44,8 @@ class Checkpoint:
         restored: called when random number generators have been restored, which ``prepare`` must not seed any more.
         released: called when the checkpoint has been closed.
         settings: the strategy's settings.
-        folder: the folder of the checkpoints, each of which is a folder named by its step.
+        folder: the folder of the checkpoints, each of which is a folder named by its step: a path, or a URL that
+            fsspec knows.
         objects: objects by name, with ``state_dict`` and ``load_state_dict``, or dicts of plain values and tensors,
             which ``resume`` updates in place.
         config: the script's settings, as plain data. Resuming with other values is refused. The strategy's settings
@@ -69,7 +68,7 @@ class Checkpoint:
         restored: Callable[[], None],
         released: Callable[[], None],
         settings: StrategyConfig,
-        folder: Path,
+        folder: str | Path,
         objects: dict[str, Any],
         *,
         config: Mapping[str, Any],
@@ -94,15 +93,14 @@ class Checkpoint:
         self._restored = restored
         self._released = released
         self._settings = settings
-        self._folder = folder
+        self._folder = saved.folder_at(folder)
         self._objects = objects
         self._config = dict(config)
         self._keep = keep
         self._writer = ThreadPoolExecutor(1, "checkpoint") if background and communicator.is_main else None
-        self._writing: Future[Path] | None = None
+        self._writing: Future[None] | None = None
         self._snapshot: dict[str, Any] | None = None
-        self._lock: FolderLock | None = None
-        self._unclaimed: Path | None = None  # another run's newest checkpoint, until resume or discard is called
+        self._unclaimed: int | None = None  # the step of another run's newest checkpoint, until resume or discard
         self._continues_from: int | None = None
         self._best: int | None = None  # the step of the best checkpoint so far; on rank 0 only
         self._began = False
@@ -112,9 +110,8 @@ class Checkpoint:
 
     def _open(self) -> None:
         tensors = [t for module in self._modules().values() for t in self._state(module).values()]
-        storage.probe(self._folder, sum(t.nbytes for t in tensors if isinstance(t, Tensor)))
-        self._lock = FolderLock(self._folder)
-        self._unclaimed = next(storage.found(self._folder), None)
+        self._folder.claim(sum(t.nbytes for t in tensors if isinstance(t, Tensor)))
+        self._unclaimed = next(iter(self._folder.steps()), None)
         if self._unclaimed is not None:
             self._request_stop(StopReason())  # before the first step, unless resume or discard is called
 
@@ -137,8 +134,8 @@ class Checkpoint:
         else:
             self._save(best=best)
 
-    def save_now(self) -> Path:
-        """Save a checkpoint between two steps, wait until it is written, and return its folder. Collective.
+    def save_now(self) -> str:
+        """Save a checkpoint between two steps, wait until it is written, and return where it is. Collective.
 
         Between two epochs, it has the state before what follows the loop over batches, so that this is done again.
         """
@@ -146,7 +143,7 @@ class Checkpoint:
         valid = self._step.between_epochs and ended is not None and ended.step == self._step.global_step
         self._save(ended=ended if valid else None)
         self.wait()
-        return storage.folder_of(self._folder, self._step.global_step)
+        return self._communicator.on_main(lambda: self._folder.name(self._step.global_step))
 
     def _remember_epoch_end(self) -> None:
         self._epoch_end = epoch_end.remember(self._objects, self._state, self._step.global_step)
@@ -179,11 +176,6 @@ class Checkpoint:
     ) -> None:
         """Write the state, or start to write a snapshot of it in the background."""
         number = self._step.global_step
-        if self._lock is not None:
-            self._lock.check()
-        if not self._began:
-            self._remove_newer()
-            self._began = True
         parts = {name: self._state(value) for name, value in self._objects.items()}
         if ended is not None:
             parts = ended.applied_to(parts)
@@ -199,22 +191,22 @@ class Checkpoint:
 
     def _remove_newer(self) -> None:
         """Remove checkpoints newer than the one that was resumed: later ones of this run would not be the newest."""
-        for folder in list(storage.found(self._folder)):
-            if self._continues_from is not None and storage.step_of(folder) > self._continues_from:
-                storage.discard(folder)
+        for step in self._folder.steps():
+            if self._continues_from is not None and step > self._continues_from:
+                self._folder.remove(step)
 
     def discard(self) -> None:
         """Remove all checkpoints of earlier runs from the folder. Collective."""
 
         def remove() -> None:
-            for folder in list(storage.found(self._folder)):
-                storage.discard(folder)
-            storage.point_to_best(self._folder, None)
+            for step in self._folder.steps():
+                self._folder.remove(step)
+            self._folder.point_to_best(None)
             self._unclaimed = self._best = None
 
         self._communicator.on_main(remove)
 
-    def _report(self, writing: Future[Path]) -> None:
+    def _report(self, writing: Future[None]) -> None:
         """Report a failure in the background to all ranks, which raise it at their next boundary."""
         if writing.exception() is not None:
             self._request_stop(StopReason())
@@ -232,8 +224,8 @@ class Checkpoint:
         self._finish_writing()
         if self._unclaimed is not None:
             raise CheckpointError(
-                f"{self._folder} contains checkpoints of another run, up to {self._unclaimed.name}: call resume() to "
-                "continue that run, or discard() to remove them, before training, or use another folder."
+                f"{self._folder} contains checkpoints of another run, up to {folder_name(self._unclaimed)}: call "
+                "resume() to continue that run, or discard() to remove them, before training, or use another folder."
             )
 
     def _finish_writing(self) -> None:
@@ -242,7 +234,7 @@ class Checkpoint:
         if error is not None:
             raise CheckpointError(str(error)) from error
 
-    def _write(self, number: int, parts: dict[str, Any], best: bool) -> Path:
+    def _write(self, number: int, parts: dict[str, Any], best: bool) -> None:
         best_step = number if best else self._best
         about = {
             "best": best_step,
@@ -252,12 +244,14 @@ class Checkpoint:
             "strategy": self._settings.model_dump(mode="json"),
             "config": self._config,
         }
-        storage.sweep(self._folder)
-        folder = storage.write(self._folder, number, parts, about)
+        self._folder.check()
+        if not self._began:
+            self._remove_newer()
+            self._began = True
+        self._folder.write(number, parts, about)
         self._best = best_step  # not before: what was the best is kept if this one can't be written
-        storage.point_to_best(self._folder, best_step)
-        storage.prune(self._folder, self._keep, best_step)
-        return folder
+        self._folder.point_to_best(best_step)
+        prune(self._folder, self._keep, best_step)
 
     def _modules(self) -> dict[str, nn.Module]:
         named = self._objects.items()
@@ -281,8 +275,8 @@ class Checkpoint:
         seeded with seed, step and rank.
 
         Args:
-            path: folder of a checkpoint to resume from (``.../step-0000000120``), or ``"best"`` for the one that was
-                last saved with ``best=True``, instead of the newest.
+            path: path or URL of a checkpoint to resume from (``.../step-0000000120``), or ``"best"`` for the one that
+                was last saved with ``best=True``, instead of the newest.
             force: resume even if settings that affect training have changed.
 
         Raises:
@@ -294,12 +288,7 @@ class Checkpoint:
         def open_newest() -> tuple[dict[str, Any], dict[str, Any]] | None:
             nonlocal opened
             self._finish_writing()  # what this run saves in the background may be what it goes back to
-            if path is None:
-                opened = saved.newest(self._folder)
-            elif path == "best":
-                opened = saved.best(self._folder)
-            else:
-                opened = saved.named(local(path), self._folder)
+            opened = saved.wanted(path, self._folder)
             if opened is None:
                 return None
             return opened.manifest.model_dump(), outline(opened.parts)
@@ -317,7 +306,7 @@ class Checkpoint:
                     "settings, or resume(force=True), or start a new run in another folder. Nothing was loaded."
                 )
             states = {name: part for name, part in parts.items() if name not in (RUN, METRICS)}
-            fit.check_objects(self._objects, states, self._state, self._folder)
+            fit.check_objects(self._objects, states, self._state, str(self._folder))
             metrics = metric_states.metrics_in(self._modules())
             loaded = metric_states.check(metrics, parts.get(METRICS), ranks.world_size, force=force)
             if changed and ranks.is_main:
@@ -326,7 +315,7 @@ class Checkpoint:
             if opened is not None:
                 self._best = saved.best_beside(opened, self._folder)
                 if path is None:
-                    storage.point_to_best(self._folder, self._best)  # a kill may have come before this
+                    self._folder.point_to_best(self._best)  # a kill may have come before this
             self._apply(parts, opened)
             if METRICS in parts:
                 source = opened.parts[METRICS] if opened is not None else None
@@ -392,6 +381,4 @@ class Checkpoint:
         """End the background writer, without waiting for it, and let other jobs use the folder. Not collective."""
         if self._writer is not None:
             self._writer.shutdown(wait=False)
-        if self._lock is not None:
-            self._lock.release()
-            self._lock = None
+        self._folder.release()

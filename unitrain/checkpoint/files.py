@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import re
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import torch
@@ -14,29 +14,20 @@ from torch import nn
 
 from unitrain.checkpoint.mapped import MappedFiles
 from unitrain.checkpoint.reading import reason
+from unitrain.checkpoint.url import parsed
 from unitrain.communicator import Communicator
-from unitrain.errors import CheckpointError, UsageError
+from unitrain.errors import CheckpointError, UnitrainError, UsageError
 from unitrain.training import batch_norm
 from unitrain.training.prepared import PreparedModules
 from unitrain.training.streaming import outline, receive
 
-
-def local(path: str | Path) -> Path:
-    """Return a path of the file system.
-
-    Raises:
-        UsageError: it is a URL, which ``Path`` would take for a relative path.
-    """
-    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)):  # Path removes one of the slashes
-        raise UsageError(
-            f"{path} is a URL, but files and checkpoints are written to a file system that all hosts share: pass a "
-            "path, of a mounted bucket for example."
-        )
-    return Path(path)
+if TYPE_CHECKING:
+    from unitrain.checkpoint.remote_files import RemoteFiles
 
 
-def save(communicator: Communicator, prepared: PreparedModules, value: Any, path: Path) -> None:
+def save(communicator: Communicator, prepared: PreparedModules, value: Any, path: str | Path) -> None:
     """See ``Strategy.save``."""
+    place = parsed(path)
     modules = list(_modules(value))
     if len(set(communicator.all_gather_object(len(modules)))) > 1:
         raise UsageError("save() got modules on some ranks only: pass the same objects on every rank.")
@@ -45,23 +36,28 @@ def save(communicator: Communicator, prepared: PreparedModules, value: Any, path
 
     def write() -> None:
         try:
-            _write(_states(prepared, value), path)
+            _write(_states(prepared, value), place)
+        except UnitrainError:
+            raise
         except Exception as error:  # pickling may raise any exception
             raise CheckpointError(f"{path} could not be written: {reason(error)}") from error
 
     communicator.on_main(write)
 
 
-def load(communicator: Communicator, path: Path) -> Any:
+def load(communicator: Communicator, path: str | Path) -> Any:
     """See ``Strategy.load``."""
+    place = parsed(path)
     files, value = MappedFiles(), None
 
     def read() -> Any:
         nonlocal value
         try:
-            value = files.load(path)
+            value = _read(place, files)
         except FileNotFoundError as error:
             raise CheckpointError(f"{path} does not exist.") from error
+        except UnitrainError:
+            raise
         except Exception as error:  # torch.load raises many kinds of exceptions for a broken file
             raise CheckpointError(f"{path} could not be read: {reason(error)}") from error
         return outline(value)
@@ -92,7 +88,37 @@ def _states(prepared: PreparedModules, value: Any) -> Any:
     return value
 
 
-def _write(value: Any, path: Path) -> None:
+def _read(place: Path | str, files: MappedFiles) -> Any:
+    if isinstance(place, Path):
+        return files.load(place)
+    remote, name = _remote(place)
+    with tempfile.TemporaryDirectory(prefix="unitrain-") as temporary:
+        file = Path(temporary, "file")
+        remote.download(name, file)
+        return files.load(file)  # stays readable without a name
+
+
+def _write(value: Any, place: Path | str) -> None:
+    if isinstance(place, Path):
+        _write_file(value, place)
+        return
+    remote, name = _remote(place)
+    with tempfile.TemporaryDirectory(prefix="unitrain-") as temporary:
+        _write_file(value, Path(temporary, name))
+        remote.upload(Path(temporary, name), name)
+
+
+def _remote(url: str) -> tuple[RemoteFiles, str]:
+    """Return the files of the folder of a URL, and the name in it."""
+    from unitrain.checkpoint.remote_files import RemoteFiles  # and fsspec
+
+    folder, _, name = url.rpartition("/")
+    if not name or folder.endswith(":/"):
+        raise UsageError(f"{url} is the URL of a folder: name a file in it, such as {url.rstrip('/')}/model.pt.")
+    return RemoteFiles(folder), name
+
+
+def _write_file(value: Any, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
     try:

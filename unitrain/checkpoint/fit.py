@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -34,7 +33,7 @@ def changed_settings(
 
 
 def check_objects(
-    objects: Mapping[str, Any], saved: Mapping[str, Any], state: Callable[[Any], Any], folder: Path
+    objects: Mapping[str, Any], saved: Mapping[str, Any], state: Callable[[Any], Any], folder: str
 ) -> None:
     """Check that the outlines of saved states fit this run's objects.
 
@@ -42,7 +41,7 @@ def check_objects(
         objects: this run's, by name.
         saved: the outlines, by name.
         state: returns the state of an object.
-        folder: of the checkpoint.
+        folder: that of the checkpoints, for messages.
 
     Raises:
         CheckpointError: names, shapes, dtypes or parameter groups differ.

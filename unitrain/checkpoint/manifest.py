@@ -15,9 +15,15 @@ from unitrain.errors import CheckpointError
 
 NAME = "manifest.json"
 SCHEMA = 1
-_LARGEST = 2**26  # bytes
+LARGEST = 2**26
+"""Bytes that are read of a manifest."""
 
 FileName = Annotated[str, StringConstraints(pattern=r"^[^/\x00]+\.pt$")]
+
+
+def folder_name(step: int) -> str:
+    """Return the name of the folder of a step's checkpoint."""
+    return f"step-{step:010d}"
 
 
 class DamagedError(Exception):
@@ -64,10 +70,23 @@ def read(folder: Path) -> Manifest:
     path = folder / NAME
     try:
         with open_regular(path) as file:
-            found = json.loads(file.read(_LARGEST))
-        digest, schema = found.pop("digest"), found["schema"]
+            text = file.read(LARGEST)
     except OSError as error:
         raise DamagedError(f"{path}: {error.strerror}") from error
+    return parsed(text, str(folder))
+
+
+def parsed(text: bytes, folder: str) -> Manifest:
+    """Return the manifest with this text. Raises the errors of ``read``.
+
+    Args:
+        text: the content of the file.
+        folder: path or URL of the checkpoint, for messages.
+    """
+    path = f"{folder}/{NAME}"
+    try:
+        found = json.loads(text)
+        digest, schema = found.pop("digest"), found["schema"]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedError(f"{path}: {type(error).__name__}: {error}") from error
     if digest != _digest(found):

@@ -1,114 +1,108 @@
-"""Finds and opens the checkpoint to resume from: the newest intact one, or one that is named. On rank 0."""
+"""Finds and opens the checkpoint to resume from: the newest intact one, the best, or one that is named. On rank 0."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import TypeVar
 
-from unitrain.checkpoint import manifest as manifests
-from unitrain.checkpoint import storage
-from unitrain.checkpoint.manifest import DamagedError, Manifest
-from unitrain.checkpoint.mapped import MappedFiles
+from unitrain.checkpoint.folder import Folder, NotACheckpointError, Saved
+from unitrain.checkpoint.local import LocalFolder, checkpoint_in
+from unitrain.checkpoint.manifest import DamagedError
+from unitrain.checkpoint.url import parsed
 from unitrain.errors import CheckpointError
 from unitrain.process import print_stderr
 
 T = TypeVar("T")
-RUN = "_run"
-METRICS = "_metrics"
-"""Parts of a checkpoint that are not an object's state."""
+BEST = "best"
+"""What ``resume`` takes for the best checkpoint."""
 
 
-class Saved(NamedTuple):
-    """An intact checkpoint that is open."""
-
-    folder: Path
-    manifest: Manifest
-    parts: dict[str, Any]
-    """The states by name; their tensors are read from the disk when they are used."""
-    files: MappedFiles
-
-
-def newest(root: Path) -> Saved | None:
-    """Return the newest intact checkpoint, or None if there is none. Damaged ones are reported on stderr.
+def folder_at(path: str | Path) -> Folder:
+    """Return the folder of checkpoints at a path or a URL, which is not looked at yet.
 
     Raises:
-        CheckpointError: all are damaged, or the newest intact one is of another version or contains code.
+        UsageError: it is no URL that can be used.
     """
-    return _newest(root, _opened)
+    place = parsed(path)
+    if isinstance(place, Path):
+        return LocalFolder(place)
+    from unitrain.checkpoint.remote import RemoteFolder  # and fsspec
+
+    return RemoteFolder(place)
 
 
-def best(root: Path) -> Saved | None:
-    """Return the checkpoint that is the best according to the newest one, or None if there are none.
+def wanted(path: str | Path | None, folder: Folder) -> Saved | None:
+    """Return the checkpoint to resume from, or None if there is none.
+
+    Args:
+        path: of a checkpoint; ``"best"`` for the best; None for the newest.
+        folder: that of this run's checkpoints.
 
     Raises:
-        CheckpointError: none is marked as the best, or the one that is, or every other, is damaged.
+        CheckpointError: none is intact, is marked as the best or is in ``path``; or the one that is wanted is damaged.
     """
-    manifest = _newest(root, manifests.read)
-    if manifest is None:
+    if path is None:
+        return _newest(folder, folder.open)
+    return _best(folder) if path == BEST else _named(path, folder)
+
+
+def best_beside(opened: Saved, folder: Folder) -> int | None:
+    """Return the step of the checkpoint in ``folder`` that was the best when ``opened`` was saved there, if any."""
+    steps, step = folder.steps(), opened.manifest.best
+    if step not in steps or opened.manifest.step not in steps:
         return None
-    if manifest.best is None:
-        raise CheckpointError(
-            f"no checkpoint in {root} is marked as the best: save(best=True) marks one. resume() takes the newest."
-        )
-    return named(storage.folder_of(root, manifest.best), root)
+    try:
+        is_from_here = folder.manifest(opened.manifest.step) == opened.manifest
+    except DamagedError:
+        return None
+    return step if is_from_here else None
 
 
-def best_beside(opened: Saved, root: Path) -> int | None:
-    """Return the step of the checkpoint in ``root`` that was the best when ``opened`` was saved there, if any."""
-    step = opened.manifest.best
-    is_there = step is not None and storage.folder_of(root, step).exists()
-    return step if is_there and opened.folder.parent.resolve() == root.resolve() else None
-
-
-def _newest(root: Path, read: Callable[[Path], T]) -> T | None:
-    """Return what ``read`` does for the newest checkpoint for which it raises no DamagedError."""
-    storage.recover(root)
+def _newest(folder: Folder, read: Callable[[int], T]) -> T | None:
+    """Return what ``read`` does for the newest checkpoint for which it raises no DamagedError. Report the others."""
+    folder.recover()
     damaged = []
-    for folder in storage.found(root):
+    for step in folder.steps():
         try:
-            return read(folder)
+            return read(step)
         except DamagedError as error:
             damaged.append(str(error))
             print_stderr(f"unitrain: skipping a damaged checkpoint: {error}")
     if damaged:
         raise CheckpointError(
-            f"all checkpoints in {root} are damaged ({'; '.join(damaged)}). To start a new run, use another folder."
+            f"all checkpoints in {folder} are damaged ({'; '.join(damaged)}). To start a new run, use another folder."
         )
     return None
 
 
-def named(folder: Path, root: Path) -> Saved:
-    """Return the checkpoint in ``folder``.
-
-    Args:
-        folder: it must be a checkpoint.
-        root: the folder of this run's checkpoints, for messages.
-
-    Raises:
-        CheckpointError: there is none, or it is damaged.
-    """
-    remedy = f"Name the folder of one checkpoint, {root}/step-N, or None for the newest in {root}."
-    if not os.path.lexists(folder):
-        raise CheckpointError(f"{folder} does not exist, so it can't be resumed from. {remedy}")
-    if not os.path.lexists(folder / storage.MANIFEST):
-        inside = next(storage.found(folder), None)
-        kind = (
-            "is no checkpoint" if inside is None else f"contains checkpoints, such as {inside.name}, but is none itself"
+def _best(folder: Folder) -> Saved | None:
+    """Return the checkpoint that is the best according to the newest manifest."""
+    manifest = _newest(folder, folder.manifest)
+    if manifest is None:
+        return None
+    if manifest.best is None:
+        raise CheckpointError(
+            f"no checkpoint in {folder} is marked as the best: save(best=True) marks one. resume() takes the newest."
         )
-        raise CheckpointError(f"{folder} {kind}, so it can't be resumed from. {remedy}")
     try:
-        return _opened(folder)
+        return folder.open(manifest.best)
+    except DamagedError as error:
+        raise CheckpointError(f"the best checkpoint is damaged: {error}") from error
+
+
+def _named(path: str | Path, folder: Folder) -> Saved:
+    place = parsed(path)
+    try:
+        if isinstance(place, Path):
+            return checkpoint_in(place)
+        from unitrain.checkpoint.remote import checkpoint_under
+
+        return checkpoint_under(place)
+    except NotACheckpointError as error:
+        raise CheckpointError(
+            f"{path} {error}, so it can't be resumed from. Name the folder of one checkpoint, {folder}/step-N, or None "
+            f"for the newest in {folder}."
+        ) from None
     except DamagedError as error:
         raise CheckpointError(f"the checkpoint is damaged: {error}") from error
-
-
-def _opened(folder: Path) -> Saved:
-    manifest = storage.verify(folder)
-    files = MappedFiles()
-    parts = storage.read(folder, manifest.files, files)
-    run = parts.get(RUN)
-    if not isinstance(run, dict) or not {"steps", "scaler", "random"} <= set(run):
-        raise DamagedError(f"{folder}: {RUN}.pt is missing, or lacks what a run needs to continue")
-    return Saved(folder, manifest, parts, files)

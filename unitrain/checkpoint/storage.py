@@ -74,7 +74,7 @@ class _Hashing:
 
 def folder_of(root: Path, step: int) -> Path:
     """Return the folder of a step's checkpoint."""
-    return root / f"step-{step:010d}"
+    return root / manifests.folder_name(step)
 
 
 def step_of(folder: Path) -> int:
@@ -105,7 +105,7 @@ def write(root: Path, step: int, parts: Mapping[str, Any], about: Mapping[str, A
             syncs = []
             for name, value in parts.items():
                 path = temporary / f"{name}.pt"
-                files[path.name] = _write_part(path, value, threads)
+                files[path.name] = write_part(path, value, threads)
                 syncs.append(threads.submit(_sync_path, path))
             for sync in syncs:
                 sync.result()
@@ -151,7 +151,14 @@ def probe(root: Path, needed: int) -> None:
         )
 
 
-def _write_part(path: Path, value: Any, threads: ThreadPoolExecutor) -> dict[str, Any]:
+def write_part(path: Path, value: Any, threads: ThreadPoolExecutor) -> dict[str, Any]:
+    """Write a file of a checkpoint, and return what its manifest says of it. Raises any exception of pickling.
+
+    Args:
+        path: the file, which is not synced to the disk.
+        value: tensors and plain data.
+        threads: hash the file while it is written.
+    """
     with open(path, "wb") as file:
         hashing = _Hashing(file, threads)
         try:
@@ -241,20 +248,6 @@ def sweep(root: Path) -> None:
                     _remove(path)
 
 
-def prune(root: Path, keep: int, best: int | None = None) -> None:
-    """Remove the oldest checkpoints beyond ``keep``, but not that of the step ``best``.
-
-    One that can't be removed is reported on stderr.
-    """
-    for folder in list(found(root))[keep:]:
-        if step_of(folder) == best:
-            continue
-        try:
-            discard(folder)
-        except CheckpointError as error:
-            print_stderr(f"unitrain: an old checkpoint is kept: {error}")
-
-
 def point_to_best(root: Path, step: int | None) -> None:
     """Make the link ``best`` lead to the checkpoint of a step, if there is one. Else remove it.
 
@@ -295,32 +288,43 @@ def verify(folder: Path) -> Manifest:
     """
     manifest = manifests.read(folder)
     for name, expected in manifest.files.items():
-        _verify_file(folder / name, expected)
+        verify_file(folder / name, expected, str(folder / name))
     return manifest
 
 
-def _verify_file(path: Path, expected: Described) -> None:
+def verify_file(path: Path, expected: Described, name: str) -> None:
+    """Verify a file of a checkpoint by reading it.
+
+    Args:
+        path: the file.
+        expected: what the manifest says of it.
+        name: its path or URL, for messages.
+
+    Raises:
+        DamagedError: it is missing or changed.
+    """
     digest = hashlib.sha256()
     try:
         with open_regular(path) as file:
             actual = os.fstat(file.fileno()).st_size
             if actual != expected.size:
-                raise DamagedError(f"{path}: {actual} bytes instead of {expected.size}")
+                raise DamagedError(f"{name}: {actual} bytes instead of {expected.size}")
             while block := file.read(_BLOCK):
                 digest.update(block)
     except OSError as error:
-        raise DamagedError(f"{path}: {error.strerror}") from error
+        raise DamagedError(f"{name}: {error.strerror}") from error
     if digest.hexdigest() != expected.sha256:
-        raise DamagedError(f"{path}: its SHA-256 does not match the manifest")
+        raise DamagedError(f"{name}: its SHA-256 does not match the manifest")
 
 
-def read(folder: Path, names: Iterable[str], files: MappedFiles) -> dict[str, Any]:
+def read(folder: Path, names: Iterable[str], files: MappedFiles, *, shown: str | None = None) -> dict[str, Any]:
     """Return the content of the files of a verified checkpoint. Pickled code in them is refused, and never run.
 
     Args:
         folder: the checkpoint.
         names: of the files.
         files: loads them.
+        shown: path or URL of the checkpoint, for messages. Default: the folder.
 
     Raises:
         DamagedError: a file is not one of torch's.
@@ -333,5 +337,5 @@ def read(folder: Path, names: Iterable[str], files: MappedFiles) -> dict[str, An
             parts[name.removesuffix(".pt")] = files.load(path)
         except Exception as error:  # torch.load raises many kinds of exceptions for a broken file
             kind = CheckpointError if "GLOBAL" in str(error) else DamagedError  # code is no damage, but an attack
-            raise kind(f"{path} could not be read: {reason(error)}") from error
+            raise kind(f"{shown or folder}/{name} could not be read: {reason(error)}") from error
     return parts

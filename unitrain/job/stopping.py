@@ -16,7 +16,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Protocol
 
 from unitrain.job.messages import StopReason
@@ -43,8 +42,8 @@ class Saves(Protocol):
     def wait(self) -> None:
         """Wait for the background writer, and raise its error. Collective."""
 
-    def save_now(self) -> Path:
-        """Save a checkpoint, wait for it, and return its folder. Collective."""
+    def save_now(self) -> str:
+        """Save a checkpoint, wait for it, and return where it is. Collective."""
 
 
 class Coordinator(Protocol):

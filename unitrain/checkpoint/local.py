@@ -1,0 +1,102 @@
+"""The checkpoints of a run in a folder of a file system."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from unitrain.checkpoint import manifest as manifests
+from unitrain.checkpoint import storage
+from unitrain.checkpoint.folder import NotACheckpointError, Saved
+from unitrain.checkpoint.lock import FolderLock
+from unitrain.checkpoint.manifest import Manifest
+from unitrain.checkpoint.mapped import MappedFiles
+
+
+class LocalFolder:
+    """A ``Folder`` on a disk, or on a file system that hosts share.
+
+    Args:
+        root: the folder; it is created by ``claim``.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._lock: FolderLock | None = None
+
+    def __str__(self) -> str:
+        return str(self._root)
+
+    def claim(self, needed: int) -> None:
+        """See ``Folder.claim``."""
+        storage.probe(self._root, needed)
+        self._lock = FolderLock(self._root)
+
+    def check(self) -> None:
+        """See ``Folder.check``."""
+        if self._lock is not None:
+            self._lock.check()
+
+    def release(self) -> None:
+        """See ``Folder.release``."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def name(self, step: int) -> str:
+        """See ``Folder.name``."""
+        return str(storage.folder_of(self._root, step))
+
+    def steps(self) -> list[int]:
+        """See ``Folder.steps``."""
+        return [storage.step_of(folder) for folder in storage.found(self._root)]
+
+    def recover(self) -> None:
+        """See ``Folder.recover``."""
+        storage.recover(self._root)
+
+    def write(self, step: int, parts: Mapping[str, Any], about: Mapping[str, Any]) -> None:
+        """See ``Folder.write``."""
+        storage.sweep(self._root)
+        storage.write(self._root, step, parts, about)
+
+    def manifest(self, step: int) -> Manifest:
+        """See ``Folder.manifest``."""
+        return manifests.read(storage.folder_of(self._root, step))
+
+    def open(self, step: int) -> Saved:
+        """See ``Folder.open``."""
+        return _opened(storage.folder_of(self._root, step))
+
+    def remove(self, step: int) -> None:
+        """See ``Folder.remove``."""
+        storage.discard(storage.folder_of(self._root, step))
+
+    def point_to_best(self, step: int | None) -> None:
+        """See ``Folder.point_to_best``."""
+        storage.point_to_best(self._root, step)
+
+
+def checkpoint_in(folder: Path) -> Saved:
+    """Verify and open the checkpoint in a folder.
+
+    Raises:
+        NotACheckpointError: there is none.
+        DamagedError: a file of it is missing or changed.
+    """
+    if not os.path.lexists(folder):
+        raise NotACheckpointError("does not exist")
+    if not os.path.lexists(folder / storage.MANIFEST):
+        inside = next(storage.found(folder), None)
+        raise NotACheckpointError(
+            "is no checkpoint" if inside is None else f"contains checkpoints, such as {inside.name}, but is none itself"
+        )
+    return _opened(folder)
+
+
+def _opened(folder: Path) -> Saved:
+    manifest = storage.verify(folder)
+    files = MappedFiles()
+    return Saved(manifest, storage.read(folder, manifest.files, files), files).checked(str(folder))

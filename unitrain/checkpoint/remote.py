@@ -1,0 +1,215 @@
+"""The checkpoints of a run in an object store: the manifest is written last, and what has none is no checkpoint.
+
+Objects can't be renamed. So a step that is saved again gets a folder of its own, ``step-0000000120.2``, and the one
+before is removed when that is complete. Files are written and read through temporary files on the disk of rank 0.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tempfile
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from unitrain.checkpoint import manifest as manifests
+from unitrain.checkpoint import storage
+from unitrain.checkpoint.folder import NotACheckpointError, Saved
+from unitrain.checkpoint.lease import Lease
+from unitrain.checkpoint.manifest import DamagedError, Manifest, folder_name
+from unitrain.checkpoint.mapped import MappedFiles
+from unitrain.checkpoint.reading import reason
+from unitrain.checkpoint.remote_files import RemoteFiles
+from unitrain.errors import CheckpointError
+from unitrain.process import print_stderr
+
+_FOLDER = re.compile(r"step-(\d{10})(?:\.(\d+))?")
+
+
+class RemoteFolder:
+    """A ``Folder`` in an object store.
+
+    Args:
+        url: such as ``s3://bucket/run``.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = url.rstrip("/")
+        self._lease: Lease | None = None
+
+    @cached_property
+    def _files(self) -> RemoteFiles:
+        return RemoteFiles(self._url)  # on rank 0 only: others need no library, no credentials and no connection
+
+    def __str__(self) -> str:
+        return self._url
+
+    def claim(self, needed: int) -> None:
+        """See ``Folder.claim``."""
+        files = self._files
+        _check_space(needed, f"checkpoints can't be written to {self}")
+        self._lease = Lease(files)
+
+    def check(self) -> None:
+        """See ``Folder.check``."""
+        if self._lease is not None:
+            self._lease.check()
+
+    def release(self) -> None:
+        """See ``Folder.release``."""
+        if self._lease is not None:
+            self._lease.release()
+
+    def name(self, step: int) -> str:
+        """See ``Folder.name``."""
+        return self._files.name(self._complete().get(step, folder_name(step)))
+
+    def steps(self) -> list[int]:
+        """See ``Folder.steps``."""
+        return sorted(self._complete(), reverse=True)
+
+    def recover(self) -> None:
+        """See ``Folder.recover``: nothing is ever set aside."""
+
+    def write(self, step: int, parts: Mapping[str, Any], about: Mapping[str, Any]) -> None:
+        """See ``Folder.write``."""
+        folders = self._folders()
+        complete = self._complete(folders)
+        for name in folders:
+            if name not in complete.values():
+                self._remove(name)
+        before = complete.get(step)
+        name = folder_name(step) if before is None else f"{folder_name(step)}.{_attempt(before) + 1}"
+        try:
+            self._upload(name, step, parts, about)
+        except CheckpointError:
+            raise
+        except Exception as error:  # pickling may raise any exception
+            where = self._files.name(name)
+            raise CheckpointError(f"checkpoint {where} could not be written: {reason(error)}") from error
+        if before is not None:
+            self._remove(before)
+
+    def _upload(self, name: str, step: int, parts: Mapping[str, Any], about: Mapping[str, Any]) -> None:
+        described: dict[str, Any] = {}
+        with tempfile.TemporaryDirectory(prefix="unitrain-") as temporary, ThreadPoolExecutor(1) as threads:
+            for part, value in parts.items():
+                file = Path(temporary, f"{part}.pt")
+                described[file.name] = storage.write_part(file, value, threads)
+                self._files.upload(file, f"{name}/{file.name}")
+                file.unlink()  # one part at a time is on the disk
+        self.check()  # another job may have taken the folder meanwhile
+        self._files.write(f"{name}/{manifests.NAME}", manifests.to_json(step, about, described).encode())
+
+    def manifest(self, step: int) -> Manifest:
+        """See ``Folder.manifest``."""
+        return _manifest(self._files, self._complete().get(step, folder_name(step)))
+
+    def open(self, step: int) -> Saved:
+        """See ``Folder.open``."""
+        return _opened(self._files, self._complete().get(step, folder_name(step)))
+
+    def remove(self, step: int) -> None:
+        """See ``Folder.remove``."""
+        name = self._complete().get(step)
+        if name is not None:
+            self._remove(name)
+
+    def point_to_best(self, step: int | None) -> None:
+        """See ``Folder.point_to_best``: a text file names the folder."""
+        name = None if step is None else self._complete().get(step)
+        try:
+            with suppress(FileNotFoundError):
+                found = self._files.read(storage.BEST)
+                if name is not None and found == name.encode():
+                    return
+                if not _FOLDER.fullmatch(found.decode(errors="replace")):
+                    raise CheckpointError(f"{self._files.name(storage.BEST)} is somebody else's")
+            if name is None:
+                self._files.remove(storage.BEST)
+            else:
+                self._files.write(storage.BEST, name.encode())
+        except CheckpointError as error:
+            print_stderr(f'unitrain: the name of the best checkpoint was not written: {error}. resume("best") works.')
+
+    def _folders(self) -> list[str]:
+        return [name for name in self._files.names() if _FOLDER.fullmatch(name)]
+
+    def _complete(self, folders: list[str] | None = None) -> dict[int, str]:
+        """Return the folders that have a manifest, by their step: of several of one step, the last."""
+        folders = self._folders() if folders is None else folders
+        whole = [name for name in folders if manifests.NAME in self._files.names(name)]
+        return {int(name[5:15]): name for name in sorted(whole, key=_attempt)}
+
+    def _remove(self, name: str) -> None:
+        """Remove a folder. Without its manifest, which goes first, it is no checkpoint any more."""
+        for file in [manifests.NAME, *self._files.names(name)]:
+            self._files.remove(f"{name}/{file}")
+
+
+def checkpoint_under(url: str) -> Saved:
+    """Verify and open the checkpoint at a URL.
+
+    Raises:
+        NotACheckpointError: there is none.
+        DamagedError: a file of it is missing or changed.
+    """
+    files = RemoteFiles(url)
+    names = files.names()
+    if not names:
+        raise NotACheckpointError("does not exist")
+    if manifests.NAME not in names:
+        inside = max(filter(_FOLDER.fullmatch, names), default=None)
+        raise NotACheckpointError(
+            "is no checkpoint" if inside is None else f"contains checkpoints, such as {inside}, but is none itself"
+        )
+    return _opened(files, "")
+
+
+def _attempt(name: str) -> int:
+    """Return how many times a step had been saved when this folder was written."""
+    match = _FOLDER.fullmatch(name)
+    return int(match[2] or 1) if match else 0
+
+
+def _manifest(files: RemoteFiles, folder: str) -> Manifest:
+    name = f"{folder}/{manifests.NAME}".lstrip("/")
+    try:
+        if files.size(name) > manifests.LARGEST:
+            raise DamagedError(f"{files.name(name)} is no manifest: it is too large")
+        return manifests.parsed(files.read(name), files.name(folder))
+    except FileNotFoundError as error:
+        raise DamagedError(f"{files.name(name)} does not exist") from error
+
+
+def _opened(files: RemoteFiles, folder: str) -> Saved:
+    manifest, shown = _manifest(files, folder), files.name(folder)
+    mapped = MappedFiles()
+    _check_space(sum(file.size for file in manifest.files.values()), f"{shown} can't be read")
+    with tempfile.TemporaryDirectory(prefix="unitrain-") as temporary:
+        for name, expected in manifest.files.items():
+            remote = f"{folder}/{name}".lstrip("/")
+            try:
+                actual = files.size(remote)
+                if actual != expected.size:
+                    raise DamagedError(f"{files.name(remote)}: {actual} bytes instead of {expected.size}")
+                files.download(remote, Path(temporary, name))
+            except FileNotFoundError as error:
+                raise DamagedError(f"{files.name(remote)} does not exist") from error
+            storage.verify_file(Path(temporary, name), expected, files.name(remote))
+        parts = storage.read(Path(temporary), manifest.files, mapped, shown=shown)
+    # What is mapped stays on the disk until it is no longer used, although the files have no names any more.
+    return Saved(manifest, parts, mapped).checked(shown)
+
+
+def _check_space(needed: int, what: str) -> None:
+    free = shutil.disk_usage(tempfile.gettempdir()).free
+    if free < needed:
+        raise CheckpointError(
+            f"{what}: it passes through temporary files in {tempfile.gettempdir()}, and needs at least {needed} bytes "
+            f"there, but {free} bytes are free. Free some space, or set TMPDIR to a folder on another disk."
+        )
