@@ -82,14 +82,14 @@ def load_pretrained(model: nn.Module, name: ModelName, source: str, strategy: St
     Args:
         model: a model that ``build`` returned.
         name: name of the model.
-        source: a file with a state dict, or ``torchvision`` for torchvision's pretrained weights.
+        source: a file with a state dict or its URL, or ``torchvision`` for torchvision's pretrained weights.
         strategy: the strategy of this run; its rank 0 reads the file.
 
     Raises:
         ConfigError: the weights don't exist or can't be read, or no layer matches.
     """
     try:
-        state = _torchvision_weights(name, strategy) if source == "torchvision" else strategy.load(Path(source))
+        state = _torchvision_weights(name, strategy) if source == "torchvision" else strategy.load(source)
     except CheckpointError as error:
         raise ConfigError(f"pretrained {source} can't be used: {error}") from None
     if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):

@@ -14,6 +14,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from unitrain import ConfigError, Section, Strategy, dump_yaml
 from unitrain.recipes.profiling import Profile
+from unitrain.url import is_url
 
 
 class RunFolder:
@@ -121,6 +122,11 @@ def _made(path: Path | None, name: str) -> Path:
 
 def _make(path: Path | None, name: str) -> Path:
     if path is not None:
+        if is_url(path):
+            raise ConfigError(
+                f"{path} is a URL, but a run's metrics and events are appended to files: pass a folder as "
+                "--output-dir. Only checkpoints can be kept at a URL, by strategy.checkpoint."
+            )
         path.mkdir(parents=True, exist_ok=True)
         return path
     started = datetime.now().strftime("%Y%m%d-%H%M%S")

@@ -43,6 +43,12 @@ def test_the_help_of_a_subcommand_has_its_defaults(capsys: pytest.CaptureFixture
         (["instal-horovod"], "'instal-horovod'"),
         (["install-horovod", "--gpu", "rccl"], "'rccl'"),
         (["doctor", "--yaml"], "--yaml"),
+        (
+            ["bench", "--output", "s3://bucket/bench", "resnet.py"],
+            "--output: s3://bucket/bench is a URL: pass the path",
+        ),
+        (["bench", "https://host/resnet.py"], "TARGET: https://host/resnet.py is a URL"),
+        (["verify", "--output", "gs://bucket/verify.json"], "--output: gs://bucket/verify.json is a URL"),
     ],
 )
 def test_a_wrong_command_line_ends_with_2_and_names_what_is_wrong(
@@ -83,4 +89,5 @@ def test_the_command_line_imports_no_subcommand() -> None:
         "unitrain.commands.cli",
         "unitrain.errors",
         "unitrain.process",
+        "unitrain.url",
     }

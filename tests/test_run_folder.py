@@ -65,3 +65,13 @@ def test_what_is_no_file_is_refused(tmp_path: Path, make: object) -> None:
         pytest.raises(ConfigError, match=r"metrics\.jsonl is not a file\. Pass another"),
     ):
         RunFolder(strategy, tmp_path, "test")
+
+
+def test_a_url_is_refused_and_no_folder_of_its_name_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with (
+        unitrain.init(backend="single", device="cpu") as strategy,
+        pytest.raises(ConfigError, match=r"s3:/bucket/run is a URL, but .*: pass a folder as --output-dir"),
+    ):
+        RunFolder(strategy, Path("s3://bucket/run"), "test")
+    assert not list(tmp_path.iterdir())

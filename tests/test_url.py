@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from unitrain import UsageError
-from unitrain.checkpoint.url import is_url, parsed
+from unitrain.url import is_url, parsed
 
 
 @pytest.mark.parametrize("path", ["runs/a", "/runs/a", "runs/s3:/a", "", "a:b/c", "C:/runs", Path("runs")], ids=repr)

@@ -14,12 +14,12 @@ from torch import nn
 
 from unitrain.checkpoint.mapped import MappedFiles
 from unitrain.checkpoint.reading import reason
-from unitrain.checkpoint.url import parsed
 from unitrain.communicator import Communicator
 from unitrain.errors import CheckpointError, UnitrainError, UsageError
 from unitrain.training import batch_norm
 from unitrain.training.prepared import PreparedModules
 from unitrain.training.streaming import outline, receive
+from unitrain.url import parsed
 
 if TYPE_CHECKING:
     from unitrain.checkpoint.remote_files import RemoteFiles

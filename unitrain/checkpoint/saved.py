@@ -9,9 +9,9 @@ from typing import TypeVar
 from unitrain.checkpoint.folder import Folder, NotACheckpointError, Saved
 from unitrain.checkpoint.local import LocalFolder, checkpoint_in
 from unitrain.checkpoint.manifest import DamagedError
-from unitrain.checkpoint.url import parsed
 from unitrain.errors import CheckpointError
 from unitrain.process import print_stderr
+from unitrain.url import parsed
 
 T = TypeVar("T")
 BEST = "best"

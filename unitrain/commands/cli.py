@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from unitrain.errors import UnitrainError
 from unitrain.process import occupy_standard_descriptors, print_stderr
+from unitrain.url import is_url
 
 _INTERRUPTED = 130
 
@@ -75,6 +76,13 @@ def _sentence(summary: str) -> str:
     return f"{summary[0].upper()}{summary[1:]}."
 
 
+def _path(text: str) -> Path:
+    """Return a path of a file that commands start or write."""
+    if is_url(text):
+        raise argparse.ArgumentTypeError(f"{text} is a URL: pass the path of a file or folder of this machine")
+    return Path(text)
+
+
 def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     summary = "measure a recipe with every launcher and backend found here, and recommend settings for it"
     parser = commands.add_parser(
@@ -94,10 +102,10 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("--levers", metavar="NAMES", help="settings to tune, comma-separated, or none (default: all)")
     parser.add_argument(
-        "--output", type=Path, default=Path("bench"), metavar="FOLDER", help="output folder (default: %(default)s)"
+        "--output", type=_path, default=Path("bench"), metavar="FOLDER", help="output folder (default: %(default)s)"
     )
     parser.add_argument("--no-picture", action="store_true", help="don't draw a picture, which needs matplotlib")
-    parser.add_argument("target", type=Path, metavar="TARGET", help="path of a recipe; options of bench go before it")
+    parser.add_argument("target", type=_path, metavar="TARGET", help="path of a recipe; options of bench go before it")
     parser.add_argument("flags", nargs=argparse.REMAINDER, metavar="FLAG", help="flags for the recipe")
     parser.set_defaults(run=_run_bench)
 
@@ -156,8 +164,8 @@ def _add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument(
         "--device", default="cpu", help="device to train on: cpu, cuda or cuda:N (default: %(default)s)"
     )
-    parser.add_argument("--recipe", type=Path, metavar="PATH", help="recipe to train instead of the built-in model")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the deviations to this file as JSON")
+    parser.add_argument("--recipe", type=_path, metavar="PATH", help="recipe to train instead of the built-in model")
+    parser.add_argument("--output", type=_path, metavar="FILE", help="write the deviations to this file as JSON")
     parser.add_argument("flags", nargs="*", metavar="FLAG", help="flags for the recipe, after --")
     parser.set_defaults(run=_run_verify)
 
