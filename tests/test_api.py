@@ -69,7 +69,18 @@ def test_public_verbs_are_documented(name: str) -> None:
 def test_import_brings_no_engine_along() -> None:
     code = "import sys, torch; before = set(sys.modules); from unitrain import *; from unitrain import backend"
     modules = set(python("-c", f"{code}; backend.backend_names(); print(*set(sys.modules) - before)").stdout.split())
-    unwanted = {"horovod", "mpi4py", "torchvision", "sklearn", "scipy", "tensorboard", "torchmetrics", "tqdm", "rich"}
+    unwanted = {
+        "horovod",
+        "mpi4py",
+        "fsspec",
+        "torchvision",
+        "sklearn",
+        "scipy",
+        "tensorboard",
+        "torchmetrics",
+        "tqdm",
+        "rich",
+    }
     assert not {module.split(".")[0] for module in modules} & unwanted
     # Backends are imported, for their settings; what they communicate with is not.
     assert not {module for module in modules if module.startswith("unitrain.recipes")}

@@ -117,7 +117,7 @@ class Run:
         return sorted({name.partition("/")[0] for name in objects(self.url) if "/" in name}, reverse=True)
 
 
-@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize(("url", "background"), [("s3", True), ("memory", False)], indirect=["url"])
 def test_a_run_is_saved_kept_and_resumed(strategy: Strategy, url: str, background: bool) -> None:
     run = Run(strategy, url, background=background)
     assert not run.checkpoint.resume()
@@ -144,7 +144,7 @@ def test_a_run_is_saved_kept_and_resumed(strategy: Strategy, url: str, backgroun
 
 def test_a_step_that_is_saved_again_is_whole_at_every_moment(strategy: Strategy, url: str) -> None:
     run = Run(strategy, url).save(1, 2)
-    run.save(2)
+    assert run.checkpoint.save_now() == f"{url}/step-0000000002.2"
     assert run.folders == ["step-0000000002.2", "step-0000000001"]
     for name in ("_run.pt", "model.pt", "notes.pt", MANIFEST):
         put(f"{url}/step-0000000002.3/{name}", get(f"{url}/step-0000000002.2/{name}"))

@@ -311,16 +311,18 @@ class Checkpoint:
             loaded = metric_states.check(metrics, parts.get(METRICS), ranks.world_size, force=force)
             if changed and ranks.is_main:
                 print_stderr(f"unitrain: resuming with other settings: {'; '.join(changed)}")
-            self._unclaimed = None
-            if opened is not None:
-                self._best = saved.best_beside(opened, self._folder)
-                if path is None:
-                    self._folder.point_to_best(self._best)  # a kill may have come before this
+            ranks.on_main(lambda: self._continue_from(opened, is_newest=path is None))
             self._apply(parts, opened)
             if METRICS in parts:
                 source = opened.parts[METRICS] if opened is not None else None
                 metric_states.load(ranks, metrics, loaded, parts[METRICS], source)
         return True
+
+    def _continue_from(self, opened: Saved | None, *, is_newest: bool) -> None:
+        self._unclaimed = None
+        self._best = None if opened is None else saved.best_beside(opened, self._folder)
+        if is_newest:
+            self._folder.point_to_best(self._best)  # a kill may have come before this
 
     def _apply(self, parts: dict[str, Any], opened: Saved | None) -> None:
         """Load the state. Collective.

@@ -12,7 +12,6 @@ import tempfile
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +39,13 @@ class RemoteFolder:
     def __init__(self, url: str) -> None:
         self._url = url.rstrip("/")
         self._lease: Lease | None = None
+        self._connected: RemoteFiles | None = None
 
-    @cached_property
+    @property
     def _files(self) -> RemoteFiles:
-        return RemoteFiles(self._url)  # on rank 0 only: others need no library, no credentials and no connection
+        if self._connected is None:  # on rank 0 only: others need no library, no credentials and no connection
+            self._connected = RemoteFiles(self._url)
+        return self._connected
 
     def __str__(self) -> str:
         return self._url
@@ -121,8 +123,8 @@ class RemoteFolder:
 
     def point_to_best(self, step: int | None) -> None:
         """See ``Folder.point_to_best``: a text file names the folder."""
-        name = None if step is None else self._complete().get(step)
         try:
+            name = None if step is None else self._complete().get(step)
             with suppress(FileNotFoundError):
                 found = self._files.read(storage.BEST)
                 if name is not None and found == name.encode():
