@@ -23,6 +23,7 @@ from unitrain import CheckpointError, Strategy, UsageError
 from unitrain.checkpoint import Checkpoint
 from unitrain.checkpoint.manifest import NAME as MANIFEST
 from unitrain.checkpoint.remote import RemoteFolder
+from unitrain.checkpoint.remote_files import RemoteFiles
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -153,6 +154,53 @@ def test_a_step_that_is_saved_again_is_whole_at_every_moment(strategy: Strategy,
     assert run.folders == ["step-0000000002.3", "step-0000000002.2", "step-0000000001"]
     assert run.save(3).folders == ["step-0000000003", "step-0000000002.3"]
     assert run.resumed() == 3
+
+
+class Killed(BaseException):
+    """Ends a save in its midst, and nothing is done after it."""
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_kill_at_any_moment_leaves_the_old_or_the_new_one(
+    strategy: Strategy, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    """Another step, or the same again."""
+    newest: list[int] = []
+    survived = False
+    while not survived:
+        run = Run(strategy, f"memory://{uuid4().hex}", keep=1).save(1, best=True)
+        left = len(newest)
+
+        def dying(real: Callable[..., None]) -> Callable[..., None]:
+            def call(*arguments: Any, **keywords: Any) -> None:
+                nonlocal left
+                if left == 0:
+                    raise Killed
+                left -= 1
+                real(*arguments, **keywords)
+
+            return call
+
+        with monkeypatch.context() as patched:
+            for name in ("write", "upload", "remove"):
+                patched.setattr(RemoteFiles, name, dying(getattr(RemoteFiles, name)))
+            try:
+                run.save(step, best=True)
+                survived = True
+            except Killed:
+                pass
+        run.checkpoint.close()
+        again = Run(strategy, run.url, keep=1)
+        newest.append(again.resumed())
+        assert again.resumed("best") == newest[-1]
+        best = get(f"{run.url}/best").decode()
+        assert best.startswith(f"step-{newest[-1]:010d}")
+        assert f"{best}/{MANIFEST}" in objects(run.url)
+        assert again.save(3).folders == ["step-0000000003", best]
+        again.checkpoint.close()
+    assert newest == sorted(newest)
+    assert len(newest) > 8
+    assert (newest[0], newest[-1]) == (1, step)
 
 
 def test_an_upload_that_was_cut_is_no_checkpoint_and_makes_room(strategy: Strategy, url: str) -> None:
