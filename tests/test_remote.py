@@ -374,11 +374,19 @@ def test_a_bucket_that_is_missing_is_named_and_not_made(strategy: Strategy, serv
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small file system")
-def test_a_small_disk_for_temporary_files_is_named_at_the_start(strategy: Strategy, temporary: Path) -> None:
+def test_a_small_disk_for_temporary_files_is_named(strategy: Strategy, temporary: Path) -> None:
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(temporary)], check=True)
     try:
         said = rf"temporary files in {temporary}, and needs at least \d+ bytes there, but \d+ bytes are free\..* TMPDIR"
         with pytest.raises(CheckpointError, match=said):
             strategy.checkpoint("memory://small", model=nn.Linear(1000, 1000))
+        with pytest.raises(
+            CheckpointError, match=rf"large\.pt could not be written: No space left in {temporary}, for"
+        ):
+            strategy.save(torch.zeros(10**6), "memory://small/large.pt")
+        run = Run(strategy, f"memory://{uuid4().hex}")
+        run.notes["large"] = torch.zeros(10**6)
+        with pytest.raises(CheckpointError, match=rf"step-0+1 could not be written: No space left in {temporary}, for"):
+            run.save(1)
     finally:
         subprocess.run(["umount", str(temporary)], check=True)

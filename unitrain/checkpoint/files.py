@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -14,6 +15,7 @@ from torch import nn
 
 from unitrain.checkpoint.mapped import MappedFiles
 from unitrain.checkpoint.reading import reason
+from unitrain.checkpoint.storage import write_part
 from unitrain.communicator import Communicator
 from unitrain.errors import CheckpointError, UnitrainError, UsageError
 from unitrain.training import batch_norm
@@ -103,9 +105,13 @@ def _write(value: Any, place: Path | str) -> None:
         _write_file(value, place)
         return
     remote, name = _remote(place)
-    with tempfile.TemporaryDirectory(prefix="unitrain-") as temporary:
-        _write_file(value, Path(temporary, name))
-        remote.upload(Path(temporary, name), name)
+    with tempfile.TemporaryDirectory(prefix="unitrain-") as temporary, ThreadPoolExecutor(1) as threads:
+        file = Path(temporary, "file")
+        try:
+            write_part(file, value, threads)
+        except OSError as error:
+            raise CheckpointError(f"{place} could not be written: {remote.reason(error)}") from error
+        remote.upload(file, name)
 
 
 def _remote(url: str) -> tuple[RemoteFiles, str]:

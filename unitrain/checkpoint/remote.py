@@ -91,8 +91,8 @@ class RemoteFolder:
         except CheckpointError:
             raise
         except Exception as error:  # pickling may raise any exception
-            where = self._files.name(name)
-            raise CheckpointError(f"checkpoint {where} could not be written: {reason(error)}") from error
+            why = self._files.reason(error) if isinstance(error, OSError) else reason(error)
+            raise CheckpointError(f"checkpoint {self._files.name(name)} could not be written: {why}") from error
         if before is not None:
             self._remove(before)
 

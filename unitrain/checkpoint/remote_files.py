@@ -5,7 +5,9 @@ An object is replaced at once and as a whole, also by an upload in several parts
 
 from __future__ import annotations
 
+import errno
 import re
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -119,9 +121,13 @@ class RemoteFiles:
         except Exception as error:  # each library has exceptions of its own
             if isinstance(error, passes or CheckpointError):
                 raise
-            raise CheckpointError(f"{self.name(name)} {what}: {self._reason(error)}") from error
+            raise CheckpointError(f"{self.name(name)} {what}: {self.reason(error)}") from error
 
-    def _reason(self, error: Exception) -> str:
+    def reason(self, error: Exception) -> str:
+        """Return why a file could not be copied or used, and what to do."""
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            folder = tempfile.gettempdir()
+            return f"No space left in {folder}, for temporary files. Free some, or set TMPDIR to a folder elsewhere."
         said = f"{type(error).__name__}: {error}".rstrip(".: ")
         if not isinstance(error, PermissionError) and not _ABOUT_CREDENTIALS.search(said):
             return f"{said}."
