@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from torch import nn
 
 import unitrain
 from unitrain import CheckpointError, Strategy, UsageError
-from unitrain.checkpoint import Checkpoint
+from unitrain.checkpoint import Checkpoint, remote
 from unitrain.checkpoint.manifest import NAME as MANIFEST
 from unitrain.checkpoint.remote import RemoteFolder
 from unitrain.checkpoint.remote_files import RemoteFiles
@@ -354,7 +355,7 @@ def test_credentials_that_are_missing_or_wrong_are_named(
     said = r"\. Check the credentials \(AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, ~/\.aws, or the role"
     server.request("POST", "/moto-api/reset-auth", b"0")
     try:
-        with pytest.raises(CheckpointError, match=rf"{s3}/\.lock could not be .*PermissionError: .*{said}"):
+        with pytest.raises(CheckpointError, match=rf"{s3} can't be listed: PermissionError: .*{said}"):
             strategy.checkpoint(s3, model=nn.Linear(1, 1))
     finally:
         server.request("POST", "/moto-api/reset-auth", b"inf")
@@ -371,6 +372,22 @@ def test_a_bucket_that_is_missing_is_named_and_not_made(strategy: Strategy, serv
     with pytest.raises(CheckpointError, match=said):
         strategy.checkpoint("s3://mybuckte/run", model=nn.Linear(1, 1))
     assert b"mybuckte" not in server.request("GET", "/")
+
+
+def test_a_server_that_does_not_answer_is_named_while_it_is_tried_again(
+    strategy: Strategy,
+    server: S3Server,
+    s3: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(remote, "SILENT_S", 0.5)
+    server.pause()
+    going_on = threading.Timer(1.5, server.go_on)
+    going_on.start()
+    Run(strategy, s3)
+    going_on.join()
+    assert f"unitrain: {s3} has not answered for 0.5 s. It is tried again before" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small file system")

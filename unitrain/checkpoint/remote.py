@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import shutil
 import tempfile
+import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -26,6 +27,8 @@ from unitrain.checkpoint.remote_files import RemoteFiles
 from unitrain.errors import CheckpointError
 from unitrain.process import print_stderr
 
+SILENT_S = 5.0
+"""Libraries try for minutes to reach a server that does not answer, and say nothing meanwhile."""
 _FOLDER = re.compile(r"step-(\d{10})(?:\.(\d+))?")
 
 
@@ -54,6 +57,14 @@ class RemoteFolder:
         """See ``Folder.claim``."""
         files = self._files
         _check_space(needed, f"checkpoints can't be written to {self}")
+        said = f"unitrain: {self} has not answered for {SILENT_S:g} s. It is tried again before this is an error."
+        silence = threading.Timer(SILENT_S, lambda: print_stderr(said))
+        silence.daemon = True
+        silence.start()
+        try:
+            files.names()
+        finally:
+            silence.cancel()
         self._lease = Lease(files)
 
     def check(self) -> None:
