@@ -323,8 +323,9 @@ def test_single_files(strategy: Strategy, url: str) -> None:
     put(f"{url}/text.pt", b"hello")
     with pytest.raises(CheckpointError, match=rf"{url}/text\.pt could not be read: "):
         strategy.load(f"{url}/text.pt")
-    with pytest.raises(UsageError, match=r"is the URL of a folder: name a file in it"):
-        strategy.save(1, f"{url}/")
+    for folder in (f"{url}/", "s3://bucket"):
+        with pytest.raises(UsageError, match=rf"{folder} is the URL of a folder: name a file in it, such as .*/model"):
+            strategy.save(1, folder)
     assert objects(url) == ["last.pt", "text.pt"]
 
 

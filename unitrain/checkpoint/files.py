@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,7 @@ from unitrain.checkpoint.mapped import MappedFiles
 from unitrain.checkpoint.reading import reason
 from unitrain.checkpoint.storage import write_part
 from unitrain.communicator import Communicator
-from unitrain.errors import CheckpointError, UnitrainError, UsageError
+from unitrain.errors import CheckpointError, UsageError
 from unitrain.training import batch_norm
 from unitrain.training.prepared import PreparedModules
 from unitrain.training.streaming import outline, receive
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 def save(communicator: Communicator, prepared: PreparedModules, value: Any, path: str | Path) -> None:
     """See ``Strategy.save``."""
-    place = parsed(path)
+    place = _file_at(path)
     modules = list(_modules(value))
     if len(set(communicator.all_gather_object(len(modules)))) > 1:
         raise UsageError("save() got modules on some ranks only: pass the same objects on every rank.")
@@ -39,7 +40,7 @@ def save(communicator: Communicator, prepared: PreparedModules, value: Any, path
     def write() -> None:
         try:
             _write(_states(prepared, value), place)
-        except UnitrainError:
+        except CheckpointError:
             raise
         except Exception as error:  # pickling may raise any exception
             raise CheckpointError(f"{path} could not be written: {reason(error)}") from error
@@ -49,7 +50,7 @@ def save(communicator: Communicator, prepared: PreparedModules, value: Any, path
 
 def load(communicator: Communicator, path: str | Path) -> Any:
     """See ``Strategy.load``."""
-    place = parsed(path)
+    place = _file_at(path)
     files, value = MappedFiles(), None
 
     def read() -> Any:
@@ -58,7 +59,7 @@ def load(communicator: Communicator, path: str | Path) -> Any:
             value = _read(place, files)
         except FileNotFoundError as error:
             raise CheckpointError(f"{path} does not exist.") from error
-        except UnitrainError:
+        except CheckpointError:
             raise
         except Exception as error:  # torch.load raises many kinds of exceptions for a broken file
             raise CheckpointError(f"{path} could not be read: {reason(error)}") from error
@@ -90,6 +91,13 @@ def _states(prepared: PreparedModules, value: Any) -> Any:
     return value
 
 
+def _file_at(path: str | Path) -> Path | str:
+    place = parsed(path)
+    if isinstance(place, str) and re.fullmatch(r".*(/|://[^/]*)", place):
+        raise UsageError(f"{path} is the URL of a folder: name a file in it, such as {place.rstrip('/')}/model.pt.")
+    return place
+
+
 def _read(place: Path | str, files: MappedFiles) -> Any:
     if isinstance(place, Path):
         return files.load(place)
@@ -115,12 +123,10 @@ def _write(value: Any, place: Path | str) -> None:
 
 
 def _remote(url: str) -> tuple[RemoteFiles, str]:
-    """Return the files of the folder of a URL, and the name in it."""
+    """Return the files of the folder that the URL of a file names, and the file's name."""
     from unitrain.checkpoint.remote_files import RemoteFiles  # and fsspec
 
     folder, _, name = url.rpartition("/")
-    if not name or folder.endswith(":/"):
-        raise UsageError(f"{url} is the URL of a folder: name a file in it, such as {url.rstrip('/')}/model.pt.")
     return RemoteFiles(folder), name
 
 
