@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import builtins
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, final, overload
 
@@ -29,6 +29,7 @@ from unitrain.metrics.meter import Meter
 from unitrain.metrics.throughput import Throughput
 from unitrain.pulse import CLOSING
 from unitrain.training import batch_norm, preparation
+from unitrain.training.averaging import EMA
 from unitrain.training.in_sync import check_in_sync
 from unitrain.training.loop import TrainingLoop
 from unitrain.training.loss import Weight
@@ -203,6 +204,28 @@ class Strategy:
         """Number of optimizer steps of the run so far, including those before it was resumed."""
         return self._step.global_step
 
+    def ema(self, model: nn.Module, decay: float = 0.999) -> EMA:
+        """Return an exponential moving average of a prepared model's weights, updated after each optimizer step.
+
+        Pass it to ``evaluation`` to evaluate the model with the averaged weights, to ``checkpoint`` to save and resume
+        it, and to ``export`` or ``save`` for the averaged model.
+
+        Args:
+            model: the model, as ``prepare`` returned it.
+            decay: share of the average that a step keeps; the rest comes from the new weights.
+
+        Raises:
+            UsageError: the model was not prepared, its weights can't be averaged, or ``decay`` is not in [0, 1).
+
+        Example:
+            >>> ema = strategy.ema(model, decay=0.999)
+            >>> with strategy.evaluation(ema):
+            ...     logits = model(images)
+        """
+        average = EMA(self._prepared, model, decay)
+        self._step.extend(average.follow)
+        return average
+
     @property
     def training_step(self) -> TrainingStep:
         """The object behind ``step``, ``backward`` and ``update``, for tools that measure it."""
@@ -213,22 +236,24 @@ class Strategy:
         """Context manager for evaluation: eval mode, no gradients, BatchNorm the same on all ranks. Collective.
 
         Running statistics of layers that are not synchronised are averaged over the ranks first. Every layer's
-        training mode is restored at the end.
+        training mode is restored at the end. For an EMA, its model is evaluated with the averaged weights.
         """
         if not modules:
             raise UsageError("evaluation() needs the model or models to evaluate: strategy.evaluation(model).")
-        modes = [(layer, layer.training) for module in modules for layer in module.modules()]
-        batch_norm.average_statistics(modules, self._communicator)
-        outer, self._loop.evaluating = self._loop.evaluating, True
-        try:
-            for module in modules:
-                module.eval()
-            with torch.no_grad():
-                yield
-        finally:
-            self._loop.evaluating = outer
-            for layer, training in modes:
-                layer.training = training
+        with ExitStack() as swaps:
+            modules = tuple(swaps.enter_context(one.swapped()) if isinstance(one, EMA) else one for one in modules)
+            modes = [(layer, layer.training) for module in modules for layer in module.modules()]
+            batch_norm.average_statistics(modules, self._communicator)
+            outer, self._loop.evaluating = self._loop.evaluating, True
+            try:
+                for module in modules:
+                    module.eval()
+                with torch.no_grad():
+                    yield
+            finally:
+                self._loop.evaluating = outer
+                for layer, training in modes:
+                    layer.training = training
 
     # ---------------------------------------------------------------------------------------- data and measurement
 
@@ -480,7 +505,13 @@ class Strategy:
         return self._prepared.unwrap(module)
 
     def export(self, module: nn.Module) -> nn.Module:
-        """Return a plain copy on the CPU in eval mode, without wrappers, hooks or synchronised BatchNorm."""
+        """Return a plain copy on the CPU in eval mode, without wrappers, hooks or synchronised BatchNorm.
+
+        Of an EMA, it is a copy of its model with the averaged weights.
+        """
+        if isinstance(module, EMA):
+            with module.swapped() as averaged:
+                return self.export(averaged)
         return preparation.export(self._prepared.unwrap(module))
 
     # -------------------------------------------------------------------------------------------------- life time

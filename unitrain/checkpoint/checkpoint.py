@@ -149,7 +149,7 @@ class Checkpoint:
         self._epoch_end = epoch_end.remember(self._objects, self._state, self._step.global_step)
 
     def _save(self, *, best: bool = False, ended: EpochEnd | None = None) -> None:
-        with self._communicator.pulse.within("checkpoint.save"):
+        with self._communicator.pulse.within("checkpoint.save"), self._prepared.training_weights():
             self.wait()
             modules = self._modules()
             batch_norm.average_statistics(list(modules.values()), self._communicator)
@@ -293,7 +293,7 @@ class Checkpoint:
                 return None
             return opened.manifest.model_dump(), outline(opened.parts)
 
-        with ranks.pulse.within("checkpoint.resume"):
+        with ranks.pulse.within("checkpoint.resume"), self._prepared.training_weights():
             found = ranks.on_main(open_newest)
             if found is None:
                 return False

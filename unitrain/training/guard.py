@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from unitrain.errors import UsageError
+
+OptimizerStep = Callable[[Optimizer, Iterable[Parameter], list[Tensor], Sequence[Tensor]], tuple[bool, Tensor | None]]
+"""What ``GuardedStep`` does: its arguments, and what it returns."""
 
 
 class GuardedStep:

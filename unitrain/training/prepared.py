@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, MutableMapping
+from contextlib import contextmanager
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -11,17 +13,28 @@ from torch.nn import Parameter
 from unitrain.errors import UsageError
 
 
+class Exchange(Protocol):
+    """Has exchanged the weights of a module for others."""
+
+    def exchange(self) -> None:
+        """Exchange them again."""
+
+
 class PreparedModules:
     """Records the modules that a strategy has prepared, and their parameters.
 
     Args:
         distributed: whether there are several processes.
+
+    Attributes:
+        swapped: the modules that don't have the weights of training now, and what has those.
     """
 
     def __init__(self, *, distributed: bool) -> None:
         self._distributed = distributed
         self._originals: MutableMapping[nn.Module, nn.Module] = {}
         self._names: dict[Parameter, str] = {}
+        self.swapped: dict[nn.Module, Exchange] = {}
 
     def add_names(self, module: nn.Module) -> None:
         """Record the names of a module's parameters."""
@@ -47,6 +60,20 @@ class PreparedModules:
             if inner is module:
                 return module
             module = inner
+
+    @contextmanager
+    def training_weights(self) -> Iterator[None]:
+        """Context manager in which all modules have the weights of training."""
+        swapped = dict(self.swapped)
+        self.swapped.clear()
+        for one in swapped.values():
+            one.exchange()
+        try:
+            yield
+        finally:
+            for one in swapped.values():
+                one.exchange()
+            self.swapped.update(swapped)
 
     def has(self, parameter: Parameter) -> bool:
         """Return whether a parameter belongs to a prepared module."""

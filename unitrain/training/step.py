@@ -31,7 +31,7 @@ from unitrain.training.batches import OpenBatches
 from unitrain.training.buffers import BufferSync
 from unitrain.training.copies import CopyCheck
 from unitrain.training.direct_steps import DirectStepCheck
-from unitrain.training.guard import GuardedStep
+from unitrain.training.guard import GuardedStep, OptimizerStep
 from unitrain.training.in_sync import check_in_sync
 from unitrain.training.local_gradients import LocalGradients
 from unitrain.training.loss import GradientScales, Weight, checked, refuse_reentrant_checkpointing
@@ -113,7 +113,7 @@ class TrainingStep:
         self._windows: dict[Optimizer, Window] = {}
         self._scales = GradientScales(scaler)
         self._on_host = communicator.device.type == "cpu"
-        self._guarded_step = GuardedStep(
+        self._guarded_step: OptimizerStep = GuardedStep(
             communicator.device, config.clip_norm, config.clip_value, measure_norm=config.grad_norm
         )
         self._copies = CopyCheck(communicator)
@@ -141,6 +141,10 @@ class TrainingStep:
     def observe(self, observer: StepObserver) -> None:
         """Notify an observer of every call from now on."""
         self._observers.append(observer)
+
+    def extend(self, extended: Callable[[OptimizerStep], OptimizerStep]) -> None:
+        """Replace what steps an optimizer by what ``extended`` makes of it, to do something before or after."""
+        self._guarded_step = extended(self._guarded_step)
 
     def register(self, optimizer: Optimizer) -> None:
         """Record an optimizer: a backward without one computes the gradients of all recorded ones."""
