@@ -30,6 +30,7 @@ from unitrain.metrics.throughput import Throughput
 from unitrain.pulse import CLOSING
 from unitrain.training import batch_norm, preparation
 from unitrain.training.averaging import EMA
+from unitrain.training.early_stopping import EarlyStopping, Mode
 from unitrain.training.in_sync import check_in_sync
 from unitrain.training.loop import TrainingLoop
 from unitrain.training.loss import Weight
@@ -225,6 +226,25 @@ class Strategy:
         average = EMA(self._prepared, model, decay)
         self._step.extend(average.follow)
         return average
+
+    def early_stopping(self, mode: Mode = "max", patience: int = 5, min_delta: float = 0.0) -> EarlyStopping:
+        """Return an object that decides, alike on all ranks, when a metric has stopped improving.
+
+        Args:
+            mode: whether the metric is to become as large (``max``) or as small (``min``) as possible.
+            patience: number of evaluations in a row without an improvement after which to stop.
+            min_delta: an improvement is a difference from the best value of more than this.
+
+        Raises:
+            UsageError: an argument is out of range.
+
+        Example:
+            >>> stopping = strategy.early_stopping(mode="max", patience=5)
+            >>> improved = stopping.update(accuracy.value())
+            >>> if stopping.should_stop:
+            ...     break
+        """
+        return EarlyStopping(self._communicator, mode, patience, min_delta)
 
     @property
     def training_step(self) -> TrainingStep:
