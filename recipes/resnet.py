@@ -119,7 +119,7 @@ def main() -> None:
     optimizer = torch.optim.SGD(trained, rate.peak, settings.momentum, weight_decay=settings.weight_decay, fused=True)
     model, optimizer, scheduler = strategy.prepare(model, optimizer, rate.scheduler(optimizer))
 
-    folder = RunFolder(strategy, settings.output_dir, "resnet")
+    folder = RunFolder(strategy, settings.output_dir, "resnet", settings.tracker)
     summarise(strategy, settings.batch_size)
     strategy.print(
         f"{settings.model} on {settings.data}: {len(data.train)} images for training, {len(data.validation)} for "

@@ -5,25 +5,26 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from torch.utils.tensorboard import SummaryWriter
-
 from unitrain import ConfigError, Section, Strategy, dump_yaml
 from unitrain.recipes.profiling import Profile
+from unitrain.tracking import TrackerName, Trackers
 from unitrain.url import is_url
 
 
 class RunFolder:
-    """The folder of a run: settings, metrics and TensorBoard events. Collective: create it on all ranks.
+    """The folder of a run: settings and metrics, which trackers get as well. Collective: create it on all ranks.
 
     Args:
         strategy: the strategy of this run; its rank 0 creates the folder and writes to it.
         path: the folder; None creates a new one, ``runs/NAME-TIME-N``.
         name: the recipe's name.
+        trackers: names of trackers; TensorBoard writes to the folder itself.
 
     Attributes:
         path: the folder, the same on all ranks.
@@ -32,20 +33,27 @@ class RunFolder:
         ConfigError: the folder can't be created or written to. Raised on all ranks.
     """
 
-    def __init__(self, strategy: Strategy, path: Path | None, name: str) -> None:
+    def __init__(
+        self, strategy: Strategy, path: Path | None, name: str, trackers: Sequence[TrackerName] = ("tensorboard",)
+    ) -> None:
         self._strategy = strategy
+        self._names = trackers
         self.path: Path = Path(strategy.on_main(lambda: str(_made(path, name))))
-        self._writer = SummaryWriter(str(self.path)) if strategy.is_main else None
+        self._trackers: Trackers | None = None
         self._profile: Profile | None = None
 
     def begin(self, settings: Section, step: int) -> None:
-        """Write ``config.yaml``, for ``--config``, and remove the metrics of later steps than ``step``.
+        """Write ``config.yaml``, for ``--config``, remove metrics of later steps than ``step``, and start the trackers.
+
+        Collective.
 
         Args:
             settings: all of the recipe's settings.
             step: the last step before the run was resumed; 0 for a new run.
         """
-        if self._writer is None:
+        self._trackers = self._strategy.trackers(self._names, self.path)
+        self._trackers.log_settings(settings.model_dump(mode="json"))
+        if not self._strategy.is_main:
             return
         (self.path / "config.yaml").write_text(dump_yaml(settings), encoding="utf-8")
         file = self.path / "metrics.jsonl"
@@ -61,13 +69,13 @@ class RunFolder:
         rewritten.replace(file)  # a crash leaves the old metrics or the new ones
 
     def add(self, metrics: dict[str, Any]) -> None:
-        """Append a line to ``metrics.jsonl``, and log the floats to TensorBoard, by the optimizer step ``step``.
+        """Append a line to ``metrics.jsonl``, and log the floats to the trackers, by the optimizer step ``step``.
 
         The line includes the backend, launcher and world size, which may change when a run is resumed.
         """
-        if self._writer is None:
-            return
         strategy = self._strategy
+        if not strategy.is_main:
+            return
         where = {
             "backend": strategy.config.backend,
             "launcher": strategy.launch.launcher,
@@ -75,10 +83,9 @@ class RunFolder:
         }
         with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps({**metrics, **where}) + "\n")
-        for name, value in metrics.items():
-            if isinstance(value, float):
-                self._writer.add_scalar(name, value, metrics["step"])
-        self._writer.flush()
+        if self._trackers is not None:
+            floats = {name: value for name, value in metrics.items() if isinstance(value, float)}
+            self._trackers.log(floats, metrics["step"])
 
     def profile(self, wanted: bool) -> Profile:
         """Return a profiler of a few steps of each rank. It does nothing unless ``wanted``."""
@@ -86,11 +93,11 @@ class RunFolder:
         return self._profile
 
     def close(self) -> None:
-        """Close the profiler and TensorBoard's writer."""
+        """Close the profiler and the trackers."""
         if self._profile is not None:
             self._profile.close()
-        if self._writer is not None:
-            self._writer.close()
+        if self._trackers is not None:
+            self._trackers.close()
 
 
 def _up_to(step: int, metrics: bytes) -> tuple[bytes, list[int]]:

@@ -11,6 +11,7 @@ from pydantic import Field
 import unitrain
 from unitrain import Section
 from unitrain.recipes.learning_rate import LearningRate, Scaling, Schedule
+from unitrain.tracking import TrackerName
 
 
 class TrainingSettings(Section):
@@ -19,9 +20,10 @@ class TrainingSettings(Section):
     A recipe derives its own from it, adds fields, and gives other defaults.
     """
 
-    MAY_CHANGE: ClassVar[frozenset[str]] = frozenset(
-        {"strategy", "output_dir", "workers", "max_steps", "checkpoint_every", "keep", "resume", "force", "profile"}
-    )
+    MAY_CHANGE: ClassVar[frozenset[str]] = frozenset({
+        "strategy", "output_dir", "workers", "max_steps", "checkpoint_every", "keep", "resume", "force", "profile",
+        "tracker",
+    })  # fmt: skip
     """Settings that may be others when a run is resumed, because results don't depend on them."""
 
     epochs: Annotated[int, Field(ge=1)] = 20
@@ -56,6 +58,8 @@ class TrainingSettings(Section):
     """auto: from the newest checkpoint in output-dir, if any; never: from the beginning; or a checkpoint's PATH."""
     force: bool = False
     """Resume even if settings have changed since the checkpoint."""
+    tracker: tuple[TrackerName, ...] = ("tensorboard",)
+    """Trackers that get the metrics: tensorboard, wandb, mlflow, or several of them, as tensorboard,wandb."""
     profile: bool = False
     """Write a profiler trace of a few early steps to trace-rankN.json in output-dir."""
     strategy: unitrain.StrategyConfig = unitrain.StrategyConfig()

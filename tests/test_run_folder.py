@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import unitrain
 from unitrain import ConfigError, Section
@@ -75,3 +76,21 @@ def test_a_url_is_refused_and_no_folder_of_its_name_is_made(tmp_path: Path, monk
     ):
         RunFolder(strategy, Path("s3://bucket/run"), "test")
     assert not list(tmp_path.iterdir())
+
+
+def test_floats_are_sent_to_the_trackers(tmp_path: Path) -> None:
+    with unitrain.init(backend="single", device="cpu") as strategy:
+        run = RunFolder(strategy, tmp_path, "test")
+        run.begin(Settings(), 0)
+        for step in (1, 2):
+            run.add({"step": step, "loss": 1 / step})
+        run.close()
+    shown = EventAccumulator(str(tmp_path))
+    shown.Reload()
+    assert [(event.step, event.value) for event in shown.Scalars("loss")] == [(1, 1.0), (2, 0.5)]
+    assert shown.Tags()["scalars"] == ["loss"]
+    with unitrain.init(backend="single", device="cpu") as strategy:
+        run = RunFolder(strategy, tmp_path / "without", "test", trackers=())
+        run.begin(Settings(), 0)
+        run.close()
+    assert {path.name for path in (tmp_path / "without").iterdir()} == {"config.yaml", "metrics.jsonl"}

@@ -41,6 +41,7 @@ from unitrain.training.supported import check_scheduler
 
 if TYPE_CHECKING:
     from unitrain.data.progress import ProgressBar
+    from unitrain.tracking import Tracker, Trackers
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -306,6 +307,25 @@ class Strategy:
             self._step.observe(self._throughput)
             self._loop.observe(self._throughput)
         return self._throughput
+
+    def trackers(self, trackers: Sequence[str | Tracker], folder: str | Path, *, name: str | None = None) -> Trackers:
+        """Start trackers on rank 0, or continue their runs. Collective; call it after ``checkpoint.resume``.
+
+        Args:
+            trackers: ``tensorboard``, ``wandb``, ``mlflow``, or objects like ``unitrain.tracking.Tracker``.
+            folder: folder of the run's results.
+            name: name of the run; the folder's by default.
+
+        Raises:
+            ConfigError: a library is not installed, or a new run could not be started; on every rank.
+
+        Example:
+            >>> trackers = strategy.trackers(["tensorboard", "wandb"], "runs/a")
+            >>> trackers.log({"loss": losses.value()}, strategy.global_step)
+        """
+        from unitrain.tracking import Trackers  # few scripts need it
+
+        return Trackers(self._communicator, trackers, files.local(folder), name, self.global_step)
 
     def check_in_sync(self, module: nn.Module) -> None:
         """Check that a model's parameters and buffers have the same bits on all ranks. Collective.

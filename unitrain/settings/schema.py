@@ -133,7 +133,10 @@ def _phrase(schema: Mapping[str, Any]) -> str:
         return _alternatives(sorted(map(_phrase, schema["anyOf"]), key=lambda phrase: phrase != "null"))
     kind = schema.get("type", "")
     if kind == "array":
-        return f"a list (0,1 or [0, 1]), each {_phrase(schema.get('items', {}))}"
+        items = schema.get("items", {})
+        if choices := _choices(items):
+            return f"a list ({','.join(choices[:2])}), each {_alternatives(choices)}"
+        return f"a list (0,1 or [0, 1]), each {_phrase(items)}"
     if kind == "string" and "path" in schema.get("format", ""):
         return "a path"
     noun = _NOUNS.get(kind, "a value")

@@ -1,0 +1,7 @@
+"""Trackers: TensorBoard, Weights & Biases and MLflow behind one protocol, on rank 0 only."""
+
+from unitrain.tracking.libraries import TrackerName
+from unitrain.tracking.tracker import Tracker
+from unitrain.tracking.trackers import Trackers
+
+__all__ = ["Tracker", "TrackerName", "Trackers"]

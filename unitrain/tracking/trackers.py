@@ -1,0 +1,165 @@
+"""``Trackers``: what a script logs, in all of its trackers, on rank 0 and without waiting for them."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from unitrain.communicator import Communicator
+from unitrain.errors import ConfigError, UsageError
+from unitrain.process import print_stderr
+from unitrain.tracking import libraries
+from unitrain.tracking.tracker import Run, Tracker
+
+_IDS = "trackers.json"
+_CLOSE_S = 20.0  # in which the other ranks wait
+
+
+class Trackers:
+    """Logs to several trackers. Made by ``strategy.trackers``.
+
+    Each tracker works in a thread of its own, on rank 0. If it fails, a message says so once, and training goes on.
+
+    Args:
+        communicator: the communicator of this process.
+        trackers: names of trackers, or objects with the methods of ``Tracker``.
+        folder: folder of the run's results. The ids of its runs are kept in it.
+        name: name of the run; the folder's by default.
+        step: the last step before the run was resumed; 0 for a new run.
+
+    Raises:
+        ConfigError: a tracker's library is not installed, or it could not be started; on every rank.
+    """
+
+    def __init__(
+        self, communicator: Communicator, trackers: Sequence[str | Tracker], folder: Path, name: str | None, step: int
+    ) -> None:
+        self._workers: list[_Worker] = []
+        self._closed = False
+        if isinstance(trackers, str):
+            raise UsageError(f"trackers() takes a list: [{trackers!r}].")
+        with communicator.pulse.within("starting the trackers"):
+            communicator.on_main(lambda: self._start(trackers, folder, name or folder.resolve().name, max(step, 0)))
+        if self._workers:
+            atexit.register(self._close, completed=False)
+
+    def _start(self, trackers: Sequence[str | Tracker], folder: Path, name: str, step: int) -> None:
+        for one in trackers:
+            if isinstance(one, str):
+                libraries.check_installed(one)
+        ids = _read_ids(folder) if step else {}
+        for one in trackers:
+            if not isinstance(one, str):
+                self._workers.append(_Worker(type(one).__name__, one))
+                continue
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                started = libraries.start(one, Run(folder, name, step, ids.get(one)))
+            except Exception as error:  # the libraries', urllib3's, the file system's
+                self._could_not_start(one, error, resumed=step > 0)
+                continue
+            self._workers.append(_Worker(one, started))
+            if started.id is not None:
+                ids[one] = started.id
+                (folder / _IDS).write_text(json.dumps(ids), encoding="utf-8")
+
+    def _could_not_start(self, name: str, error: Exception, *, resumed: bool) -> None:
+        reason = f"the tracker {name} could not be started: {type(error).__name__}: {error}"
+        if not resumed:
+            self._close(completed=False)
+            raise ConfigError(f"{reason}. Correct its settings, or start without it.") from error
+        # A job that was restarted at night must not end for want of a server.
+        print_stderr(f"unitrain: {reason}. The run is resumed without it.")
+
+    def log_settings(self, settings: Mapping[str, Any]) -> None:
+        """Log the run's settings: plain data, in nested dicts. Does nothing on other ranks than 0."""
+        settings = dict(settings)
+        for worker in self._workers:
+            worker.submit(lambda tracker: tracker.log_settings(settings))
+
+    def log(self, metrics: Mapping[str, Tensor | float], step: int) -> None:
+        """Log metrics by the optimizer step, ``strategy.global_step``. Does nothing on other ranks than 0.
+
+        Raises:
+            UsageError: a metric is not a number, nor a tensor with one element. Reading one from a GPU waits for it.
+        """
+        if not self._workers:
+            return
+        numbers = {name: _number(name, value) for name, value in metrics.items()}
+        for worker in self._workers:
+            worker.submit(lambda tracker: tracker.log(numbers, step))
+
+    def close(self) -> None:
+        """Record that the run has ended, and wait for the trackers, up to 20 seconds. Further calls do nothing."""
+        self._close(completed=True)
+
+    def _close(self, *, completed: bool) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self._close)
+        for worker in self._workers:
+            worker.end(completed=completed)
+        for worker in self._workers:
+            worker.join()
+
+
+class _Worker:
+    """Calls a tracker in a thread, and reports its first failure."""
+
+    def __init__(self, name: str, tracker: Tracker) -> None:
+        self._name = name
+        self._tracker = tracker
+        self._calls: queue.SimpleQueue[Callable[[Tracker], None] | None] = queue.SimpleQueue()
+        self._failed = False
+        # A daemon: a call that hangs must not keep the process.
+        self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
+        self._thread.start()
+
+    def submit(self, call: Callable[[Tracker], None]) -> None:
+        """Call ``call`` with the tracker after all earlier calls."""
+        self._calls.put(call)
+
+    def end(self, *, completed: bool) -> None:
+        """Close the tracker after all earlier calls."""
+        self._calls.put(lambda tracker: tracker.close(completed=completed))
+        self._calls.put(None)
+
+    def join(self) -> None:
+        """Wait for the calls, and report it if they take too long."""
+        self._thread.join(_CLOSE_S)
+        if self._thread.is_alive():
+            self._report(f"had not recorded everything {_CLOSE_S:.0f} s after the end")
+
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None:
+            try:
+                call(self._tracker)
+            except Exception as error:  # whatever a library raises, training goes on
+                self._report(f"failed: {type(error).__name__}: {error}")
+
+    def _report(self, what: str) -> None:
+        if not self._failed:
+            self._failed = True
+            print_stderr(f"unitrain: the tracker {self._name} {what}. What it could not record is lost there.")
+
+
+def _read_ids(folder: Path) -> dict[str, str]:
+    try:
+        ids = json.loads((folder / _IDS).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return {str(name): str(value) for name, value in ids.items()} if isinstance(ids, dict) else {}
+
+
+def _number(name: str, value: object) -> float:
+    if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()):
+        return float(value)
+    raise UsageError(f"the metric {name} is a {type(value).__name__}: log numbers, and the rest with log_settings.")
