@@ -58,7 +58,7 @@ class _Worker:
 
     def __call__(self, worker: int) -> None:
         end_with_parent()
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, _ignore)
         if self._user_function is not None:
             self._user_function(worker)

@@ -16,12 +16,15 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Protocol, TypeGuard
 
 from unitrain.job.messages import StopReason
 from unitrain.process import exit_now, print_stdout
 from unitrain.pulse import Pulse
 
+Handler = Callable[[int, Any], object]
+"""A handler of a signal."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 # The terminal sends Ctrl-C to all processes, and launchers forward it: signals this close together are the same one.
 _SAME_SIGNAL_S = 1.0
@@ -31,8 +34,8 @@ _REQUEUE_S = 30.0
 class Stopped(SystemExit):
     """Raised on every rank, at the same step, when the run is stopped. If uncaught, the process exits with ``code``.
 
-    Codes: 143 for SIGTERM, 130 for SIGINT, 138 for SIGUSR1; 3 if a loss or gradient was not finite, with
-    ``on_nonfinite="stop"``.
+    Codes: 143 for SIGTERM, 130 for SIGINT, 138 for SIGUSR1, and 140 for SIGUSR2 under submitit, whose own code rank 0
+    exits with; 3 if a loss or gradient was not finite, with ``on_nonfinite="stop"``.
     """
 
 
@@ -156,10 +159,16 @@ class Stopping:
                 self._checkpoint.wait()  # raises the error, unless it was raised already
             return
         number = signal.Signals(reason.signal)
+        resubmit = self._signals.resubmit.get(number) if self._signals is not None else None
         where = f" and saved in {self._checkpoint.save_now()}" if self._checkpoint is not None else ""
         if self._is_main:
-            requeued = _requeue() if number == signal.SIGUSR1 else ""
+            requeued = _requeue() if number == signal.SIGUSR1 and resubmit is None else ""
             print_stdout(f"unitrain: stopped by {number.name} after step {self._pulse.step}{where}.{requeued}")
+        if resubmit is not None:
+            try:
+                resubmit(number, None)  # on rank 0 it requeues the job and exits
+            except SystemExit as end:
+                raise Stopped(end.code) from end
         raise Stopped(128 + number)
 
 
@@ -167,23 +176,32 @@ class StopSignals:
     """Calls ``request`` in a thread on SIGTERM, SIGINT and SIGUSR1. A second signal ends the process.
 
     The thread reads the interpreter's wake-up descriptor, since Python runs signal handlers only when the main thread
-    has returned from a collective. Handlers that the script has installed are left in place.
+    has returned from a collective. Handlers that the script has installed are left in place, except for submitit's.
+
+    submitit sends its jobs a signal (SIGUSR2, if not set otherwise) before their time limit, and when they are
+    preempted. Its handler requeues the job and ends the process wherever it is, so it must wait until the run is saved.
 
     Args:
         request: called with the number of the signal.
+
+    Attributes:
+        resubmit: submitit's handlers, by signal, which are called when the run has been saved.
     """
 
     def __init__(self, request: Callable[[int], None]) -> None:
         self._request = request
         self._replaced: dict[int, Any] = {}
         self._wakeup_before = -1
+        self.resubmit: dict[int, Handler] = {}
         if threading.current_thread() is not threading.main_thread():
             return  # only the main thread can set signal handlers
         own = [n for n in _SIGNALS if signal.getsignal(n) in (signal.SIG_DFL, signal.default_int_handler)]
+        handlers = {number: signal.getsignal(number) for number in (*_SIGNALS, signal.SIGUSR2)}
+        self.resubmit = {number: handler for number, handler in handlers.items() if _is_submitits(handler)}
         self._receiver, self._sender = socket.socketpair()
         self._sender.setblocking(False)
         self._wakeup_before = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
-        self._replaced = {number: signal.signal(number, _wake_up) for number in own}
+        self._replaced = {number: signal.signal(number, _wake_up) for number in (*own, *self.resubmit)}
         _set_up.add(self)
         self._thread = threading.Thread(target=self._listen, name="unitrain signals", daemon=True)
         self._thread.start()
@@ -233,6 +251,13 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 def _wake_up(number: int, frame: object) -> None:
     """Do nothing: the interpreter writes to its wake-up descriptor only if a handler is set."""
+
+
+def _is_submitits(handler: object) -> TypeGuard[Handler]:
+    """Return whether a signal handler is submitit's that requeues a job. Its others only log the signal."""
+    owner = type(getattr(handler, "__self__", None))
+    own = any(one.__module__.split(".")[0] == "submitit" for one in owner.__mro__)
+    return own and str(getattr(handler, "__name__", "")).startswith("checkpoint_and")
 
 
 def _requeue() -> str:
