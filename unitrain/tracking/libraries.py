@@ -59,8 +59,8 @@ class _TensorBoard:
     def __init__(self, run: Run) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # Steps that the run went back from are hidden.
-        self._writer = SummaryWriter(str(run.folder), purge_step=run.step + 1 if run.step else None)
+        # Later steps in the folder are hidden: the run went back from them, or began anew.
+        self._writer = SummaryWriter(str(run.folder), purge_step=run.step + 1 if run.step else 0)
         self.id: str | None = None
 
     def log_settings(self, settings: Mapping[str, Any]) -> None:
