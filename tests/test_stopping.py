@@ -26,17 +26,16 @@ class Job(submitit.helpers.Checkpointable):
         submitit.helpers.TorchDistributedEnvironment().export(set_cuda_visible_devices=False)
         import torch, unitrain
         strategy = unitrain.init(device="cpu", backend="ddp", timeout_s=60)
-        model = torch.nn.Linear(2, 1)
-        model, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        checkpoint = strategy.checkpoint(folder, model=model, optimizer=optimizer)
-        resumed = checkpoint.resume()
-        began = strategy.global_step
-        while strategy.global_step < (began + 2 if resumed else 10000):
-            strategy.step(model(torch.full((1, 2), strategy.rank + 1.0)).sum(), optimizer)
-            pathlib.Path("step").write_text(str(strategy.global_step))
-            time.sleep(0.02)
+        model = strategy.prepare(torch.nn.Linear(2, 1))
+        checkpoint = strategy.checkpoint(folder, model=model)
+        if not checkpoint.resume():
+            optimizer = strategy.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+            while True:
+                strategy.step(model(torch.full((1, 2), strategy.rank + 1.0)).sum(), optimizer)
+                pathlib.Path("step").write_text(str(strategy.global_step))
+                time.sleep(0.02)
         strategy.close()
-        return began, strategy.global_step
+        return strategy.global_step
 
 executor = submitit.LocalExecutor("logs")
 executor.update_parameters(tasks_per_node=2, timeout_min=5)
@@ -60,7 +59,7 @@ def test_a_job_of_submitit_is_saved_and_then_requeued(tmp_path: Path) -> None:
     assert job.code == 0, job.output + logs
     [(step, folder)] = re.findall(r"unitrain: stopped by SIGUSR2 after step (\d+) and saved in (\S+)\.", logs)
     assert folder.endswith(f"step-{int(step):010d}")
-    assert job.stdout.splitlines()[-1] == str([(int(step), int(step) + 2)] * 2)
+    assert job.stdout.splitlines()[-1] == str([int(step)] * 2)
     assert "Bypassing signal SIGTERM" in logs
     assert len(re.findall(r"Requeued job \d+", logs)) == 1
     assert not job.left
