@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Literal, cast
@@ -74,16 +74,19 @@ def build(name: ModelName, classes: int) -> nn.Module:
     return cast(nn.Module, get_model(name, weights=None, num_classes=classes))
 
 
-def load_pretrained(model: nn.Module, name: ModelName, source: str, strategy: Strategy) -> list[str]:
+def load_pretrained(
+    model: nn.Module, name: str, source: str, strategy: Strategy, *, rename: Callable[[str], str] = str
+) -> list[str]:
     """Load weights into a model, and return the names of the layers that keep their random weights. Collective.
 
     These are the layers that are missing from ``source``, or have another shape there.
 
     Args:
-        model: a model that ``build`` returned.
-        name: name of the model.
+        model: the model.
+        name: its name; torchvision's weights are those of its model of this name.
         source: a file with a state dict or its URL, or ``torchvision`` for torchvision's pretrained weights.
         strategy: the strategy of this run; its rank 0 reads the file.
+        rename: returns the model's name for a weight of the source.
 
     Raises:
         ConfigError: the weights don't exist or can't be read, or no layer matches.
@@ -96,7 +99,7 @@ def load_pretrained(model: nn.Module, name: ModelName, source: str, strategy: St
         raise ConfigError(
             f"pretrained {source} has no state dict, which maps names to tensors. Save model.state_dict() to the file."
         )
-    own = model.state_dict()
+    own, state = model.state_dict(), {rename(key): value for key, value in state.items()}
     misfits = {_layer(key) for key in own if key in state and state[key].shape != own[key].shape}
     fitting = {key: state[key] for key in own if key in state and _layer(key) not in misfits}
     if not fitting:
@@ -113,7 +116,7 @@ def _layer(key: str) -> str:
     return key.rpartition(".")[0]
 
 
-def _torchvision_weights(name: ModelName, strategy: Strategy) -> Mapping[str, Tensor]:
+def _torchvision_weights(name: str, strategy: Strategy) -> Mapping[str, Tensor]:
     if name == SMALL:
         raise ConfigError(f"torchvision has no weights for {name}: pass a file as --pretrained, or another --model.")
     from torchvision.models import get_model_weights

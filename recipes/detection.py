@@ -1,0 +1,160 @@
+r"""Train an object detector: the same network under every launcher.
+
+    python recipes/detection.py
+    torchrun --nproc-per-node 2 recipes/detection.py
+    mpirun -np 2 python recipes/detection.py
+    horovodrun -np 2 python recipes/detection.py
+    srun -n 2 python recipes/detection.py
+
+    torchrun --nproc-per-node 8 recipes/detection.py --model ssdlite320_mobilenet_v3_large --data coco:coco \
+        --epochs 660 --batch-size 192 --lr 0.15 --weight-decay 4e-5 --workers 8
+
+By default, it finds squares, circles and triangles: no download, no GPU, about two minutes. --help lists all flags.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field
+from tqdm import tqdm
+
+import unitrain
+from unitrain import Section, parse_command_line
+from unitrain.recipes import detection_data, detection_models
+from unitrain.recipes.detection_metrics import AveragePrecision, mean_boxes
+from unitrain.recipes.detection_pictures import draw_detections
+from unitrain.recipes.learning_rate import LearningRate
+from unitrain.recipes.run_folder import RunFolder, summarise
+
+# Settings that may change when a run is resumed, because results don't depend on them.
+MAY_CHANGE = {"strategy", "output_dir", "workers", "max_steps", "resume", "force", "baselines"}
+
+
+class Settings(Section):
+    """The recipe's settings; each is a flag, and a key in the file passed to --config."""
+
+    model: detection_models.ModelName = "ssdlite96"
+    """One of torchvision's SSDLites, the same on MobileNetV2, or ssdlite96, which is small enough for a CPU."""
+    data: detection_data.DataName = "shapes"
+    """N images of shapes (1500), COCO 2017 or VOC; PATH is the folder that has annotations/ or VOCdevkit/."""
+    epochs: Annotated[int, Field(ge=1)] = 30
+    """Passes over the training set."""
+    max_steps: Annotated[int, Field(ge=1)] | None = None
+    """Stop after this many optimizer steps. The learning rate schedule is still planned for all epochs."""
+    batch_size: Annotated[int, Field(ge=1)] = 32
+    """Images per optimizer step, over all processes."""
+    lr: Annotated[float, Field(gt=0)] = 0.1
+    """Peak learning rate."""
+    warmup_epochs: Annotated[float, Field(ge=0)] = 1.0
+    """Epochs (fractions allowed) of linear warm-up to the peak, before half a cosine down to 0."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Momentum of SGD."""
+    weight_decay: Annotated[float, Field(ge=0)] = 1e-4
+    """Weight decay of SGD."""
+    workers: Annotated[int, Field(ge=0)] = 0
+    """DataLoader workers per process; 0 loads images in the training process."""
+    pretrained: str | None = None
+    """Weights to start from: a file with a state dict (a run's model.pt), or torchvision for its pretrained ones."""
+    baselines: bool = False
+    """First, print the mAP of the network before training, and that of each class's mean box in every image."""
+    output_dir: Path | None = None
+    """Folder of the results and checkpoints; a run in it is resumed. null creates a new one in runs/."""
+    resume: str = "auto"
+    """auto: from the newest checkpoint in output-dir, if any; never: from the beginning; or a checkpoint's PATH."""
+    force: bool = False
+    """Resume even if settings have changed since the checkpoint."""
+    strategy: unitrain.StrategyConfig = unitrain.StrategyConfig()
+
+
+def main() -> None:
+    """Train, and evaluate after each epoch."""
+    settings = parse_command_line(Settings, sys.argv[1:], prog="detection.py", description="Train an object detector.")
+    strategy = unitrain.init(settings.strategy)
+
+    precision = AveragePrecision(strategy)
+    data = detection_data.load(settings.data)
+    # The global batch size is fixed, so that results don't depend on the number of processes.
+    loading: dict[str, Any] = {
+        "global_batch_size": settings.batch_size, "collate_fn": detection_data.collate,
+        "num_workers": settings.workers, "persistent_workers": settings.workers > 0,
+    }  # fmt: skip
+    train = strategy.dataloader(data.train, shuffle=True, **loading)
+    val = strategy.dataloader(data.validation, **loading)
+
+    model = detection_models.build(settings.model, len(data.classes))
+    if settings.pretrained:
+        fresh = detection_models.load_pretrained(model, settings.model, settings.pretrained, strategy)
+        strategy.print(f"pretrained {settings.pretrained}; layers with random weights: {', '.join(fresh) or 'none'}")
+    rate = LearningRate(
+        base=settings.lr, total_steps=settings.epochs * train.steps_per_epoch,
+        warmup_steps=round(settings.warmup_epochs * train.steps_per_epoch),
+    )  # fmt: skip
+    optimizer = torch.optim.SGD(
+        model.parameters(), rate.peak, settings.momentum, weight_decay=settings.weight_decay, fused=True
+    )
+    model, optimizer, scheduler = strategy.prepare(model, optimizer, rate.scheduler(optimizer))
+
+    folder = RunFolder(strategy, settings.output_dir, "detection")
+    summarise(strategy, settings.batch_size)
+    strategy.print(
+        f"{settings.model} on {settings.data}: {len(data.train)} images for training, {len(data.validation)} for "
+        f"validation, {len(data.classes)} classes; boxes without an area, left out: "
+        f"{data.train.dropped + data.validation.dropped}\nlearning rate {rate}"
+    )
+    checkpoint = strategy.checkpoint(
+        folder.path / "checkpoints", config=settings.model_dump(mode="json", exclude=MAY_CHANGE),
+        model=model, optimizer=optimizer, scheduler=scheduler, loader=train,
+    )  # fmt: skip
+    if settings.resume == "never":
+        checkpoint.discard()
+    elif checkpoint.resume(None if settings.resume == "auto" else settings.resume, force=settings.force):
+        strategy.print(f"resumed after step {strategy.global_step}, in epoch {train.epoch}")
+    folder.begin(settings, strategy.global_step)
+    if settings.baselines:
+        untrained = precision.of(model, val)["map"]
+        strategy.print(f"mAP of the untrained network {untrained:.2%}, of each class's mean box {mean_boxes(data):.2%}")
+    throughput = strategy.throughput()
+    last_step = settings.max_steps or math.inf
+    for epoch in train.epochs(settings.epochs) if strategy.global_step < last_step else ():
+        train_loss, learning_rate = strategy.meter(), scheduler.get_last_lr()[0]
+        with tqdm(train, f"epoch {epoch}", leave=False, mininterval=1, disable=not strategy.is_main) as bar:
+            for pictures, targets in bar:
+                with strategy.autocast():
+                    losses = model(pictures, targets)
+                # The losses are means over default boxes, of which each process has another number.
+                matched = losses.pop("matched")
+                loss = sum(losses.values())
+                train_loss.add(mean=loss, count=matched)
+                learning_rate = scheduler.get_last_lr()[0]
+                strategy.step(loss, optimizer, scheduler, weight=matched)
+                if strategy.global_step >= last_step:
+                    break
+        metrics = {
+            "epoch": epoch, "step": strategy.global_step, "train_loss": train_loss.value(),
+            **precision.of(model, val), "learning_rate": learning_rate, **throughput.read(),
+        }  # fmt: skip
+        folder.add(metrics)
+        strategy.print(
+            "epoch {epoch}: loss {train_loss:.4f}, mAP {map:.2%}, at IoU 0.5 {map_50:.2%}, "
+            "{samples_per_second:.0f} images/s".format(**metrics)
+        )
+        checkpoint.save()
+        if strategy.global_step >= last_step or epoch + 1 == settings.epochs:
+            break
+    else:
+        strategy.print("training is complete: start again with --resume never, or train longer: --epochs N --force")
+    strategy.save(model, folder.path / "model.pt")
+    if strategy.is_main:
+        draw_detections(strategy.export(model), data.validation, data.classes, folder.path / "detections.png")
+    folder.close()
+    strategy.print(f"results are in {folder.path}")
+    strategy.close()
+
+
+if __name__ == "__main__":
+    main()
