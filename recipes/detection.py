@@ -41,14 +41,14 @@ class Settings(Section):
     model: detection_models.ModelName = "ssdlite96"
     """One of torchvision's SSDLites, the same on MobileNetV2, or ssdlite96, which is small enough for a CPU."""
     data: detection_data.DataName = "shapes"
-    """N images of shapes (1500), COCO 2017 or VOC; PATH is the folder that has annotations/ or VOCdevkit/."""
-    epochs: Annotated[int, Field(ge=1)] = 30
+    """N images of shapes (1000), COCO 2017 or VOC; PATH is the folder that has annotations/ or VOCdevkit/."""
+    epochs: Annotated[int, Field(ge=1)] = 15
     """Passes over the training set."""
     max_steps: Annotated[int, Field(ge=1)] | None = None
     """Stop after this many optimizer steps. The learning rate schedule is still planned for all epochs."""
     batch_size: Annotated[int, Field(ge=1)] = 32
     """Images per optimizer step, over all processes."""
-    lr: Annotated[float, Field(gt=0)] = 0.1
+    lr: Annotated[float, Field(gt=0)] = 0.05
     """Peak learning rate."""
     warmup_epochs: Annotated[float, Field(ge=0)] = 1.0
     """Epochs (fractions allowed) of linear warm-up to the peak, before half a cosine down to 0."""

@@ -28,7 +28,7 @@ DataName = Annotated[
 ]
 """A name that ``load`` accepts."""
 
-_SHAPES = 1500  # images for training, if no number is given
+_SHAPES = 1000  # images for training, if no number is given
 _FIRST_OF_VALIDATION = 1_000_000  # number of the first image of shapes that is no training image
 
 

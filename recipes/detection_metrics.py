@@ -34,7 +34,7 @@ class AveragePrecision:
         self._strategy = strategy
 
     def of(self, model: nn.Module, images: Loader) -> dict[str, float]:
-        """Return a model's mAP: ``map`` is the mean over ten thresholds of IoU, as COCO's, ``map_50`` at 0.5. Collective.
+        """Return a model's mAP: ``map`` is its mean over COCO's ten thresholds of IoU, ``map_50`` at 0.5. Collective.
 
         Args:
             model: a prepared detector.
