@@ -83,7 +83,8 @@ def main() -> None:
         "global_batch_size": settings.batch_size, "collate_fn": detection_data.collate,
         "num_workers": settings.workers, "persistent_workers": settings.workers > 0,
     }  # fmt: skip
-    train = strategy.dataloader(data.train, shuffle=True, **loading)
+    # A last step of few images would leave BatchNorm too little on the coarsest feature maps.
+    train = strategy.dataloader(data.train, shuffle=True, drop_last=True, **loading)
     val = strategy.dataloader(data.validation, **loading)
 
     model = detection_models.build(settings.model, len(data.classes))

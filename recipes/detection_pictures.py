@@ -33,17 +33,17 @@ def draw_detections(
         image, target = images[index]
         with torch.no_grad():
             (found,) = model([image])
-        factor = max(1, -(-_SIDE // max(image.shape[1:])))
+        factor = max(1, round(_SIDE / max(image.shape[1:])))
         picture = (F.interpolate(image[None], scale_factor=factor)[0] * 255).byte()
         sure = found["scores"] >= threshold
         labels, scores = found["labels"][sure].tolist(), found["scores"][sure].tolist()
         names = [f"{classes[label - 1]} {score:.2f}" for label, score in zip(labels, scores, strict=True)]
         colours = [_COLOURS[label % len(_COLOURS)] for label in labels]
-        boxes = torch.cat([target["boxes"], found["boxes"][sure]]) * factor
-        if len(boxes):  # torchvision warns otherwise
-            white = ["white"] * len(target["boxes"])
-            every = [""] * len(white) + names
-            picture = draw_bounding_boxes(picture, boxes, labels=every, colors=white + colours, width=2)
+        if len(target["boxes"]):  # torchvision warns of an empty list
+            picture = draw_bounding_boxes(picture, target["boxes"] * factor, colors="white", width=2)
+        if names:
+            boxes = found["boxes"][sure] * factor
+            picture = draw_bounding_boxes(picture, boxes, labels=names, colors=colours, width=2, fill_labels=True)
         pictures.append(picture)
     height, width = (max(picture.shape[side] for picture in pictures) for side in (1, 2))
     # Images of different sizes stand at the top left of equal cells.

@@ -12,6 +12,7 @@ _SIDES = (80, 113)  # height and width of an image: at least, and less than
 _SIZES = (16, 49)  # those of a shape
 _MOST = 4  # shapes in an image; one image in five has none
 _OVERLAP = 0.1  # the largest IoU of two shapes
+_GREYS = 16  # levels of the noise
 
 
 def draw(number: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -30,7 +31,8 @@ def draw(number: int) -> tuple[Tensor, Tensor, Tensor]:
         return int(torch.randint(low, high, (), generator=random))
 
     height, width = integer(*_SIDES), integer(*_SIDES)
-    pixels = torch.randint(256, (3, height, width), generator=random, dtype=torch.uint8)
+    pixels = torch.randint(_GREYS, (1, height, width), generator=random, dtype=torch.uint8).mul(256 // _GREYS)
+    pixels = pixels.repeat(3, 1, 1)
     boxes, labels = torch.zeros(0, 4), list[int]()
     for _ in range(integer(0, _MOST + 1)):
         h, w = integer(*_SIZES), integer(*_SIZES)

@@ -25,18 +25,23 @@ def picture(file: Path, height: int, width: int) -> None:
 
 
 def make_coco(folder: Path) -> dict[str, dict[str, Any]]:
-    """Write a set with two images for training and one for validation, and return the content of its files."""
+    """Write a set with three images for training and one for validation, and return the content of its files."""
     content: dict[str, dict[str, Any]] = {}
-    for part, count in (("train", 2), ("val", 1)):
-        images = [{"id": 70 - i, "file_name": f"{i}.jpg", "height": 40, "width": 60 + i} for i in range(count)]
+    for part, count in (("train", 3), ("val", 1)):
+        images: list[dict[str, Any]] = [
+            {"id": 70 - i, "file_name": f"{i}.jpg", "height": 40, "width": 60 + i} for i in range(count)
+        ]
         for image in images:
-            picture(folder / f"{part}2017" / str(image["file_name"]), int(image["height"]), int(image["width"]))
-        # Of the first image alone: COCO has images without objects.
+            picture(folder / f"{part}2017" / image["file_name"], image["height"], image["width"])
         boxes = [(18, [10, 5, 20, 10], 0), (3, [-5, 30, 30, 20], 0), (18, [0, 0, 60, 40], 1), (3, [4, 4, 0, 7], 0)]
         annotations = [
             {"id": i, "image_id": 70, "category_id": category, "bbox": box, "iscrowd": crowd, "area": 1}
             for i, (category, box, crowd) in enumerate(boxes)
         ]
+        if part == "train":  # the last image has none, as some of COCO's
+            annotations.append(
+                {"id": 9, "image_id": 69, "category_id": 3, "bbox": [0, 0, 9, 9], "iscrowd": 0, "area": 1}
+            )
         categories = [{"id": 18, "name": "dog"}, {"id": 3, "name": "car"}]
         content[part] = {"images": images, "annotations": annotations, "categories": categories}
     write_coco(folder, content)
@@ -50,11 +55,11 @@ def write_coco(folder: Path, content: dict[str, dict[str, Any]]) -> None:
 
 
 def make_voc(folder: Path) -> Path:
-    """Write a set with two images for training and one for validation, and return the folder of its year."""
+    """Write a set with three images for training and one for validation, and return the folder of its year."""
     root = folder / "VOCdevkit" / "VOC2012"
     for kind in ("Annotations", "ImageSets/Main"):
         (root / kind).mkdir(parents=True)
-    for part, names in (("train", ("2008_1", "2008_2")), ("val", ("2009_1",))):
+    for part, names in (("train", ("2008_1", "2008_2", "2008_3")), ("val", ("2009_1",))):
         (root / "ImageSets" / "Main" / f"{part}.txt").write_text("".join(f"{name}\n" for name in names))
         for name in names:
             picture(root / "JPEGImages" / f"{name}.jpg", 40, 60)
@@ -72,7 +77,7 @@ def test_coco(tmp_path: Path) -> None:
     make_coco(tmp_path)
     data = detection_data.load(f"coco:{tmp_path}")
     assert data.classes == ("car", "dog")  # in the order of their ids, which leave numbers out
-    assert (len(data.train), len(data.validation)) == (2, 1)
+    assert (len(data.train), len(data.validation)) == (3, 1)
     image, target = data.validation[0]
     assert (image.shape, image.dtype) == ((3, 40, 60), torch.float32)
     assert image.mean() == pytest.approx(200 / 255, abs=0.01)
@@ -88,7 +93,7 @@ def test_voc(tmp_path: Path) -> None:
     make_voc(tmp_path)
     data = detection_data.load(f"voc2012:{tmp_path}")
     assert data.classes == ("cat", "sofa")
-    assert (len(data.train), len(data.validation)) == (2, 1)
+    assert (len(data.train), len(data.validation)) == (3, 1)
     _, target = data.validation[0]
     assert target["boxes"].tolist() == [[10, 5, 30, 15]] * 3  # VOC counts pixels from 1
     assert target["labels"].tolist() == [2, 1, 1]
@@ -117,7 +122,7 @@ def test_training_gets_no_crowds_and_boxes_that_follow_the_image(tmp_path: Path)
     sizes = set()
     for seed in range(20):
         torch.manual_seed(seed)
-        images, targets = detection_data.collate([train[0], train[1]])
+        images, targets = detection_data.collate([train[0], train[2]])
         for image, target in zip(images, targets, strict=True):
             assert type(image) is type(target["boxes"]) is torch.Tensor
             assert set(target) == {"boxes", "labels"}
