@@ -151,7 +151,7 @@ def main() -> None:
         strategy.print("training is complete: start again with --resume never, or train longer: --epochs N --force")
     strategy.save(model, folder.path / "model.pt")
     if strategy.is_main:
-        draw_detections(strategy.export(model), data.validation, data.classes, folder.path / "detections.png")
+        draw_detections(strategy.export(model).float(), data.validation, data.classes, folder.path / "detections.png")
     folder.close()
     strategy.print(f"results are in {folder.path}")
     strategy.close()

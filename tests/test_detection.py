@@ -309,5 +309,5 @@ def test_what_can_not_be_is_refused(
 ) -> None:
     torch.save({"fc.weight": torch.zeros(1)}, "other.pt")
     with pytest.raises(ConfigError, match=said):
-        train(monkeypatch, "--data", "shapes:2", *flags)
+        train(monkeypatch, "--data", "shapes:2", "--batch-size", "2", *flags)
     assert not Path("out").exists()
