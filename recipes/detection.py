@@ -14,29 +14,25 @@ By default, it finds squares, circles and triangles: no download, no GPU, about 
 
 from __future__ import annotations
 
-import math
 import sys
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, ClassVar
 
 import torch
 from pydantic import Field
 from tqdm import tqdm
 
-import unitrain
-from unitrain import Section, parse_command_line
-from unitrain.recipes import detection_data, detection_models
+from unitrain import init, parse_command_line
+from unitrain.recipes import detection_data, detection_models, figures
 from unitrain.recipes.detection_metrics import AveragePrecision, mean_boxes
 from unitrain.recipes.detection_pictures import draw_detections
-from unitrain.recipes.learning_rate import LearningRate
 from unitrain.recipes.run_folder import RunFolder, summarise
-
-# Settings that may change when a run is resumed, because results don't depend on them.
-MAY_CHANGE = {"strategy", "output_dir", "workers", "max_steps", "resume", "force", "baselines"}
+from unitrain.recipes.settings import TrainingSettings
 
 
-class Settings(Section):
+class Settings(TrainingSettings):
     """The recipe's settings; each is a flag, and a key in the file passed to --config."""
+
+    MAY_CHANGE: ClassVar[frozenset[str]] = TrainingSettings.MAY_CHANGE | {"baselines"}
 
     model: detection_models.ModelName = "ssdlite96"
     """One of torchvision's SSDLites, the same on MobileNetV2, or ssdlite96, which is small enough for a CPU."""
@@ -44,46 +40,29 @@ class Settings(Section):
     """N images of shapes (1000), COCO 2017 or VOC; PATH is the folder that has annotations/ or VOCdevkit/."""
     epochs: Annotated[int, Field(ge=1)] = 15
     """Passes over the training set."""
-    max_steps: Annotated[int, Field(ge=1)] | None = None
-    """Stop after this many optimizer steps. The learning rate schedule is still planned for all epochs."""
     batch_size: Annotated[int, Field(ge=1)] = 32
     """Images per optimizer step, over all processes."""
     lr: Annotated[float, Field(gt=0)] = 0.05
-    """Peak learning rate."""
-    warmup_epochs: Annotated[float, Field(ge=0)] = 1.0
-    """Epochs (fractions allowed) of linear warm-up to the peak, before half a cosine down to 0."""
+    """Peak learning rate, before scaling."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """Momentum of SGD."""
     weight_decay: Annotated[float, Field(ge=0)] = 1e-4
     """Weight decay of SGD."""
-    workers: Annotated[int, Field(ge=0)] = 0
-    """DataLoader workers per process; 0 loads images in the training process."""
     pretrained: str | None = None
     """Weights to start from: a file with a state dict (a run's model.pt), or torchvision for its pretrained ones."""
     baselines: bool = False
     """First, print the mAP of the network before training, and that of each class's mean box in every image."""
-    output_dir: Path | None = None
-    """Folder of the results and checkpoints; a run in it is resumed. null creates a new one in runs/."""
-    resume: str = "auto"
-    """auto: from the newest checkpoint in output-dir, if any; never: from the beginning; or a checkpoint's PATH."""
-    force: bool = False
-    """Resume even if settings have changed since the checkpoint."""
-    strategy: unitrain.StrategyConfig = unitrain.StrategyConfig()
 
 
 def main() -> None:
     """Train, and evaluate after each epoch."""
     settings = parse_command_line(Settings, sys.argv[1:], prog="detection.py", description="Train an object detector.")
-    strategy = unitrain.init(settings.strategy)
+    strategy = init(settings.strategy)
 
     precision = AveragePrecision(strategy)
     data = detection_data.load(settings.data)
-    # The global batch size is fixed, so that results don't depend on the number of processes.
-    loading: dict[str, Any] = {
-        "global_batch_size": settings.batch_size, "collate_fn": detection_data.collate,
-        "num_workers": settings.workers, "persistent_workers": settings.workers > 0,
-    }  # fmt: skip
     # A last step of few images would leave BatchNorm too little on the coarsest feature maps.
+    loading = {**settings.loading(), "collate_fn": detection_data.collate}
     train = strategy.dataloader(data.train, shuffle=True, drop_last=True, **loading)
     val = strategy.dataloader(data.validation, **loading)
 
@@ -91,13 +70,8 @@ def main() -> None:
     if settings.pretrained:
         fresh = detection_models.load_pretrained(model, settings.model, settings.pretrained, strategy)
         strategy.print(f"pretrained {settings.pretrained}; layers with random weights: {', '.join(fresh) or 'none'}")
-    rate = LearningRate(
-        base=settings.lr, total_steps=settings.epochs * train.steps_per_epoch,
-        warmup_steps=round(settings.warmup_epochs * train.steps_per_epoch),
-    )  # fmt: skip
-    optimizer = torch.optim.SGD(
-        model.parameters(), rate.peak, settings.momentum, weight_decay=settings.weight_decay, fused=True
-    )
+    rate, momentum, decay = settings.learning_rate(train.steps_per_epoch), settings.momentum, settings.weight_decay
+    optimizer = torch.optim.SGD(model.parameters(), rate.peak, momentum, weight_decay=decay, fused=True)
     model, optimizer, scheduler = strategy.prepare(model, optimizer, rate.scheduler(optimizer))
 
     folder = RunFolder(strategy, settings.output_dir, "detection")
@@ -108,7 +82,7 @@ def main() -> None:
         f"{data.train.dropped + data.validation.dropped}\nlearning rate {rate}"
     )
     checkpoint = strategy.checkpoint(
-        folder.path / "checkpoints", config=settings.model_dump(mode="json", exclude=MAY_CHANGE),
+        folder.path / "checkpoints", config=settings.decisive(), keep=settings.keep,
         model=model, optimizer=optimizer, scheduler=scheduler, loader=train,
     )  # fmt: skip
     if settings.resume == "never":
@@ -119,10 +93,9 @@ def main() -> None:
     if settings.baselines:
         untrained = precision.of(model, val)["map"]
         strategy.print(f"mAP of the untrained network {untrained:.2%}, of each class's mean box {mean_boxes(data):.2%}")
-    throughput = strategy.throughput()
-    last_step = settings.max_steps or math.inf
+    throughput, profile, last_step = strategy.throughput(), folder.profile(settings.profile), settings.last_step
     for epoch in train.epochs(settings.epochs) if strategy.global_step < last_step else ():
-        train_loss, learning_rate = strategy.meter(), scheduler.get_last_lr()[0]
+        train_loss = strategy.meter()
         with tqdm(train, f"epoch {epoch}", leave=False, mininterval=1, disable=not strategy.is_main) as bar:
             for pictures, targets in bar:
                 with strategy.autocast():
@@ -131,26 +104,31 @@ def main() -> None:
                 matched = losses.pop("matched")
                 loss = sum(losses.values())
                 train_loss.add(mean=loss, count=matched)
-                learning_rate = scheduler.get_last_lr()[0]
                 strategy.step(loss, optimizer, scheduler, weight=matched)
+                profile.step()
+                if settings.checkpoint_every and strategy.global_step % settings.checkpoint_every == 0:
+                    checkpoint.save()
                 if strategy.global_step >= last_step:
                     break
         metrics = {
             "epoch": epoch, "step": strategy.global_step, "train_loss": train_loss.value(),
-            **precision.of(model, val), "learning_rate": learning_rate, **throughput.read(),
+            **precision.of(model, val), "learning_rate": rate.at(strategy.global_step - 1), **throughput.read(),
         }  # fmt: skip
         folder.add(metrics)
         strategy.print(
             "epoch {epoch}: loss {train_loss:.4f}, mAP {map:.2%}, at IoU 0.5 {map_50:.2%}, "
             "{samples_per_second:.0f} images/s".format(**metrics)
         )
-        checkpoint.save()
-        if strategy.global_step >= last_step or epoch + 1 == settings.epochs:
+        ended = strategy.global_step >= last_step or epoch + 1 == settings.epochs
+        if ended or not settings.checkpoint_every:
+            checkpoint.save()
+        if ended:
             break
     else:
         strategy.print("training is complete: start again with --resume never, or train longer: --epochs N --force")
     strategy.save(model, folder.path / "model.pt")
     if strategy.is_main:
+        figures.draw_curves(folder.path, {"loss": ["train_loss"], "mean average precision": ["map", "map_50"]})
         draw_detections(strategy.export(model).float(), data.validation, data.classes, folder.path / "detections.png")
     folder.close()
     strategy.print(f"results are in {folder.path}")

@@ -23,7 +23,7 @@ SMALL: ModelName = "ssdlite96"
 _SMALL_BLOCKS = [[1, 16, 1, 2], [4, 32, 1, 2], [4, 64, 1, 2], [4, 64, 1, 1]]
 
 
-class Detector(SSD):  # type: ignore[misc]  # torchvision has no types
+class Detector(SSD):
     """torchvision's SSD, whose losses come with the number that they are means over.
 
     It takes images of any size, each (3, height, width) from 0 to 1, and resizes them to its own. In training it also

@@ -31,8 +31,9 @@ RECIPE = Path(__file__).parents[1] / "recipes" / "detection.py"
 V2: detection_models.ModelName = "ssdlite320_mobilenet_v2"
 V3: detection_models.ModelName = "ssdlite320_mobilenet_v3_large"
 FLAGS = (
-    "model", "data", "epochs", "max-steps", "batch-size", "lr", "warmup-epochs", "momentum", "weight-decay", "workers",
-    "pretrained", "baselines", "output-dir", "resume", "force", "config", "strategy.backend",
+    "model", "data", "epochs", "max-steps", "batch-size", "lr", "warmup-epochs", "checkpoint-every", "profile",
+    "momentum", "weight-decay", "workers", "pretrained", "baselines", "output-dir", "resume", "force", "config",
+    "strategy.backend",
 )  # fmt: skip
 # Two steps an epoch, of 9 images: two ranks have different numbers of them.
 SHORT = (
@@ -106,7 +107,7 @@ def test_training_is_that_of_one_process(alone: list[dict[str, Any]], tmp_path: 
     assert job.code == 0, job.output
     assert job.left == ()
     assert job.output.count("mAP of the untrained network 0.0") == job.output.count("results are in out") == 1
-    assert (tmp_path / "out" / "model.pt").exists()
+    assert {"model.pt", "curves.png"} <= {path.name for path in (tmp_path / "out").iterdir()}
     with Image.open(tmp_path / "out" / "detections.png") as picture:
         assert (picture.format, picture.size > (800, 400)) == ("PNG", True)
     found = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
