@@ -15,7 +15,7 @@ from typing import Any, Literal
 from unitrain.testing import ranks
 
 # Test modules import them, and with the module each of its ranks would (1 to 3 s).
-_PRELOADED_WHERE_USED = ("sklearn.datasets", "torchmetrics")
+_PRELOADED_WHERE_USED = ("sklearn.datasets", "torchmetrics", "torchvision")
 
 
 def run_ranks(
