@@ -145,7 +145,7 @@ def _shapes(count: int) -> Detection:
         images = (draw(number) for number in range(first, first + count))
         return [Labelled(x, x.shape[1], x.shape[2], boxes, labels, labels < 0) for x, boxes, labels in images]
 
-    validation = drawn(_FIRST_OF_VALIDATION, max(20, count // 5))
+    validation = drawn(_FIRST_OF_VALIDATION, max(1, count // 5))
     return Detection(Boxes(drawn(0, count), [v2.RandomHorizontalFlip()]), Boxes(validation), CLASSES)
 
 

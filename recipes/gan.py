@@ -127,7 +127,8 @@ def main() -> None:
                 "{frechet_distance:.2f}".format(**metrics)
             )
             if strategy.is_main:
-                save_image(images[:64].float(), folder.path / "generated.png", value_range=(-1, 1), normalize=True)
+                enlarged = F.interpolate(images[:64].float(), scale_factor=4)
+                save_image(enlarged, folder.path / "generated.png", value_range=(-1, 1), normalize=True)
             checkpoint.save()
         if ended:
             break

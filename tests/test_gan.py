@@ -50,7 +50,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     said = r"of 1437 other digits 0\.\d\d, of noise 7\.\d\d, of the generator's images \d\d\.\d\d$"
     assert re.search(said, job.stdout, re.MULTILINE), job.stdout
     with Image.open(folder / "out" / "generated.png") as picture:
-        assert picture.size == (8 * 10 + 2, 8 * 10 + 2)
+        assert picture.size == (8 * 34 + 2, 8 * 34 + 2)
     return metrics_in(folder)
 
 
