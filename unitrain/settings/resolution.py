@@ -91,13 +91,17 @@ def parse_command_line(model: type[RecipeModel], argv: Sequence[str], *, prog: s
                 "backends: annotate it with unitrain.StrategyConfig."
             )
     config_file, flags = read_command_line(groups_of(model), argv, prog=prog, description=description)
+    # What the default of a section sets holds where other sources set other fields of it.
+    defaults = {name: field.default for name, field in model.model_fields.items()}
+    sections = {name: _set_on(default) for name, default in defaults.items() if isinstance(default, BaseModel)}
+    set_by_default = {name: fields for name, fields in sections.items() if fields}
     sources = [Source(flags, flag)]
     if environment := _read_environment(os.environ):
         sources.insert(0, Source({"strategy": environment}, lambda path: variable(list(path)[1:])))
     if config_file is not None:
         file = YamlFile(config_file)
         sources.insert(0, Source(file.values, file.name_of))
-    return validate(model, sources)
+    return validate(model, [Source(set_by_default, dotted), *sources])
 
 
 def dump_yaml(model: BaseModel) -> str:

@@ -67,16 +67,29 @@ def is_section(annotation: object) -> bool:
     return get_origin(annotation) is None and isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
-def groups_of(model: type[BaseModel], path: Path = (), description: str = "") -> tuple[Group, ...]:
-    """Return the sections of a model in the order of their definition, its own settings first."""
+def groups_of(
+    model: type[BaseModel], path: Path = (), description: str = "", set_by_default: BaseModel | None = None
+) -> tuple[Group, ...]:
+    """Return the sections of a model in the order of their definition, its own settings first.
+
+    Args:
+        model: the model.
+        path: its path, if it is a section.
+        description: its description, if it is a section.
+        set_by_default: the default of the section, whose fields may have other values than the model's defaults.
+    """
     properties = model.model_json_schema()["properties"]
+    if set_by_default is not None:
+        for name, value in set_by_default.model_dump(mode="json", exclude_unset=True).items():
+            properties[name]["default"] = value
     settings: list[Setting] = []
     sections: list[Group] = []
     for name, field in model.model_fields.items():
         below = (*path, name)
         if is_section(field.annotation):
             section: Any = field.annotation
-            sections += groups_of(section, below, field.description or section.__doc__ or "")
+            default = field.default if set_by_default is None else getattr(set_by_default, name)
+            sections += groups_of(section, below, field.description or section.__doc__ or "", default)
         else:
             settings.append(_setting(below, field.description or "", properties[name], field.is_required()))
     return (Group(path, description, tuple(settings), ", ".join(model.model_fields)), *sections)
