@@ -36,7 +36,8 @@ def test_public_names_are_these() -> None:
     assert sorted(unitrain.__all__) == unitrain.__all__ == [
         "Backend", "BackendError", "CheckpointError", "CommunicationError", "ConfigError", "DataError", "Launch",
         "LaunchError", "Loader", "Meter", "NonFiniteError", "Section", "StepResult", "Stopped", "Strategy",
-        "StrategyConfig", "UnitrainError", "UsageError", "dump_yaml", "init", "parse_command_line", "spawn",
+        "StrategyConfig", "UnitrainError", "UsageError", "dump_yaml", "init", "notebook_launch",
+        "parse_command_line", "spawn",
     ]  # fmt: skip
     assert dir(unitrain) == unitrain.__all__
     assert all(getattr(unitrain, name).__module__.startswith("unitrain.") for name in unitrain.__all__)
@@ -51,7 +52,7 @@ def test_every_error_is_public_and_in_the_drawing() -> None:
     assert all(error.__name__ in str(errors.__doc__) for error in found)
 
 
-@pytest.mark.parametrize("name", ["Strategy", "Loader", "Meter", "init", "spawn"])
+@pytest.mark.parametrize("name", ["Strategy", "Loader", "Meter", "init", "notebook_launch", "spawn"])
 def test_public_verbs_are_documented(name: str) -> None:
     made = getattr(unitrain, name)
     verbs = {name: made, **(vars(made) if inspect.isclass(made) else {})}

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         UsageError,
     )
     from unitrain.initialize import init
+    from unitrain.job.notebook import notebook_launch
     from unitrain.job.spawn import spawn
     from unitrain.job.stopping import Stopped
     from unitrain.launch.detect import Launch
@@ -52,6 +53,7 @@ __all__ = [
     "UsageError",
     "dump_yaml",
     "init",
+    "notebook_launch",
     "parse_command_line",
     "spawn",
 ]
@@ -65,6 +67,7 @@ _HOMES = {
     "Loader": "data",
     "init": "initialize",
     "Launch": "launch.detect",
+    "notebook_launch": "job.notebook",
     "spawn": "job.spawn",
     "Stopped": "job.stopping",
     "Strategy": "strategy",

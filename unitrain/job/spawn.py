@@ -79,7 +79,8 @@ def _check_importable(fn: Callable[..., object]) -> None:
     if main.__spec__ is None and (not os.path.exists(file) if file else fn.__module__ == "__main__"):
         raise UsageError(
             "unitrain.spawn starts processes that import the function again, but this script was read from stdin, "
-            "typed in, or is a notebook: put the function into a file, and import it from there."
+            "typed in, or is a notebook: call unitrain.notebook_launch, or put the function into a file, and import it "
+            "from there."
         )
 
 
@@ -146,6 +147,9 @@ def run_processes(
                 process.start()
             processes.append(process)
         return _collect(processes, receivers, deadline)
+    except KeyboardInterrupt:
+        _end(processes, _LEAVE_S)  # a rank with an open checkpoint saves it first
+        raise
     finally:
         _end(processes)
         for receiver in receivers:
@@ -215,12 +219,12 @@ def _fail(rank: int, report: _Report, processes: list[BaseProcess]) -> None:
     raise report.error from (excepthook.RankError(rank, report.trace, report.place) if report.trace else None)
 
 
-def _end(processes: list[BaseProcess]) -> None:
-    """End all processes."""
+def _end(processes: list[BaseProcess], patience_s: float = _TERMINATE_S) -> None:
+    """End all processes, with SIGTERM and after some time with SIGKILL."""
     for process in processes:
         if process.exitcode is None:
             process.terminate()
-    kill_at = time.monotonic() + _TERMINATE_S
+    kill_at = time.monotonic() + patience_s
     for process in processes:
         process.join(max(0.0, kill_at - time.monotonic()))
         if process.exitcode is None:
