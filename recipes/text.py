@@ -104,14 +104,16 @@ def inputs_and_targets(window: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
 def baselines(text: Text) -> dict[str, float]:
     """Return the perplexities on the validation part of models that count: frequencies of bytes, and of pairs.
 
-    A pair that was never seen counts as the 1/256 of one that was seen once.
+    Each byte counts once more than it was seen, and each pair more by the frequency of its second byte.
     """
     singles = torch.ones(VOCABULARY, dtype=torch.float64)
-    pairs = torch.full((VOCABULARY, VOCABULARY), 1 / VOCABULARY, dtype=torch.float64)
+    pairs = torch.zeros(VOCABULARY, VOCABULARY, dtype=torch.float64)
     for before, after in map(_pairs, text.train):
         singles += torch.bincount(after, minlength=VOCABULARY)
         pairs += torch.bincount(before * VOCABULARY + after, minlength=VOCABULARY**2).view_as(pairs)
-    singles, pairs = (singles / singles.sum()).log(), (pairs / pairs.sum(1, keepdim=True)).log()
+    singles /= singles.sum()
+    pairs += singles
+    singles, pairs = singles.log(), (pairs / pairs.sum(1, keepdim=True)).log()
     held_out = [_pairs(piece) for piece in text.validation]
     count = sum(len(after) for _, after in held_out)
     return {
