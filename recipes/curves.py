@@ -17,6 +17,9 @@ from unitrain import ConfigError
 from unitrain.job.excepthook import install_hook
 
 
+_STYLES = ("-", "--", ":", "-.")  # curves of runs that trained alike lie on each other
+
+
 def draw(metric: str, output: Path, folders: Sequence[Path], baselines: Sequence[tuple[str, float]] = ()) -> None:
     """Draw a metric of each run, and baselines as dashed lines.
 
@@ -31,7 +34,7 @@ def draw(metric: str, output: Path, folders: Sequence[Path], baselines: Sequence
     """
     figure = Figure(figsize=(5, 3.2), layout="constrained")
     axes = figure.subplots()
-    for folder in folders:
+    for number, folder in enumerate(folders):
         file = folder / "metrics.jsonl"
         try:
             lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
@@ -42,10 +45,10 @@ def draw(metric: str, output: Path, folders: Sequence[Path], baselines: Sequence
             raise ConfigError(f"{file} has no metric {metric!r}, but {', '.join(lines[0])}.") from None
         last = lines[-1]
         label = f"{last['launcher']}, {last['backend']}, {last['world_size']}" if "launcher" in last else folder.name
-        axes.plot(*zip(*points, strict=True), marker="." if len(points) < 30 else "", label=label)
+        axes.plot(*zip(*points, strict=True), linestyle=_STYLES[number % len(_STYLES)], label=label)
     for name, value in baselines:
         axes.axhline(value, color="grey", linestyle="--", linewidth=1)
-        axes.annotate(f"{name}: {value:g}", (1, value), xycoords=("axes fraction", "data"), ha="right", va="bottom")
+        axes.annotate(f"{name}: {value:g} ", (1, value), xycoords=("axes fraction", "data"), ha="right", va="top")
     axes.set(xlabel="epoch", ylabel=metric)
     axes.grid(alpha=0.3)
     axes.legend()

@@ -24,8 +24,8 @@ from unitrain.recipes import gpt, language_model, text
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 PROGRAM = Path(__file__).parent / "programs" / "short_recipes.py"
-# Documents of different lengths, all of which are shorter than some multiple of the context.
-DOCUMENTS = [f"Document {n}: " + "what is said here is said again, in other words. " * (1 + n % 4) for n in range(20)]
+# Of different lengths, so that the last sequences of the documents are, too.
+DOCUMENTS = [f"Document {n}: " + "what is said here is said again, in other words. " * (15 + n) for n in range(6)]
 SMALL = (
     "--data=texts", "--context=32", "--layers=2", "--width=16", "--heads=2", "--batch-size=7", "--warmup-steps=2",
     "--sample=30",
@@ -73,12 +73,12 @@ def test_ranks_train_the_same_model() -> None:
 
 
 def test_a_run_writes_resumes_and_learns(capsys: pytest.CaptureFixture[str]) -> None:
-    lines, _ = train("--epochs=10", "--lr=0.02", "--max-steps=30", "--strategy.precision=bf16")
+    lines, _ = train("--epochs=12", "--lr=0.02", "--max-steps=30", "--strategy.precision=bf16")
     printed = capsys.readouterr().out
     assert "perplexity of models that count bytes" in printed
     assert "---- a sample ----\nThe " in printed
     lines, _ = train(
-        "--epochs=10", "--lr=0.02", "--strategy.precision=bf16"
+        "--epochs=12", "--lr=0.02", "--strategy.precision=bf16"
     )  # goes on where it stopped, within an epoch
     printed = capsys.readouterr().out
     assert "resumed after step 30" in printed
