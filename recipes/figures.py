@@ -9,7 +9,6 @@ from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
-from sklearn.metrics import ConfusionMatrixDisplay
 from torch import Tensor
 
 _MOST_NAMED = 20  # more classes would not be legible
@@ -50,6 +49,8 @@ def draw_curves(folder: Path, axes: Mapping[str, Sequence[str]]) -> None:
 
 def draw_confusion_matrix(folder: Path, labels: Tensor, predicted: Tensor, classes: Sequence[str]) -> None:
     """Draw which classes were taken for which, as fractions of each class, into ``confusion_matrix.png``."""
+    from sklearn.metrics import ConfusionMatrixDisplay  # takes a second to import
+
     named = len(classes) <= _MOST_NAMED
     size = 2 + 0.45 * min(len(classes), _MOST_NAMED)
     figure = Figure(figsize=(size, size), layout="constrained")

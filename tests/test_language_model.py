@@ -27,7 +27,7 @@ PROGRAM = Path(__file__).parent / "programs" / "short_recipes.py"
 # Of different lengths, so that the last sequences of the documents are, too.
 DOCUMENTS = [f"Document {n}: " + "what is said here is said again, in other words. " * (15 + n) for n in range(6)]
 SMALL = (
-    "--data=texts", "--context=32", "--layers=2", "--width=16", "--heads=2", "--batch-size=7", "--warmup-steps=2",
+    "--data=texts", "--context=32", "--layers=2", "--width=16", "--heads=2", "--batch-size=7", "--warmup-epochs=0.1",
     "--sample=30",
 )  # fmt: skip
 
@@ -127,7 +127,7 @@ def test_recipes_are_short_and_name_no_backend(name: str) -> None:
         (("--data=empty",), "data empty has no text: no file in this folder ends in .md, .py, .rst, .txt."),
         (("--data=short.txt",), "data short.txt has 9 bytes of text in 1 documents: too little"),
         (("--heads=3",), "the width is 16, but must be a multiple of the number of heads, 3."),
-        (("--epochs=1", "--warmup-steps=50"), "warm-up takes 50 steps, but training has only"),
+        (("--epochs=1", "--warmup-epochs=2"), "warm-up takes .* steps, but training has only"),
         (("--dropout=1",), "--dropout is '1'"),
     ],
 )
