@@ -166,7 +166,7 @@ def main() -> None:
     )
     with unitrain.init(settings.strategy) as strategy:
         digits = images.load("digits", Path(), 8)
-        model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 64), nn.ReLU(), nn.Linear(64, digits.classes))
+        model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 64), nn.ReLU(), nn.Linear(64, len(digits.classes)))
         optimizer = torch.optim.AdamW(model.parameters(), settings.lr, fused=True)
         callbacks = [Log(), KeepBest("val_accuracy"), EarlyStopping("val_accuracy", settings.patience)]
         trainer = Trainer(strategy, model, optimizer, F.cross_entropy, settings.output_dir, callbacks)

@@ -37,7 +37,7 @@ def nearest_mean_accuracy() -> float:
     """Return the accuracy of taking the class whose mean image is nearest."""
     data = images.load("digits", Path(), 8)
     (x, y), (val_x, val_y) = data.train.tensors, data.validation.tensors
-    means = torch.stack([x[y == label].flatten(1).mean(0) for label in range(data.classes)])
+    means = torch.stack([x[y == label].flatten(1).mean(0) for label in range(len(data.classes))])
     return float((torch.cdist(val_x.flatten(1), means).argmin(1) == val_y).float().mean())
 
 
