@@ -636,6 +636,31 @@ def row(setting: Setting) -> str:
     return f"| `{dotted(setting.path)}` | {allowed} | {setting.default} | {setting.description} |"
 
 
+def test_a_default_within_a_section_holds_where_other_fields_are_set(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Clipped(Section):
+        strategy: StrategyConfig = StrategyConfig(clip_norm=1.5, ddp=DDPSettings(bucket_cap_mb=3))
+
+    def strategy(*argv: str) -> StrategyConfig:
+        return parse_command_line(Clipped, argv, prog="recipe.py", description="Train.").strategy
+
+    (tmp_path / "some.yaml").write_text("strategy: {precision: bf16}")
+    flags = ("--strategy.precision=bf16", "--strategy.ddp.find-unused-parameters"), (f"--config={tmp_path}/some.yaml",)
+    for found in (strategy(), *(strategy(*given) for given in flags)):
+        assert (found.clip_norm, found.ddp.bucket_cap_mb) == (1.5, 3)  # type: ignore[attr-defined]
+        assert "clip_norm" in found.model_fields_set
+    assert strategy("--strategy.clip-norm=2").clip_norm == 2
+    assert strategy("--strategy.clip-norm=null").clip_norm is None
+    monkeypatch.setenv("UNITRAIN_CLIP_NORM", "3")
+    assert strategy("--strategy.precision=bf16").clip_norm == 3
+    with pytest.raises(SystemExit):
+        strategy("--help")
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "[null or a number > 0; default: 1.5]" in printed
+    assert "default: 3.0]" in printed
+
+
 def test_the_documentation_has_every_setting_as_it_is() -> None:
     table = [row(setting) for group in groups_of(StrategyConfig) for setting in group.settings]
     text = DOCS.read_text(encoding="utf-8")
