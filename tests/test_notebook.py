@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:jupyter_clie
 NOTEBOOK = Path(__file__).parents[1] / "recipes" / "notebook.ipynb"
 DEADLINE_S = 200
 CELL = '''
-import os, time
+import os, sys, time
 from multiprocessing import resource_tracker
 import torch
 import unitrain
@@ -124,7 +124,8 @@ def test_interrupting_the_kernel_saves_and_stops(kernel: Kernel, tmp_path: Path)
     printed, trace = kernel.run(code, lambda text: interrupting.start() if "trains" in text else None)
     interrupting.join()
     assert trace.endswith("KeyboardInterrupt: "), trace
-    assert "unitrain: stopped by SIGINT after step 0 and saved in" in printed
+    # The kernel's SIGINT reaches the ranks too, and may come before the SIGTERM of their parent.
+    assert re.search(r"unitrain: stopped by SIG(INT|TERM) after step 0 and saved in", printed), printed
     assert [path.name for path in tmp_path.glob("step-*")] == ["step-0000000000"]
     assert kernel.ranks() == []
     assert kernel.run("print(6 * 7)") == ("42\n", "")
@@ -135,7 +136,7 @@ def test_what_can_not_be_is_refused(kernel: Kernel) -> None:
     for code, said in (
         ("unitrain.notebook_launch(fails, 0, processes=0)", "processes is 0, but must be at least 1."),
         ("numbers = (n for n in [])\nunitrain.notebook_launch(lambda: numbers)", "copies the function, and what"),
-        ("unitrain.notebook_launch(exit, 4, processes=1)", "CommunicationError: a rank has called sys.exit(4)"),
+        ("unitrain.notebook_launch(sys.exit, 4, processes=1)", "CommunicationError: a rank has called sys.exit(4)"),
         ("unitrain.spawn(fails, 0, nprocs=2)", "call unitrain.notebook_launch, or put the function into a file"),
     ):
         assert said in kernel.run(code)[1]

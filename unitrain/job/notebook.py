@@ -66,7 +66,7 @@ def notebook_launch(fn: Callable[..., T], *args: Any, processes: int = 2) -> T:
     except Exception as error:  # whatever the objects raise
         raise UsageError(
             f"unitrain.notebook_launch copies the function, and what it uses of the notebook, into new processes, and "
-            f"failed: {error} Create what can't be copied inside the function, the strategy above all."
+            f"failed: {str(error).rstrip('.')}. Create what can't be copied inside the function, the strategy above all."
         ) from error
     # In a file: a pipe would have one rank after the other import torch before it reads.
     with tempfile.TemporaryDirectory() as folder, spawn_environments(processes) as environments:
@@ -121,8 +121,8 @@ def _run_rank(path: Path, pipes: Sequence[Sequence[Connection]]) -> bytes:
         pickled: bytes = cloudpickle.dumps(result)
     except Exception as error:  # whatever the object raises
         raise UsageError(
-            f"the result of rank 0 can't be copied to the notebook: {error} Return plain data, tensors, or what "
-            "strategy.export(model) returns."
+            f"the result of rank 0 can't be copied to the notebook: {str(error).rstrip('.')}. Return plain data, "
+            "tensors, or what strategy.export(model) returns."
         ) from error
     return pickled
 
