@@ -336,3 +336,17 @@ def test_a_strategy_has_one_checkpoint_of_things_with_a_state(tmp_path: Path) ->
         with pytest.raises(unitrain.UsageError, match="one checkpoint"):
             strategy.checkpoint(tmp_path, model=nn.Linear(1, 1))
         assert not list(storage.found(tmp_path))
+
+
+def test_a_script_may_end_with_a_save(tmp_path: Path) -> None:
+    """Large enough to be hashed in another thread, at a time when executors refuse work."""
+    script = """
+import torch, unitrain
+strategy = unitrain.init(backend="single")
+model = strategy.prepare(torch.nn.Linear(4000, 2000))
+strategy.checkpoint("run", model=model).save()
+"""
+    ended = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    [folder] = storage.found(tmp_path / "run")
+    assert storage.step_of(folder) == 0

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,12 @@ from unitrain.training.step import TrainingStep
 from unitrain.training.streaming import Form, Keys, outline, receive, receive_optimizer
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
+
+# The saves in the background. They use executors, which refuse work once the main thread has ended: a script may end
+# with a save, so its end is waited for before that. A forked process has no thread that would end its parent's.
+_writing: set[Future[Path]] = set()
+threading._register_atexit(lambda: wait(_writing))  # type: ignore[attr-defined]
+os.register_at_fork(after_in_child=_writing.clear)
 
 
 class Checkpoint:
@@ -187,6 +195,8 @@ class Checkpoint:
         else:
             self._snapshot = snapshot(parts, self._snapshot)
             self._writing = self._writer.submit(self._write, number, self._snapshot, best)
+            _writing.add(self._writing)
+            self._writing.add_done_callback(_writing.discard)
             self._writing.add_done_callback(self._report)
 
     def _remove_newer(self) -> None:
