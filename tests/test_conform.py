@@ -14,8 +14,8 @@ from unitrain.commands.cli import main
 
 PLUGIN = Path(__file__).parent / "plugin"
 PAGE = (Path(__file__).parents[1] / "docs" / "backends.md").read_text(encoding="utf-8")
-[CODE, *_] = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-[PROJECT] = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
+[CODE] = re.findall(r"```python title=.+?\n(.*?)```", PAGE, re.DOTALL)
+[PROJECT] = re.findall(r"```toml title=.+?\n(.*?)```", PAGE, re.DOTALL)
 
 
 def test_the_plugin_of_the_page_is_the_one_that_is_tested_and_short() -> None:

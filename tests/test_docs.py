@@ -8,15 +8,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from page_blocks import PAGES, ROOT
+from page_copies import renewed
 
 import unitrain
-
-ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the site. That each link and anchor leads somewhere, and each page is in the navigation, is checked by it."""
+    """Build the site, which fails for a dead link, a missing anchor, and a page that the navigation leaves out."""
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     environ = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}  # which the theme prints
@@ -31,3 +31,9 @@ def test_every_public_name_is_in_the_reference(site: Path) -> None:
     settings = [f"StrategyConfig.{name}" for name in ("backend", "seed", "timeout_s")]
     lacking = [name for name in (*unitrain.__all__, *members, *settings) if f'id="unitrain.{name}"' not in pages]
     assert not lacking, f"docs/api/ has no ':::' line for {lacking}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_a_page_copies_is_up_to_date(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert text == renewed(text), "run: python tests/page_copies.py"

@@ -1,0 +1,123 @@
+"""Every code block of the documentation runs: the blocks of a page in order, with each other's names and files.
+
+What can't run here says why, in a comment above it (``page_blocks``), and is listed with the tests that were skipped.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from page_blocks import PAGES, ROOT, Block, blocks
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from tqdm import tqdm
+
+import unitrain
+
+BLOCKS = {page: found for page in PAGES if (found := list(blocks(page)))}
+NOT_RUN = [block for page in PAGES for block in BLOCKS.get(page, ()) if block.not_run]
+TRAINS = re.compile(r"\b(recipes/\w+\.py|train\.py|python -m unitrain\.recipes\.\w+)\b")
+
+
+def names(page: Path) -> dict[str, Any]:
+    """Return what a page takes for granted: a model, its optimizer, data, and, if it does not make one, a strategy."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train_set, test_set = (TensorDataset(torch.randn(n, 3, 2, 2), torch.randint(10, (n,))) for n in (40, 10))
+    given: dict[str, Any] = {}
+    if "unitrain.init(" not in page.read_text(encoding="utf-8"):
+        given["strategy"] = strategy = unitrain.init()
+        given["train"] = strategy.dataloader(train_set, global_batch_size=8)
+    return {
+        **given,
+        "__name__": "page",
+        "torch": torch,
+        "nn": nn,
+        "DataLoader": DataLoader,
+        "unitrain": unitrain,
+        "model": model,
+        "criterion": nn.CrossEntropyLoss(),
+        "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 100),
+        "train_set": train_set,
+        "test_set": test_set,
+    }
+
+
+def run_python(block: Block, names: dict[str, Any]) -> None:
+    # In a file, where pydantic finds the docstrings of settings.
+    file = Path(re.sub(r"\W", "_", block.place) + ".py")
+    file.write_text(block.text)
+    exec(compile(block.text, str(file), "exec", dont_inherit=True), names)
+
+
+def run_shell(block: Block) -> str:
+    lines = block.text.splitlines()
+    if block.language == "console" and any(line.startswith("$ ") for line in lines):
+        lines = [line[2:] for line in lines if line.startswith("$ ")]
+    text = "\n".join(lines)
+    text = TRAINS.sub(rf"\g<0> {block.flags}", text) if block.flags else text
+    environ = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    }
+    command = ["bash", "-euc", text]
+    ran = subprocess.run(command, env=environ, input=block.answer, capture_output=True, text=True, timeout=240)
+    assert ran.returncode == 0, f"{block.place}\n{text}\n{ran.stdout}\n{ran.stderr}"
+    return ran.stdout
+
+
+def without_numbers(text: str) -> list[str]:
+    return re.sub(r"\d+(\.\d+)?", "0", text).splitlines()
+
+
+def run(block: Block, names: dict[str, Any], printed: str) -> str:
+    """Run a block, and return what it prints if it is a shell's."""
+    if block.title:
+        if block.language == "python":
+            compile(block.text, block.place, "exec", dont_inherit=True)
+        Path(block.title).write_text(block.text)
+    elif block.language == "python":
+        run_python(block, names)
+    elif block.language in ("bash", "sh", "console"):
+        return run_shell(block)
+    elif block.language == "yaml":
+        yaml.safe_load(block.text)
+    elif block.language == "text":
+        lines = {line[line.find(":") + 1 :] if line.startswith("[") else line for line in without_numbers(printed)}
+        assert lines.issuperset(without_numbers(block.text)), f"{block.place}: was printed:\n{printed}"
+    else:
+        assert block.copy, f"{block.place}: a block of {block.language or 'no language'} can't be run: say why"
+    return printed
+
+
+# On fewer cores than the pages have.
+@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+@pytest.mark.parametrize("page", BLOCKS, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    monkeypatch.setattr(tqdm, "monitor_interval", 0)  # its thread stays for good
+    for folder in ("recipes", "benchmarks"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
+    shared, printed = names(page), ""
+    for block in BLOCKS[page]:
+        if not block.not_run:
+            printed = run(block, shared, printed)
+
+
+@pytest.mark.parametrize("block", NOT_RUN, ids=lambda block: block.place)
+def test_what_is_not_run_here(block: Block) -> None:
+    pytest.skip(f"a block of the documentation: {block.not_run}")
