@@ -37,6 +37,7 @@ def names(page: Path) -> dict[str, Any]:
     if "unitrain.init(" not in page.read_text(encoding="utf-8"):
         given["strategy"] = strategy = unitrain.init()
         given["train"] = strategy.dataloader(train_set, global_batch_size=8)
+        given["test"] = given["val"] = strategy.dataloader(test_set, batch_size=4)
     return {
         **given,
         "__name__": "page",
