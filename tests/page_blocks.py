@@ -1,4 +1,4 @@
-"""The code blocks of a page, in order, and the comments above them that say how a test runs them.
+"""The code blocks of a page, by section, and the comments above them that say how a test runs them.
 
 A comment directly above a block is one of
 
@@ -36,6 +36,7 @@ class Block:
 
     Attributes:
         place: page and line.
+        section: the number of second-level headings above it.
         language: the first word after the fence, or an empty string.
         title: the name of the file that the block is.
         text: what it holds.
@@ -46,6 +47,7 @@ class Block:
     """
 
     place: str
+    section: int
     language: str
     title: str
     text: str
@@ -57,19 +59,20 @@ class Block:
 
 def blocks(page: Path) -> Iterator[Block]:
     """Yield the blocks of a page."""
-    comment = ""
+    comment, section = "", 0
     for token in MarkdownIt().parse(page.read_text(encoding="utf-8")):
         place = f"{page.relative_to(ROOT)}:{token.map[0] + 1}" if token.map else ""
         if token.type == "html_block":
             comment = token.content.strip()
             if hidden := re.fullmatch(r"<!-- python\n(.*?)-->", comment, re.DOTALL):
-                yield Block(place, "python", "", hidden[1])
+                yield Block(place, section, "python", "", hidden[1])
         elif token.type == "fence":
             language, _, rest = token.info.partition(" ")
             title = re.search(r'title="(.+?)"', rest)
             says = dict(re.findall(r"<!-- (not run|run with|answered with): (.+?) -->", comment, re.DOTALL))
             yield Block(
                 place,
+                section,
                 language,
                 title[1] if title else "",
                 token.content,
@@ -83,3 +86,4 @@ def blocks(page: Path) -> Iterator[Block]:
             raise ValueError(f"{place}: this block is indented, and would not be found")
         elif token.block and token.level == 0:
             comment = ""
+            section += token.type == "heading_open" and token.tag == "h2"

@@ -1,4 +1,4 @@
-"""Every code block of the documentation runs: the blocks of a page in order, with each other's names and files.
+"""Every code block of the documentation runs: in a section with each other's names, on a page with each other's files.
 
 What can't run here says why, in a comment above it (``page_blocks``), and is listed with the tests that were skipped.
 """
@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +28,14 @@ NOT_RUN = [block for page in PAGES for block in BLOCKS.get(page, ()) if block.no
 TRAINS = re.compile(r"\b(recipes/\w+\.py|train\.py|python -m unitrain\.recipes\.\w+)\b")
 
 
-def names(page: Path) -> dict[str, Any]:
-    """Return what a page takes for granted: a model, its optimizer, data, and, if it does not make one, a strategy."""
+def names(*, makes_strategy: bool) -> dict[str, Any]:
+    """Return what a section takes for granted: a model, an optimizer, data, and, if it does not make one, a strategy."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     train_set, test_set = (TensorDataset(torch.randn(n, 3, 2, 2), torch.randint(10, (n,))) for n in (40, 10))
     given: dict[str, Any] = {}
-    if "unitrain.init(" not in page.read_text(encoding="utf-8"):
+    if not makes_strategy:
         given["strategy"] = strategy = unitrain.init()
         given["train"] = strategy.dataloader(train_set, global_batch_size=8)
         given["test"] = given["val"] = strategy.dataloader(test_set, batch_size=4)
@@ -113,10 +114,28 @@ def test_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(tqdm, "monitor_interval", 0)  # its thread stays for good
     for folder in ("recipes", "benchmarks"):
         (tmp_path / folder).symlink_to(ROOT / folder)
-    shared, printed = names(page), ""
-    for block in BLOCKS[page]:
-        if not block.not_run:
+    printed = ""
+    for _, section in groupby(BLOCKS[page], lambda block: block.section):
+        run_here = [block for block in section if not block.not_run]
+        has_python = any(block.language == "python" and not block.title for block in run_here)
+        makes_strategy = any("unitrain.init(" in block.text for block in run_here)
+        shared = names(makes_strategy=makes_strategy) if has_python else {}
+        for block in run_here:
             printed = run(block, shared, printed)
+        if "strategy" in shared:
+            shared["strategy"].close()
+
+
+@pytest.mark.parametrize(
+    ("language", "text"),
+    [("python", "1 / 0"), ("bash", "false"), ("text", "never printed"), ("rust", "fn main() {}"), ("", "anything")],
+)
+def test_a_block_that_does_not_run_fails(
+    language: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((ZeroDivisionError, AssertionError)):
+        run(Block("page.md:1", 0, language, "", text), {}, "printed")
 
 
 @pytest.mark.parametrize("block", NOT_RUN, ids=lambda block: block.place)
