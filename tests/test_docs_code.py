@@ -29,7 +29,7 @@ TRAINS = re.compile(r"\b(recipes/\w+\.py|train\.py|python -m unitrain\.recipes\.
 
 
 def names(*, makes_strategy: bool) -> dict[str, Any]:
-    """Return what a section takes for granted: a model, an optimizer, data, and, if it does not make one, a strategy."""
+    """Return what a section takes for granted: a model, an optimizer, data and, if it does not make one, a strategy."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
