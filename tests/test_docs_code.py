@@ -17,6 +17,7 @@ import pytest
 import torch
 import yaml
 from page_blocks import PAGES, ROOT, Block, blocks
+from ranks import run_ranks
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from tqdm import tqdm
@@ -105,25 +106,38 @@ def run(block: Block, names: dict[str, Any], printed: str) -> str:
     return printed
 
 
+def run_page(page: Path, folder: Path, *, python_only: bool = False) -> None:
+    os.chdir(folder)
+    printed = ""
+    for _, section in groupby(BLOCKS[page], lambda block: block.section):
+        run_here = [block for block in section if not block.not_run]
+        python = [block for block in run_here if block.language == "python" and not block.title]
+        makes_strategy = any("unitrain.init(" in block.text for block in python)
+        shared = names(makes_strategy=makes_strategy) if python else {}
+        for block in python if python_only else run_here:
+            printed = run(block, shared, printed)
+        if "strategy" in shared:
+            shared["strategy"].close()
+
+
 # On fewer cores than the pages have.
 @pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 @pytest.mark.parametrize("page", BLOCKS, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(tmp_path)  # back at the end
     monkeypatch.setattr(sys, "argv", ["train.py"])
     monkeypatch.setattr(tqdm, "monitor_interval", 0)  # its thread stays for good
     for folder in ("recipes", "benchmarks"):
         (tmp_path / folder).symlink_to(ROOT / folder)
-    printed = ""
-    for _, section in groupby(BLOCKS[page], lambda block: block.section):
-        run_here = [block for block in section if not block.not_run]
-        has_python = any(block.language == "python" and not block.title for block in run_here)
-        makes_strategy = any("unitrain.init(" in block.text for block in run_here)
-        shared = names(makes_strategy=makes_strategy) if has_python else {}
-        for block in run_here:
-            printed = run(block, shared, printed)
-        if "strategy" in shared:
-            shared["strategy"].close()
+    run_page(page, tmp_path)
+
+
+def moving(folders: list[Path]) -> None:
+    run_page(ROOT / "docs" / "moving.md", folders[int(os.environ["RANK"])], python_only=True)
+
+
+def test_what_is_said_of_moving_holds_on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> None:
+    run_ranks(moving, [tmp_path_factory.mktemp("rank") for _ in range(2)])
 
 
 @pytest.mark.parametrize(
