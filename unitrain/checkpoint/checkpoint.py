@@ -35,7 +35,7 @@ _CPU, _META = torch.device("cpu"), torch.device("meta")
 
 # The saves in the background. They use executors, which refuse work once the main thread has ended: a script may end
 # with a save, so its end is waited for before that. A forked process has no thread that would end its parent's.
-_writing: set[Future[Path]] = set()
+_writing: set[Future[None]] = set()
 threading._register_atexit(lambda: wait(_writing))  # type: ignore[attr-defined]
 os.register_at_fork(after_in_child=_writing.clear)
 

@@ -16,7 +16,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Protocol, TypeGuard
 
 from unitrain.job.messages import StopReason
