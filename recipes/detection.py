@@ -22,7 +22,7 @@ from pydantic import Field
 from tqdm import tqdm
 
 from unitrain import init, parse_command_line
-from unitrain.recipes import detection_data, detection_models, figures
+from unitrain.recipes import detection_data, detection_models
 from unitrain.recipes.detection_metrics import AveragePrecision, mean_boxes
 from unitrain.recipes.detection_pictures import draw_detections
 from unitrain.recipes.run_folder import RunFolder, summarise
@@ -128,7 +128,9 @@ def main() -> None:
         strategy.print("training is complete: start again with --resume never, or train longer: --epochs N --force")
     strategy.save(model, folder.path / "model.pt")
     if strategy.is_main:
-        figures.draw_curves(folder.path, {"loss": ["train_loss"], "mean average precision": ["map", "map_50"]})
+        from unitrain.recipes.figures import draw_curves  # takes as long to import as torch
+
+        draw_curves(folder.path, {"loss": ["train_loss"], "mean average precision": ["map", "map_50"]})
         draw_detections(strategy.export(model).float(), data.validation, data.classes, folder.path / "detections.png")
     folder.close()
     strategy.print(f"results are in {folder.path}")

@@ -25,7 +25,6 @@ from tqdm import tqdm
 
 import unitrain
 from unitrain import Section, parse_command_line
-from unitrain.recipes.figures import draw_curves
 from unitrain.recipes.gan_data import Digits, frechet_distance, independent_pixels
 from unitrain.recipes.gan_models import LATENT, Discriminator, Generator
 from unitrain.recipes.run_folder import RunFolder, summarise
@@ -136,6 +135,8 @@ def main() -> None:
         strategy.print("training is complete: start again with --resume never, or train longer: --epochs N --force")
     strategy.save(generator, folder.path / "model.pt")
     if strategy.is_main:
+        from unitrain.recipes.figures import draw_curves  # takes as long to import as torch
+
         draw_curves(folder.path, {"loss": ["g_loss", "d_loss"], "Fréchet distance": ["frechet_distance"]})
     folder.close()
     strategy.print(f"results are in {folder.path}")

@@ -85,12 +85,11 @@ def test_every_flag_is_in_the_help(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Metrics of one process, with loader workers."""
-    folder = tmp_path_factory.mktemp("alone")
-    job = run_job([sys.executable, str(RECIPE), *SHORT, "--workers", "1"], folder)
-    assert job.code == 0, job.output
-    assert "learning rate 0.05" in job.stdout
-    return [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
+    """Metrics of one process."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.chdir(tmp_path_factory.mktemp("alone"))
+        monkeypatch.setattr(tqdm, "monitor_interval", 0)
+        return train(monkeypatch, *SHORT)
 
 
 @pytest.mark.launcher
@@ -103,7 +102,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     ],
 )
 def test_training_is_that_of_one_process(alone: list[dict[str, Any]], tmp_path: Path, name: str, backend: str) -> None:
-    job = run_job([*STARTS[name], str(RECIPE), *SHORT, "--baselines", "true"], tmp_path, deadline=240)
+    job = run_job([*STARTS[name], str(RECIPE), *SHORT, "--baselines", "--workers", "1"], tmp_path, deadline=240)
     assert job.code == 0, job.output
     assert job.left == ()
     assert job.output.count("mAP of the untrained network 0.0") == job.output.count("results are in out") == 1
