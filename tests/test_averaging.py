@@ -269,7 +269,7 @@ def test_the_weights_are_swapped_and_back_also_after_an_exception(run: Run) -> N
 def test_a_checkpoint_within_a_swap_has_the_weights_of_training(run: Run, tmp_path: Path) -> None:
     trained, average = weights(run.model), weights(run.strategy.export(run.ema))
     with run.strategy.evaluation(run.ema):
-        folder = run.checkpoint.save_now()
+        folder = Path(run.checkpoint.save_now())
         assert torch.equal(weights(run.model), average)
     saved = {name: torch.load(folder / f"{name}.pt") for name in ("model", "ema")}
     for name, expected in (("model", trained), ("ema", average)):

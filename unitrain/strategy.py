@@ -38,6 +38,7 @@ from unitrain.training.precision import Precision
 from unitrain.training.prepared import PreparedModules
 from unitrain.training.step import StepResult, TrainingStep
 from unitrain.training.supported import check_scheduler
+from unitrain.url import is_url
 
 if TYPE_CHECKING:
     from unitrain.data.progress import ProgressBar
@@ -318,6 +319,7 @@ class Strategy:
 
         Raises:
             ConfigError: a library is not installed, or a new run could not be started; on every rank.
+            UsageError: the folder is a URL.
 
         Example:
             >>> trackers = strategy.trackers(["tensorboard", "wandb"], "runs/a")
@@ -325,7 +327,9 @@ class Strategy:
         """
         from unitrain.tracking import Trackers  # few scripts need it
 
-        return Trackers(self._communicator, trackers, files.local(folder), name, self.global_step)
+        if is_url(folder):
+            raise UsageError(f"{folder} is a URL, but trackers write to a folder: pass a path.")
+        return Trackers(self._communicator, trackers, Path(folder), name, self.global_step)
 
     def check_in_sync(self, module: nn.Module) -> None:
         """Check that a model's parameters and buffers have the same bits on all ranks. Collective.
