@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ def stops(folder):
     with unitrain.init(device="cpu") as strategy:
         model = strategy.prepare(torch.nn.Linear(1, 1))
         strategy.checkpoint(folder, model=model)
+        strategy.barrier()  # all ranks handle signals now
         strategy.print("trains")
         for _ in strategy.dataloader(range(10_000), global_batch_size=2):
             time.sleep(0.05)
@@ -53,7 +55,8 @@ class Kernel:
     """A kernel of Jupyter, as a notebook has one."""
 
     def __init__(self, folder: Path) -> None:
-        self.manager, self._client = start_new_kernel(kernel_name="python3", cwd=str(folder))
+        self._manager, self._client = start_new_kernel(kernel_name="python3", cwd=str(folder))
+        self._pid: int = self._manager.provisioner.pid  # type: ignore[union-attr]
 
     def run(self, code: str, meanwhile: Callable[[str], object] = lambda text: None) -> tuple[str, str]:
         """Run a cell, and return what it printed, and the traceback of the error that it ended with."""
@@ -73,13 +76,16 @@ class Kernel:
 
     def ranks(self) -> list[psutil.Process]:
         """Return the kernel's child processes, except the one that multiprocessing keeps."""
-        kernel = self.manager.provisioner.pid  # type: ignore[union-attr]
-        children = psutil.Process(kernel).children(recursive=True)
+        children = psutil.Process(self._pid).children(recursive=True)
         return [child for child in children if "resource_tracker" not in " ".join(child.cmdline())]
+
+    def interrupt(self) -> None:
+        """Do what Jupyter does when its user interrupts a kernel; its own method leaves an event loop behind here."""
+        os.killpg(self._pid, signal.SIGINT)
 
     def close(self) -> None:
         self._client.stop_channels()
-        self.manager.shutdown_kernel(now=True)
+        self._manager.shutdown_kernel(now=True)
 
 
 @pytest.fixture(scope="module")
@@ -119,10 +125,8 @@ def test_an_error_is_raised_in_the_cell(kernel: Kernel, tmp_path: Path) -> None:
 
 @pytest.mark.launcher
 def test_interrupting_the_kernel_saves_and_stops(kernel: Kernel, tmp_path: Path) -> None:
-    interrupting = threading.Thread(target=kernel.manager.interrupt_kernel)
     code = f"unitrain.notebook_launch(stops, {str(tmp_path)!r}, processes=2)"
-    printed, trace = kernel.run(code, lambda text: interrupting.start() if "trains" in text else None)
-    interrupting.join()
+    printed, trace = kernel.run(code, lambda text: kernel.interrupt() if "trains" in text else None)
     assert trace.endswith("KeyboardInterrupt: "), trace
     # The kernel's SIGINT reaches the ranks too, and may come before the SIGTERM of their parent.
     assert re.search(r"unitrain: stopped by SIG(INT|TERM) after step 0 and saved in", printed), printed
@@ -142,6 +146,7 @@ def test_what_can_not_be_is_refused(kernel: Kernel) -> None:
         assert said in kernel.run(code)[1]
 
 
+@pytest.mark.soak
 def test_a_script_is_not_run_again(tmp_path: Path) -> None:
     """A notebook that was exported as a script has no ``if __name__ == "__main__"``."""
     (tmp_path / "exported.py").write_text(
