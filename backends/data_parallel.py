@@ -106,10 +106,10 @@ class DataParallelBackend(LocalBackend):
         """Return the module in torch's DataParallel, or unchanged on a single device."""
         if len(self.devices) == 1:
             return module
-        if hasattr(module, "_orig_mod"):
+        if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
             raise UsageError(
                 f"a compiled module can't be replicated on {len(self.devices)} devices: all would run the code "
-                "compiled for one. Don't compile it, or use backend ddp, one process per GPU."
+                "compiled for one. Don't compile it (compile: false), or use backend ddp, one process per GPU."
             )
         return _Wrapped(module, list(self.devices), self.device)
 

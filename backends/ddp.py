@@ -53,8 +53,14 @@ class DDPBackend(Backend):
 
     @classmethod
     def check(cls, config: StrategyConfig, launch: Launch) -> None:
-        """Refuse NCCL if it is not available, and accumulation with a static graph."""
+        """Refuse NCCL if it is not available, accumulation with a static graph, and small buckets if compiled."""
         settings = config.section(cls.name, DDPSettings)
+        if config.compile and settings.bucket_cap_mb < 1:
+            raise ConfigError(
+                f"ddp.bucket_cap_mb is {settings.bucket_cap_mb:g}, and compile is {config.compile}: torch.compile "
+                "splits a model's graph at DDP's buckets, of which the first has 1 MiB, and fails if the others are "
+                "smaller. Set ddp.bucket_cap_mb to at least 1."
+            )
         if settings.static_graph and config.accumulate > 1:
             raise ConfigError(
                 f"ddp.static_graph is true, and accumulate is {config.accumulate}; they are mutually exclusive: DDP "

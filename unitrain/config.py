@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 from pydantic_core import PydanticCustomError
 
 Precision = Literal["fp32", "fp64", "bf16", "fp16"]
+Compile = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 SectionType = TypeVar("SectionType", bound="Section")
 
 
@@ -38,6 +39,7 @@ class Section(BaseModel):
         if (
             isinstance(value, str)
             and str not in members
+            and not (bool in members and value.lower() in ("true", "false"))
             and any(get_origin(member) in (list, tuple) for member in members)
         ):
             return [item.strip() for item in value.split(",")]
@@ -69,6 +71,14 @@ class StrategyConfig(Section):
     """fp32; bf16 or fp16 (autocast with float32 weights); fp64 (casts model and inputs; to verify results)."""
     sync_batchnorm: bool = False
     """Compute BatchNorm statistics over the global batch instead of each process's part of it."""
+    activation_checkpointing: Annotated[
+        bool | tuple[str, ...], Field(json_schema_extra={"allowed": "true, false or names of classes"})
+    ] = False
+    """Compute activations of these classes of modules again in the backward, to save memory; true: of all blocks."""
+    compile: bool | Compile = False
+    """Compile prepared models with torch.compile: true, or one of its modes. The first steps take longer."""
+    compile_backend: Annotated[str, Field(min_length=1)] = "inductor"
+    """Backend of torch.compile."""
     broadcast_buffers: bool = True
     """Broadcast rank 0's values of buffers that a forward changes (not BatchNorm's) after each step, as DDP does."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
@@ -117,6 +127,8 @@ class StrategyConfig(Section):
     @model_validator(mode="after")
     def _refuse_conflicts(self) -> StrategyConfig:
         """Refuse settings that are mutually exclusive."""
+        if isinstance(self.compile, str) and self.compile_backend != "inductor":
+            raise conflict("compile", "compile_backend", "modes are inductor's")
         if self.precision == "fp64" and self.compression != "none":
             raise conflict("precision", "compression", "fp64 is for exact comparisons, and compression is lossy")
         if self.compression == "powersgd":

@@ -36,22 +36,28 @@ class BatchInUse:
     """The batch that the script works on: the one that was yielded last, or that the last forward was given.
 
     Attributes:
-        micro_batch: its micro-batch; None without a loader.
+        is_stand_in: whether it is the stand-in of a rank without samples, and counts for nothing. An attribute, since
+            compiled code that reads it must not depend on the number of samples.
     """
 
-    __slots__ = ("micro_batch",)
+    __slots__ = ("_micro_batch", "is_stand_in")
 
     def __init__(self) -> None:
-        self.micro_batch: MicroBatch | None = None
+        self.micro_batch = None
+
+    @property
+    def micro_batch(self) -> MicroBatch | None:
+        """Its micro-batch; None without a loader."""
+        return self._micro_batch
+
+    @micro_batch.setter
+    def micro_batch(self, micro_batch: MicroBatch | None) -> None:
+        self._micro_batch: MicroBatch | None = micro_batch
+        self.is_stand_in: bool = micro_batch is not None and not micro_batch.count
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BatchInUse:
         """Return this object: a copy of a model is used with the same batches."""
         return self
-
-    @property
-    def is_stand_in(self) -> bool:
-        """Whether it is the stand-in of a rank without samples, and counts for nothing."""
-        return self.micro_batch is not None and not self.micro_batch.count
 
 
 class LoopListener(Protocol):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from typing_extensions import TypedDict
 
-from unitrain.config import Precision, Section
+from unitrain.config import Compile, Precision, Section
 
 
 class StrategySettings(TypedDict, total=False):
@@ -17,6 +17,9 @@ class StrategySettings(TypedDict, total=False):
     device: str
     precision: Precision
     sync_batchnorm: bool
+    activation_checkpointing: bool | Sequence[str]
+    compile: bool | Compile
+    compile_backend: str
     broadcast_buffers: bool
     seed: int
     deterministic: bool

@@ -1,10 +1,4 @@
-"""Synchronised BatchNorm: statistics over the global batch, with any backend, on CPU and GPU.
-
-Each rank computes the mean, variance and count of its part of the batch. One all-gather collects them, and they are
-merged in float64 by the pairwise formula of Chan, Golub and LeVeque ("Algorithms for computing the sample variance",
-1983). The parts may be uneven or empty. The backward needs one all-reduce. Both block, since there is no other work to
-overlap them with. The passes over the batch itself use torch's kernels for given statistics, those of eval mode.
-"""
+"""BatchNorm layers whose statistics are computed over the global batch, with any backend, on CPU and GPU."""
 
 from __future__ import annotations
 
@@ -14,87 +8,12 @@ from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
-from torch.nn.functional import batch_norm
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from unitrain.communicator import Communicator
 from unitrain.data.loop import BatchInUse
 from unitrain.errors import ConfigError
-
-
-class _SyncedNormalise(torch.autograd.Function):
-    """Normalise (rows, channels, ...) by statistics over the rows of all ranks."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, layer: SyncBatchNorm
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        channels = x.size(1)
-        kind = _computed_in(x)
-        stand_in = layer.in_use.is_stand_in
-        count = x.numel() // channels if channels and not stand_in else 0
-        local = torch.zeros(2 * channels + 1, dtype=torch.float64, device=x.device)
-        if count:
-            variance, mean = torch.var_mean(x.to(kind), [d for d in range(x.dim()) if d != 1], correction=0)
-            local[:channels] = mean
-            local[channels : 2 * channels] = variance
-            local[-1] = count
-        with layer.communicator.pulse.within(layer.sync_name):
-            gathered = layer.communicator.all_gather_async(local, f"{layer.sync_name}.forward")()
-        means, variances, counts = gathered[:, :channels], gathered[:, channels:-1], gathered[:, -1:]
-        total = counts.sum()
-        if count <= 1 and total.item() <= 1:
-            raise ValueError(f"BatchNorm needs more than 1 value per channel over all ranks in training, got {x.shape}")
-        share = counts / total.clamp(min=1)
-        mean = (means * share).sum(0)
-        variance = ((variances + (means - mean) ** 2) * share).sum(0)
-        statistics = mean.to(kind), variance.to(kind)
-        ctx.save_for_backward(x, weight, *statistics, total)
-        ctx.layer, ctx.counts = layer, count > 0
-        ctx.mark_non_differentiable(mean, variance, total)
-        # With given statistics, as in eval mode, torch's kernel needs a single pass.
-        output = batch_norm(x, *statistics, _to(weight, kind), _to(bias, kind), eps=layer.eps)
-        return output, mean, variance, total
-
-    @staticmethod
-    @once_differentiable  # a second derivative would be wrong: autograd does not see the all-reduce
-    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        x, weight, mean, variance, total = ctx.saved_tensors
-        layer, kind, channels, needs = ctx.layer, mean.dtype, x.size(1), ctx.needs_input_grad
-        if ctx.counts:
-            # The gradients for given statistics. That of the input lacks the part through the statistics.
-            grad_input, grad_weight, grad_bias = torch.ops.aten.native_batch_norm_backward(
-                grad.to(kind), x.to(kind), _to(weight, kind), mean, variance, None, None, False, layer.eps,
-                [needs[0], True, True],
-            )  # fmt: skip
-        else:
-            # Without rows, or for a stand-in: its gradient is 0, and nothing depends on its statistics.
-            grad_input, grad_weight, grad_bias = torch.zeros_like(x, dtype=kind), *torch.zeros(2, channels).to(mean)
-        sums = torch.cat([grad_bias, grad_weight]).double()
-        layer.communicator.all_reduce_async(sums, "sum", f"{layer.sync_name}.backward")()
-        if needs[0] and ctx.counts:
-            inverse_std = torch.rsqrt(variance + layer.eps)
-            scale = inverse_std if weight is None else inverse_std * weight.to(kind)
-            by_bias, by_weight = (sums / total).to(kind).neg_().mul_(scale.repeat(2)).split(channels)
-            shape = [1, channels] + [1] * (x.dim() - 2)
-            centred = x.to(kind) - mean.view(shape)
-            grad_input.addcmul_(centred, (by_weight * inverse_std).view(shape)).add_(by_bias.view(shape))
-        return (
-            grad_input.to(x.dtype) if needs[0] else None,
-            grad_weight.to(weight.dtype) if weight is not None and needs[1] else None,
-            grad_bias.to(weight.dtype) if weight is not None and needs[2] else None,
-            None,
-        )
-
-
-def _computed_in(x: Tensor) -> torch.dtype:
-    """Return the dtype to compute in: at least float32, since half-precision sums would be too inexact."""
-    return x.dtype if x.dtype in (torch.float32, torch.float64) else torch.float32
-
-
-def _to(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return None if tensor is None else tensor.to(dtype)
+from unitrain.training.batch_norm_ops import Ranks, Statistics, normalise
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -104,27 +23,26 @@ class SyncBatchNorm(_BatchNorm):
     """
 
     plain: ClassVar[type[_BatchNorm]]
-    communicator: Communicator
-    in_use: BatchInUse
+    ranks: Ranks
     sync_name: str
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
         """Normalise ``input`` (rows, channels, ...) by statistics over all ranks, or the running ones in eval mode."""
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
-        if not self.training or self.communicator.world_size == 1:
+        if not self.training or self.ranks.communicator.world_size == 1:
             return self.plain.forward(self, input)
-        self.communicator.compare_calls(f"forward of {self.sync_name}")
-        output, mean, variance, total = _SyncedNormalise.apply(input, self.weight, self.bias, self)
+        output, statistics = normalise(input, self.weight, self.bias, self.eps, self.ranks, self.sync_name)
         if self.track_running_stats:
-            self._update_running(mean, variance, total)
-        return cast(Tensor, output)
+            self._update_running(statistics)
+        return output
 
     @torch.no_grad()
-    def _update_running(self, mean: Tensor, variance: Tensor, total: Tensor) -> None:
+    def _update_running(self, statistics: Statistics) -> None:
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
             return
         self.num_batches_tracked.add_(1)
         momentum = self.momentum if self.momentum is not None else 1.0 / self.num_batches_tracked.double()
+        mean, variance, total, _ = statistics
         unbiased = variance * (total / (total - 1).clamp(min=1))
         self.running_mean.add_(momentum * (mean.to(self.running_mean.dtype) - self.running_mean))
         self.running_var.add_(momentum * (unbiased.to(self.running_var.dtype) - self.running_var))
@@ -154,7 +72,7 @@ class _ReplacesTorchs(SyncBatchNorm):
     plain: ClassVar[type[_BatchNorm]] = nn.SyncBatchNorm
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
-        if not self.training or self.communicator.world_size == 1:
+        if not self.training or self.ranks.communicator.world_size == 1:
             return _BatchNorm.forward(self, input)
         return super().forward(input)
 
@@ -184,7 +102,7 @@ class _SyncBatchNormAct2d(SyncBatchNorm2d):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
         normalised = super().forward(input)
-        if not self.training or self.communicator.world_size == 1:
+        if not self.training or self.ranks.communicator.world_size == 1:
             return normalised  # by timm's own forward
         return cast(Tensor, self.act(self.drop(normalised)))
 
@@ -211,6 +129,7 @@ def synchronise(
         ConfigError: a layer is of a subclass of BatchNorm, whose forward may be different, or synchronises over a
             process group of its own.
     """
+    ranks = Ranks(communicator, in_use)
     for name, layer in module.named_modules():
         if not is_unsynchronised(layer) or (only_torchs and type(layer) is not nn.SyncBatchNorm):
             continue
@@ -227,14 +146,14 @@ def synchronise(
                 "sync_batchnorm to false."
             )
         layer.__class__ = synced
-        layer.__dict__.update(communicator=communicator, in_use=in_use, sync_name=f"batch_norm.{name}")
+        layer.__dict__.update(ranks=ranks, sync_name=f"batch_norm.{name}")
 
 
 def revert(module: nn.Module) -> None:
     """Undo ``synchronise`` in place, keeping the statistics."""
     for layer in module.modules():
         if isinstance(layer, SyncBatchNorm):
-            del layer.communicator, layer.in_use, layer.sync_name
+            del layer.ranks, layer.sync_name
             layer.__class__ = layer.plain  # type: ignore[assignment]
 
 
@@ -261,13 +180,17 @@ class _StandInHooks:
 
 
 def ignore_stand_ins(modules: Iterable[nn.Module], in_use: BatchInUse) -> None:
-    """Keep stand-ins out of the statistics of layers that are not synchronised."""
+    """Keep stand-ins out of the statistics of layers that are not synchronised. A second call does nothing."""
     for module in modules:
         for layer in module.modules():
-            if is_unsynchronised(layer):
+            if is_unsynchronised(layer) and not _ignores_stand_ins(layer):
                 hooks = _StandInHooks(in_use)
                 layer.register_forward_pre_hook(hooks.before)
                 layer.register_forward_hook(hooks.after, always_call=True)
+
+
+def _ignores_stand_ins(layer: nn.Module) -> bool:
+    return any(isinstance(getattr(hook, "__self__", None), _StandInHooks) for hook in layer._forward_hooks.values())
 
 
 @torch.no_grad()

@@ -16,7 +16,8 @@ from unitrain.config import StrategyConfig
 from unitrain.data.loop import BatchInUse
 from unitrain.errors import UsageError
 from unitrain.rng import seed_rank
-from unitrain.training import alike, batch_norm, supported
+from unitrain.training import activation_checkpointing, alike, batch_norm, supported
+from unitrain.training.compilation import compile_in_place
 from unitrain.training.precision import Precision, remove_hooks
 from unitrain.training.prepared import PreparedModules
 from unitrain.training.streaming import broadcast_tensors, outline, receive_optimizer
@@ -61,7 +62,10 @@ class Preparation:
         """See ``Strategy.prepare``. Modules are prepared first, so that their parameters are known to optimizers."""
         for one in objects:
             supported.check_kind(one)
-        done = {i: self._module(one) for i, one in enumerate(objects) if isinstance(one, nn.Module)}
+        modules = [one for one in objects if isinstance(one, nn.Module)]
+        wanted = self._config.activation_checkpointing
+        blocks = activation_checkpointing.blocks(modules, wanted) if modules and wanted else []
+        done = {i: self._module(one, blocks) for i, one in enumerate(objects) if isinstance(one, nn.Module)}
         for one in objects:
             if isinstance(one, Optimizer):
                 self._optimizer(one)
@@ -72,7 +76,7 @@ class Preparation:
                 seed_rank(self._config.seed, self._communicator.rank)
         return tuple(done.get(i, one) for i, one in enumerate(objects))
 
-    def _module(self, module: nn.Module) -> nn.Module:
+    def _module(self, module: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
         if module in self._prepared:
             raise UsageError(f"this {type(module).__name__} has already been prepared: prepare each module once.")
         supported.check_module(module)
@@ -84,9 +88,16 @@ class Preparation:
             self._in_use,
             only_torchs=not self._config.sync_batchnorm,
         )
+        for block in set(blocks).intersection(module.modules()):
+            activation_checkpointing.apply(block, self._in_use)
         self._precision.apply(module)
         self._copy_from_rank_0(module)
         self._prepared.add_names(module)
+        if self._config.compile:
+            if self._communicator.world_size > 1:
+                # Hooks that are added later would make the compiler start again.
+                batch_norm.ignore_stand_ins([module], self._in_use)
+            compile_in_place(module, self._config)
         wrapped = self._backend.wrap_model(module)
         self._prepared.add(wrapped, module)
         return wrapped
@@ -121,6 +132,7 @@ class Preparation:
 def export(module: nn.Module) -> nn.Module:
     """Return a plain copy of an original module on the CPU, in eval mode."""
     plain = copy.deepcopy(module).cpu().eval()
+    activation_checkpointing.revert(plain)
     batch_norm.revert(plain)
     remove_hooks(plain)
     return plain

@@ -121,7 +121,6 @@ class TrainingStep:
         self._unscaled = False
         self.in_use: BatchInUse = BatchInUse()
         self._batches = OpenBatches(self.in_use, prepared, self._arm_for)
-        self._ignores_stand_ins = False
         self.between_epochs: bool = False
         self.at_epoch_end: Callable[[], None] = lambda: None
         self.averages: bool = True
@@ -193,9 +192,8 @@ class TrainingStep:
         self.between_epochs = micro_batch is None
         if micro_batch is None:
             self.at_epoch_end()
-        elif not micro_batch.count and not self._ignores_stand_ins:
+        elif not micro_batch.count:
             batch_norm.ignore_stand_ins(self._prepared, self.in_use)
-            self._ignores_stand_ins = True
         self._reduction.arm(self.averages and (micro_batch is None or micro_batch.last))
 
     def drop(self, iteration: Iteration) -> None:

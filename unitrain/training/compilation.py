@@ -1,0 +1,40 @@
+"""Compiles models with ``torch.compile``, in place."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from unitrain.config import StrategyConfig
+from unitrain.errors import ConfigError, nearest
+
+
+def compile_in_place(module: nn.Module, config: StrategyConfig) -> None:
+    """Compile a module's forward, with its hooks, as the settings say.
+
+    The module, its class and its state dict keys stay the same, unlike with ``torch.compile(module)``, and deep copies
+    of it are not compiled. A module that the script has compiled itself is left as it is.
+
+    This comes before DDP's wrapper, which calls the compiled module: torch then splits its graph where DDP's buckets
+    end, so that gradients are averaged while the backward of earlier layers runs.
+
+    Args:
+        module: the module.
+        config: the settings.
+
+    Raises:
+        ConfigError: there is no such backend of ``torch.compile``.
+    """
+    if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
+        return
+    # Importing the compiler takes a second or more.
+    from torch.compiler import list_backends
+
+    backend = config.compile_backend
+    known = list_backends(exclude_tags=())
+    if backend not in known:
+        raise ConfigError(
+            f"compile_backend is {backend!r}, which torch.compile does not have.{nearest(backend, known)} It has "
+            f"{', '.join(known)}."
+        )
+    mode = config.compile if isinstance(config.compile, str) else None
+    module.compile(backend=backend, mode=mode)
