@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 from pydantic_core import PydanticCustomError
 
 Precision = Literal["fp32", "fp64", "bf16", "fp16"]
-Compile = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+CompileMode = Literal["reduce-overhead", "max-autotune"]
 SectionType = TypeVar("SectionType", bound="Section")
 
 
@@ -75,9 +75,9 @@ class StrategyConfig(Section):
         bool | tuple[str, ...], Field(json_schema_extra={"allowed": "true, false or names of classes"})
     ] = False
     """Compute activations of these classes of modules again in the backward, to save memory; true: of all blocks."""
-    compile: bool | Compile = False
-    """Compile prepared models with torch.compile: true, or one of its modes. The first steps take longer."""
-    compile_backend: Annotated[str, Field(min_length=1)] = "inductor"
+    compile: bool | CompileMode = False
+    """Compile prepared models with torch.compile: true, or a mode. The first steps take longer."""
+    compile_backend: str = "inductor"
     """Backend of torch.compile."""
     broadcast_buffers: bool = True
     """Broadcast rank 0's values of buffers that a forward changes (not BatchNorm's) after each step, as DDP does."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from typing_extensions import TypedDict
 
-from unitrain.config import Compile, Precision, Section
+from unitrain.config import CompileMode, Precision, Section
 
 
 class StrategySettings(TypedDict, total=False):
@@ -17,8 +17,8 @@ class StrategySettings(TypedDict, total=False):
     device: str
     precision: Precision
     sync_batchnorm: bool
-    activation_checkpointing: bool | Sequence[str]
-    compile: bool | Compile
+    activation_checkpointing: bool | tuple[str, ...]
+    compile: bool | CompileMode
     compile_backend: str
     broadcast_buffers: bool
     seed: int
