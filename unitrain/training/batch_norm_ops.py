@@ -204,9 +204,11 @@ class _Normalise(torch.autograd.Function):
         ranks: Ranks,
         name: str,
     ) -> Tensor:
-        ctx.save_for_backward(x, weight, *statistics[:3])
+        kind = _computed_in(x)
+        mean, variance = statistics.mean.to(kind), statistics.variance.to(kind)
+        ctx.save_for_backward(x, weight, mean, variance, statistics.total)
         ctx.plain = statistics.own, eps, ranks, name
-        return _normalised(x, weight, bias, statistics.mean, statistics.variance, eps)
+        return _normalised(x, weight, bias, mean, variance, eps)
 
     @staticmethod
     @once_differentiable  # a second derivative would be wrong: autograd does not see the all-reduce
