@@ -650,11 +650,7 @@ def test_a_default_within_a_section_holds_where_other_fields_are_set(
 
     (tmp_path / "some.yaml").write_text("strategy: {precision: bf16}")
     flags = ("--strategy.precision=bf16", "--strategy.ddp.find-unused-parameters"), (f"--config={tmp_path}/some.yaml",)
-<<<<<<< ours
     for found in (strategy(), *(strategy(*some) for some in flags)):
-=======
-    for found in (strategy(), *(strategy(*argv) for argv in flags)):
->>>>>>> theirs
         assert (found.clip_norm, found.ddp.bucket_cap_mb) == (1.5, 3)  # type: ignore[attr-defined]
         assert "clip_norm" in found.model_fields_set
     assert strategy("--strategy.clip-norm=2").clip_norm == 2

@@ -66,11 +66,7 @@ def notebook_launch(fn: Callable[..., T], *args: Any, processes: int = 2) -> T:
     except Exception as error:  # whatever the objects raise
         raise UsageError(
             "unitrain.notebook_launch copies the function, and what it uses of the notebook, into new processes, and "
-<<<<<<< ours
             f"failed: {str(error).rstrip('.')}. Create what can't be copied, such as the strategy, inside the function."
-=======
-            f"failed: {str(error).rstrip('.')}. Create what can't be copied inside the function, a strategy above all."
->>>>>>> theirs
         ) from error
     # In a file: a pipe would have one rank after the other import torch before it reads.
     with tempfile.TemporaryDirectory() as folder, spawn_environments(processes) as environments:
