@@ -74,7 +74,7 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), rate.peak, momentum, weight_decay=decay, fused=True)
     model, optimizer, scheduler = strategy.prepare(model, optimizer, rate.scheduler(optimizer))
 
-    folder = RunFolder(strategy, settings.output_dir, "detection")
+    folder = RunFolder(strategy, settings.output_dir, "detection", settings.tracker)
     summarise(strategy, settings.batch_size)
     strategy.print(
         f"{settings.model} on {settings.data}: {len(data.train)} images for training, {len(data.validation)} for "

@@ -81,7 +81,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(groups, rate.peak, betas=(0.9, 0.95), fused=True)
     model, optimizer, scheduler = strategy.prepare(net, optimizer, rate.scheduler(optimizer))
 
-    folder = RunFolder(strategy, settings.output_dir, "language_model")
+    folder = RunFolder(strategy, settings.output_dir, "language_model", settings.tracker)
     summarise(strategy, settings.batch_size)
     counted = " and ".join(f"{value:.2f} ({name})" for name, value in text.baselines(documents).items())
     strategy.print(

@@ -152,12 +152,12 @@ def main() -> None:
             "epoch {epoch}: loss {train_loss:.4f}, validation loss {val_loss:.4f}, accuracy {val_accuracy:.2%}, "
             "{samples_per_second:.0f} images/s".format(**metrics)
         )
-        if metrics["val_accuracy"] > progress["best_accuracy"]:
+        if improved := metrics["val_accuracy"] > progress["best_accuracy"]:
             progress["best_accuracy"] = metrics["val_accuracy"]
             strategy.save(model, folder.path / "best.pt")
         ended = strategy.global_step >= last_step or epoch + 1 == settings.epochs
-        if ended or not settings.checkpoint_every:
-            checkpoint.save()
+        if improved or ended or not settings.checkpoint_every:
+            checkpoint.save(best=improved)
         if ended:
             strategy.on_main(lambda: figures.draw_classification(folder.path, labels, predicted, data.classes))  # noqa: B023
             break

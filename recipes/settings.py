@@ -55,7 +55,7 @@ class TrainingSettings(Section):
     keep: Annotated[int, Field(ge=1)] = 3
     """Number of newest checkpoints to keep."""
     resume: str = "auto"
-    """auto: from the newest checkpoint in output-dir, if any; never: from the beginning; or a checkpoint's PATH."""
+    """auto: from the newest checkpoint in output-dir, if any; best; never: from the start; or a checkpoint's PATH."""
     force: bool = False
     """Resume even if settings have changed since the checkpoint."""
     tracker: tuple[TrackerName, ...] = ("tensorboard",)

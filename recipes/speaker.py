@@ -95,7 +95,7 @@ def main() -> None:
     optimizer = torch.optim.Adam(trained, rate.peak, weight_decay=settings.weight_decay, fused=True)
     model, head, optimizer, scheduler = strategy.prepare(model, criterion.head, optimizer, rate.scheduler(optimizer))
 
-    folder = RunFolder(strategy, settings.output_dir, "speaker")
+    folder = RunFolder(strategy, settings.output_dir, "speaker", settings.tracker)
     summarise(strategy, settings.batch_size)
     strategy.print(
         f"{settings.model} with {settings.loss} on {settings.data}: {len(crops)} utterances of {speakers} speakers for "
