@@ -269,6 +269,11 @@ def test_nested_switches_and_lists_and_null() -> None:
     assert (recipe.milestones, recipe.output_dir, recipe.optimizer.momentum) == ([30, 60], None, 0)
 
 
+def test_lists_in_brackets() -> None:
+    assert parse("--milestones", "[30, 60]").milestones == [30, 60]
+    assert parse("--milestones=[]").milestones == []
+
+
 @pytest.mark.parametrize("argv", [["--local-rank=3"], ["--local_rank", "3"], ["--local_rank=0", "--lr", "0.1"]])
 def test_the_local_rank_of_torch_distributed_launch_is_dropped(argv: list[str]) -> None:
     assert parse(*argv) == Recipe()

@@ -42,7 +42,8 @@ class Section(BaseModel):
             and not (bool in members and value.lower() in ("true", "false"))
             and any(get_origin(member) in (list, tuple) for member in members)
         ):
-            return [item.strip() for item in value.split(",")]
+            items = value.removeprefix("[").removesuffix("]")
+            return [item.strip() for item in items.split(",")] if value != "[]" else []
         if isinstance(value, bool) and bool not in members and {int, float} & set(members):
             # YAML reads yes and on as true, which pydantic would take for 1.
             raise PydanticCustomError("bool_for_number", "Input should be a number, not a boolean")
