@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import re
+import signal
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
@@ -19,7 +23,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.profiler import profile
 
 import unitrain
-from unitrain import CheckpointError, Strategy, UsageError
+from unitrain import CheckpointError, Stopped, Strategy, UsageError
 from unitrain.training.averaging import EMA
 
 __all__ = ["ready"]  # the fixture
@@ -282,6 +286,25 @@ def test_a_checkpoint_within_a_swap_has_the_weights_of_training(run: Run, tmp_pa
         assert torch.equal(weights(run.model), average)
     assert torch.equal(weights(run.model), trained)
     assert torch.equal(weights(run.strategy.export(run.ema)), average)
+
+
+def test_a_signal_in_an_evaluation_saves_the_weights_of_training(run: Run, tmp_path: Path) -> None:
+    trained = weights(run.model)
+    run.checkpoint.wait()
+    run.checkpoint.discard()
+
+    def evaluate() -> None:
+        with run.strategy.evaluation(run.ema):
+            os.kill(os.getpid(), signal.SIGTERM)
+            for _ in itertools.chain.from_iterable(itertools.repeat(run.loader, 10_000)):
+                time.sleep(0.001)
+
+    with pytest.raises(Stopped):
+        evaluate()
+    assert torch.equal(weights(run.model), trained)
+    copy = net()
+    copy.load_state_dict(torch.load(tmp_path / f"step-{run.strategy.global_step:010d}" / "model.pt"))
+    assert torch.equal(weights(copy), trained)
 
 
 def test_what_would_lose_weights_in_a_swap_is_refused(run: Run) -> None:
