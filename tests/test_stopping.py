@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from types import FrameType
 
 import pytest
 from jobs import run_job
+from slurm import Slurm
 
 from unitrain.job.stopping import StopSignals
 
@@ -112,3 +114,43 @@ def test_submitit_s_signal_is_the_one_that_it_was_set_to(handlers: None, tmp_pat
     signals.close()
     assert requested == [signal.SIGUSR1]
     assert signal.getsignal(signal.SIGUSR1) == handler
+
+
+SLURM_DRIVER = (
+    DRIVER.split("executor =")[0]
+    + """
+executor = submitit.SlurmExecutor("logs")
+executor.update_parameters(ntasks_per_node=2, time=10, srun_args=["--overlap"])
+job = executor.submit(Job(), "checkpoints")
+while not (os.path.exists("step") and pathlib.Path("step").read_text() > "3"):
+    time.sleep(0.05)
+job._interrupt()
+print(job.job_id)
+"""
+)
+
+
+@pytest.mark.soak
+@pytest.mark.launcher
+@pytest.mark.xdist_group("slurm")
+def test_a_job_of_submitit_under_slurm_is_saved_and_then_requeued(slurm: Slurm, tmp_path: Path) -> None:
+    """That it goes on after that is not waited for: SLURM holds a requeued job for two minutes."""
+    (tmp_path / "driver.py").write_text(SLURM_DRIVER)
+    job = run_job([sys.executable, "driver.py"], tmp_path, environ={**slurm.env, "CUDA_VISIBLE_DEVICES": ""})
+    number = job.stdout.split()[-1]
+
+    def shown() -> str:
+        command = ["scontrol", "show", "job", number]
+        return subprocess.run(command, env=slurm.env, capture_output=True, text=True, check=True, timeout=60).stdout
+
+    try:
+        deadline = time.monotonic() + 60
+        while "Restarts=1" not in shown() and time.monotonic() < deadline:
+            time.sleep(0.2)
+        logs = "".join(path.read_text() for path in sorted((tmp_path / "logs").glob("*_log.*")))
+        assert "Restarts=1" in shown(), logs
+    finally:
+        subprocess.run(["scancel", number], env=slurm.env, check=False, timeout=60)
+    assert len(re.findall(r"unitrain: stopped by SIGUSR2 after step \d+ and saved in", logs)) == 1, logs
+    assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")]
+    assert "Calling checkpoint method" in logs
