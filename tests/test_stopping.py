@@ -13,38 +13,36 @@ from pathlib import Path
 from types import FrameType
 
 import pytest
-from jobs import run_job
+from jobs import Job, run_job
 from slurm import Slurm
 
 from unitrain.job.stopping import StopSignals
 
-# Two tasks of submitit's local executor. Each is signalled, as by SLURM: SIGTERM first if the job is preempted.
-DRIVER = """
+TRAIN = """
+import pathlib, time
+import torch, unitrain
+
+def main():
+    strategy = unitrain.init(device="cpu", backend="ddp", timeout_s=60)
+    model = strategy.prepare(torch.nn.Linear(2, 1))
+    checkpoint = strategy.checkpoint("checkpoints", model=model)
+    if not checkpoint.resume():
+        optimizer = strategy.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+        while True:
+            strategy.step(model(torch.full((1, 2), strategy.rank + 1.0)).sum(), optimizer)
+            pathlib.Path("step").write_text(str(strategy.global_step))
+            time.sleep(0.02)
+    strategy.close()
+    return strategy.global_step
+"""
+WAIT = """
 import os, pathlib, signal, time
-import psutil, submitit
-
-class Job(submitit.helpers.Checkpointable):
-    def __call__(self, folder):
-        submitit.helpers.TorchDistributedEnvironment().export(set_cuda_visible_devices=False)
-        import torch, unitrain
-        strategy = unitrain.init(device="cpu", backend="ddp", timeout_s=60)
-        model = strategy.prepare(torch.nn.Linear(2, 1))
-        checkpoint = strategy.checkpoint(folder, model=model)
-        if not checkpoint.resume():
-            optimizer = strategy.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
-            while True:
-                strategy.step(model(torch.full((1, 2), strategy.rank + 1.0)).sum(), optimizer)
-                pathlib.Path("step").write_text(str(strategy.global_step))
-                time.sleep(0.02)
-        strategy.close()
-        return strategy.global_step
-
-executor = submitit.LocalExecutor("logs")
-executor.update_parameters(tasks_per_node=2, timeout_min=5)
-job = executor.submit(Job(), "checkpoints")
+import psutil
 while not (os.path.exists("step") and pathlib.Path("step").read_text() > "3"):
-    assert not job.done()
     time.sleep(0.05)
+"""
+# As by SLURM, each task is signalled: with SIGTERM first if the job is preempted.
+PREEMPT = """
 for number in (signal.SIGTERM, signal.SIGUSR2):
     for task in psutil.Process(job._process.pid).children():
         task.send_signal(number)
@@ -53,10 +51,17 @@ print(job.results())
 """
 
 
+def submit(folder: Path, cluster: str, then: str, environ: dict[str, str]) -> Job:
+    """Run the documented example on a cluster, with ``then`` once it trains."""
+    page = (Path(__file__).parents[1] / "docs" / "reliability.md").read_text()
+    [example] = re.findall(r"```python\n(import submitit\n.*?)```", page, re.DOTALL)
+    (folder / "train.py").write_text(TRAIN)
+    (folder / "driver.py").write_text(example.replace('("logs")', f'("logs", cluster="{cluster}")') + WAIT + then)
+    return run_job([sys.executable, "driver.py"], folder, environ={"CUDA_VISIBLE_DEVICES": "", **environ}, deadline=150)
+
+
 def test_a_job_of_submitit_is_saved_and_then_requeued(tmp_path: Path) -> None:
-    (tmp_path / "driver.py").write_text(DRIVER)
-    environ = {"CUDA_VISIBLE_DEVICES": ""}
-    job = run_job([sys.executable, "driver.py"], tmp_path, environ=environ, deadline=150)
+    job = submit(tmp_path, "local", PREEMPT, {})
     logs = "".join(path.read_text() for path in sorted((tmp_path / "logs").glob("*_log.*")))
     assert job.code == 0, job.output + logs
     [(step, folder)] = re.findall(r"unitrain: stopped by SIGUSR2 after step (\d+) and saved in (\S+)\.", logs)
@@ -116,27 +121,12 @@ def test_submitit_s_signal_is_the_one_that_it_was_set_to(handlers: None, tmp_pat
     assert signal.getsignal(signal.SIGUSR1) == handler
 
 
-SLURM_DRIVER = (
-    DRIVER.split("executor =")[0]
-    + """
-executor = submitit.SlurmExecutor("logs")
-executor.update_parameters(ntasks_per_node=2, time=10, srun_args=["--overlap"])
-job = executor.submit(Job(), "checkpoints")
-while not (os.path.exists("step") and pathlib.Path("step").read_text() > "3"):
-    time.sleep(0.05)
-job._interrupt()
-print(job.job_id)
-"""
-)
-
-
 @pytest.mark.soak
 @pytest.mark.launcher
 @pytest.mark.xdist_group("slurm")
 def test_a_job_of_submitit_under_slurm_is_saved_and_then_requeued(slurm: Slurm, tmp_path: Path) -> None:
     """That it goes on after that is not waited for: SLURM holds a requeued job for two minutes."""
-    (tmp_path / "driver.py").write_text(SLURM_DRIVER)
-    job = run_job([sys.executable, "driver.py"], tmp_path, environ={**slurm.env, "CUDA_VISIBLE_DEVICES": ""})
+    job = submit(tmp_path, "slurm", "job._interrupt()\nprint(job.job_id)\n", slurm.env)
     number = job.stdout.split()[-1]
 
     def shown() -> str:
