@@ -56,11 +56,7 @@ class DDPBackend(Backend):
         """Refuse NCCL if it is not available, accumulation with a static graph, and small buckets if compiled."""
         settings = config.section(cls.name, DDPSettings)
         if config.compile and settings.bucket_cap_mb < 1:
-            raise ConfigError(
-                f"ddp.bucket_cap_mb is {settings.bucket_cap_mb:g}, and compile is {config.compile}: torch.compile "
-                "splits a model's graph at DDP's buckets, of which the first has 1 MiB, and fails if the others are "
-                "smaller. Set ddp.bucket_cap_mb to at least 1."
-            )
+            raise ConfigError("compile needs ddp.bucket_cap_mb of at least 1: torch can't split a graph at less.")
         if settings.static_graph and config.accumulate > 1:
             raise ConfigError(
                 f"ddp.static_graph is true, and accumulate is {config.accumulate}; they are mutually exclusive: DDP "
@@ -190,7 +186,6 @@ class DDPBackend(Backend):
         """Return a function that averages the gradients that DDP did not average within backward."""
         if self.config.deterministic:
             return None
-
         averaged = [p for p in parameters if p in self._averaged]
         others = [p for p in parameters if p not in self._averaged]
         # Weak references: the function outlives close(), but torch's reducers must not outlive their process group.

@@ -17,7 +17,7 @@ from unitrain.data.loop import BatchInUse
 from unitrain.errors import UsageError
 from unitrain.rng import seed_rank
 from unitrain.training import activation_checkpointing, alike, batch_norm, supported
-from unitrain.training.compilation import compile_in_place
+from unitrain.training.compile import compile_in_place
 from unitrain.training.precision import Precision, remove_hooks
 from unitrain.training.prepared import PreparedModules
 from unitrain.training.streaming import broadcast_tensors, outline, receive_optimizer
