@@ -21,7 +21,7 @@ from torch import nn
 
 import unitrain
 from unitrain import CheckpointError, Strategy, UsageError
-from unitrain.checkpoint import Checkpoint, remote
+from unitrain.checkpoint import Checkpoint, remote, remote_files
 from unitrain.checkpoint.manifest import NAME as MANIFEST
 from unitrain.checkpoint.remote import RemoteFolder
 from unitrain.checkpoint.remote_files import RemoteFiles
@@ -375,7 +375,7 @@ def test_a_bucket_that_is_missing_is_named_and_not_made(strategy: Strategy, serv
     assert b"mybuckte" not in server.request("GET", "/")
 
 
-def test_a_server_that_does_not_answer_is_named_while_it_is_tried_again(
+def test_a_server_that_does_not_answer_is_named_and_not_waited_for_for_ever(
     strategy: Strategy,
     server: S3Server,
     s3: str,
@@ -386,9 +386,19 @@ def test_a_server_that_does_not_answer_is_named_while_it_is_tried_again(
     server.pause()
     going_on = threading.Timer(1.5, server.go_on)
     going_on.start()
-    Run(strategy, s3)
+    Run(strategy, s3).checkpoint.close()
     going_on.join()
     assert f"unitrain: {s3} has not answered for 0.5 s. It is tried again before" in capsys.readouterr().err
+    run = Run(strategy, f"{s3}-2", background=True)
+    monkeypatch.setattr(remote_files, "PATIENCE_S", 1.0)
+    server.pause()
+    try:
+        with pytest.raises(CheckpointError, match=r"\.lock could not be read: the server has not answered, or was"):
+            run.save(1)
+        with pytest.raises(CheckpointError, match=r"value\.pt could not be written: the server has not answered, or"):
+            strategy.save(1, f"{s3}/value.pt")
+    finally:
+        server.go_on()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small file system")

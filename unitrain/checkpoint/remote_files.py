@@ -13,10 +13,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from fsspec.core import url_to_fs
+from fsspec.exceptions import FSTimeoutError
 from fsspec.registry import known_implementations
 
 from unitrain.errors import CheckpointError
 
+PATIENCE_S = 120.0
+"""How long a server is waited for that does not answer. s3fs has no limit for a PUT that was not accepted."""
+_SLOWEST = 2**17  # bytes per second of a copy
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "hf": "huggingface_hub"}
 _CREDENTIALS = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, ~/.aws, or the role of the machine",
@@ -63,29 +67,31 @@ class RemoteFiles:
     def read(self, name: str) -> bytes:
         """Return the content of a file, or raise FileNotFoundError."""
         with self._explained("could not be read", name, passes=FileNotFoundError):
-            return bytes(self._files.cat_file(self._path(name)))
+            return bytes(self._files.cat_file(self._path(name), **self._limit()))
 
     def write(self, name: str, data: bytes, *, exclusive: bool = False) -> None:
         """Write a file. If ``exclusive``, it must not exist (FileExistsError), as the server decides."""
         with self._explained("could not be written", name, passes=FileExistsError if exclusive else None):
-            self._files.pipe_file(self._path(name), data, mode="create" if exclusive else "overwrite")
+            mode = "create" if exclusive else "overwrite"
+            self._files.pipe_file(self._path(name), data, mode=mode, **self._limit())
 
     def upload(self, file: Path, name: str) -> None:
         """Copy a file from the disk."""
         with self._explained("could not be written", name):
-            self._files.put_file(str(file), self._path(name))
+            self._files.put_file(str(file), self._path(name), **self._limit(file.stat().st_size))
 
     def download(self, name: str, file: Path) -> None:
         """Copy a file to the disk, or raise FileNotFoundError."""
+        size = self.size(name)
         with self._explained("could not be read", name, passes=FileNotFoundError):
-            self._files.get_file(self._path(name), str(file))
+            self._files.get_file(self._path(name), str(file), **self._limit(size))
 
     def names(self, name: str = "") -> list[str]:
         """Return the names in a folder, without their folder; none if there is no such folder."""
         with self._explained("can't be listed", name):
             self._files.invalidate_cache()
             try:
-                found = self._files.ls(self._path(name), detail=False)
+                found = self._files.ls(self._path(name), detail=False, **self._limit())
             except FileNotFoundError:
                 return []
             return [path.rstrip("/").rpartition("/")[2] for path in found]
@@ -94,7 +100,7 @@ class RemoteFiles:
         """Return the size of a file in bytes, or raise FileNotFoundError."""
         with self._explained("could not be read", name, passes=FileNotFoundError):
             self._files.invalidate_cache()
-            return int(self._files.info(self._path(name))["size"])
+            return int(self._files.info(self._path(name), **self._limit())["size"])
 
     def modified(self, name: str) -> float:
         """Return when a file was written, in seconds by the server's clock, or raise FileNotFoundError."""
@@ -106,9 +112,13 @@ class RemoteFiles:
         """Remove a file, if it exists."""
         with self._explained("can't be removed", name):
             try:
-                self._files.rm_file(self._path(name))
+                self._files.rm_file(self._path(name), **self._limit())
             except FileNotFoundError:
                 return
+
+    def _limit(self, size: int = 0) -> dict[str, float]:
+        """Return the time limit of a call that copies ``size`` bytes, for libraries that have one."""
+        return {"timeout": PATIENCE_S + size / _SLOWEST} if self._files.async_impl else {}
 
     def _path(self, name: str) -> str:
         return f"{self._root.rstrip('/')}/{name}" if name else str(self._root)
@@ -128,6 +138,8 @@ class RemoteFiles:
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             folder = tempfile.gettempdir()
             return f"No space left in {folder}, for temporary files. Free some, or set TMPDIR to a folder elsewhere."
+        if isinstance(error, FSTimeoutError):
+            return f"the server has not answered, or was slower than {_SLOWEST} bytes/s after {PATIENCE_S:g} s."
         said = f"{type(error).__name__}: {error}".rstrip(".: ")
         if not isinstance(error, PermissionError) and not _ABOUT_CREDENTIALS.search(said):
             return f"{said}."
