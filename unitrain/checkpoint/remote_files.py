@@ -44,7 +44,7 @@ class RemoteFiles:
     """
 
     def __init__(self, url: str) -> None:
-        self.url = url.rstrip("/")
+        self.url: str = url.rstrip("/")
         self.scheme: str = url.partition("://")[0].lower()
         with self._explained("can't be used"):
             try:
