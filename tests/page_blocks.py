@@ -3,7 +3,6 @@
 A comment directly above a block is one of
 
     <!-- not run: the reason -->
-    <!-- run with: flags that are added to the commands of the block that train -->
     <!-- answered with: what is typed into them -->
 
 and a comment may hold Python that the blocks after it need, and that readers don't:
@@ -41,7 +40,6 @@ class Block:
         title: the name of the file that the block is.
         text: what it holds.
         not_run: why it is not run; an empty string if it is.
-        flags: flags to add to its commands.
         answer: what its commands get from stdin.
         copy: whether it is a copy of a file that is tested itself.
     """
@@ -52,7 +50,6 @@ class Block:
     title: str
     text: str
     not_run: str = ""
-    flags: str = ""
     answer: str = ""
     copy: bool = False
 
@@ -69,7 +66,7 @@ def blocks(page: Path) -> Iterator[Block]:
         elif token.type == "fence":
             language, _, rest = token.info.partition(" ")
             title = re.search(r'title="(.+?)"', rest)
-            says = dict(re.findall(r"<!-- (not run|run with|answered with): (.+?) -->", comment, re.DOTALL))
+            says = dict(re.findall(r"<!-- (not run|answered with): (.+?) -->", comment, re.DOTALL))
             yield Block(
                 place,
                 section,
@@ -77,7 +74,6 @@ def blocks(page: Path) -> Iterator[Block]:
                 title[1] if title else "",
                 token.content,
                 " ".join(says.get("not run", "").split()),
-                says.get("run with", ""),
                 says.get("answered with", ""),
                 COPY.fullmatch(comment) is not None,
             )

@@ -26,7 +26,6 @@ import unitrain
 
 BLOCKS = {page: found for page in PAGES if (found := list(blocks(page)))}
 NOT_RUN = [block for page in PAGES for block in BLOCKS.get(page, ()) if block.not_run]
-TRAINS = re.compile(r"\b(recipes/\w+\.py|train\.py|python -m unitrain\.recipes\.\w+)\b")
 
 
 def names(*, makes_strategy: bool) -> dict[str, Any]:
@@ -68,7 +67,6 @@ def run_shell(block: Block) -> str:
     if block.language == "console" and any(line.startswith("$ ") for line in lines):
         lines = [line[2:] for line in lines if line.startswith("$ ")]
     text = "\n".join(lines)
-    text = TRAINS.sub(rf"\g<0> {block.flags}", text) if block.flags else text
     environ = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
@@ -127,8 +125,6 @@ def test_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.chdir(tmp_path)  # back at the end
     monkeypatch.setattr(sys, "argv", ["train.py"])
     monkeypatch.setattr(tqdm, "monitor_interval", 0)  # its thread stays for good
-    for folder in ("recipes", "benchmarks"):
-        (tmp_path / folder).symlink_to(ROOT / folder)
     run_page(page, tmp_path)
 
 

@@ -9,6 +9,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
+import sklearn.datasets  # noqa: F401  (so that run_ranks has the ranks forked with it)
 import torch
 from needs import HOROVOD
 from ranks import run_ranks
@@ -72,15 +73,15 @@ def environment(script: str, nprocs: int) -> tuple[str, dict[str, str]]:
         ("on_unitrain.py", 2),
         ("plain_before.py", 1),
         ("data_parallel_before.py", 1),
-        ("ddp_before.py", 1),
+        pytest.param("ddp_before.py", 1, marks=pytest.mark.soak),
         ("ddp_before.py", 2),
-        pytest.param("horovod_before.py", 1, marks=HOROVOD),
+        pytest.param("horovod_before.py", 1, marks=[HOROVOD, pytest.mark.soak]),
         pytest.param("horovod_before.py", 2, marks=HOROVOD),
-        ("accelerate_before.py", 1),
+        pytest.param("accelerate_before.py", 1, marks=pytest.mark.soak),
         ("accelerate_before.py", 2),
-        ("fabric_before.py", 1),
+        pytest.param("fabric_before.py", 1, marks=pytest.mark.soak),
         ("fabric_before.py", 2),
-        ("ignite_before.py", 1),
+        pytest.param("ignite_before.py", 1, marks=pytest.mark.soak),
         ("ignite_before.py", 2),
         ("ignite_engine_on_unitrain.py", 2),
     ],
