@@ -56,8 +56,8 @@ class KeepBest(Callback):
 
     def __init__(self, metric: str) -> None:
         super().__init__()
-        self.metric = metric
-        self.state = {"best": -math.inf}
+        self.metric: str = metric
+        self.state: dict[str, Any] = {"best": -math.inf}
 
     def on_epoch_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         """Save the weights if they are the best."""
@@ -71,8 +71,9 @@ class EarlyStopping(Callback):
 
     def __init__(self, metric: str, patience: int) -> None:
         super().__init__()
-        self.metric, self.patience = metric, patience
-        self.state = {"best": -math.inf, "waited": 0}
+        self.metric: str = metric
+        self.patience: int = patience
+        self.state: dict[str, Any] = {"best": -math.inf, "waited": 0}
 
     def on_epoch_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         """Count the epochs since the best one."""
@@ -97,6 +98,13 @@ class Trainer:
         folder: the folder of the results.
         callbacks: are called in this order.
     """
+
+    strategy: Strategy
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    loss: Callable[[Tensor, Tensor], Tensor]
+    folder: Path
+    callbacks: Sequence[Callback]
 
     def __init__(
         self, strategy: Strategy, model: nn.Module, optimizer: torch.optim.Optimizer,

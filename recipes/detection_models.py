@@ -23,7 +23,7 @@ SMALL: ModelName = "ssdlite96"
 _SMALL_BLOCKS = [[1, 16, 1, 2], [4, 32, 1, 2], [4, 64, 1, 2], [4, 64, 1, 1]]
 
 
-class Detector(SSD):
+class _Detector(SSD):
     """torchvision's SSD, whose losses come with the number that they are means over.
 
     It takes images of any size, each (3, height, width) from 0 to 1, and resizes them to its own. In training it also
@@ -94,7 +94,7 @@ def _extra_block(inputs: int, outputs: int) -> nn.Sequential:
     )
 
 
-def build(name: ModelName, classes: int) -> Detector:
+def build(name: ModelName, classes: int) -> nn.Module:
     """Return a model with random weights.
 
     Args:
@@ -116,15 +116,15 @@ def build(name: ModelName, classes: int) -> Detector:
     return _detector(backbone.train(), boxes, size, classes, head)
 
 
-def _detector(backbone: nn.Module, boxes: DefaultBoxGenerator, size: int, classes: int, head: nn.Module) -> Detector:
+def _detector(backbone: nn.Module, boxes: DefaultBoxGenerator, size: int, classes: int, head: nn.Module) -> nn.Module:
     # The settings of torchvision's SSDLite.
-    return Detector(
+    return _Detector(
         backbone, boxes, (size, size), classes + 1, head=head, image_mean=[0.5] * 3, image_std=[0.5] * 3,
         score_thresh=0.001, nms_thresh=0.55, detections_per_img=300, topk_candidates=300,
     )  # fmt: skip
 
 
-def load_pretrained(model: Detector, name: ModelName, source: str, strategy: Strategy) -> list[str]:
+def load_pretrained(model: nn.Module, name: ModelName, source: str, strategy: Strategy) -> list[str]:
     """Load weights into a model, and return the names of the layers that keep their random weights. Collective.
 
     Args:

@@ -82,7 +82,7 @@ class Exchange(threading.local):
     replay: Iterator[Statistics] | None = None
 
 
-exchange = Exchange()
+exchange: Exchange = Exchange()
 
 
 def normalise(
@@ -312,7 +312,7 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 _normalise_op.register_autograd(_differentiate, setup_context=_save)
 
 
-STATISTICS_OP = _statistics_op._opoverload
+STATISTICS_OP: torch._ops.OpOverload[Any, Any] = _statistics_op._opoverload
 
 # Compilers may reorder operators that don't depend on each other, and differently for batches of another size. But
 # communication libraries match collectives by their order. torch has no public name for this yet.
