@@ -183,3 +183,13 @@ def test_each_benchmark_is_tested_and_stands_on_the_page() -> None:
     page = (BENCHMARKS.parent / "docs" / "performance.md").read_text()
     assert set(re.findall(r'^--8<-- "(\w+)\.md"$', page, re.MULTILINE)) == scripts
     assert set(re.findall(r'short\("(\w+)", tmp_path\)', Path(__file__).read_text())) == scripts
+
+
+@pytest.mark.launcher
+@pytest.mark.soak
+def test_one_curve(tmp_path: Path) -> None:
+    curves = short("one_curve", tmp_path)["curves"]
+    assert {"python", "torchrun", "spawn"} <= set(curves)
+    for lines in curves.values():
+        for line, alone in zip(lines, curves["python"], strict=True):
+            assert line["train_loss"] == pytest.approx(alone["train_loss"], rel=1e-9)
