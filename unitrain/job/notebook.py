@@ -19,8 +19,6 @@ from threading import Event, Thread
 from types import ModuleType
 from typing import Any, TypeVar
 
-import cloudpickle
-
 from unitrain.errors import CommunicationError, UsageError
 from unitrain.job.spawn import run_processes, spawn_environments
 
@@ -57,6 +55,8 @@ def notebook_launch(fn: Callable[..., T], *args: Any, processes: int = 2) -> T:
     Example:
         >>> losses = unitrain.notebook_launch(train, 0.1, processes=2)
     """
+    import cloudpickle  # which few programs need
+
     if processes < 1:
         raise UsageError(f"unitrain.notebook_launch: processes is {processes}, but must be at least 1.")
     # The text of the cells, for tracebacks.
@@ -109,6 +109,8 @@ def _run_rank(path: Path, pipes: Sequence[Sequence[Connection]]) -> bytes:
     # Otherwise the workers of a DataLoader would import the class of its dataset, which stands in a notebook.
     multiprocessing.set_start_method("fork", force=True)
     cells, fn, args = pickle.loads(path.read_bytes())
+    import cloudpickle
+
     linecache.cache.update(cells)
     if getattr(fn, "__module__", None) == "__main__":
         # Instances of the notebook's classes are pickled by the names of these, here as there: exceptions, say.
