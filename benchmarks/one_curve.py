@@ -71,7 +71,7 @@ def launchers() -> list[str]:
 
 
 def measure(short: bool) -> Found:
-    return {"curves": {launcher: curve(launcher, 2 if short else 20) for launcher in launchers()}}
+    return {"curves": {launcher: curve(launcher, 2 if short else 10) for launcher in launchers()}}
 
 
 def _differences(found: Found, launcher: str) -> list[float]:

@@ -103,7 +103,7 @@ def test_a_server_that_dies_within_an_upload_is_an_error_on_every_rank(
         dying.kill()
     assert said[0] == said[1]
     assert url in said[0]
-    assert "EndpointConnectionError" in said[0]
+    assert "ConnectionError" in said[0] or "ConnectionClosedError" in said[0]  # refused, or cut within a request
 
 
 def train(url: str, until: int, server: int | None = None) -> tuple[int, Tensor]:

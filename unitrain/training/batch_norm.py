@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from typing import Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from unitrain.communicator import Communicator
 from unitrain.data.loop import BatchInUse
 from unitrain.errors import ConfigError
-from unitrain.training.batch_norm_ops import Ranks, Statistics, normalise
+
+if TYPE_CHECKING:
+    from unitrain.training.batch_norm_ops import Ranks, Statistics
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -31,7 +33,7 @@ class SyncBatchNorm(_BatchNorm):
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         if not self.training or self.ranks.communicator.world_size == 1:
             return self.plain.forward(self, input)
-        output, statistics = normalise(input, self.weight, self.bias, self.eps, self.ranks, self.sync_name)
+        output, statistics = self.ranks.normalise(input, self.weight, self.bias, self.eps, self.sync_name)
         if self.track_running_stats:
             self._update_running(statistics)
         return output
@@ -129,10 +131,17 @@ def synchronise(
         ConfigError: a layer is of a subclass of BatchNorm, whose forward may be different, or synchronises over a
             process group of its own.
     """
+    layers = [
+        (name, layer)
+        for name, layer in module.named_modules()
+        if is_unsynchronised(layer) and (not only_torchs or type(layer) is nn.SyncBatchNorm)
+    ]
+    if not layers:
+        return
+    from unitrain.training.batch_norm_ops import Ranks  # registers operators, which takes a while
+
     ranks = Ranks(communicator, in_use)
-    for name, layer in module.named_modules():
-        if not is_unsynchronised(layer) or (only_torchs and type(layer) is not nn.SyncBatchNorm):
-            continue
+    for name, layer in layers:
         if getattr(layer, "process_group", None) is not None:
             raise ConfigError(
                 f"layer {name!r} synchronises over a process group of its own, which is not supported: create it "

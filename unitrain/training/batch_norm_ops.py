@@ -52,6 +52,12 @@ class Ranks:
         self.key: int = next(_keys)
         _RANKS[self.key] = self
 
+    def normalise(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, name: str
+    ) -> tuple[Tensor, Statistics]:
+        """See ``normalise``."""
+        return normalise(x, weight, bias, eps, self, name)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
         """Return this object: a copy of a model runs on the same ranks."""
         return self

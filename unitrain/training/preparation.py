@@ -16,7 +16,7 @@ from unitrain.config import StrategyConfig
 from unitrain.data.loop import BatchInUse
 from unitrain.errors import UsageError
 from unitrain.rng import seed_rank
-from unitrain.training import activation_checkpointing, alike, batch_norm, supported
+from unitrain.training import alike, batch_norm, supported
 from unitrain.training.compile import compile_in_place
 from unitrain.training.precision import Precision, remove_hooks
 from unitrain.training.prepared import PreparedModules
@@ -64,7 +64,11 @@ class Preparation:
             supported.check_kind(one)
         modules = [one for one in objects if isinstance(one, nn.Module)]
         wanted = self._config.activation_checkpointing
-        blocks = activation_checkpointing.blocks(modules, wanted) if modules and wanted else []
+        blocks: list[nn.Module] = []
+        if modules and wanted:
+            from unitrain.training import activation_checkpointing
+
+            blocks = activation_checkpointing.blocks(modules, wanted)
         done = {i: self._module(one, blocks) for i, one in enumerate(objects) if isinstance(one, nn.Module)}
         for one in objects:
             if isinstance(one, Optimizer):
@@ -88,8 +92,11 @@ class Preparation:
             self._in_use,
             only_torchs=not self._config.sync_batchnorm,
         )
-        for block in set(blocks).intersection(module.modules()):
-            activation_checkpointing.apply(block, self._in_use)
+        if blocks:
+            from unitrain.training import activation_checkpointing
+
+            for block in set(blocks).intersection(module.modules()):
+                activation_checkpointing.apply(block, self._in_use)
         self._precision.apply(module)
         self._copy_from_rank_0(module)
         self._prepared.add_names(module)
@@ -131,6 +138,8 @@ class Preparation:
 
 def export(module: nn.Module) -> nn.Module:
     """Return a plain copy of an original module on the CPU, in eval mode."""
+    from unitrain.training import activation_checkpointing
+
     plain = copy.deepcopy(module).cpu().eval()
     activation_checkpointing.revert(plain)
     batch_norm.revert(plain)
