@@ -46,7 +46,7 @@ def _token_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return cross_entropy(logits.flatten(0, -2), batch["labels"].flatten())
 
 
-def _gpt2() -> nn.Module:
+def _gpt2() -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     return GPT2LMHeadModel(
@@ -65,7 +65,7 @@ def _gpt2() -> nn.Module:
     )
 
 
-def _llama() -> nn.Module:
+def _llama() -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     return LlamaForCausalLM(
@@ -81,7 +81,7 @@ def _llama() -> nn.Module:
     )
 
 
-def _t5() -> nn.Module:
+def _t5() -> Any:
     from transformers import T5Config, T5ForConditionalGeneration
 
     return T5ForConditionalGeneration(
@@ -93,12 +93,12 @@ def _t5() -> nn.Module:
             num_layers=1,
             num_heads=2,
             dropout_rate=0.0,
-            decoder_start_token_id=0,  # type: ignore[call-arg]
+            decoder_start_token_id=0,
         )
     )
 
 
-def _bert() -> nn.Module:
+def _bert() -> Any:
     from transformers import BertConfig, BertForSequenceClassification
 
     return BertForSequenceClassification(
@@ -111,7 +111,7 @@ def _bert() -> nn.Module:
             max_position_embeddings=8,
             hidden_dropout_prob=0,
             attention_probs_dropout_prob=0,
-            num_labels=3,  # type: ignore[call-arg]
+            num_labels=3,
         )
     )
 
