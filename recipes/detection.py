@@ -25,7 +25,7 @@ from unitrain import init, parse_command_line
 from unitrain.recipes import detection_data, detection_models
 from unitrain.recipes.detection_metrics import AveragePrecision, mean_boxes
 from unitrain.recipes.detection_pictures import draw_detections
-from unitrain.recipes.run_folder import RunFolder, summarise
+from unitrain.recipes.run_folder import RunFolder, resume_or_discard, summarise
 from unitrain.recipes.settings import TrainingSettings
 
 
@@ -85,10 +85,7 @@ def main() -> None:
         folder.path / "checkpoints", config=settings.decisive(), keep=settings.keep,
         model=model, optimizer=optimizer, scheduler=scheduler, loader=train,
     )  # fmt: skip
-    if settings.resume == "never":
-        checkpoint.discard()
-    elif checkpoint.resume(None if settings.resume == "auto" else settings.resume, force=settings.force):
-        strategy.print(f"resumed after step {strategy.global_step}, in epoch {train.epoch}")
+    resume_or_discard(strategy, checkpoint, train, settings.resume, force=settings.force)
     folder.begin(settings, strategy.global_step)
     if settings.baselines:
         untrained = precision.of(model, val)["map"]

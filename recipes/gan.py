@@ -27,7 +27,7 @@ import unitrain
 from unitrain import Section, parse_command_line
 from unitrain.recipes.gan_data import Digits, frechet_distance, independent_pixels
 from unitrain.recipes.gan_models import LATENT, Discriminator, Generator
-from unitrain.recipes.run_folder import RunFolder, summarise
+from unitrain.recipes.run_folder import RunFolder, resume_or_discard, summarise
 
 # Settings that may change when a run is resumed, because results don't depend on them.
 MAY_CHANGE = {"strategy", "output_dir", "max_steps", "resume", "force"}
@@ -86,10 +86,7 @@ def main() -> None:
         folder.path / "checkpoints", config=settings.model_dump(mode="json", exclude=MAY_CHANGE), loader=train,
         generator=generator, discriminator=discriminator, g_optimizer=g_optimizer, d_optimizer=d_optimizer,
     )  # fmt: skip
-    if settings.resume == "never":
-        checkpoint.discard()
-    elif checkpoint.resume(None if settings.resume == "auto" else settings.resume, force=settings.force):
-        strategy.print(f"resumed after step {strategy.global_step}, in epoch {train.epoch}")
+    resume_or_discard(strategy, checkpoint, train, settings.resume, force=settings.force)
     folder.begin(settings, strategy.global_step)
     noise = independent_pixels(digits.images, GENERATED)
     strategy.print(

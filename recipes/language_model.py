@@ -24,7 +24,7 @@ from tqdm import tqdm
 import unitrain
 from unitrain import parse_command_line
 from unitrain.recipes import figures, gpt, text
-from unitrain.recipes.run_folder import RunFolder, summarise
+from unitrain.recipes.run_folder import RunFolder, resume_or_discard, summarise
 from unitrain.recipes.settings import TrainingSettings
 
 
@@ -94,10 +94,7 @@ def main() -> None:
         folder.path / "checkpoints", config=settings.decisive(), keep=settings.keep,
         model=model, optimizer=optimizer, scheduler=scheduler, loader=train, progress=progress,
     )  # fmt: skip
-    if settings.resume == "never":
-        checkpoint.discard()
-    elif checkpoint.resume(None if settings.resume == "auto" else settings.resume, force=settings.force):
-        strategy.print(f"resumed after step {strategy.global_step}, in epoch {train.epoch}")
+    resume_or_discard(strategy, checkpoint, train, settings.resume, force=settings.force)
     folder.begin(settings, strategy.global_step)
     throughput, profile, last_step = strategy.throughput(), folder.profile(settings.profile), settings.last_step
     for epoch in train.epochs(settings.epochs) if strategy.global_step < last_step else ():

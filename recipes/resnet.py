@@ -24,7 +24,7 @@ from tqdm import tqdm
 from unitrain import Strategy, init, parse_command_line
 from unitrain.recipes import figures, images, models, prediction
 from unitrain.recipes.profiling import Profile
-from unitrain.recipes.run_folder import RunFolder, summarise
+from unitrain.recipes.run_folder import RunFolder, resume_or_discard, summarise
 from unitrain.recipes.settings import TrainingSettings
 
 
@@ -130,10 +130,9 @@ def main() -> None:
         folder.path / "checkpoints", config=settings.decisive(), keep=settings.keep,
         model=model, optimizer=optimizer, scheduler=scheduler, loader=train, progress=progress,
     )  # fmt: skip
-    if settings.resume == "never" and not settings.evaluate:
-        checkpoint.discard()
-    elif checkpoint.resume(None if settings.resume == "auto" else settings.resume, force=settings.force):
-        strategy.print(f"resumed after step {strategy.global_step}, in epoch {train.epoch}")
+    resume_or_discard(
+        strategy, checkpoint, train, settings.resume, force=settings.force, discards=not settings.evaluate
+    )
     if settings.evaluate:
         strategy.print(*(f"{name} {value:.4f}" for name, value in evaluate(strategy, model, val)[0].items()))
         folder.close()

@@ -84,8 +84,11 @@ class TrainingSettings(Section):
 
     def loading(self) -> dict[str, Any]:
         """Return the options of the loaders that follow from the settings."""
-        workers = {"num_workers": self.workers, "persistent_workers": self.workers > 0}
-        return {"global_batch_size": self.batch_size, **workers}
+        return {"global_batch_size": self.batch_size, **self.reading()}
+
+    def reading(self) -> dict[str, Any]:
+        """Return those of a loader that is given whole batches."""
+        return {"num_workers": self.workers, "persistent_workers": self.workers > 0}
 
     def decisive(self) -> dict[str, Any]:
         """Return the settings that results depend on, as plain data for ``strategy.checkpoint(config=...)``."""

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from unitrain import ConfigError, init, parse_command_line
 from unitrain.recipes import figures, speaker_losses, speaker_model, speech
-from unitrain.recipes.run_folder import RunFolder, summarise
+from unitrain.recipes.run_folder import RunFolder, resume_or_discard, summarise
 from unitrain.recipes.settings import TrainingSettings
 from unitrain.recipes.speaker_batches import SpeakerBatches, in_batch_order
 from unitrain.recipes.verification import verify
@@ -79,8 +79,7 @@ def main() -> None:
         data.speakers, settings.batch_size, settings.utterances_per_speaker, settings.most_per_speaker
     )
     crops = speech.TrainingCrops(data.files, data.speakers, settings.seconds)
-    workers = {"num_workers": settings.workers, "persistent_workers": settings.workers > 0}
-    train = strategy.dataloader(crops, batch_sampler=batches, **workers)
+    train = strategy.dataloader(crops, batch_sampler=batches, **settings.reading())
     trial_crops = speech.TrialCrops(data.trials.files, settings.test_seconds, settings.test_crops)
     test = strategy.dataloader(trial_crops, **settings.loading())
 
@@ -105,10 +104,7 @@ def main() -> None:
         folder.path / "checkpoints", config=settings.decisive(), keep=settings.keep,
         model=model, head=head, optimizer=optimizer, scheduler=scheduler, loader=train,
     )  # fmt: skip
-    if settings.resume == "never":
-        checkpoint.discard()
-    elif checkpoint.resume(None if settings.resume == "auto" else settings.resume, force=settings.force):
-        strategy.print(f"resumed after step {strategy.global_step}, in epoch {train.epoch}")
+    resume_or_discard(strategy, checkpoint, train, settings.resume, force=settings.force)
     folder.begin(settings, strategy.global_step or -1)  # the line of step 0 is written below
     if strategy.global_step == 0:
         untrained = verify(strategy, model, test, data.trials)

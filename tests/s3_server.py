@@ -9,7 +9,10 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 _STARTS_S = 60
 
@@ -70,3 +73,11 @@ class S3Server:
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3Server]:
+    """A server for the tests of a module."""
+    server = S3Server()
+    yield server
+    server.kill()

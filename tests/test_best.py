@@ -7,16 +7,16 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from ranks import run_ranks
+from saved_run import SavedRun
 from torch import nn
 
 import unitrain
 from unitrain import CheckpointError, Strategy
-from unitrain.checkpoint import Checkpoint, storage
+from unitrain.checkpoint import storage
 
 
 @pytest.fixture
@@ -25,32 +25,12 @@ def strategy() -> Iterator[Strategy]:
         yield strategy
 
 
-class Run:
-    """A run whose model's weight is the step, saved without training."""
+class Run(SavedRun):
+    """A run, and what is found where it saves."""
 
     def __init__(self, strategy: Strategy, folder: Path, *, keep: int = 2, background: bool = False) -> None:
-        self.strategy = strategy
+        super().__init__(strategy, folder, keep=keep, background=background)
         self.folder = folder
-        self.model = nn.Linear(1, 1)
-        self.notes: dict[str, Any] = {}
-        self.checkpoint: Checkpoint = strategy.checkpoint(
-            folder, model=self.model, notes=self.notes, keep=keep, background=background
-        )
-
-    def save(self, *steps: int, best: bool = False) -> Run:
-        for step in steps:
-            self.strategy.training_step.global_step = step
-            with torch.no_grad():
-                self.model.weight.fill_(step)
-            self.checkpoint.save(best=best)
-        self.checkpoint.wait()
-        return self
-
-    def resumed(self, path: str | Path | None = None) -> int:
-        """Resume, and return the step."""
-        assert self.checkpoint.resume(path)
-        assert self.model.weight.item() == self.strategy.global_step
-        return self.strategy.global_step
 
     @property
     def steps(self) -> list[int]:

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from uuid import uuid4
@@ -27,14 +26,9 @@ from unitrain.checkpoint.lease import Lease
 from unitrain.checkpoint.lock import NAME
 from unitrain.checkpoint.remote_files import RemoteFiles
 
+pytestmark = pytest.mark.usefixtures("server")
+
 ELSEWHERE: dict[str, Any] = {"host": "elsewhere", "pids": "pid:[1]", "pid": os.getpid(), "started": 0, "token": "a"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server() -> Iterator[S3Server]:
-    server = S3Server()
-    yield server
-    server.kill()
 
 
 @pytest.fixture

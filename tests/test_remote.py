@@ -17,21 +17,17 @@ import fsspec
 import pytest
 import torch
 from s3_server import S3Server
+from saved_run import SavedRun
 from torch import nn
 
 import unitrain
 from unitrain import CheckpointError, Strategy, UsageError
-from unitrain.checkpoint import Checkpoint, remote, remote_files
+from unitrain.checkpoint import remote, remote_files
 from unitrain.checkpoint.manifest import NAME as MANIFEST
 from unitrain.checkpoint.remote import RemoteFolder
 from unitrain.checkpoint.remote_files import RemoteFiles
 
-
-@pytest.fixture(scope="module", autouse=True)
-def server() -> Iterator[S3Server]:
-    server = S3Server()
-    yield server
-    server.kill()
+pytestmark = pytest.mark.usefixtures("server")
 
 
 @pytest.fixture
@@ -87,32 +83,12 @@ def drop(url: str) -> None:
     store.rm_file(path)
 
 
-class Run:
-    """A run whose model's weight is the step, saved without training."""
+class Run(SavedRun):
+    """A run, and what is found where it saves."""
 
     def __init__(self, strategy: Strategy, url: str, *, keep: int = 2, background: bool = False) -> None:
-        self.strategy = strategy
+        super().__init__(strategy, url, keep=keep, background=background)
         self.url = url
-        self.model = nn.Linear(1, 1)
-        self.notes: dict[str, Any] = {}
-        self.checkpoint: Checkpoint = strategy.checkpoint(
-            url, model=self.model, notes=self.notes, keep=keep, background=background
-        )
-
-    def save(self, *steps: int, best: bool = False) -> Run:
-        for step in steps:
-            self.strategy.training_step.global_step = step
-            with torch.no_grad():
-                self.model.weight.fill_(step)
-            self.checkpoint.save(best=best)
-        self.checkpoint.wait()
-        return self
-
-    def resumed(self, path: str | None = None) -> int:
-        """Resume, and return the step."""
-        assert self.checkpoint.resume(path)
-        assert self.model.weight.item() == self.strategy.global_step
-        return self.strategy.global_step
 
     @property
     def folders(self) -> list[str]:

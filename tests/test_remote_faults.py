@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
 from uuid import uuid4
 
 import pytest
@@ -18,12 +17,7 @@ import unitrain
 from unitrain import CheckpointError, CommunicationError, Strategy
 from unitrain.checkpoint import Checkpoint
 
-
-@pytest.fixture(scope="module", autouse=True)
-def server() -> Iterator[S3Server]:
-    server = S3Server()
-    yield server
-    server.kill()
+pytestmark = pytest.mark.usefixtures("server")
 
 
 @pytest.fixture
