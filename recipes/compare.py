@@ -102,8 +102,10 @@ def main() -> None:
         name: ways for name, ways in comparisons(given.batch_size, given.lr).items() if name in (given.only or name)
     }
     table = ["| comparison | way | accuracy (range) | loss | images/s |", "|---|---|---|---|---|"]
-    figure = Figure(figsize=(5 * len(chosen), 4), layout="constrained")
-    for axis, (name, ways) in zip(figure.subplots(1, len(chosen), squeeze=False)[0], chosen.items(), strict=True):
+    columns = min(2, len(chosen))
+    rows = -(-len(chosen) // columns)
+    figure = Figure(figsize=(5 * columns, 3.5 * rows), layout="constrained")
+    for axis, (name, ways) in zip(figure.subplots(rows, columns, squeeze=False).flat, chosen.items(), strict=False):
         for label, way in ways.items():
             folders = [given.output_dir / name / label.replace(" ", "-") / str(seed) for seed in given.seeds]
             runs = [

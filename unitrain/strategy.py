@@ -298,7 +298,13 @@ class Strategy:
         return Meter(self._communicator, self._step.in_use)
 
     def metric(self, metric: T) -> T:
-        """Make a torchmetrics ``Metric`` synchronise through this strategy on any backend, and return it."""
+        """Make a torchmetrics ``Metric`` or ``MetricCollection`` synchronise on any backend, and return it.
+
+        Its value is then that of the samples of all ranks, though some may have none. Stand-ins don't count.
+
+        Raises:
+            UsageError: it is no metric.
+        """
         return torchmetric.synchronise(metric, self._communicator, self._step.in_use)
 
     def throughput(self) -> Throughput:

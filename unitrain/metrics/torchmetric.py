@@ -1,13 +1,15 @@
-"""Synchronises torchmetrics metrics over the ranks of any backend."""
+"""Synchronises torchmetrics' metrics over the ranks of any backend."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
+from types import MethodType
+from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from unitrain.communicator import Communicator
 from unitrain.data.loop import BatchInUse
@@ -18,46 +20,135 @@ M = TypeVar("M")
 
 def synchronise(metric: M, communicator: Communicator, in_use: BatchInUse) -> M:
     """See ``Strategy.metric``."""
-    # torchmetrics is not a dependency: metrics are recognised by the attributes that they synchronise through.
-    if not all(hasattr(metric, name) for name in ("dist_sync_fn", "distributed_available_fn", "_to_sync")):
+    # A wrapper, a composition and a collection hold metrics that are updated and synchronised one by one.
+    modules: list[Any] = list(metric.modules()) if isinstance(metric, nn.Module) else []
+    metrics = [one for one in modules if _is_metric(one)]
+    if not metrics:
         raise UsageError(
-            f"metric() takes a torchmetrics Metric, not {type(metric).__name__}. For a mean, use strategy.meter()."
+            f"metric() takes a torchmetrics Metric or MetricCollection, not {type(metric).__name__}. For a mean, use "
+            "strategy.meter()."
         )
-    made: Any = metric
 
-    def gather(state: Tensor, group: object = None) -> list[Tensor]:
-        return gather_rows(state, communicator)
+    def synchronise_states(self: Any, dist_sync_fn: object = None, process_group: object = None) -> None:
+        for name, state in _synchronised(self, communicator).items():
+            setattr(self, name, state)
 
-    made.dist_sync_fn = gather
-    made.distributed_available_fn = lambda: communicator.world_size > 1
-    made.update = _without_stand_ins(made, made.update, in_use)
-    made.forward = _without_stand_ins(made, made.forward, in_use)
-    made.to(communicator.device)
+    for one in metrics:
+        one.distributed_available_fn = lambda: communicator.world_size > 1
+        one._sync_dist = MethodType(synchronise_states, one)
+        _leave_stand_ins_out(one, in_use)
+    for one in modules:
+        if hasattr(
+            one, "_groups_checked"
+        ):  # a collection, which groups metrics whose states its first update made equal
+            one.update = _unless_stand_in(one.update, in_use)
+    modules[0].to(communicator.device)
     return metric
 
 
-def _without_stand_ins(metric: Any, method: Callable[..., Any], in_use: BatchInUse) -> Callable[..., Any]:
-    """Return ``update`` or ``forward`` such that the stand-in of a rank without samples changes no state."""
+def _is_metric(module: Any) -> bool:
+    # torchmetrics is not a dependency: metrics are recognised by the attributes that they synchronise through. A
+    # composition (metric_a + metric_b) has no states.
+    names = ("_sync_dist", "_reductions", "_wrap_update", "distributed_available_fn")
+    return all(hasattr(module, name) for name in names) and not hasattr(module, "metric_a")
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+
+def _leave_stand_ins_out(metric: Any, in_use: BatchInUse) -> None:
+    """Make ``update`` and ``forward`` such that the stand-in of a rank without samples changes no state."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        of_batch = type(self).forward
         if not in_use.is_stand_in:
-            return method(*args, **kwargs)
-        states, updates = copy.deepcopy(metric.metric_state), metric._update_count
+            return of_batch(self, *args, **kwargs)
+        inner = [one for one in self.modules() if _is_metric(one)]
+        before = copy.deepcopy([(one.metric_state, one._update_count) for one in inner])
+        in_use.is_stand_in = self.dist_sync_on_step  # if only this rank computes, it has nothing else to compute from
         try:
-            return method(*args, **kwargs)
+            return of_batch(self, *args, **kwargs)
         finally:
-            for name, state in states.items():
-                setattr(metric, name, state)
-            metric._update_count, metric._computed = updates, None
+            in_use.is_stand_in = True
+            for one, (states, updates) in zip(inner, before, strict=True):
+                for name, state in states.items():
+                    setattr(one, name, state)
+                one._update_count, one._computed = updates, None
+
+    def wrap_update(self: Any, update: Callable[..., None]) -> Callable[..., None]:
+        return _unless_stand_in(type(self)._wrap_update(self, update), in_use)
+
+    # Bound methods, and not functions: wrappers copy metrics, and a copy must not update the original.
+    metric.forward = MethodType(forward, metric)
+    metric._wrap_update = MethodType(wrap_update, metric)  # a copy calls it again
+    metric.update = _unless_stand_in(metric.update, in_use)
+
+
+def _unless_stand_in(update: Callable[..., None], in_use: BatchInUse) -> Callable[..., None]:
+    def call(*args: Any, **kwargs: Any) -> None:
+        if not in_use.is_stand_in:
+            update(*args, **kwargs)
 
     return call
 
 
-def gather_rows(tensor: Tensor, communicator: Communicator) -> list[Tensor]:
-    """Return the tensors of all ranks, in rank order. Their first dimensions may differ in size. Collective."""
-    if tensor.dim() == 0:
-        return list(communicator.all_gather(tensor))
-    lengths = communicator.all_gather(torch.tensor(len(tensor))).tolist()
-    padded = tensor.new_zeros(max(lengths), *tensor.shape[1:])
-    padded[: len(tensor)] = tensor
-    return [rows[:length] for rows, length in zip(communicator.all_gather(padded), lengths, strict=True)]
+def _synchronised(metric: Any, communicator: Communicator) -> dict[str, Any]:
+    """Return the states of a metric over all ranks. Collective.
+
+    torchmetrics' own way needs lists of the same length on all ranks, and fails if a rank has no rows of a state. Some
+    of its metrics call torch.distributed.
+    """
+    reductions = metric._reductions
+    states = {name: getattr(metric, name) for name in reductions}
+    lists = {name for name, state in states.items() if isinstance(state, list)}
+    # torchmetrics' function for a list of tensors that are concatenated.
+    rows = {
+        name: _concatenated(metric, name)
+        for name in lists
+        if getattr(reductions[name], "__name__", "") == "dim_zero_cat"
+    }
+    forms = {name: (one.dtype, one.shape) for name, one in rows.items() if len(one)}
+    every = communicator.all_gather_object((forms, {name: states[name] for name in lists - rows.keys()}))
+    gathered: dict[str, Any] = {}
+    for name, state in states.items():
+        if name in rows:
+            gathered[name] = _gathered_rows(rows[name], [one.get(name) for one, _ in every], communicator, name)
+            continue
+        if name in lists:
+            # One of each rank in turn, which is the order of the dataset.
+            turns = zip_longest(*([(item,) for item in items[name]] for _, items in every), fillvalue=())
+            value: Any = [_moved(item, metric) for turn in turns for one in turn for item in one]
+        else:
+            value = communicator.all_gather(state)
+        gathered[name] = value if reductions[name] is None else reductions[name](value)
+    return gathered
+
+
+def _concatenated(metric: Any, name: str) -> Tensor:
+    """Return a state that is a list of tensors as one."""
+    state = getattr(metric, name)
+    return cast(Tensor, metric._reductions[name](state)) if state else torch.empty(0, device=metric.device)
+
+
+def _gathered_rows(
+    rows: Tensor, forms: Sequence[tuple[torch.dtype, torch.Size] | None], communicator: Communicator, name: str
+) -> Tensor | list[Tensor]:
+    """Return the rows of all ranks.
+
+    Args:
+        rows: this rank's.
+        forms: dtype and shape on each rank; None on one without rows.
+        communicator: the communicator of this process.
+        name: that of the state, for messages.
+    """
+    kinds = {(form[0], form[1][1:]) for form in forms if form}
+    if not kinds:
+        return []
+    if len(kinds) > 1:
+        given = ", ".join(f"{form[0]}{list(form[1])} on rank {rank}" for rank, form in enumerate(forms) if form)
+        raise UsageError(f"the state {name} of a metric has rows of different dtypes or shapes: {given}.")
+    if not len(rows):
+        dtype, row = kinds.pop()
+        rows = rows.new_empty((0, *row), dtype=dtype)
+    return communicator.gather_rows(rows, [form[1][0] if form else 0 for form in forms])
+
+
+def _moved(item: Any, metric: Any) -> Any:
+    return item.to("cpu" if metric.compute_on_cpu else metric.device) if isinstance(item, Tensor) else item

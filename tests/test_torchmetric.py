@@ -1,0 +1,161 @@
+"""torchmetrics' metrics over several ranks: the numbers of one process, whatever a rank has."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torchmetrics
+from needs import HOROVOD
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+from torchmetrics.detection import MeanAveragePrecision
+
+import unitrain
+from unitrain import UsageError
+
+LAUNCHERS: dict[str, Any] = {"ddp": "spawn", "horovod": "horovodrun"}
+CLASSES = 3
+# What torchmetrics says of a rank without rows, and of classes that do not occur.
+FEW_ROWS = pytest.mark.filterwarnings("ignore:.*was called before the:UserWarning", "ignore:No .* samples:UserWarning")
+OPTIONS: dict[str, Any] = {"task": "multiclass", "num_classes": CLASSES}
+
+
+def rows(count: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(count)
+    return torch.rand(count, CLASSES, generator=generator), torch.randint(CLASSES, (count,), generator=generator)
+
+
+def classification() -> dict[str, Any]:
+    """A metric of each kind that synchronises in a way of its own."""
+    accuracy, auroc = torchmetrics.Accuracy(**OPTIONS), torchmetrics.AUROC(**OPTIONS)
+    return {
+        "sum": torchmetrics.Accuracy(**OPTIONS),
+        "rows": torchmetrics.AUROC(**OPTIONS),
+        "composition": accuracy + 2 * auroc,
+        "wrapper": torchmetrics.wrappers.ClasswiseWrapper(torchmetrics.Recall(**OPTIONS, average=None)),
+        "collection": torchmetrics.MetricCollection(
+            [torchmetrics.Precision(**OPTIONS), torchmetrics.ConfusionMatrix(**OPTIONS), torchmetrics.AUROC(**OPTIONS)]
+        ),
+        "tracker": torchmetrics.wrappers.MetricTracker(torchmetrics.AUROC(**OPTIONS)),
+    }
+
+
+def plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: plain(one) for name, one in value.items()}
+    return value.tolist() if isinstance(value, Tensor) else value
+
+
+def classify(backend: str, counts: list[int]) -> list[dict[str, Any]]:
+    """Return every metric's value of each of several sets of rows: some ranks have none."""
+    with unitrain.init(backend=backend, device="cpu", precision="fp64") as strategy:
+        metrics: dict[str, Any] = {name: strategy.metric(metric) for name, metric in classification().items()}
+        values = []
+        for count in counts:
+            metrics["tracker"].increment()
+            for predictions, labels in strategy.dataloader(TensorDataset(*rows(count)), batch_size=8, shuffle=False):
+                for metric in metrics.values():
+                    metric.update(predictions, labels)
+            values.append({name: plain(metric.compute()) for name, metric in metrics.items()})
+            for name in metrics.keys() - {"tracker"}:
+                metrics[name].reset()
+        return values
+
+
+@FEW_ROWS
+@pytest.mark.parametrize("backend", ["ddp", pytest.param("horovod", marks=HOROVOD)])
+def test_ranks_with_few_rows_or_none_give_the_values_of_one_process(backend: str) -> None:
+    counts = [29, 2, 1]
+    expected = classify("single", counts)
+    for values in run_ranks(classify, backend, counts, nprocs=3, launcher=LAUNCHERS[backend]):
+        for ours, theirs in zip(values, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+
+
+def detect(backend: str, images: int) -> dict[str, Any]:
+    """Return COCO's mAP of boxes and masks, which are lists of one item per image."""
+    generator = torch.Generator().manual_seed(0)
+    corners = torch.rand(images, 2, 2, 2, generator=generator) * 20
+    labels = torch.randint(2, (images, 2), generator=generator)
+    scores = torch.rand(images, 2, generator=generator)
+    with unitrain.init(backend=backend, device="cpu") as strategy:
+        metric = strategy.metric(MeanAveragePrecision(iou_type=("bbox", "segm")))
+        for (index,) in strategy.dataloader(TensorDataset(torch.arange(images)), batch_size=4, shuffle=False):
+            for image in index.tolist():
+                boxes = torch.cat([corners[image].amin(1), corners[image].amax(1) + 8], dim=1)
+                masks = torch.zeros(2, 32, 32, dtype=torch.bool)
+                for mask, (left, top, right, bottom) in zip(masks, boxes.int().tolist(), strict=True):
+                    mask[top:bottom, left:right] = True
+                moved = torch.cat([boxes[:, :2] + image % 3, boxes[:, 2:]], dim=1)
+                metric.update(
+                    [{"boxes": moved, "masks": masks, "scores": scores[image], "labels": labels[image]}],
+                    [{"boxes": boxes, "masks": masks.roll(image % 3, 1), "labels": labels[image]}],
+                )
+        return {name: plain(value) for name, value in metric.compute().items()}
+
+
+@pytest.mark.parametrize("backend", ["ddp", pytest.param("horovod", marks=HOROVOD)])
+def test_map_of_ranks_with_unequal_numbers_of_images_is_that_of_one_process(backend: str) -> None:
+    expected = detect("single", 7)
+    assert 0.1 < expected["bbox_map"] < 0.9
+    assert run_ranks(detect, backend, 7, nprocs=2, launcher=LAUNCHERS[backend]) == [expected] * 2
+
+
+def train(samples: int) -> list[dict[str, Any]]:
+    """Return the values of the metrics after batches of which one rank has a stand-in only, from the first on."""
+    with unitrain.init(device="cpu") as strategy:
+        model = nn.Linear(CLASSES, CLASSES)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        model, optimizer = strategy.prepare(model, optimizer)
+        updated, called = (
+            {name: strategy.metric(metric) for name, metric in classification().items() if name != "tracker"}
+            for _ in range(2)
+        )
+        for predictions, labels in strategy.dataloader(TensorDataset(*rows(samples)), batch_size=1, shuffle=False):
+            for name, metric in updated.items():
+                metric.update(predictions, labels)
+                called[name](predictions, labels)
+            strategy.step(model(predictions).sum(), optimizer)
+        return [{name: plain(metric.compute()) for name, metric in kind.items()} for kind in (updated, called)]
+
+
+@FEW_ROWS
+def test_stand_ins_change_no_metric() -> None:
+    for values in run_ranks(train, 5, nprocs=2):
+        torch.testing.assert_close(values, run_ranks(train, 5, nprocs=1)[0], rtol=0, atol=1e-6)
+
+
+def test_a_copy_of_a_metric_is_another_metric() -> None:
+    with unitrain.init(device="cpu") as strategy:
+        metric = strategy.metric(torchmetrics.Accuracy(**OPTIONS))
+        for other in (metric.clone(), copy.deepcopy(metric)):
+            other.update(*rows(4))
+            other(*rows(4))
+            assert other.update_count == 2
+        assert metric.update_count == 0
+
+
+def different(_: int) -> str:
+    with unitrain.init(device="cpu") as strategy:
+        metric = strategy.metric(torchmetrics.CatMetric())
+        metric.update(torch.zeros(2, 3 + strategy.rank))
+        with pytest.raises(UsageError) as error:
+            metric.compute()
+        return str(error.value)
+
+
+def test_rows_of_different_shapes_are_refused_on_all_ranks() -> None:
+    said = (
+        "the state value of a metric has rows of different dtypes or shapes: torch.float32[2, 3] on rank 0, "
+        "torch.float32[2, 4] on rank 1."
+    )
+    assert run_ranks(different, 0, nprocs=2) == [said] * 2
+
+
+def test_what_is_not_a_metric_is_refused() -> None:
+    with unitrain.init(device="cpu") as strategy, pytest.raises(UsageError, match="not Linear"):
+        strategy.metric(nn.Linear(1, 1))
