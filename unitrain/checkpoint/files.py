@@ -6,7 +6,6 @@ import os
 import re
 import tempfile
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -16,7 +15,7 @@ from torch import nn
 
 from unitrain.checkpoint.mapped import MappedFiles
 from unitrain.checkpoint.reading import reason
-from unitrain.checkpoint.storage import write_part
+from unitrain.checkpoint.writing import write_part
 from unitrain.communicator import Communicator
 from unitrain.errors import CheckpointError, UsageError
 from unitrain.training import batch_norm
@@ -113,10 +112,10 @@ def _write(value: Any, place: Path | str) -> None:
         _write_file(value, place)
         return
     remote, name = _remote(place)
-    with tempfile.TemporaryDirectory(prefix="unitrain-") as temporary, ThreadPoolExecutor(1) as threads:
+    with tempfile.TemporaryDirectory(prefix="unitrain-") as temporary:
         file = Path(temporary, "file")
         try:
-            write_part(file, value, threads)
+            write_part(file, value)
         except OSError as error:
             raise CheckpointError(f"{place} could not be written: {remote.reason(error)}") from error
         remote.upload(file, name)

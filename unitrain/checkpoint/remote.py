@@ -11,7 +11,6 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from unitrain.checkpoint.manifest import DamagedError, Manifest, folder_name
 from unitrain.checkpoint.mapped import MappedFiles
 from unitrain.checkpoint.reading import reason
 from unitrain.checkpoint.remote_files import RemoteFiles
+from unitrain.checkpoint.writing import write_part
 from unitrain.errors import CheckpointError
 from unitrain.process import print_stderr
 
@@ -109,10 +109,10 @@ class RemoteFolder:
 
     def _upload(self, name: str, step: int, parts: Mapping[str, Any], about: Mapping[str, Any]) -> None:
         described: dict[str, Any] = {}
-        with tempfile.TemporaryDirectory(prefix="unitrain-") as temporary, ThreadPoolExecutor(1) as threads:
+        with tempfile.TemporaryDirectory(prefix="unitrain-") as temporary:
             for part, value in parts.items():
                 file = Path(temporary, f"{part}.pt")
-                described[file.name] = storage.write_part(file, value, threads)
+                described[file.name] = write_part(file, value)
                 self._files.upload(file, f"{name}/{file.name}")
                 file.unlink()  # one part at a time is on the disk
         self.check()  # another job may have taken the folder meanwhile

@@ -18,14 +18,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, BinaryIO
-
-import torch
+from typing import Any
 
 from unitrain.checkpoint import manifest as manifests
 from unitrain.checkpoint.manifest import DamagedError, Described, Manifest
 from unitrain.checkpoint.mapped import MappedFiles
 from unitrain.checkpoint.reading import open_regular, reason
+from unitrain.checkpoint.writing import write_part
 from unitrain.errors import CheckpointError
 from unitrain.process import print_stderr
 
@@ -35,41 +34,6 @@ _FOLDER = re.compile(r"step-(\d{10})")
 _TEMPORARY = re.compile(r"\.step-\d{10}\..*\.tmp")
 _ASIDE = ".aside.tmp"
 _BLOCK = 2**20
-_HASHED_APART = 2**16  # bytes; to pass on fewer takes longer than to hash them
-
-
-class _Hashing:
-    """A file that computes the digest and the size of what is written to it.
-
-    Args:
-        file: the file.
-        threads: hash large blocks while they are written.
-    """
-
-    def __init__(self, file: BinaryIO, threads: ThreadPoolExecutor) -> None:
-        self._file = file
-        self._threads = threads
-        self.digest = hashlib.sha256()
-        self.size = 0
-        self.error: OSError | None = None
-        """The error of a write, which torch's writer replaces by another."""
-
-    def write(self, data: bytes) -> int:
-        self.size += len(data)
-        hashing = self._threads.submit(self.digest.update, data) if len(data) >= _HASHED_APART else None
-        try:
-            return self._file.write(data)
-        except OSError as error:
-            self.error = error
-            raise
-        finally:
-            if hashing is None:
-                self.digest.update(data)
-            else:
-                hashing.result()  # the memory is the caller's
-
-    def flush(self) -> None:
-        self._file.flush()
 
 
 def folder_of(root: Path, step: int) -> Path:
@@ -100,12 +64,12 @@ def write(root: Path, step: int, parts: Mapping[str, Any], about: Mapping[str, A
         root.mkdir(parents=True, exist_ok=True)
         temporary.mkdir()
         files: dict[str, Any] = {}
-        with ThreadPoolExecutor(2, "checkpoint files") as threads:
+        with ThreadPoolExecutor(1, "checkpoint files") as threads:
             # A file is synced to the disk while the next one is written.
             syncs = []
             for name, value in parts.items():
                 path = temporary / f"{name}.pt"
-                files[path.name] = write_part(path, value, threads)
+                files[path.name] = write_part(path, value, to_disk=True)
                 syncs.append(threads.submit(_sync_path, path))
             for sync in syncs:
                 sync.result()
@@ -149,25 +113,6 @@ def probe(root: Path, needed: int) -> None:
             f"checkpoints can't be written to {root}: one needs at least {needed} bytes, but {free} bytes are free. "
             "Free some space, or use a folder on another disk."
         )
-
-
-def write_part(path: Path, value: Any, threads: ThreadPoolExecutor) -> dict[str, Any]:
-    """Write a file of a checkpoint, and return what its manifest says of it. Raises any exception of pickling.
-
-    Args:
-        path: the file, which is not synced to the disk.
-        value: tensors and plain data.
-        threads: hash the file while it is written.
-    """
-    with open(path, "wb") as file:
-        hashing = _Hashing(file, threads)
-        try:
-            torch.save(value, hashing)  # type: ignore[arg-type]
-        except RuntimeError as error:
-            raise hashing.error or error from error
-    # Report now, and not when it is needed, that a part can't be loaded. This does not read tensor data.
-    MappedFiles().load(path)
-    return {"size": hashing.size, "sha256": hashing.digest.hexdigest()}
 
 
 def _explain(error: Exception, root: Path) -> str:
