@@ -47,14 +47,14 @@ def run_backward(
                 _on_device(loss, scale, inputs, windows, distributed)
             return
         weight = weight.item()
-    if weight == 0:
+    if weight and on_host and math.isfinite(loss.item()):  # the usual case
+        _run(loss, scale, inputs)
+    elif not weight:
         # Zeros instead of a product with 0, which would be NaN for a loss of NaN.
         with _replaced(windows, torch.zeros_like):
             _run(loss, scale, inputs)
     elif not on_host:
         _on_device(loss, scale, inputs, windows, distributed)
-    elif math.isfinite(loss.item()):
-        _run(loss, scale, inputs)
     else:
         # The gradient alone may not show it: if all labels are ignored, the loss is NaN and its gradient 0.
         for window in windows:

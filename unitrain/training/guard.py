@@ -46,6 +46,7 @@ class GuardedStep:
         # Clamping makes infinite gradients finite, so they must be checked before it.
         self._may_flag = not on_host and clip_value is None
         self._norm_tells = self._takes_norm and clip_value is None
+        self._only_checks = not self._takes_norm and clip_value is None
         self._all_plain = True
         self._refused: set[torch.dtype] = set()
 
@@ -63,13 +64,17 @@ class GuardedStep:
         """
         if self._may_flag and gradients and getattr(optimizer, "_step_supports_amp_scaling", False):
             return self._step_flagged(optimizer, parameters, gradients, losses)
+        if self._only_checks:
+            if not self._are_finite(gradients, losses):
+                return False, None
+            optimizer.step()
+            return True, None
         norm = get_total_norm(gradients) if self._norm_tells else None
         # If the norm is finite, all gradients are; if it is not, it may have overflowed.
         known = norm is not None and math.isfinite(sum(losses, norm).item())
         if not known and not self._are_finite(gradients, losses):
             return False, None
-        if self._takes_norm or self._clip_value is not None:
-            norm = self._clip(parameters, gradients, norm)
+        norm = self._clip(parameters, gradients, norm)
         optimizer.step()
         return True, norm
 

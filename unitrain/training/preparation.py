@@ -45,7 +45,7 @@ class Preparation:
         backend: Backend,
         precision: Precision,
         prepared: PreparedModules,
-        register: Callable[[Optimizer], None],
+        register: Callable[[Optimizer], object],
         in_use: BatchInUse,
         config: StrategyConfig,
     ) -> None:

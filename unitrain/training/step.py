@@ -145,14 +145,16 @@ class TrainingStep:
         """Replace what steps an optimizer by what ``extended`` makes of it, to do something before or after."""
         self._guarded_step = extended(self._guarded_step)
 
-    def register(self, optimizer: Optimizer) -> None:
+    def register(self, optimizer: Optimizer) -> Window:
         """Record an optimizer: a backward without one computes the gradients of all recorded ones."""
-        if optimizer not in self._windows:
+        window = self._windows.get(optimizer)
+        if window is None:
             if not isinstance(optimizer, Optimizer):
                 raise UsageError(f"step() and backward() take torch optimizers, not {type(optimizer).__name__}.")
             local = LocalGradients(all_of_them=self._debug)
             window = self._windows[optimizer] = Window(optimizer, f"optimizer {len(self._windows)}", local)
             self._arm_counted(window)
+        return window
 
     def close(self) -> None:
         """Remove all hooks."""
@@ -209,7 +211,7 @@ class TrainingStep:
         self._reduction.arm(False)
 
     def _arm_counted(self, window: Window) -> None:
-        if self._distributed and self.micro_batch is None:
+        if self.micro_batch is None:
             self._reduction.arm(self.averages and self._counted_last(window))
 
     # ------------------------------------------------------------------------------------------------- backward
@@ -293,10 +295,8 @@ class TrainingStep:
                     "backward() was called without an optimizer, and none was prepared: pass one to either."
                 )
             return [self._watched(window) for window in self._windows.values()]
-        for optimizer in optimizers:
-            if optimizer not in self._windows:
-                self.register(optimizer)
-        return [self._watched(self._windows[optimizer]) for optimizer in optimizers]
+        windows = [self.register(optimizer) for optimizer in optimizers]
+        return [self._watched(window) for window in windows]
 
     def _watched(self, window: Window) -> Window:
         """Update the window's parameters after changes of the optimizer's groups, or of ``requires_grad``.
@@ -397,16 +397,16 @@ class TrainingStep:
         if self._distributed:
             self._pulse.phase = _WAITING
         stepped, norm = self._average_and_step(window)
-        if self._distributed:
-            if self._buffers is not None:
-                self._buffers.after_step()
-            self._pulse.phase = USER_CODE
         window.clear()
         self._global_step += 1
         self._pulse.step = self._global_step
         if self._scaler is not None:
             self._update_scale(self._scaler)
-        self._arm_counted(window)
+        if self._distributed:
+            if self._buffers is not None:
+                self._buffers.after_step()
+            self._pulse.phase = USER_CODE
+            self._arm_counted(window)
         if self._check_every and self._global_step % self._check_every == 0:
             for module in self._prepared:
                 check_in_sync(self._communicator, self._prepared.unwrap(module))
@@ -419,7 +419,8 @@ class TrainingStep:
 
     def _average_and_step(self, window: Window) -> tuple[bool, Tensor | None]:
         """Finish averaging and make the step. Return whether the optimizer stepped, and the norm of the gradients."""
-        self._finish(window)
+        if self._distributed:
+            self._finish(window)
         gradients = _gradients(window.parameters)
         if window.weight is not None or window.micro_batches != self._accumulate:
             self._rescale(window, gradients)
@@ -505,4 +506,4 @@ def _observed(observers: Sequence[StepObserver]) -> Iterator[None]:
 
 
 def _gradients(parameters: Iterable[Parameter]) -> list[Tensor]:
-    return [p.grad for p in parameters if p.grad is not None]
+    return [gradient for p in parameters if (gradient := p.grad) is not None]
