@@ -217,3 +217,30 @@ def test_no_file_is_called_utils() -> None:
 def test_what_others_call_a_backend_is_explained(name: str, remedy: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(remedy)):
         load_backend(name)
+
+
+COLLECTIONS = """
+import gc, sys, weakref
+import torch, unitrain
+during = []
+gc.callbacks.append(lambda phase, info: during.append(info["generation"]))
+unitrain.init
+assert not during and gc.isenabled()
+frozen = gc.get_freeze_count()
+assert frozen > 100_000, frozen
+class Cycle:
+    def __init__(self):
+        self.own = self
+cycle = weakref.ref(Cycle())
+unitrain.Meter  # imports more
+assert gc.get_freeze_count() <= frozen
+gc.collect()
+assert cycle() is None
+gc.disable()
+unitrain.notebook_launch
+assert not gc.isenabled()
+"""
+
+
+def test_an_import_collects_no_garbage_and_leaves_torch_out_of_later_collections() -> None:
+    subprocess.run([sys.executable, "-c", COLLECTIONS], check=True, timeout=60)

@@ -3,6 +3,9 @@
 The names below are imported on first use: ``unitrain --help`` does not need torch, whose import takes seconds.
 """
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -81,9 +84,28 @@ if not TYPE_CHECKING:  # otherwise a type checker would accept any misspelled na
     def __getattr__(name: str) -> Any:
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(import_module(f"unitrain.{_HOMES.get(name, 'errors')}"), name)
+        with _without_collections():
+            value = getattr(import_module(f"unitrain.{_HOMES.get(name, 'errors')}"), name)
         globals()[name] = value  # later accesses skip this function
         return value
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Import without collecting garbage, and leave what exists after the first import out of later collections.
+
+    torch's modules are hundreds of thousands of objects that stay. To look through them takes 0.1 s, and when one rank
+    does that, all others wait.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if not gc.get_freeze_count():
+            gc.freeze()
+        if enabled:
+            gc.enable()
 
 
 def __dir__() -> list[str]:

@@ -10,10 +10,10 @@ import os
 import reprlib
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from functools import cache
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel
-from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 
 from unitrain.config import Section
 from unitrain.config import StrategyConfig as CommonConfig
@@ -23,7 +23,9 @@ from unitrain.settings.command_line import read_command_line
 from unitrain.settings.schema import did_you_mean, dotted, flag, groups_of, variable
 from unitrain.settings.sources import Source, validate
 from unitrain.settings.strategy_config import StrategyConfig, why_unknown
-from unitrain.settings.yaml_file import YamlFile, dump
+
+if TYPE_CHECKING:
+    from pydantic_settings import BaseSettings
 
 RecipeModel = TypeVar("RecipeModel", bound=Section)
 """Settings of a recipe: its own, and a field ``strategy: unitrain.StrategyConfig = unitrain.StrategyConfig()``."""
@@ -99,6 +101,8 @@ def parse_command_line(model: type[RecipeModel], argv: Sequence[str], *, prog: s
     if environment := _read_environment(os.environ):
         sources.insert(0, Source({"strategy": environment}, lambda path: variable(list(path)[1:])))
     if config_file is not None:
+        from unitrain.settings.yaml_file import YamlFile  # and yaml, which takes 10 ms
+
         file = YamlFile(config_file)
         sources.insert(0, Source(file.values, file.name_of))
     return validate(model, [Source(set_by_default, dotted), *sources])
@@ -106,28 +110,37 @@ def parse_command_line(model: type[RecipeModel], argv: Sequence[str], *, prog: s
 
 def dump_yaml(model: BaseModel) -> str:
     """Return a configuration as YAML. ``--config`` reads an equal configuration from it."""
+    from unitrain.settings.yaml_file import dump
+
     return dump(model.model_dump(mode="json"))
-
-
-class _Environment(StrategyConfig, BaseSettings):
-    """Declares the names of a strategy's variables for pydantic-settings; never instantiated."""
-
-    model_config = SettingsConfigDict(env_prefix="UNITRAIN_", env_nested_delimiter="__", enable_decoding=False)
 
 
 def _read_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     """Return a strategy's settings from the environment as nested strings. Warn about unknown variables."""
+    given = {name: value for name, value in environ.items() if name.startswith("UNITRAIN_")}
+    if given.keys() <= OTHER_VARIABLES.keys():
+        return {}  # usually; what follows takes 50 ms the first time
     known = {variable(setting.path) for group in groups_of(StrategyConfig) for setting in group.settings}
-    for name in sorted(environ):
-        if name.startswith("UNITRAIN_") and name not in known and name not in OTHER_VARIABLES:
-            suggestion = why_unknown(name) or did_you_mean(name, sorted(known | set(OTHER_VARIABLES)))
-            # stacklevel 1: Python shows it once, though both the command line and init read the environment.
-            warnings.warn(
-                f"{name} is not an environment variable of UniTrain, and is ignored.{suggestion}", stacklevel=1
-            )
-    source = EnvSettingsSource(_Environment)
-    source.env_vars = {name.lower(): value for name, value in environ.items() if name in known}
+    for name in sorted(given.keys() - known - OTHER_VARIABLES.keys()):
+        suggestion = why_unknown(name) or did_you_mean(name, sorted(known | set(OTHER_VARIABLES)))
+        # stacklevel 1: Python shows it once, though both the command line and init read the environment.
+        warnings.warn(f"{name} is not an environment variable of UniTrain, and is ignored.{suggestion}", stacklevel=1)
+    from pydantic_settings import EnvSettingsSource
+
+    source = EnvSettingsSource(_environment())
+    source.env_vars = {name.lower(): value for name, value in given.items() if name in known}
     return source()
+
+
+@cache
+def _environment() -> type[BaseSettings]:
+    """Return a class that declares the names of a strategy's variables for pydantic-settings; never instantiated."""
+    from pydantic_settings import BaseSettings, SettingsConfigDict
+
+    class Environment(StrategyConfig, BaseSettings):
+        model_config = SettingsConfigDict(env_prefix="UNITRAIN_", env_nested_delimiter="__", enable_decoding=False)
+
+    return Environment
 
 
 def _set_on(config: BaseModel) -> dict[str, Any]:
