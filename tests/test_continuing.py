@@ -56,6 +56,48 @@ def test_other_settings_are_listed_and_refused_unless_forced(tmp_path: Path) -> 
     assert run.strategy.global_step == 1
 
 
+@pytest.mark.parametrize(
+    ("lr", "weight_decay", "scheduler", "said"),
+    [
+        (0.1, 0.0, None, ""),
+        (0.2, 0.0, None, "optimizer's lr is 0.1, not 0.2"),
+        (0.2, 0.5, None, "optimizer's lr is 0.1, not 0.2; optimizer's weight_decay is 0.0, not 0.5"),
+        (0.1, 0.0, "StepLR", ""),  # which has changed lr since
+        (0.2, 0.0, "StepLR", "optimizer's initial_lr is 0.1, not 0.2"),
+        (0.1, 0.0, "OneCycleLR", ""),  # which changes the momentum as well
+    ],
+)
+def test_a_resumed_run_says_so_and_which_options_of_the_script_it_does_not_use(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], lr: float, weight_decay: float, scheduler: str | None, said: str
+) -> None:
+    def run(lr: float, weight_decay: float) -> None:
+        strategy = unitrain.init(backend="single")
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=weight_decay)
+        objects: dict[str, Any] = {"model": model, "optimizer": optimizer}
+        if scheduler == "StepLR":
+            objects["scheduler"] = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        elif scheduler:
+            objects["scheduler"] = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=9)
+        strategy.prepare(*objects.values())
+        checkpoint = strategy.checkpoint(tmp_path, background=False, **objects)
+        checkpoint.resume()
+        strategy.step(model(torch.ones(1, 2)).sum(), optimizer, objects.get("scheduler"))
+        checkpoint.save()
+        strategy.close()
+
+    run(0.1, 0.0)
+    assert not capsys.readouterr().err
+    run(lr, weight_decay)
+    resumed, *options = capsys.readouterr().err.splitlines()
+    assert resumed == f"unitrain: resumed after step 1, from {storage.folder_of(tmp_path, 1)}"
+    if said:
+        (line,) = options
+        assert line.startswith(f"unitrain: as saved, and not as this script has made it: {said}. To train with other ")
+    else:
+        assert not options
+
+
 def test_a_run_of_its_own_does_not_save_among_another_s_checkpoints(tmp_path: Path) -> None:
     Run(tmp_path).train(2).close()
     run = Run(tmp_path)

@@ -250,7 +250,8 @@ def test_the_checkpoint_before_a_damaged_one_is_taken(
     run = Run(strategy, url).save(1, 2)
     spoil(f"{url}/step-0000000002")
     assert run.resumed() == 1
-    (line,) = capsys.readouterr().err.splitlines()
+    line, resumed = capsys.readouterr().err.splitlines()
+    assert resumed == f"unitrain: resumed after step 1, from {url}/step-0000000001"
     assert line.startswith(f"unitrain: skipping a damaged checkpoint: {url}")
     with pytest.raises(CheckpointError, match=rf"the checkpoint is damaged: .*{said}"):
         run.checkpoint.resume(f"{url}/step-0000000002")

@@ -130,7 +130,8 @@ def test_the_checkpoint_before_is_taken(
     assert checkpoint.resume()
     assert strategy.global_step == 1
     assert model.get_parameter("weight").item() == 1
-    (line,) = capsys.readouterr().err.splitlines()
+    line, resumed = capsys.readouterr().err.splitlines()
+    assert resumed == f"unitrain: resumed after step 1, from {storage.folder_of(tmp_path, 1)}"
     assert line.startswith("unitrain: skipping a damaged checkpoint: ")
     assert re.search(said, line)
     # What was spoilt makes room, and nothing else does.

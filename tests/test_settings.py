@@ -450,7 +450,9 @@ def test_a_section_of_another_backend_is_refused() -> None:
 
 
 def test_a_config_of_another_type_is_refused() -> None:
-    assert init_refusal("ddp") == "config must be a StrategyConfig, but is 'ddp'."
+    assert init_refusal("ddp") == (
+        "config must be a StrategyConfig, but is 'ddp'. Pass settings by name, as in unitrain.init(backend=\"ddp\")."
+    )
 
 
 @pytest.mark.parametrize("value", ["bf17", "", "FP32"])

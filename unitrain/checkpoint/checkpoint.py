@@ -322,11 +322,27 @@ class Checkpoint:
             if changed and ranks.is_main:
                 print_stderr(f"unitrain: resuming with other settings: {'; '.join(changed)}")
             ranks.on_main(lambda: self._continue_from(opened, is_newest=path is None))
+            replaced = [] if self._step.global_step else self._replaced_options(parts)
             self._apply(parts, opened)
             if METRICS in parts:
                 source = opened.parts[METRICS] if opened is not None else None
                 metric_states.load(ranks, metrics, loaded, parts[METRICS], source)
+        if opened is not None:  # on rank 0
+            print_stderr(f"unitrain: resumed after step {self._step.global_step}, from {opened.name}")
+            if replaced:
+                print_stderr(
+                    f"unitrain: as saved, and not as this script has made it: {'; '.join(replaced)}. To train with "
+                    "other values, set them after resume(), or start a new run in another folder."
+                )
         return True
+
+    def _replaced_options(self, parts: dict[str, Any]) -> list[str]:
+        optimizers = {name: value for name, value in self._objects.items() if isinstance(value, Optimizer)}
+        return [
+            option
+            for name, optimizer in optimizers.items()
+            for option in fit.replaced_options(name, optimizer.param_groups, parts[name]["param_groups"])
+        ]
 
     def _continue_from(self, opened: Saved | None, *, is_newest: bool) -> None:
         self._unclaimed = None

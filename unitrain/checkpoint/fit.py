@@ -16,6 +16,8 @@ from unitrain.training.streaming import Form
 
 # Settings that must not change when a run is resumed. Launcher, backend, world size and timeouts may.
 _TRAINING_SETTINGS = ("seed", "precision", "sync_batchnorm", "clip_norm", "clip_value", "compression")
+# What schedulers of a cycle change beside the learning rate.
+_CYCLED = ("momentum", "betas")
 
 
 def changed_settings(
@@ -61,6 +63,21 @@ def check_objects(
             _compare_tensors(name, state(value), saved[name])
         elif isinstance(value, Optimizer):
             _compare_groups(name, value.param_groups, saved[name].get("param_groups", []))
+
+
+def replaced_options(name: str, own: list[dict[str, Any]], saved: list[dict[str, Any]]) -> list[str]:
+    """Return the options of an optimizer that a checkpoint replaces, with the saved value and the script's.
+
+    What a scheduler changes is left out, since it differs from the first value in any case.
+    """
+    replaced = []
+    for ours, theirs in zip(own, saved, strict=True):
+        changing = {"params", *(["lr"] if "initial_lr" in ours else []), *(_CYCLED if "max_momentum" in ours else [])}
+        for key in ours.keys() & theirs.keys() - changing:
+            before, now = theirs[key], ours[key]
+            if not isinstance(before, (Tensor, Form)) and not isinstance(now, Tensor) and before != now:
+                replaced.append(f"{name}'s {key} is {before!r}, not {now!r}")
+    return sorted(set(replaced))
 
 
 def _compare_groups(name: str, own: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:

@@ -22,16 +22,18 @@ class Saved(NamedTuple):
     parts: dict[str, Any]
     """The states by name; their tensors are read from the disk when they are used."""
     files: MappedFiles
+    name: str
+    """Its path or URL."""
 
-    def checked(self, name: str) -> Saved:
-        """Return this, the checkpoint ``name``.
+    def checked(self) -> Saved:
+        """Return this checkpoint.
 
         Raises:
             DamagedError: it lacks what a run needs to continue.
         """
         run = self.parts.get(RUN)
         if not isinstance(run, dict) or not {"steps", "scaler", "random"} <= set(run):
-            raise DamagedError(f"{name}: {RUN}.pt is missing, or lacks what a run needs to continue")
+            raise DamagedError(f"{self.name}: {RUN}.pt is missing, or lacks what a run needs to continue")
         return self
 
 

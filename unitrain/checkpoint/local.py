@@ -99,4 +99,4 @@ def checkpoint_in(folder: Path) -> Saved:
 def _opened(folder: Path) -> Saved:
     manifest = storage.verify(folder)
     files = MappedFiles()
-    return Saved(manifest, storage.read(folder, manifest.files, files), files).checked(str(folder))
+    return Saved(manifest, storage.read(folder, manifest.files, files), files, str(folder)).checked()

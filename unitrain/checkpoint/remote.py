@@ -216,7 +216,7 @@ def _opened(files: RemoteFiles, folder: str) -> Saved:
             storage.verify_file(Path(temporary, name), expected, files.name(remote))
         parts = storage.read(Path(temporary), manifest.files, mapped, shown=shown)
     # What is mapped stays on the disk until it is no longer used, although the files have no names any more.
-    return Saved(manifest, parts, mapped).checked(shown)
+    return Saved(manifest, parts, mapped, shown).checked()
 
 
 def _check_space(needed: int, what: str) -> None:

@@ -73,7 +73,15 @@ class Meter:
         if mean is not None:
             # In float64: a float32 product with a large count would lose digits that the sum keeps.
             value = value.to(torch.float64) * count if isinstance(value, Tensor) else value * count
-        self._total += value
+        try:
+            self._total += value
+        except RuntimeError:
+            if isinstance(value, Tensor) and value.dim():
+                raise UsageError(
+                    f"a meter adds single numbers, but got a tensor of shape {tuple(value.shape)}: pass its mean() as "
+                    "mean=, or its sum() as total=."
+                ) from None
+            raise
         self._count += count
 
     def _reduced(self) -> Tensor:

@@ -56,7 +56,10 @@ def resolve_strategy(
         ConfigError: a value is not allowed, a name is unknown, or two settings are mutually exclusive.
     """
     if config is not None and not isinstance(config, CommonConfig):
-        raise ConfigError(f"config must be a StrategyConfig, but is {reprlib.repr(config)}.")
+        raise ConfigError(
+            f"config must be a StrategyConfig, but is {reprlib.repr(config)}. Pass settings by name, as in "
+            'unitrain.init(backend="ddp").'
+        )
     keywords = {name: _plain(name, value) for name, value in overrides.items()}
     return validate(
         StrategyConfig,
