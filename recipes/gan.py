@@ -86,7 +86,7 @@ def main() -> None:
         folder.path / "checkpoints", config=settings.model_dump(mode="json", exclude=MAY_CHANGE), loader=train,
         generator=generator, discriminator=discriminator, g_optimizer=g_optimizer, d_optimizer=d_optimizer,
     )  # fmt: skip
-    resume_or_discard(strategy, checkpoint, train, settings.resume, force=settings.force)
+    resume_or_discard(checkpoint, settings.resume, force=settings.force)
     folder.begin(settings, strategy.global_step)
     noise = independent_pixels(digits.images, GENERATED)
     strategy.print(
@@ -97,7 +97,8 @@ def main() -> None:
     last_step = 2 * settings.max_steps if settings.max_steps else math.inf  # each batch is a step of both optimizers
     for epoch in train.epochs(settings.epochs) if strategy.global_step < last_step else ():
         g_loss, d_loss = strategy.meter(), strategy.meter()
-        for real, latent in tqdm(train, f"epoch {epoch}", leave=False, mininterval=1, disable=not strategy.is_main):
+        bar = tqdm(train, f"epoch {epoch}", leave=False, mininterval=1, disable=not strategy.is_main or None)
+        for real, latent in bar:
             with strategy.autocast():
                 fake = generator(latent)
                 is_real, is_fake = discriminator(torch.cat([real, fake.detach()])).chunk(2)

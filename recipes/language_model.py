@@ -94,13 +94,14 @@ def main() -> None:
         folder.path / "checkpoints", config=settings.decisive(), keep=settings.keep,
         model=model, optimizer=optimizer, scheduler=scheduler, loader=train, progress=progress,
     )  # fmt: skip
-    resume_or_discard(strategy, checkpoint, train, settings.resume, force=settings.force)
+    resume_or_discard(checkpoint, settings.resume, force=settings.force)
     folder.begin(settings, strategy.global_step)
     throughput, profile, last_step = strategy.throughput(), folder.profile(settings.profile), settings.last_step
     for epoch in train.epochs(settings.epochs) if strategy.global_step < last_step else ():
         # Sums over tokens: sequences differ in length, so a mean of the batches' means would not be that of the tokens.
         train_loss, train_tokens, val_loss, val_tokens = (strategy.meter() for _ in range(4))
-        for window, length in tqdm(train, f"epoch {epoch}", leave=False, mininterval=1, disable=not strategy.is_main):
+        bar = tqdm(train, f"epoch {epoch}", leave=False, mininterval=1, disable=not strategy.is_main or None)
+        for window, length in bar:
             inputs, targets = text.inputs_and_targets(window, length)
             with strategy.autocast():
                 loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())

@@ -60,7 +60,7 @@ def train_epoch(
 ) -> float:
     """Train on what is left of an epoch, and return the mean loss over its samples. Collective."""
     mean_loss, (model, optimizer, scheduler, checkpoint) = strategy.meter(), state
-    with tqdm(train, f"epoch {epoch}", leave=False, mininterval=1, disable=not strategy.is_main) as bar:
+    with tqdm(train, f"epoch {epoch}", leave=False, mininterval=1, disable=not strategy.is_main or None) as bar:
         for pictures, labels in bar:
             with strategy.autocast():
                 loss = F.cross_entropy(model(pictures), labels, label_smoothing=settings.label_smoothing)
@@ -130,9 +130,7 @@ def main() -> None:
         folder.path / "checkpoints", config=settings.decisive(), keep=settings.keep,
         model=model, optimizer=optimizer, scheduler=scheduler, loader=train, progress=progress,
     )  # fmt: skip
-    resume_or_discard(
-        strategy, checkpoint, train, settings.resume, force=settings.force, discards=not settings.evaluate
-    )
+    resume_or_discard(checkpoint, settings.resume, force=settings.force, discards=not settings.evaluate)
     if settings.evaluate:
         strategy.print(*(f"{name} {value:.4f}" for name, value in evaluate(strategy, model, val)[0].items()))
         folder.close()

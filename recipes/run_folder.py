@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from unitrain import ConfigError, Loader, Section, Strategy, dump_yaml
+from unitrain import ConfigError, Section, Strategy, dump_yaml
 from unitrain.checkpoint import Checkpoint
 from unitrain.recipes.profiling import Profile
 from unitrain.tracking import TrackerName, Trackers
@@ -147,23 +147,19 @@ def _make(path: Path | None, name: str) -> Path:
             return fresh
 
 
-def resume_or_discard(
-    strategy: Strategy, checkpoint: Checkpoint, loader: Loader, wanted: str, *, force: bool, discards: bool = True
-) -> None:
+def resume_or_discard(checkpoint: Checkpoint, wanted: str, *, force: bool, discards: bool = True) -> None:
     """Continue the run in the folder of a checkpoint, or remove what is there. Collective.
 
     Args:
-        strategy: the strategy of this run.
         checkpoint: the checkpoint.
-        loader: the loader of the training set.
         wanted: ``auto`` continues from the newest, ``never`` removes all; otherwise what to resume from.
         force: resume even if settings have changed.
         discards: whether ``never`` removes anything.
     """
     if wanted == "never" and discards:
         checkpoint.discard()
-    elif checkpoint.resume(None if wanted == "auto" else wanted, force=force):
-        strategy.print(f"resumed after step {strategy.global_step}, in epoch {loader.epoch}")
+    else:
+        checkpoint.resume(None if wanted == "auto" else wanted, force=force)
 
 
 def summarise(strategy: Strategy, batch_size: int) -> None:

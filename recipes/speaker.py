@@ -104,7 +104,7 @@ def main() -> None:
         folder.path / "checkpoints", config=settings.decisive(), keep=settings.keep,
         model=model, head=head, optimizer=optimizer, scheduler=scheduler, loader=train,
     )  # fmt: skip
-    resume_or_discard(strategy, checkpoint, train, settings.resume, force=settings.force)
+    resume_or_discard(checkpoint, settings.resume, force=settings.force)
     folder.begin(settings, strategy.global_step or -1)  # the line of step 0 is written below
     if strategy.global_step == 0:
         untrained = verify(strategy, model, test, data.trials)
@@ -113,7 +113,7 @@ def main() -> None:
     throughput, profile, last_step = strategy.throughput(), folder.profile(settings.profile), settings.last_step
     for epoch in train.epochs(settings.epochs) if strategy.global_step < last_step else ():
         mean_loss = strategy.meter()
-        with tqdm(train, f"epoch {epoch}", leave=False, mininterval=1, disable=not strategy.is_main) as bar:
+        with tqdm(train, f"epoch {epoch}", leave=False, mininterval=1, disable=not strategy.is_main or None) as bar:
             for waveforms, labels in bar:
                 with strategy.autocast():
                     embeddings = model(waveforms)

@@ -288,9 +288,9 @@ def test_it_trains_on_a_folder_and_goes_on(
     assert "3 images for training, 1 for validation, 2 classes" in capsys.readouterr().out
     lines = train(monkeypatch, *flags, "--pretrained", "out/model.pt", "--force")
     assert [(line["epoch"], line["step"]) for line in lines] == [(0, 2), (0, 3), (1, 6)]
-    said = capsys.readouterr().out
+    said, resumed = capsys.readouterr()
     assert "pretrained out/model.pt; layers with random weights: none\n" in said
-    assert "resumed after step 2" in said
+    assert "resumed after step 2" in resumed
 
 
 @pytest.mark.parametrize(

@@ -80,8 +80,8 @@ def test_a_run_writes_resumes_and_learns(capsys: pytest.CaptureFixture[str]) -> 
     lines, _ = train(
         "--epochs=12", "--lr=0.02", "--strategy.precision=bf16"
     )  # goes on where it stopped, within an epoch
-    printed = capsys.readouterr().out
-    assert "resumed after step 30" in printed
+    printed, resumed = capsys.readouterr()
+    assert "resumed after step 30" in resumed
     assert f"best validation perplexity {min(line['val_perplexity'] for line in lines):.3f}" in printed
     assert [line["step"] for line in lines] == sorted({line["step"] for line in lines})
     held_out = text.load("texts").validation

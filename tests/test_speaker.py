@@ -91,7 +91,7 @@ def test_it_trains_the_same_network_on_two_processes_and_continues_under_another
     assert job.code == 0, job.output
     job = train(MPIRUN, folder, EXACT)
     assert job.code == 0, job.output
-    assert "resumed after step 4, in epoch 0" in job.stdout
+    assert "resumed after step 4" in job.output
     found = metrics(folder)
     assert [(line["step"], line["launcher"], line["backend"], line["world_size"]) for line in found] == [
         (0, "torchrun", "ddp", 2),

@@ -293,9 +293,10 @@ class Communicator:
                 if not self._backend.is_engine_error(error):
                     raise
                 others = self._peers.whereabouts() if self._peers is not None else ""
+                remedy = "" if self._compares else "Run with UNITRAIN_DEBUG=true to see which calls differ. "
                 raise CommunicationError(
                     f"rank {self.rank} of {self.world_size} could not complete {verb}: another rank has ended, or did "
-                    f"not call it within timeout_s. {f'{others}. ' if others else ''}"
+                    f"not call it within timeout_s. {f'{others}. ' if others else ''}{remedy}"
                     f"Error of {self._backend.name}: {str(error).strip().splitlines()[0]}"
                 ) from error
 
