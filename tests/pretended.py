@@ -14,6 +14,7 @@ from unitrain.communicator import Communicator
 from unitrain.config import StrategyConfig
 from unitrain.data import Loader
 from unitrain.data.sharding import MicroBatch
+from unitrain.data.shares import Shares
 from unitrain.job.stopping import Boundaries, Stopping
 from unitrain.launch.detect import Launch
 from unitrain.pulse import Pulse
@@ -57,11 +58,12 @@ class PretendedRank:
         self.config, self.rank, self.world_size, self.device = config, rank, world_size, CPU
         self.communicator = _Alike(backend, pulse)
         stopping = Stopping(Boundaries(pulse), pulse, None, is_main=rank == 0)
-        prepared = PreparedModules(distributed=world_size > 1)
+        shares = Shares(config.shares if isinstance(config.shares, tuple) else None, world_size)
+        prepared = PreparedModules(distributed=world_size > 1, shares=shares)
         model = nn.Identity()  # in training mode: ranks without samples get stand-ins
         prepared.add(model, model)
         self.step = TrainingStep(self.communicator, backend, prepared, None, stopping.pass_boundary, config)
-        self.loop = TrainingLoop(self.step, stopping.pass_boundary)
+        self.loop = TrainingLoop(self.step, stopping.pass_boundary, shares, None)
 
     def dataloader(self, dataset: Any, **settings: Any) -> Loader:
         return Loader(self.communicator, self.loop, self.config, self.world_size, dataset, **settings)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from unitrain import UsageError
+from unitrain.data.shares import Shares
 from unitrain.training.prepared import PreparedModules
 
 
@@ -23,7 +24,7 @@ class Wrapper(nn.Module):
 
 
 def test_a_module_is_found_behind_wrappers_in_any_order() -> None:
-    prepared = PreparedModules(distributed=True)
+    prepared = PreparedModules(distributed=True, shares=Shares(None, 2))
     module = nn.Linear(2, 2)
     compiled: Any = torch.compile(module, backend="eager")
     wrapper = Wrapper(compiled)
@@ -38,7 +39,7 @@ def test_a_module_is_found_behind_wrappers_in_any_order() -> None:
 
 
 def test_parameters_have_the_names_of_the_user_s_module() -> None:
-    prepared = PreparedModules(distributed=True)
+    prepared = PreparedModules(distributed=True, shares=Shares(None, 2))
     module = nn.Linear(2, 2)
     compiled: Any = torch.compile(module, backend="eager")
     prepared.add_names(compiled)
@@ -55,12 +56,12 @@ def test_parameters_of_no_prepared_module_are_refused_where_there_are_several_pr
         UsageError,
         match=r"2 parameters of the optimizer belong to no prepared module \(shapes \(1,\), \(2,\), \.\.\.\)",
     ):
-        PreparedModules(distributed=True).check(weights)
-    PreparedModules(distributed=False).check(weights)
+        PreparedModules(distributed=True, shares=Shares(None, 2)).check(weights)
+    PreparedModules(distributed=False, shares=Shares(None, 1)).check(weights)
 
 
 def test_released_wrappers_go_with_their_last_user() -> None:
-    prepared = PreparedModules(distributed=True)
+    prepared = PreparedModules(distributed=True, shares=Shares(None, 2))
     wrapper = Wrapper(nn.Linear(2, 2))
     module = wrapper.module
     prepared.add(wrapper, module)

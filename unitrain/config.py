@@ -34,11 +34,13 @@ class Section(BaseModel):
     def _read_plain(cls, value: Any, info: ValidationInfo) -> Any:
         """Parse values that flags and environment variables write as strings, and refuse a boolean for a number."""
         members = _union_members(cls.model_fields[str(info.field_name)].annotation)
+        choices = [choice for member in members if get_origin(member) is Literal for choice in get_args(member)]
         if value == "null" and type(None) in members:
             return None
         if (
             isinstance(value, str)
             and str not in members
+            and value not in choices
             and not (bool in members and value.lower() in ("true", "false"))
             and any(get_origin(member) in (list, tuple) for member in members)
         ):
@@ -88,6 +90,11 @@ class StrategyConfig(Section):
     """Use deterministic algorithms only; slower, and an error where torch has none."""
     accumulate: Annotated[int, Field(ge=1)] = 1
     """Micro-batches per optimizer step (gradient accumulation); global_batch_size is the sum over them."""
+    shares: Annotated[
+        Literal["auto"] | tuple[Annotated[int, Field(ge=1, le=1000)], ...] | None,
+        Field(json_schema_extra={"allowed": "null, auto or a list (2,1,1), each an integer >= 1, <= 1000"}),
+    ] = None
+    """Each rank's share of the samples, on unequal devices: a list, or auto, which measures; null: equal shares."""
     clip_norm: Annotated[float, Field(gt=0)] | None = None
     """Clip gradients to this total 2-norm; null: no clipping."""
     clip_value: Annotated[float, Field(gt=0)] | None = None
@@ -132,6 +139,8 @@ class StrategyConfig(Section):
             raise conflict("compile", "compile_backend", "modes are inductor's")
         if self.precision == "fp64" and self.compression != "none":
             raise conflict("precision", "compression", "fp64 is for exact comparisons, and compression is lossy")
+        if self.deterministic and self.shares == "auto":
+            raise conflict("deterministic", "shares", "measured shares may differ between runs: give them as a list")
         if self.compression == "powersgd":
             if self.deterministic:
                 raise conflict("deterministic", "compression", "powersgd needs DDP's buckets, whose order may vary")

@@ -64,6 +64,7 @@ def init(config: StrategyConfig | None = None, **settings: Unpack[StrategySettin
     _check_world(backend, launch)
     backend.check(resolved, launch)
     _check_honoured(backend, resolved, launch)
+    _check_shares(resolved, launch)
     _set_process_state(resolved, launch)
     if launch.rank == 0:
         for line in advice(launch, resolved, torch.cuda.device_count()):
@@ -175,6 +176,14 @@ def _check_honoured(backend: type[Backend], config: StrategyConfig, launch: Laun
     if idle:
         message = f"these settings have no effect with backend {backend.name!r}: {', '.join(idle)}."
         warnings.warn(message, UserWarning, stacklevel=3)
+
+
+def _check_shares(config: StrategyConfig, launch: Launch) -> None:
+    if isinstance(config.shares, tuple) and len(config.shares) != launch.world_size:
+        raise ConfigError(
+            f"shares is {list(config.shares)}, for {len(config.shares)} ranks, but this job has {launch.world_size}: "
+            "give one share for each rank, or auto, or null for equal shares."
+        )
 
 
 def _set_process_state(config: StrategyConfig, launch: Launch) -> None:

@@ -19,6 +19,7 @@ from unitrain.communicator import Communicator, ReduceOp
 from unitrain.config import StrategyConfig
 from unitrain.data import Loader
 from unitrain.data.options import LoaderOptions
+from unitrain.data.shares import Shares
 from unitrain.device import pick_device
 from unitrain.errors import UsageError
 from unitrain.gathering import Gathering
@@ -32,6 +33,7 @@ from unitrain.training import batch_norm, preparation
 from unitrain.training.averaging import EMA
 from unitrain.training.early_stopping import EarlyStopping, Mode
 from unitrain.training.in_sync import check_in_sync
+from unitrain.training.load_balancing import LoadBalancer
 from unitrain.training.loop import TrainingLoop
 from unitrain.training.loss import Weight
 from unitrain.training.precision import Precision
@@ -83,13 +85,16 @@ class Strategy:
         self.is_main: bool = self._communicator.is_main
         self.node_rank: int = self._job.node_rank
         self._precision = Precision(config.precision, self.device)
-        self._prepared = PreparedModules(distributed=self.world_size > 1)
+        shares = Shares(config.shares if isinstance(config.shares, tuple) else None, self.world_size)
+        self._prepared = PreparedModules(distributed=self.world_size > 1, shares=shares)
         pass_boundary = self._job.stopping.pass_boundary
         self._step = TrainingStep(
             self._communicator, made, self._prepared, self._precision.scaler, pass_boundary, config
         )
         self._gathering = Gathering(self._communicator)
-        self._loop = TrainingLoop(self._step, pass_boundary)
+        measured = config.shares == "auto" and self.world_size > 1
+        balancer = LoadBalancer(self._communicator, self._step, shares) if measured else None
+        self._loop = TrainingLoop(self._step, pass_boundary, shares, balancer)
         self._preparation = preparation.Preparation(
             self._communicator,
             made,
@@ -265,7 +270,7 @@ class Strategy:
         with ExitStack() as swaps:
             modules = tuple(swaps.enter_context(one.swapped()) if isinstance(one, EMA) else one for one in modules)
             modes = [(layer, layer.training) for module in modules for layer in module.modules()]
-            batch_norm.average_statistics(modules, self._communicator)
+            batch_norm.average_statistics(modules, self._communicator, self._loop.shares)
             outer, self._loop.evaluating = self._loop.evaluating, True
             try:
                 for module in modules:
@@ -286,6 +291,11 @@ class Strategy:
             >>> train = strategy.dataloader(train_set, global_batch_size=256, shuffle=True, num_workers=4)
         """
         return Loader(self._communicator, self._loop, self.config, self.launch.local_world_size, dataset, **options)
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """Each rank's share of the samples, relative to the others: the setting ``shares``, or what was measured."""
+        return self._loop.shares.current
 
     def progress(self, loader: Loader, description: str = "") -> ProgressBar:
         """Return an iterable over ``loader`` that shows a progress bar on rank 0's terminal."""

@@ -160,7 +160,7 @@ class Checkpoint:
         with self._communicator.pulse.within("checkpoint.save"), self._prepared.training_weights():
             self.wait()
             modules = self._modules()
-            batch_norm.average_statistics(list(modules.values()), self._communicator)
+            batch_norm.average_statistics(list(modules.values()), self._communicator, self._prepared.shares)
             random = rng.capture() if ended is None else ended.random
             gathered = self._communicator.all_gather_object((bool(best), random))
             marks, randoms = [mark for mark, _ in gathered], [random for _, random in gathered]

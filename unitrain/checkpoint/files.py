@@ -34,7 +34,7 @@ def save(communicator: Communicator, prepared: PreparedModules, value: Any, path
     if len(set(communicator.all_gather_object(len(modules)))) > 1:
         raise UsageError("save() got modules on some ranks only: pass the same objects on every rank.")
     # Rank 0's state is written, so its running statistics must cover the samples of all ranks.
-    batch_norm.average_statistics(modules, communicator)
+    batch_norm.average_statistics(modules, communicator, prepared.shares)
 
     def write() -> None:
         try:

@@ -48,6 +48,8 @@ class Iterable:
         self._communicator = communicator
         self._dataset = dataset
         self._plan = plan
+        self._collate = collate
+        self._settings = settings
         shares = plan.world_size * plan.accumulate
         if sharded and plan.global_batch % shares:
             raise ConfigError(
@@ -55,16 +57,24 @@ class Iterable:
                 f"accumulate={plan.accumulate}, as a sharded iterable dataset needs: make it a multiple of {shares}."
             )
         has_hook = _library(dataset) not in _LIBRARIES and callable(getattr(dataset, "shard", None))
-        self._stream: ShardedStream | WholeStream
-        if sharded:
-            self._stream = ShardedStream(_split(dataset, plan), plan, collate, has_hook=has_hook)
-        else:
-            self._stream = WholeStream(dataset, plan, collate)
         self._agreement = Agreement(communicator, plan) if sharded else None
         self._generator = torch.Generator()
-        self._loader: DataLoader[Piece] = DataLoader(
-            self._stream, batch_size=None, collate_fn=as_is, generator=self._generator, **settings
+        self._read(
+            ShardedStream(_split(dataset, plan), plan, collate, has_hook=has_hook)
+            if sharded
+            else WholeStream(dataset, plan, collate)
         )
+
+    def _read(self, stream: ShardedStream | WholeStream) -> None:
+        self._stream = stream
+        self._loader: DataLoader[Piece] = DataLoader(
+            stream, batch_size=None, collate_fn=as_is, generator=self._generator, **self._settings
+        )
+
+    def split_by(self, shares: tuple[int, ...], accumulate: int) -> None:
+        """Split what is read as a whole by other shares from now on, into another number of micro-batches."""
+        self._plan = replace(self._plan, shares=shares, accumulate=accumulate)
+        self._read(WholeStream(self._dataset, self._plan, self._collate))
 
     def plan(self, seed: int, number: int) -> EpochPlan:
         """Return the plan of an epoch.

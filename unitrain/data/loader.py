@@ -17,7 +17,7 @@ from unitrain.data.loop import Iteration, LoopListener
 from unitrain.data.map_style import MapStyle
 from unitrain.data.samplers import BatchSamplerOrder, Orders, OwnOrder, SamplerOrder
 from unitrain.data.settings import LoaderSettings
-from unitrain.data.sharding import BatchPlan, EpochPlan
+from unitrain.data.sharding import BatchPlan, EpochPlan, MicroBatch
 from unitrain.data.workers import with_defaults
 from unitrain.errors import CheckpointError, ConfigError, DataError, UsageError
 from unitrain.job.handshake import difference_between_ranks
@@ -44,9 +44,11 @@ class Loader:
             ``DataLoader``, which is converted.
         global_batch_size: number of samples per optimizer step, over all processes and micro-batches. Results then do
             not depend on the number of processes.
-        batch_size: number of samples per batch of one process, as in PyTorch. Exactly one of the two is required.
+        batch_size: number of samples per batch of one process, as in PyTorch; with unequal ``shares``, their mean over
+            the processes. Exactly one of the two is required.
         micro_batch_size: with ``global_batch_size``: the most samples of one process per forward. The number of
-            micro-batches per step then follows from the number of processes, instead of ``accumulate``.
+            micro-batches per step then follows from the number of processes and their shares, instead of
+            ``accumulate``.
         shuffle: shuffle in each epoch, in an order that depends only on the strategy's seed and the epoch.
         sampler: yields the indices of an epoch, instead of ``shuffle``. It must yield the same on every rank, and is
             seeded for that.
@@ -115,7 +117,14 @@ class Loader:
         self._iteration: Iteration | None = None
         self.epoch = 0
         self._source: Iterable | MapStyle
+        self._shares = listener.shares.current
+        self._micro_batches = given.micro_batches
         self._reads_shards = given.is_iterable and (is_sharded(self.dataset) if sharded is None else sharded)
+        if self._reads_shards and config.shares is not None and communicator.world_size > 1:
+            raise ConfigError(
+                f"a sharded {type(self.dataset).__name__} can't be split by shares, since it yields a part of its own "
+                "on each rank: pass sharded=False if every rank can read all of it, or set strategy.shares to null."
+            )
         if given.is_iterable:
             self._source = self._iterable(given, self._reads_shards)
         elif sharded is not None:
@@ -134,7 +143,7 @@ class Loader:
         ranks = self._communicator
         orders: Orders
         if given.batch_sampler is not None:
-            plan = BatchPlan((), self._config.accumulate, ranks.rank, ranks.world_size)
+            plan = BatchPlan((), self._config.accumulate, ranks.rank, ranks.world_size, shares=self._shares)
             orders = BatchSamplerOrder(plan, given.batch_sampler)
         elif given.sampler is not None:
             orders = SamplerOrder(self._epoch_plan(given, 0), given.sampler)
@@ -163,9 +172,17 @@ class Loader:
 
     def _epoch_plan(self, given: LoaderSettings, samples: int) -> EpochPlan:
         ranks = self._communicator
-        accumulate = given.micro_batches(ranks.world_size, self._config.accumulate)
+        accumulate = given.micro_batches(self._shares, self._config.accumulate)
         self.global_batch_size = given.samples_per_step(ranks.world_size, accumulate)
-        return EpochPlan(samples, self.global_batch_size, accumulate, ranks.rank, ranks.world_size, given.drop_last)
+        return EpochPlan(
+            samples,
+            self.global_batch_size,
+            accumulate,
+            ranks.rank,
+            ranks.world_size,
+            given.drop_last,
+            shares=self._shares,
+        )
 
     def __len__(self) -> int:
         """Return the number of batches (micro-batches) in an epoch, the same on every rank.
@@ -266,8 +283,8 @@ class Loader:
 
     def _batches(self, iteration: Iteration) -> Iterator[Any]:
         listener = self._listener
-        batches = self._source.batches(self._seed, self.epoch, *self._start)
-        for micro_batch, batch in listener.observed(feed(batches, self._communicator.device)):
+        batches = self._balanced() if self._config.shares == "auto" else self._fed(*self._start)
+        for micro_batch, batch in listener.observed(batches):
             # Checked for each batch: an evaluation may begin and end within a training epoch.
             training = listener.is_training()
             if micro_batch.first or not training:
@@ -283,6 +300,27 @@ class Loader:
             yield batch
             if iteration is not self._iteration:
                 raise UsageError("another iteration over this loader was started: it supports one at a time.")
+
+    def _fed(self, consumed: int, steps: int) -> Iterator[tuple[MicroBatch, Any]]:
+        """Yield the micro-batches of an epoch after ``consumed`` samples and ``steps`` steps, on the device."""
+        return feed(self._source.batches(self._seed, self.epoch, consumed, steps), self._communicator.device)
+
+    def _balanced(self) -> Iterator[tuple[MicroBatch, Any]]:
+        """Yield the micro-batches of an epoch. If the shares change, the next step is split by the new ones."""
+        start: tuple[int, int] | None = self._start
+        while start is not None:
+            shares = self._listener.shares.current
+            if shares != self._shares:
+                self._shares = shares
+                self._source.split_by(shares, self._micro_batches(shares, self._config.accumulate))
+            fed, start = self._fed(*start), None
+            for micro_batch, batch in fed:
+                yield micro_batch, batch
+                if micro_batch.last:
+                    self._listener.balance()
+                    if self._listener.shares.current != self._shares:
+                        start = micro_batch.stop, micro_batch.step + 1
+                        break
 
     def _check_same_data(self) -> None:
         """Check that all ranks were given the same data. Collective.

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 from unitrain.data.sharding import MicroBatch
+from unitrain.data.shares import Shares
 
 
 class Iteration:
@@ -61,7 +62,13 @@ class BatchInUse:
 
 
 class LoopListener(Protocol):
-    """Receives notifications from a loader."""
+    """Receives notifications from a loader.
+
+    Attributes:
+        shares: the shares of the ranks in every micro-batch.
+    """
+
+    shares: Shares
 
     def is_training(self) -> bool:
         """Return whether batches are used for training, and not for an evaluation."""
@@ -77,6 +84,9 @@ class LoopListener(Protocol):
 
     def yields(self, micro_batch: MicroBatch | None, batch: Any, iteration: Iteration, *, training: bool) -> None:
         """The loader is about to yield a batch, for training or for an evaluation; None at the end of an iteration."""
+
+    def balance(self) -> None:
+        """A window has ended: if enough was measured, set the shares in proportion. Collective then."""
 
     def drops(self, iteration: Iteration) -> None:
         """An iteration ended before any of its batches was trained on, and does not count."""

@@ -49,6 +49,10 @@ class MapStyle:
         """Return the plan of an epoch."""
         return self._orders.epoch(seed, number, 0).plan
 
+    def split_by(self, shares: tuple[int, ...], accumulate: int) -> None:
+        """Split the epochs that are planned from now on by other shares, into another number of micro-batches."""
+        self._orders.split_by(shares, accumulate)
+
     def readers(self) -> None:
         """Return None: a position does not depend on the number of ranks and workers."""
 
@@ -77,8 +81,7 @@ def requests(epoch: Epoch, seed: int | None, number: int) -> Iterator[Request]:
     for micro_batches in _gathered(plan):
         # A rank without samples gets the first one of the global batch, as a stand-in.
         parts = [
-            np.arange(one.start + plan.rank, one.stop, plan.world_size) if one.count else np.array([one.start])
-            for one in micro_batches
+            plan.part.positions(one.start, one.stop) if one.count else np.array([one.start]) for one in micro_batches
         ]
         positions = np.concatenate(parts)
         samples = epoch.order.take(positions)

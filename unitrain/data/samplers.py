@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from unitrain.data.order import InOrder, Shuffled
 from unitrain.data.sharding import BatchPlan, EpochPlan
 from unitrain.rng import derived_seed, generators_restored, seed_generators
+
+Plan = TypeVar("Plan", EpochPlan, BatchPlan)
 
 
 class Order(Protocol):
@@ -37,12 +39,24 @@ class Orders(Protocol):
     def epoch(self, seed: int, number: int, start: int) -> Epoch:
         """Return epoch ``number`` of a run with ``seed``, from position ``start`` on."""
 
+    def split_by(self, shares: tuple[int, ...], accumulate: int) -> None:
+        """Split the epochs that are planned from now on by other shares, into another number of micro-batches."""
 
-class OwnOrder:
+
+class _Planned(Generic[Plan]):
+    def __init__(self, plan: Plan) -> None:
+        self._plan: Plan = plan
+
+    def split_by(self, shares: tuple[int, ...], accumulate: int) -> None:
+        """See ``Orders``."""
+        self._plan = replace(self._plan, shares=shares, accumulate=accumulate)
+
+
+class OwnOrder(_Planned[EpochPlan]):
     """The dataset's own order, or a shuffled one."""
 
     def __init__(self, plan: EpochPlan, shuffle: bool) -> None:
-        self._plan = plan
+        super().__init__(plan)
         self._shuffle = shuffle
 
     def epoch(self, seed: int, number: int, start: int) -> Epoch:
@@ -51,11 +65,11 @@ class OwnOrder:
         return Epoch(replace(self._plan, start=start), order, repeats=False)
 
 
-class SamplerOrder:
+class SamplerOrder(_Planned[EpochPlan]):
     """The order of a sampler, the same indices on every rank."""
 
     def __init__(self, plan: EpochPlan, sampler: Iterable[int]) -> None:
-        self._plan = plan
+        super().__init__(plan)
         self._sampler = _Seeded(sampler)
         self._drawn: tuple[tuple[int, int], NDArray[np.int64]] | None = None
 
@@ -67,11 +81,11 @@ class SamplerOrder:
         return Epoch(replace(self._plan, samples=len(indices), start=start), _Listed(indices), repeats=True)
 
 
-class BatchSamplerOrder:
+class BatchSamplerOrder(_Planned[BatchPlan]):
     """The order and batches of a batch sampler, the same on every rank."""
 
     def __init__(self, plan: BatchPlan, batch_sampler: Iterable[Sequence[int]]) -> None:
-        self._plan = plan
+        super().__init__(plan)
         self._sampler = _Seeded(batch_sampler)
         self._drawn: tuple[tuple[int, int], NDArray[np.int64], tuple[int, ...]] | None = None
 

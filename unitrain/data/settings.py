@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -135,8 +135,10 @@ class LoaderSettings:
             if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 1):
                 raise ConfigError(f"a batch size must be an integer of at least 1, not {given!r}.")
 
-    def micro_batches(self, world_size: int, accumulate: int) -> int:
+    def micro_batches(self, shares: Sequence[int], accumulate: int) -> int:
         """Return the number of micro-batches per optimizer step: ``accumulate``, unless ``micro_batch_size`` is given.
+
+        With that, the largest of the shares of a micro-batch has at most ``micro_batch_size`` samples.
 
         Raises:
             ConfigError: both are given.
@@ -149,7 +151,7 @@ class LoaderSettings:
                 "micro_batch_size determines the number of micro-batches per step."
             )
         assert self.global_batch_size is not None  # checked
-        return -(-self.global_batch_size // (self.micro_batch_size * world_size))
+        return -(-self.global_batch_size // (self.micro_batch_size * sum(shares) // max(shares)))
 
     def samples_per_step(self, world_size: int, accumulate: int) -> int:
         """Return the number of samples per optimizer step over all processes."""

@@ -1,16 +1,20 @@
 """Sharding: which positions of an epoch's order each rank trains on in each step, as pure arithmetic.
 
 An epoch is an order of all samples. Step ``s`` takes its positions ``s·G`` to ``(s+1)·G``, whatever the number of
-processes. These are split into ``accumulate`` micro-batches, and rank ``r`` of ``W`` takes every ``W``-th position of a
-micro-batch, starting with its ``r``-th. No sample is padded, repeated or left out.
+processes. These are split into ``accumulate`` micro-batches, and each rank takes its ``Part`` of the positions of a
+micro-batch: with equal shares, rank ``r`` of ``W`` takes every ``W``-th, starting with its ``r``-th. No sample is
+padded, repeated or left out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate as running_sums
 from itertools import pairwise
+
+from unitrain.data.shares import Part, part_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,13 @@ class EpochPlan:
     drop_last: bool
     start: int = 0
     """Number of positions that were consumed before. Only the rest is planned."""
+    shares: tuple[int, ...] = ()
+    """The shares of all ranks, without a common divisor; empty if all are equal."""
+
+    @cached_property
+    def part(self) -> Part:
+        """This rank's part of every micro-batch."""
+        return part_of(self.rank, self.shares or (1,) * self.world_size)
 
     @property
     def steps(self) -> int:
@@ -84,7 +95,7 @@ class EpochPlan:
         for i in range(self.steps):
             first = self.start + i * self.global_batch
             window = min(self.global_batch, self.samples - first)
-            yield from cut(first, window, edges, done + i, i == 0, self.rank, self.world_size)
+            yield from cut(first, window, edges, done + i, i == 0, self.part)
 
 
 @dataclass(frozen=True)
@@ -98,6 +109,13 @@ class BatchPlan:
     world_size: int
     start: int = 0
     """As in ``EpochPlan``; must be the end of a batch."""
+    shares: tuple[int, ...] = ()
+    """As in ``EpochPlan``."""
+
+    @cached_property
+    def part(self) -> Part:
+        """This rank's part of every micro-batch."""
+        return part_of(self.rank, self.shares or (1,) * self.world_size)
 
     @property
     def samples(self) -> int:
@@ -132,19 +150,16 @@ class BatchPlan:
         for i, first, size in self._windows():
             cuts = min(size, self.accumulate)
             edges = [part * size // cuts for part in range(cuts + 1)]
-            yield from cut(first, size, edges, i, first == self.start, self.rank, self.world_size)
+            yield from cut(first, size, edges, i, first == self.start, self.part)
 
 
-def cut(
-    first: int, window: int, edges: Sequence[int], step: int, opening: bool, rank: int, world_size: int
-) -> Iterator[MicroBatch]:
+def cut(first: int, window: int, edges: Sequence[int], step: int, opening: bool, part: Part) -> Iterator[MicroBatch]:
     """Yield a rank's micro-batches of a window: the ``window`` positions from ``first`` on, split at ``edges``."""
     for start, stop in pairwise(edges):
         if start >= window:
             break
         begin, end = first + start, first + min(stop, window)
-        count = len(range(begin + rank, end, world_size))
         yield MicroBatch(
-            begin, end, count, window, step, start == 0, end - first == window,
-            opening=opening and start == 0, everywhere=end - begin >= world_size,
+            begin, end, part.count(end - begin), window, step, start == 0, end - first == window,
+            opening=opening and start == 0, everywhere=end - begin >= part.enough,
         )  # fmt: skip

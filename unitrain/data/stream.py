@@ -88,6 +88,7 @@ class WholeStream(_Stream):
 
     def _pieces(self, epoch: int, start: int, worker: int, workers: int) -> Iterator[Piece]:
         plan, edges = self._plan, self._plan.edges()
+        period, own = plan.part.period, frozenset(plan.part.offsets)
         samples = iter(self._dataset)
         first_sample = next(samples, _NOTHING)
         if first_sample is _NOTHING:
@@ -106,13 +107,13 @@ class WholeStream(_Stream):
                     size += 1
                     if mine and offset == 0:
                         stand_in = sample  # if this rank gets none of the micro-batch
-                    if mine and offset % plan.world_size == plan.rank:
+                    if mine and offset % period in own:
                         kept[part].append(sample)
                 if mine and not kept[part]:
                     kept[part].append(stand_in)
             if size == 0 or (size < plan.global_batch and plan.drop_last):
                 return
-            micro_batches = cut(position, size, edges, step, opening, plan.rank, plan.world_size)
+            micro_batches = cut(position, size, edges, step, opening, plan.part)
             for part, micro_batch in enumerate(micro_batches):
                 if (number + part) % workers == worker:
                     yield Piece(micro_batch, micro_batch.count, self._collate(kept[part]), first)

@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from unitrain.communicator import Communicator
 from unitrain.data.loop import BatchInUse
+from unitrain.data.shares import Shares
 from unitrain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -203,8 +204,11 @@ def _ignores_stand_ins(layer: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def average_statistics(modules: Iterable[nn.Module], communicator: Communicator) -> None:
-    """Average the running means and variances of layers that are not synchronised over the ranks, in place."""
+def average_statistics(modules: Iterable[nn.Module], communicator: Communicator, shares: Shares) -> None:
+    """Average the running means and variances of layers that are not synchronised over the ranks, in place.
+
+    A rank weighs as much as the share of the samples that it trains on.
+    """
     buffers = [
         buffer
         for module in modules
@@ -215,9 +219,9 @@ def average_statistics(modules: Iterable[nn.Module], communicator: Communicator)
     ]
     if communicator.world_size == 1 or not buffers:
         return
-    flat = torch.cat([b.double().reshape(-1) for b in buffers])
+    flat = torch.cat([b.double().reshape(-1) for b in buffers]) * shares.current[communicator.rank]
     with communicator.pulse.within("averaging BatchNorm statistics"):
         communicator.all_reduce_async(flat, "sum", "batch_norm.statistics")()
-    flat /= communicator.world_size
+    flat /= sum(shares.current)
     for buffer, mean in zip(buffers, torch.split(flat, [b.numel() for b in buffers]), strict=True):
         buffer.copy_(mean.view_as(buffer))

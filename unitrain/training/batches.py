@@ -86,6 +86,11 @@ class OpenBatches:
         self.micro_batch: MicroBatch | None = None
         self.last_is_open: bool = False
 
+    @property
+    def any_open(self) -> bool:
+        """Whether there is one."""
+        return bool(self._open)
+
     def take(self, micro_batch: MicroBatch | None, batch: Any, iteration: Iteration) -> None:
         """Record a batch that a loader yields for training; None at the end of an iteration."""
         self._in_use.micro_batch = micro_batch
@@ -223,5 +228,5 @@ def _check_same_share(one: MicroBatch, other: MicroBatch) -> None:
             f"several batches were taken from loaders before this backward, and it is not clear which one the loss is "
             f"of: {one.count} of {one.window} samples of a step are on this rank in one, {other.count} of "
             f"{other.window} in another. Take one batch per step; or pass drop_last=True and batch sizes that are "
-            "multiples of the number of processes; or pass weight= to step()."
+            "multiples of the number of processes (of the sum of their shares); or pass weight= to step()."
         )

@@ -9,7 +9,9 @@ import torch
 
 from unitrain.data.loop import Iteration
 from unitrain.data.sharding import MicroBatch
+from unitrain.data.shares import Shares
 from unitrain.errors import UsageError
+from unitrain.training.load_balancing import LoadBalancer
 from unitrain.training.step import TrainingStep
 
 Batches = Iterator[tuple[MicroBatch, Any]]
@@ -28,16 +30,23 @@ class TrainingLoop:
     Args:
         step: the training step.
         pass_boundary: called where the run can be stopped; raises if it is to be stopped.
+        shares: the shares of the ranks in every micro-batch.
+        balancer: sets them, if they are to be measured.
 
     Attributes:
+        shares: as given.
         evaluating: whether an evaluation is in progress.
     """
 
-    def __init__(self, step: TrainingStep, pass_boundary: Callable[[], None]) -> None:
+    def __init__(
+        self, step: TrainingStep, pass_boundary: Callable[[], None], shares: Shares, balancer: LoadBalancer | None
+    ) -> None:
         self._step = step
         self._pass_boundary = pass_boundary
         self._evaluations: dict[Iteration, MicroBatch] = {}  # that are in progress, and their newest micro-batches
         self._observer: LoopObserver | None = None
+        self._balancer = balancer
+        self.shares = shares
         self.evaluating = False
 
     def observe(self, observer: LoopObserver) -> None:
@@ -84,6 +93,11 @@ class TrainingLoop:
                 )
             iteration.gathers = True
 
+    def balance(self) -> None:
+        """Set the shares, if enough of the training was measured. Collective then."""
+        if self._balancer is not None and self.is_training():
+            self._balancer.settle()
+
     def drops(self, iteration: Iteration) -> None:
         """Forget the batches of an iteration that does not count."""
         self._end_evaluation(iteration)
@@ -96,4 +110,8 @@ class TrainingLoop:
 
     def observed(self, batches: Batches) -> Batches:
         """Return the iterator that the loader yields from."""
-        return batches if self._observer is None or not self.is_training() else self._observer.batches(batches)
+        if not self.is_training():
+            return batches
+        if self._balancer is not None and self._balancer.measuring:
+            batches = self._balancer.batches(batches)
+        return batches if self._observer is None else self._observer.batches(batches)

@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from torch.nn import Parameter
 
+from unitrain.data.shares import Shares
 from unitrain.errors import UsageError
 
 
@@ -25,15 +26,18 @@ class PreparedModules:
 
     Args:
         distributed: whether there are several processes.
+        shares: how the samples are shared among them.
 
     Attributes:
+        shares: as given.
         swapped: the modules that don't have the weights of training now, and what has those.
     """
 
-    def __init__(self, *, distributed: bool) -> None:
+    def __init__(self, *, distributed: bool, shares: Shares) -> None:
         self._distributed = distributed
         self._originals: MutableMapping[nn.Module, nn.Module] = {}
         self._names: dict[Parameter, str] = {}
+        self.shares = shares
         self.swapped: dict[nn.Module, Exchange] = {}
 
     def add_names(self, module: nn.Module) -> None:

@@ -141,6 +141,10 @@ class TrainingStep:
         """Notify an observer of every call from now on."""
         self._observers.append(observer)
 
+    def unobserve(self, observer: StepObserver) -> None:
+        """Stop notifying an observer."""
+        self._observers.remove(observer)
+
     def extend(self, extended: Callable[[OptimizerStep], OptimizerStep]) -> None:
         """Replace what steps an optimizer by what ``extended`` makes of it, to do something before or after."""
         self._guarded_step = extended(self._guarded_step)
@@ -174,6 +178,11 @@ class TrainingStep:
     def last_is_open(self) -> bool:
         """Whether the last batch of an iteration that has ended was not trained on yet."""
         return self._batches.last_is_open
+
+    @property
+    def batch_is_open(self) -> bool:
+        """Whether a loader has yielded a batch that was not trained on yet."""
+        return self._batches.any_open
 
     def trains(self) -> bool:
         """Return whether a prepared model is in training mode."""

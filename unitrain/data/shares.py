@@ -1,0 +1,132 @@
+"""Shares: which positions of a micro-batch each rank takes, in proportion to its share, as pure arithmetic.
+
+The positions are dealt out in a pattern as long as the sum of the shares, which repeats: with shares 2, 1, 1, ranks 0,
+1, 0 and 2 take one position each, and so on. Of the first ``n`` positions, each rank has its exact proportion, rounded
+up or down, so a micro-batch may have any size. With equal shares, rank ``r`` of ``W`` takes every ``W``-th position.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import count
+from math import gcd
+
+import numpy as np
+from numpy.typing import NDArray
+
+# Devices whose speeds differ by no more than this factor count as equal: so much may be noise.
+_EQUAL = 1.1
+# A device that seems to be faster than that is not: something was not measured. And patterns stay short.
+_FASTEST = 1000
+# Measured shares take at most this many times as long as exact proportions would.
+_CLOSE = 1.05
+
+
+class Shares:
+    """The shares of all ranks. They change when measured ones replace them.
+
+    Args:
+        given: the shares in the settings; None if all are equal.
+        world_size: number of processes.
+
+    Attributes:
+        current: the shares now, without a common divisor.
+    """
+
+    def __init__(self, given: Sequence[int] | None, world_size: int) -> None:
+        self.current: tuple[int, ...] = reduced(given or (1,) * world_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The positions that one rank takes of a micro-batch: these offsets from its start, in every period."""
+
+    period: int
+    offsets: tuple[int, ...]
+    enough: int
+    """Size from which on a micro-batch has a position for every rank."""
+
+    def count(self, size: int) -> int:
+        """Return how many positions of a micro-batch of this size are the rank's."""
+        periods, rest = divmod(size, self.period)
+        return periods * len(self.offsets) + bisect_left(self.offsets, rest)
+
+    def positions(self, start: int, stop: int) -> NDArray[np.int64]:
+        """Return the rank's positions of the micro-batch from ``start`` to ``stop``."""
+        if len(self.offsets) == 1:
+            return np.arange(start + self.offsets[0], stop, self.period)
+        periods, nth = np.divmod(np.arange(self.count(stop - start)), len(self.offsets))
+        found: NDArray[np.int64] = start + periods * self.period + np.array(self.offsets)[nth]
+        return found
+
+
+def reduced(shares: Sequence[int]) -> tuple[int, ...]:
+    """Return shares divided by their greatest common divisor."""
+    divisor = gcd(*shares)
+    return tuple(share // divisor for share in shares)
+
+
+@lru_cache(maxsize=16)
+def part_of(rank: int, shares: tuple[int, ...]) -> Part:
+    """Return the part of a rank.
+
+    Args:
+        rank: the rank.
+        shares: of all ranks, without a common divisor.
+    """
+    if len(set(shares)) == 1:
+        return Part(len(shares), (rank,), len(shares))
+    owners = _owners(shares)
+    first = {owner: position for position, owner in reversed(list(enumerate(owners)))}
+    own = tuple(position for position, owner in enumerate(owners) if owner == rank)
+    return Part(len(owners), own, 1 + max(first.values()))
+
+
+def _owners(shares: Sequence[int]) -> list[int]:
+    """Return which rank owns each position of the pattern.
+
+    The i-th of a rank's positions must lie between those where its exact proportion exceeds i and where it has reached
+    i + 1. Earliest deadline first meets all deadlines (Baruah et al., "Proportionate progress: a notion of fairness in
+    resource allocation", Algorithmica 15, 1996).
+    """
+    period = sum(shares)
+    windows = sorted(
+        (i * period // share, -(-(i + 1) * period // share), rank)
+        for rank, share in enumerate(shares)
+        for i in range(share)
+    )
+    open_windows: list[tuple[int, int]] = []
+    owners: list[int] = []
+    coming = iter(windows)
+    following = next(coming, None)
+    for position in range(period):
+        while following is not None and following[0] <= position:
+            heapq.heappush(open_windows, following[1:])
+            following = next(coming, None)
+        owners.append(heapq.heappop(open_windows)[1])
+    return owners
+
+
+def proportional(speeds: Sequence[float]) -> tuple[int, ...]:
+    """Return small shares in proportion to measured speeds. Speeds that differ by up to 10 % give equal shares.
+
+    Args:
+        speeds: samples per second of each rank, greater than 0.
+    """
+    slowest = min(speeds)
+    speeds = [min(speed, _FASTEST * slowest) for speed in speeds]
+    if max(speeds) <= _EQUAL * slowest:
+        return (1,) * len(speeds)
+
+    def time(shares: Sequence[int]) -> float:
+        """Return the seconds per sample of all ranks together: that of the rank that takes longest."""
+        return max(share / speed for share, speed in zip(shares, speeds, strict=True)) / sum(shares)
+
+    exact = 1 / sum(speeds)
+    candidates = ([round(smallest * speed / slowest) for speed in speeds] for smallest in count(1))
+    # Rounding changes shares by at most one half, so 21 is always close enough for the slowest.
+    return reduced(next(shares for shares in candidates if time(shares) <= _CLOSE * exact))
