@@ -579,6 +579,7 @@ SECTIONS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "seed": st.integers(0, 2**32 - 1),
         "deterministic": st.booleans(),
         "accumulate": st.integers(1),
+        "shares": or_none(st.lists(st.integers(1, 1000), min_size=1).map(tuple)),
         "clip_norm": or_none(positive()),
         "clip_value": or_none(positive()),
         "grad_norm": st.booleans(),

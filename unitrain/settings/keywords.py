@@ -24,7 +24,7 @@ class StrategySettings(TypedDict, total=False):
     seed: int
     deterministic: bool
     accumulate: int
-    shares: Literal["auto"] | tuple[int, ...] | list[int] | None
+    shares: Literal["auto"] | tuple[int, ...] | None
     clip_norm: float | None
     clip_value: float | None
     grad_norm: bool

@@ -35,6 +35,8 @@ class Case:
     """Whether the loss is a mean over tokens, whose number varies between samples."""
     overflow_at: int | None = None
     """The step in which the scaled gradient of one sample overflows, on one rank; None for no step."""
+    unequal_shares: bool = False
+    """Whether rank 0 takes three times as many samples as each other rank."""
     tolerance: float = EXACT
     """Largest allowed deviation from the plain loop."""
 
@@ -58,6 +60,7 @@ CASES = (
     Case("clip_value", {"clip_value": 0.01}),
     Case("token_weights", {"accumulate": 2}, weighted=True),
     Case("stand_in", {"sync_batchnorm": True}, samples=41, batch_norm=True),
+    Case("unequal_shares", {"sync_batchnorm": True}, batch_norm=True, unequal_shares=True),
     Case("adamw", optimizer="adamw"),
     Case("tied_and_frozen", tied=True),
     Case("bf16", {"precision": "bf16"}, tolerance=_BF16_TOLERANCE),

@@ -15,6 +15,7 @@ from pathlib import Path
 import unitrain
 from unitrain.commands.verify.cases import CASES, Case, Digits, build, mean_loss, overflow
 from unitrain.commands.verify.trace import Trace
+from unitrain.launch.detect import detect
 
 
 def train(case: Case, init: Callable[..., unitrain.Strategy]) -> tuple[int, Trace]:
@@ -25,7 +26,10 @@ def train(case: Case, init: Callable[..., unitrain.Strategy]) -> tuple[int, Trac
         init: ``unitrain.init`` with the backend to verify; called with the settings of the case.
     """
     trace = Trace()
-    with init(**{"precision": "fp64", **case.settings}) as strategy:
+    settings = {"precision": "fp64", **case.settings}
+    if case.unequal_shares:
+        settings["shares"] = (3, *[1] * (detect(os.environ).world_size - 1))
+    with init(**settings) as strategy:
         model, optimizer, scheduler = strategy.prepare(*build(case))
         trace.watch(optimizer)
         loader = strategy.dataloader(Digits(case.samples), global_batch_size=case.global_batch)

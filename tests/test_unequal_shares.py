@@ -1,0 +1,192 @@
+"""Whole jobs with unequal shares train like one process, and go on with other shares in the middle of an epoch."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from needs import HOROVOD
+from pretended import pretended_rank
+from ranks import run_ranks
+from streams import Numbers, Shards
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.utils.data import TensorDataset
+
+import unitrain
+from unitrain import ConfigError, Strategy
+
+SAMPLES, GLOBAL_BATCH, EPOCHS = 23, 10, 2
+
+
+def data(samples: int = SAMPLES) -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(samples, 4, generator=generator, dtype=torch.float64)
+    return TensorDataset(torch.arange(samples), inputs, inputs[:, :2].sin())
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
+
+
+class Run:
+    """Trains a model with BatchNorm, and records what each step was made of."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.strategy: Strategy = unitrain.init(
+            **{"precision": "fp64", "device": "cpu", "timeout_s": 60, "sync_batchnorm": True, **settings}
+        )
+        self.model: nn.Module = net()
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
+        self.model, self.optimizer = self.strategy.prepare(self.model, optimizer)
+        self.loader = self.strategy.dataloader(data(), global_batch_size=GLOBAL_BATCH, shuffle=True)
+        self.seen: list[list[int]] = []
+        self.losses: list[float] = []
+
+    def train(self, epochs: int, steps: int = 1000) -> None:
+        for _ in self.loader.epochs(epochs):
+            for indices, inputs, targets in self.loader:
+                meter = self.strategy.meter()
+                loss = mse_loss(self.model(inputs), targets)
+                meter.add(mean=loss, count=len(targets))
+                self.strategy.step(loss, self.optimizer)
+                self.seen.append([] if self.loader.stand_in else indices.tolist())
+                self.losses.append(meter.value())
+                if len(self.losses) == steps:
+                    return
+
+    def outputs(self) -> tuple[list[int], Tensor]:
+        """Return the samples and outputs of an evaluation, gathered in its loop."""
+        loader = self.strategy.dataloader(data(27), batch_size=3)
+        parts = []
+        with self.strategy.evaluation(self.model):
+            for indices, inputs, _ in loader:
+                parts.append(self.strategy.gather((indices, self.model(inputs))))
+        order = torch.cat([indices for indices, _ in parts])
+        return order.tolist(), torch.cat([out for _, out in parts])[order.argsort()]
+
+    def weights(self) -> list[Tensor]:
+        return [value.double() for value in self.strategy.unwrap(self.model).state_dict().values()]
+
+
+Trained = tuple[list[float], list[Tensor], list[list[int]], Tensor]
+
+
+def train(shares: tuple[int, ...] | None, **settings: Any) -> Trained:
+    run = Run(shares=shares, **settings)
+    with run.strategy:
+        run.train(EPOCHS)
+        order, outputs = run.outputs()
+        assert sorted(order) == list(range(27))
+        return run.losses, run.weights(), run.seen, outputs
+
+
+def train_all(backend: str, all_shares: list[tuple[int, ...]]) -> list[Trained]:
+    return [train(shares, backend=backend) for shares in all_shares]
+
+
+@pytest.mark.parametrize(
+    ("backend", "launcher"), [("ddp", "spawn"), pytest.param("horovod", "horovodrun", marks=HOROVOD)]
+)
+def test_the_training_is_that_of_one_process(backend: str, launcher: Literal["spawn", "horovodrun"]) -> None:
+    """The last batch of an epoch has 3 samples: with shares 2, 1, 1 and with 1, 5, 2 a rank has none of them."""
+    all_shares = [(2, 1, 1), (1, 5, 2)]
+    losses, weights, steps, outputs = train(None, backend="single")
+    ranks = run_ranks(train_all, backend, all_shares, nprocs=3, launcher=launcher)
+    for shares, *results in zip(all_shares, *ranks, strict=True):
+        for found in results:
+            assert found[0] == pytest.approx(losses, rel=0, abs=1e-9)
+            for ours, theirs in zip(found[1], weights, strict=True):
+                assert float((ours - theirs).abs().max()) < 1e-9
+            assert float((found[3] - outputs).abs().max()) < 1e-9
+        for step, parts in zip(steps, zip(*(found[2] for found in results), strict=True), strict=True):
+            assert sorted(itertools.chain(*parts)) == sorted(step)
+            exact = [len(step) * share / sum(shares) for share in shares]
+            assert all(abs(len(part) - n) < 1 for part, n in zip(parts, exact, strict=True))
+        assert any(not part for found in results for part in found[2]), "a rank had a stand-in"
+
+
+def go_on(folder: str, plan: list[tuple[tuple[int, ...], int]]) -> Run:
+    """Train some steps for each shares, each time in a run that continues the one before; return the last."""
+    for shares, steps in plan:
+        run = Run(backend="ddp", shares=shares)
+        checkpoint = run.strategy.checkpoint(
+            folder, model=run.model, optimizer=run.optimizer, loader=run.loader, background=False
+        )
+        assert checkpoint.resume() == (run.strategy.global_step > 0)
+        run.train(EPOCHS, steps)
+        checkpoint.save()
+        run.strategy.close()
+    return run
+
+
+def continued(folder: str, plan: list[tuple[tuple[int, ...], int]]) -> tuple[list[float], list[Tensor]]:
+    run = go_on(folder, plan)
+    return run.losses, run.weights()
+
+
+def test_a_run_goes_on_with_other_shares_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    """The steps of an epoch are 10, 10 and 3 samples; the run is stopped after 1, after 2 and after 4 steps."""
+    losses, weights, *_ = train(None, backend="single")
+    run_ranks(continued, str(tmp_path), [((2, 1, 1), 1), ((1, 1, 3), 1)], nprocs=3)
+    for found in run_ranks(continued, str(tmp_path), [((1, 4), 2), ((1, 1), 1000)], nprocs=2):
+        assert found[0] == pytest.approx(losses[4:], rel=0, abs=1e-9)
+        for ours, theirs in zip(found[1], weights, strict=True):
+            assert float((ours - theirs).abs().max()) < 1e-9
+
+
+def statistics() -> list[float]:
+    """Return the running mean of a layer that is not synchronised, after one step on rows of 0 (rank 0) and 1."""
+    with unitrain.init(backend="ddp", device="cpu", shares=(3, 1), timeout_s=60) as strategy:
+        model = strategy.prepare(nn.BatchNorm1d(1, momentum=1.0))
+        model(torch.full((4, 1), float(strategy.rank)))
+        with strategy.evaluation(model):
+            mean = strategy.unwrap(model).get_buffer("running_mean")
+            return [float(mean), float(strategy.unwrap(model).get_buffer("num_batches_tracked"))]
+
+
+def test_statistics_that_are_not_synchronised_are_averaged_by_shares() -> None:
+    assert run_ranks(statistics, nprocs=2) == [[0.25, 1.0]] * 2
+
+
+@pytest.mark.parametrize(
+    ("shares", "micro_batches", "largest"),
+    [(None, 3, 6), ((2, 1, 1), 4, 6), ((10, 1, 1), 7, 6), ((1, 1, 1), 3, 6)],
+)
+def test_the_largest_share_fits_into_a_micro_batch(
+    shares: tuple[int, ...] | None, micro_batches: int, largest: int
+) -> None:
+    counts = []
+    for rank in range(3):
+        loader = pretended_rank(rank, 3, shares=shares).dataloader(
+            list(range(48)), global_batch_size=48, micro_batch_size=6
+        )
+        assert len(loader) == micro_batches
+        assert loader.steps_per_epoch == 1
+        counts += [len(batch) for batch in loader]
+    assert max(counts) <= largest
+
+
+def test_the_global_batch_does_not_depend_on_the_shares() -> None:
+    sizes = {
+        pretended_rank(0, 3, shares=shares).dataloader(list(range(48)), batch_size=4).global_batch_size
+        for shares in (None, (2, 1, 1), (1, 7, 3))
+    }
+    assert sizes == {12}
+
+
+def test_shares_that_can_not_be_used_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"shares is \[2, 1, 1\], for 3 ranks, but this job has 1: give one share"):
+        unitrain.init(backend="single", shares=(2, 1, 1))
+    with pytest.raises(ConfigError, match=r"deterministic is true, and shares is 'auto'; they are mutually exclusive"):
+        unitrain.init(backend="single", shares="auto", deterministic=True)
+    for shares in ("auto", (2, 1)):
+        with pytest.raises(ConfigError, match=r"a sharded Shards can't be split by shares, .* set strategy\.shares to"):
+            pretended_rank(0, 2, shares=shares).dataloader(Shards([4, 4]), batch_size=2)
+        pretended_rank(0, 2, shares=shares).dataloader(Numbers(4), batch_size=2)
+    with unitrain.init(backend="single", device="cpu", shares="auto") as strategy:  # nothing to share
+        assert [batch.tolist() for batch in strategy.dataloader(Shards([2]), batch_size=2)] == [[0, 1]]
