@@ -13,6 +13,7 @@ from typing import Any
 
 from unitrain import ConfigError, Section, Strategy, dump_yaml
 from unitrain.checkpoint import Checkpoint
+from unitrain.data.shares import part_of
 from unitrain.recipes.profiling import Profile
 from unitrain.tracking import TrackerName, Trackers
 from unitrain.url import is_url
@@ -165,10 +166,10 @@ def resume_or_discard(checkpoint: Checkpoint, wanted: str, *, force: bool, disca
 def summarise(strategy: Strategy, batch_size: int) -> None:
     """Print launcher, backend, devices, precision and batch size on rank 0. Collective."""
     devices = Counter(str(device) for devices in strategy.all_gather_object(strategy.devices) for device in devices)
-    shares = sorted({batch_size // strategy.world_size, -(-batch_size // strategy.world_size)})
+    parts = sorted({part_of(rank, strategy.shares).count(batch_size) for rank in range(strategy.world_size)})
     strategy.print(
         f"launcher {strategy.launch.launcher}, backend {strategy.config.backend}, processes {strategy.world_size}, "
         f"devices {', '.join(f'{count} x {device}' for device, count in devices.items())}, "
         f"precision {strategy.config.precision}\n"
-        f"global batch {batch_size}, {' or '.join(map(str, shares))} per process"
+        f"global batch {batch_size}, {' or '.join(map(str, parts))} per process"
     )

@@ -119,7 +119,7 @@ def main() -> None:
                     embeddings = model(waveforms)
                     if criterion.compare:  # speakers with each other: those of all processes
                         rows = strategy.gather((embeddings, labels), differentiable=True)
-                        embeddings, labels = (in_batch_order(part, strategy.world_size) for part in rows)
+                        embeddings, labels = (in_batch_order(part, strategy.shares) for part in rows)
                     loss = criterion(head, embeddings, labels)
                 mean_loss.add(mean=loss, count=len(waveforms))
                 strategy.step(loss, optimizer, scheduler)

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from needs import HOROVOD
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
 import unitrain
 
@@ -113,3 +114,40 @@ def test_a_slower_rank_gets_fewer_samples(ahead: bool) -> None:
 
 def train_slowed(ahead: bool) -> Found:
     return train((2, 12), ahead=ahead, backend="ddp", shares="auto")
+
+
+def train_adversaries(times: tuple[int, ...]) -> tuple[int, ...]:
+    """Train two models in turn, of which the second is a heavy one."""
+    same: dict[str, Any] = {"device": "cpu", "sync_batchnorm": True, "threads_per_process": 1}
+    with unitrain.init(backend="horovod", shares="auto", **same) as strategy:
+        light, heavy = nn.Linear(4, 2), Heavy(times[strategy.rank])
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in (light, heavy)]
+        light, heavy = strategy.prepare(light, heavy)
+        loader = strategy.dataloader(Rows(), global_batch_size=GLOBAL_BATCH)
+        for _, rows, _ in loader:
+            for model, optimizer in zip((light, heavy), optimizers, strict=True):
+                strategy.step(model(rows.float()).square().mean(), optimizer)
+        return strategy.shares
+
+
+def train_single_samples() -> tuple[tuple[int, ...], str]:
+    """Train on global batches of one sample, which is rank 0's."""
+    with redirect_stderr(StringIO()) as said, unitrain.init(backend="horovod", device="cpu", shares="auto") as strategy:
+        model = nn.Linear(4, 2)
+        model, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05))
+        for _, rows, _ in strategy.dataloader(Subset(Rows(), range(20)), global_batch_size=1):
+            strategy.step(model(rows.float()).square().mean(), optimizer)
+        return strategy.shares, said.getvalue()
+
+
+def train_others() -> tuple[Any, ...]:
+    return train_adversaries((1, 8)), train_single_samples()
+
+
+@HOROVOD
+def test_the_work_for_every_optimizer_counts_and_without_any_shares_stay_equal() -> None:
+    (adversaries, (shares, said)), second = run_ranks(train_others, launcher="horovodrun")
+    assert adversaries[0] > adversaries[1]
+    assert shares == (1, 1)
+    assert said == "unitrain: shares: 1:1, since no work on a batch was seen on rank 1\n"
+    assert second == (adversaries, ((1, 1), ""))

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import unitrain
+from unitrain.data.shares import part_of
 from unitrain.errors import ConfigError
 from unitrain.recipes.speaker_batches import SpeakerBatches, in_batch_order
 
@@ -100,8 +101,8 @@ def test_a_batch_is_a_multiple_of_the_utterances_per_speaker() -> None:
         SpeakerBatches(SPEAKERS, 7, 2, 500)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 9])
-def test_gathered_rows_are_put_into_the_order_of_the_batch(world_size: int) -> None:
+@pytest.mark.parametrize("shares", [(1,), (1, 1), (1,) * 5, (1,) * 9, (3, 1), (1, 5, 2)])
+def test_gathered_rows_are_put_into_the_order_of_the_batch(shares: tuple[int, ...]) -> None:
     batch = torch.arange(7) * 10
-    gathered = torch.cat([batch[rank::world_size] for rank in range(world_size)])
-    assert in_batch_order(gathered, world_size).tolist() == batch.tolist()
+    gathered = torch.cat([batch[part_of(rank, shares).positions(0, 7)] for rank in range(len(shares))])
+    assert in_batch_order(gathered, shares).tolist() == batch.tolist()

@@ -194,7 +194,7 @@ def over_the_ranks(backend: str) -> dict[str, list[Tensor]]:
                 embeddings = prepared(samples)
                 if loss.compare:
                     rows = strategy.gather((embeddings, speakers), differentiable=True)
-                    embeddings, speakers = (in_batch_order(part, strategy.world_size) for part in rows)
+                    embeddings, speakers = (in_batch_order(part, strategy.shares) for part in rows)
                     assert speakers.view(-1, UTTERANCES).unique(dim=1).shape[1] == 1, "speakers are next to each other"
                 strategy.step(loss(head, embeddings, speakers), optimizer)
     return found

@@ -78,16 +78,14 @@ def part_of(rank: int, shares: tuple[int, ...]) -> Part:
         rank: the rank.
         shares: of all ranks, without a common divisor.
     """
-    if len(set(shares)) == 1:
-        return Part(len(shares), (rank,), len(shares))
-    owners = _owners(shares)
-    first = {owner: position for position, owner in reversed(list(enumerate(owners)))}
-    own = tuple(position for position, owner in enumerate(owners) if owner == rank)
-    return Part(len(owners), own, 1 + max(first.values()))
+    pattern = owners(shares)
+    _, first = np.unique(pattern, return_index=True)
+    return Part(len(pattern), tuple(np.flatnonzero(pattern == rank).tolist()), 1 + int(first.max()))
 
 
-def _owners(shares: Sequence[int]) -> list[int]:
-    """Return which rank owns each position of the pattern.
+@lru_cache(maxsize=16)
+def owners(shares: tuple[int, ...]) -> NDArray[np.int64]:
+    """Return the pattern: which rank has each position of a micro-batch, up to the sum of the shares.
 
     The i-th of a rank's positions must lie between those where its exact proportion exceeds i and where it has reached
     i + 1. Earliest deadline first meets all deadlines (Baruah et al., "Proportionate progress: a notion of fairness in
@@ -100,15 +98,15 @@ def _owners(shares: Sequence[int]) -> list[int]:
         for i in range(share)
     )
     open_windows: list[tuple[int, int]] = []
-    owners: list[int] = []
-    coming = iter(windows)
-    following = next(coming, None)
+    pattern = np.empty(period, np.int64)
+    begun = 0
     for position in range(period):
-        while following is not None and following[0] <= position:
-            heapq.heappush(open_windows, following[1:])
-            following = next(coming, None)
-        owners.append(heapq.heappop(open_windows)[1])
-    return owners
+        while begun < period and windows[begun][0] <= position:
+            heapq.heappush(open_windows, windows[begun][1:])
+            begun += 1
+        pattern[position] = heapq.heappop(open_windows)[1]
+    pattern.flags.writeable = False  # it is cached
+    return pattern
 
 
 def proportional(speeds: Sequence[float]) -> tuple[int, ...]:
