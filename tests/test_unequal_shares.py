@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
+from jobs import run_job
 from needs import HOROVOD
 from pretended import in_training, pretended_rank
 from ranks import run_ranks
@@ -235,3 +238,25 @@ def test_shares_may_change_within_an_epoch(dataset: Any, options: dict[str, Any]
     for mine, others in ((epochs[0], epochs[2]), (epochs[1], epochs[3])):
         assert sorted(itertools.chain(*mine, *others)) == list(range(48))
     assert [list(map(len, steps)) for steps in epochs[:2]] == [[4, 4, 4, 6, 6, 6], [6] * 6]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({0: (2, 1), 1: (1, 2)}, r"the ranks do not run the same: shares is \[2, 1\] on rank 0; \[1, 2\] on rank 1\."),
+        ({0: (2, 1, 1), 1: (2, 1, 1)}, r"shares is \[2, 1, 1\], for 3 ranks, but this job has 2: give one share for"),
+    ],
+    ids=["different", "too_many"],
+)
+def test_a_job_with_wrong_shares_ends_with_one_message(
+    given: dict[int, tuple[int, ...]], message: str, tmp_path: Path
+) -> None:
+    """torch.distributed, which has started by the time at which the ranks compare them, would swallow it."""
+    script = tmp_path / "train.py"
+    script.write_text(f"import os, unitrain\nunitrain.init(shares={given}[int(os.environ['RANK'])], timeout_s=20)\n")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    job = run_job(command, tmp_path, deadline=60)
+    assert job.code != 0
+    assert not job.left
+    assert len(re.findall("unitrain: ", job.stderr)) == 1, job.output
+    assert re.search(f"^unitrain: error: {message}", job.stderr, re.MULTILINE), job.output

@@ -69,8 +69,11 @@ def init(config: StrategyConfig | None = None, **settings: Unpack[StrategySettin
     if launch.rank == 0:
         for line in advice(launch, resolved, torch.cuda.device_count()):
             print_stderr(f"unitrain: {line}")
-    strategy = Strategy(backend, resolved, launch)
-    excepthook.install_hook()  # torch.distributed has laid one of its own over it, which holds messages back
+    try:
+        strategy = Strategy(backend, resolved, launch)
+    finally:
+        # torch.distributed has laid one of its own over it, which holds messages back: that of a failed handshake, too.
+        excepthook.install_hook()
     atexit.register(_close_at_exit, strategy)
     return strategy
 
