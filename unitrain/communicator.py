@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from unitrain import call_site
+from unitrain.alone import Alone
 from unitrain.backend import Backend, Wait
 from unitrain.errors import CommunicationError, UnitrainError, UsageError
 from unitrain.object_codec import ObjectCodec, unreadable
@@ -71,13 +73,29 @@ class Communicator:
         self.is_main: bool = self.rank == 0
         self.pulse = pulse
         self.closed: bool = False
-        self.all_reduce_async: Callable[[Tensor, str, str], Wait] = backend.all_reduce
-        self.all_gather_async: Callable[[Tensor, str], Callable[[], Tensor]] = backend.all_gather
-        self._backend = backend
+        self._use(backend)
+        self._alone = False
         self._peers = peers
         self._compares = compares and peers is not None
         self._codec = ObjectCodec(self.rank, key)
         self._exchanges = 0  # of objects
+
+    def _use(self, backend: Backend) -> None:
+        self.all_reduce_async: Callable[[Tensor, str, str], Wait] = backend.all_reduce
+        self.all_gather_async: Callable[[Tensor, str], Callable[[], Tensor]] = backend.all_gather
+        self._backend = backend
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Context manager in which no collective communicates: results are as if all ranks gave what this one does."""
+        backend, compares = self._backend, self._compares
+        self._use(Alone(backend))
+        self._alone, self._compares = True, False
+        try:
+            yield
+        finally:
+            self._use(backend)
+            self._alone, self._compares = False, compares
 
     def close(self, *, failed: bool) -> None:
         """Close the backend."""
@@ -176,7 +194,7 @@ class Communicator:
 
     def _broadcast(self, value: T, src: int, *, pickles: bool) -> T:
         self._check_rank(src)
-        if self.world_size == 1:
+        if self.world_size == 1 or self._alone:
             return value
         self._exchanges += 1
         is_sender = self.rank == src
@@ -195,8 +213,8 @@ class Communicator:
         return cast(T, result())
 
     def _all_gather(self, value: T, *, pickles: bool) -> list[T]:
-        if self.world_size == 1:
-            return [value]
+        if self.world_size == 1 or self._alone:
+            return [value] * self.world_size
         self._exchanges += 1
         header, tensors = self._codec.encode(value, self._exchanges, pickles=pickles)
         contents = [_from_bytes(_LENGTH.pack(len(header)) + header), *map(_as_bytes, tensors)]

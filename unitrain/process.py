@@ -156,3 +156,10 @@ def keep_memory() -> None:
     if mallopt is not None:
         mallopt(_M_TRIM_THRESHOLD, _NEVER)
         mallopt(_M_MMAP_THRESHOLD, _LARGEST_FROM_HEAP)
+
+
+def return_memory() -> None:
+    """Have glibc return the memory that it keeps to the system. Does nothing with other C libraries."""
+    malloc_trim = getattr(_libc, "malloc_trim", None)
+    if malloc_trim is not None:
+        malloc_trim(0)

@@ -253,6 +253,53 @@ class Strategy:
         """
         return EarlyStopping(self._communicator, mode, patience, min_delta)
 
+    def find_micro_batch_size(
+        self,
+        loader: Loader,
+        compute_loss: Callable[[Any], Tensor],
+        optimizer: Optimizer | Sequence[Optimizer],
+    ) -> int:
+        """Find the largest micro-batch that fits into memory on every rank, and let ``loader`` use it. Collective.
+
+        A global batch is then split into as few micro-batches as possible, so the training stays the same. Whole steps
+        are tried at rising sizes, on the first samples of the epoch. Weights, buffers, optimizer state, random numbers
+        and the position in the data are as before at the end. 5 % of the memory that is free now are left free.
+
+        Call it after ``prepare``, ``ema`` and ``checkpoint.resume``, and before the loop.
+
+        Args:
+            loader: the loader of the training, on a map-style dataset. If its samples differ in size, pass one of the
+                largest samples, and the result to ``dataloader`` as ``micro_batch_size``.
+            compute_loss: returns the loss of a batch of this loader, as in the loop, and does nothing else.
+            optimizer: the optimizer, or all that the loss is for.
+
+        Returns:
+            The number of samples per process and forward.
+
+        Raises:
+            DataError: not even a single sample per process fits; on every rank.
+            UsageError: an argument is wrong, ``accumulate`` is set, or gradients have been accumulated.
+
+        Example:
+            >>> def compute_loss(batch):
+            ...     images, labels = batch
+            ...     return criterion(model(images), labels)
+            >>> strategy.find_micro_batch_size(train, compute_loss, optimizer)
+        """
+        from unitrain.training.batch_finder import BatchFinder  # few scripts need it
+
+        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
+        return BatchFinder(
+            self._communicator,
+            self._step,
+            self._prepared,
+            self.devices,
+            self.config,
+            loader,
+            compute_loss,
+            optimizers,
+        ).find()
+
     @property
     def training_step(self) -> TrainingStep:
         """The object behind ``step``, ``backward`` and ``update``, for tools that measure it."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch.utils.data import Sampler, default_collate
 
 from unitrain.communicator import Communicator
 from unitrain.config import StrategyConfig
-from unitrain.data.feeding import feed
+from unitrain.data.feeding import feed, to_device
 from unitrain.data.fingerprint import check_same_data, fingerprint
 from unitrain.data.iterable import Iterable, is_sharded
 from unitrain.data.loop import Iteration, LoopListener
@@ -106,7 +107,11 @@ class Loader:
             settings,
         )
         self.dataset: Any = given.dataset
+        self._shares = listener.shares.current
         self.global_batch_size: int | None = None
+        if given.batch_sampler is None:
+            micro_batches = given.micro_batches(self._shares, config.accumulate)
+            self.global_batch_size = given.samples_per_step(communicator.world_size, micro_batches)
         self._communicator = communicator
         self._listener = listener
         self._config = config
@@ -116,9 +121,9 @@ class Loader:
         self._identity = object()
         self._iteration: Iteration | None = None
         self.epoch = 0
+        self._given = given
+        self._sample_seeding = sample_seeding
         self._source: Iterable | MapStyle
-        self._shares = listener.shares.current
-        self._micro_batches = given.micro_batches
         self._reads_shards = given.is_iterable and (is_sharded(self.dataset) if sharded is None else sharded)
         if self._reads_shards and config.shares is not None and communicator.world_size > 1:
             raise ConfigError(
@@ -130,7 +135,7 @@ class Loader:
         elif sharded is not None:
             raise ConfigError("sharded is for iterable datasets only: the loader always shards map-style datasets.")
         else:
-            self._source = self._map_style(given, sample_seeding)
+            self._source = self._map_style(given)
 
     def _iterable(self, given: LoaderSettings, sharded: bool) -> Iterable:
         settings = self._with_defaults(given, most_workers=8 if sharded else 1)
@@ -139,7 +144,7 @@ class Loader:
             self._communicator, self.dataset, self._epoch_plan(given, 0), collate, sharded=sharded, settings=settings
         )
 
-    def _map_style(self, given: LoaderSettings, seeded: bool) -> MapStyle:
+    def _map_style(self, given: LoaderSettings) -> MapStyle:
         ranks = self._communicator
         orders: Orders
         if given.batch_sampler is not None:
@@ -151,7 +156,7 @@ class Loader:
             orders = OwnOrder(self._epoch_plan(given, len(self.dataset)), given.shuffle)
         settings = self._with_defaults(given, most_workers=8)
         collate = settings.pop("collate_fn", default_collate)
-        source = MapStyle(self.dataset, orders, collate, seeded=seeded, settings=settings)
+        source = MapStyle(self.dataset, orders, collate, seeded=self._sample_seeding, settings=settings)
         planned = source.plan(self._seed, 0)
         if planned.steps == 0:
             raise DataError(
@@ -173,16 +178,46 @@ class Loader:
     def _epoch_plan(self, given: LoaderSettings, samples: int) -> EpochPlan:
         ranks = self._communicator
         accumulate = given.micro_batches(self._shares, self._config.accumulate)
-        self.global_batch_size = given.samples_per_step(ranks.world_size, accumulate)
         return EpochPlan(
             samples,
-            self.global_batch_size,
+            given.samples_per_step(ranks.world_size, accumulate),
             accumulate,
             ranks.rank,
             ranks.world_size,
             given.drop_last,
             shares=self._shares,
         )
+
+    def first_batch(self, samples: int) -> Any:
+        """Return this rank's part of the first ``samples`` samples of the epoch, on its device.
+
+        For trials: the position in the data stays the same, and nothing is recorded. Not collective.
+
+        Raises:
+            UsageError: a step of this loader can't be split by ``split``.
+        """
+        given = replace(self._of_steps(samples), drop_last=False)
+        return to_device(self._map_style(given).first_batch(self._seed, self.epoch), self._communicator.device)
+
+    def split(self, micro_batch_size: int) -> None:
+        """Set ``micro_batch_size`` from the next iteration on. The samples of a step stay the same.
+
+        Raises:
+            UsageError: the dataset is iterable, or the loader has a batch sampler.
+            ConfigError: ``accumulate`` is set.
+        """
+        given = replace(self._of_steps(self.global_batch_size), micro_batch_size=micro_batch_size)
+        self._given, self._source = given, self._map_style(given)
+
+    def _of_steps(self, samples: int | None) -> LoaderSettings:
+        """Return the settings with this many samples per step, which are not split."""
+        if self._given.is_iterable or self._given.batch_sampler is not None:
+            what = "a loader with a batch sampler" if self._given.batch_sampler is not None else "an iterable dataset"
+            raise UsageError(
+                f"the micro-batch size of {what} can't be changed: find it with a loader of some samples in a list "
+                "(the largest ones), and pass micro_batch_size or accumulate."
+            )
+        return replace(self._given, global_batch_size=samples, batch_size=None, micro_batch_size=None)
 
     def __len__(self) -> int:
         """Return the number of batches (micro-batches) in an epoch, the same on every rank.
@@ -312,7 +347,7 @@ class Loader:
             shares = self._listener.shares.current
             if shares != self._shares:
                 self._shares = shares
-                self._source.split_by(shares, self._micro_batches(shares, self._config.accumulate))
+                self._source.split_by(shares, self._given.micro_batches(shares, self._config.accumulate))
             fed, start = self._fed(*start), None
             for micro_batch, batch in fed:
                 yield micro_batch, batch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -59,11 +60,18 @@ class MapStyle:
     def batches(self, seed: int, number: int, start: int, step: int) -> Iterator[tuple[MicroBatch, Any]]:
         """Yield this rank's part of each micro-batch of an epoch, from position ``start`` on."""
         epoch = self._orders.epoch(seed, number, start)
-        self._requests.coming = requests(epoch, seed if self._seeded else None, number)
+        return zip(epoch.plan, self._read(epoch, seed, number, None), strict=True)
+
+    def first_batch(self, seed: int, number: int) -> Any:
+        """Return the first batch of an epoch. No other is read."""
+        [batch] = self._read(self._orders.epoch(seed, number, 0), seed, number, 1)
+        return batch
+
+    def _read(self, epoch: Epoch, seed: int, number: int, most: int | None) -> Iterator[Any]:
+        self._requests.coming = islice(requests(epoch, seed if self._seeded else None, number), most)
         # What workers draw outside of samples differs between ranks.
         self._generator.manual_seed(derived_seed("workers", seed, number, epoch.plan.rank) >> 1)
-        batches = with_deaths_explained(self._loader)
-        return zip(epoch.plan, batches, strict=True)
+        return with_deaths_explained(self._loader)
 
 
 class _Requests:

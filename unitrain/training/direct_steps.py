@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
 
@@ -39,6 +40,15 @@ class DirectStepCheck:
                 "call these instead of loss.backward() and optimizer.step()."
             )
         self._harmless.add(optimizer)
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Context manager in which steps are allowed."""
+        self.allowed = True
+        try:
+            yield
+        finally:
+            self.allowed = False
 
     def close(self) -> None:
         """Remove the check."""

@@ -9,7 +9,7 @@ rescaled.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from operator import is_
 from typing import Any, NamedTuple, Protocol
 
@@ -218,6 +218,38 @@ class TrainingStep:
         """Stop averaging gradients, to measure what it costs. The ranks' weights diverge from now on."""
         self.averages = False
         self._reduction.arm(False)
+
+    @contextmanager
+    def rehearsal(self, optimizers: Sequence[Optimizer], *, averages: bool) -> Iterator[list[Window]]:
+        """Context manager for backwards and steps that the caller makes itself, and that count for nothing.
+
+        It yields the optimizers' windows. What averages their gradients has its memory from now on.
+
+        Args:
+            optimizers: the optimizers.
+            averages: whether backwards average gradients over the ranks, to be completed by the windows' finishers.
+
+        Raises:
+            UsageError: gradients have been accumulated.
+        """
+        if self.within_window:
+            raise UsageError("gradients have been accumulated: call this before the loop, or between two steps.")
+        windows = self._of(optimizers)
+        armed, micro_batch = self._reduction.armed, self.in_use.micro_batch
+        self._reduction.arm(averages)
+        self.in_use.micro_batch = None
+        with ExitStack() as stack:
+            for window in windows:
+                stack.enter_context(window.local_gradients.ignored())
+            if self._direct_steps is not None:
+                stack.enter_context(self._direct_steps.suspended())
+            try:
+                yield windows
+            finally:
+                for window in windows:
+                    window.clear()
+                self._reduction.arm(armed)
+                self.in_use.micro_batch = micro_batch
 
     def _arm_counted(self, window: Window) -> None:
         if self.micro_batch is None:
