@@ -12,6 +12,7 @@ margin. A size has to fit several times in a row, so that fragmentation shows.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from unitrain.config import StrategyConfig
 from unitrain.data.loader import Loader
 from unitrain.data.structure import rebuilt
 from unitrain.errors import DataError, UsageError, listed
-from unitrain.process import print_stdout
+from unitrain.process import keep_no_memory, print_stdout
 from unitrain.training.loss import checked
 from unitrain.training.out_of_memory import free_memory, is_out_of_memory, reason, release_memory
 from unitrain.training.prepared import PreparedModules
@@ -75,6 +76,8 @@ class BatchFinder:
         self._state = TrainingState((prepared.unwrap(module) for module in prepared), optimizers)
         release_memory(devices)
         self._margins = [int(MARGIN * free_memory(device)) for device in devices]
+        if communicator.device.type == "cpu" and any(self._margins):
+            keep_no_memory()
 
     def find(self) -> int:
         """Return the largest size that fits on every rank, and set it in the loader. Collective.
@@ -125,8 +128,7 @@ class BatchFinder:
         said = ""
         with self._state.restored():
             try:
-                with self._communicator.alone():
-                    self._make_steps(size, steps)
+                self._make_steps(size, steps)
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
@@ -137,11 +139,11 @@ class BatchFinder:
     def _allocate_communication(self, size: int) -> None:
         """Have the communication library allocate what it needs. Collective."""
         with self._state.restored():
-            # In the second one's forward, DDP rebuilds its buckets.
-            self._make_steps(size, 2, averages=True)
+            self._make_steps(size, 2, together=True)  # in the second one's forward, DDP rebuilds its buckets
         release_memory(self._devices)
 
-    def _make_steps(self, size: int, steps: int, *, averages: bool = False) -> None:
+    def _make_steps(self, size: int, steps: int, *, together: bool = False) -> None:
+        """Make steps without the other ranks, or with them and without accumulation."""
         samples = size * self._communicator.world_size
         margins = [
             torch.empty(margin, dtype=torch.uint8, device=device)
@@ -150,12 +152,16 @@ class BatchFinder:
         batch = self._loader.first_batch(samples)
         around = [rebuilt(batch, lambda v: v.clone() if isinstance(v, Tensor) else v) for _ in range(2)]
         accumulates = samples < (self._loader.global_batch_size or 0)
-        with self._step.rehearsal(self._optimizers, averages=averages) as windows:
+        with ExitStack() as stack:
+            # First, since it makes buckets, which keep the collective that they will call in training.
+            windows = stack.enter_context(self._step.rehearsal(self._optimizers, averages=together))
+            if not together:
+                stack.enter_context(self._communicator.alone())
             for _ in range(steps):
-                for _ in range(2 if accumulates and not averages else 1):
+                for _ in range(2 if accumulates and not together else 1):
                     checked(self._compute_loss(batch)).backward()  # type: ignore[no-untyped-call]
                 for window in windows:
-                    for finish in window.finishers if averages else ():
+                    for finish in window.finishers if together else ():
                         finish(False)
                     window.optimizer.step()
                     window.clear()
