@@ -188,13 +188,19 @@ class Loader:
             shares=self._shares,
         )
 
+    def check_splits(self) -> None:
+        """Raise UsageError unless ``split`` and ``first_batch`` can be called."""
+        if self._given.is_iterable or self._given.batch_sampler is not None:
+            what = "a loader with a batch sampler" if self._given.batch_sampler is not None else "an iterable dataset"
+            raise UsageError(
+                f"the micro-batch size of {what} can't be changed: find it with a loader of some samples in a list "
+                "(the largest ones), and pass micro_batch_size or accumulate."
+            )
+
     def first_batch(self, samples: int) -> Any:
         """Return this rank's part of the first ``samples`` samples of the epoch, on its device.
 
         For trials: the position in the data stays the same, and nothing is recorded. Not collective.
-
-        Raises:
-            UsageError: a step of this loader can't be split by ``split``.
         """
         given = replace(self._of_steps(samples), drop_last=False)
         return to_device(self._map_style(given).first_batch(self._seed, self.epoch), self._communicator.device)
@@ -203,7 +209,6 @@ class Loader:
         """Set ``micro_batch_size`` from the next iteration on. The samples of a step stay the same.
 
         Raises:
-            UsageError: the dataset is iterable, or the loader has a batch sampler.
             ConfigError: ``accumulate`` is set.
         """
         given = replace(self._of_steps(self.global_batch_size), micro_batch_size=micro_batch_size)
@@ -211,12 +216,6 @@ class Loader:
 
     def _of_steps(self, samples: int | None) -> LoaderSettings:
         """Return the settings with this many samples per step, which are not split."""
-        if self._given.is_iterable or self._given.batch_sampler is not None:
-            what = "a loader with a batch sampler" if self._given.batch_sampler is not None else "an iterable dataset"
-            raise UsageError(
-                f"the micro-batch size of {what} can't be changed: find it with a loader of some samples in a list "
-                "(the largest ones), and pass micro_batch_size or accumulate."
-            )
         return replace(self._given, global_batch_size=samples, batch_size=None, micro_batch_size=None)
 
     def __len__(self) -> int:

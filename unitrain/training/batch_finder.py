@@ -205,6 +205,7 @@ def _check(
         raise UsageError(
             f"find_micro_batch_size takes a loader made by strategy.dataloader, not {type(loader).__name__}."
         )
+    loader.check_splits()
     if not callable(compute_loss):
         raise UsageError(
             "find_micro_batch_size takes a function that returns the loss of a batch, not "

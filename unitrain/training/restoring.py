@@ -23,8 +23,9 @@ class _Value:
         self._copy = tensor.detach().to("cpu", copy=True)
 
     def restore(self) -> Tensor:
-        """Return the tensor with its value. One that has not changed is not written to."""
-        if self.tensor._version != self._version:
+        """Return the tensor with its value. One that has not changed is not written to: its version tells others so."""
+        # BatchNorm's kernels change running statistics without changing their version.
+        if self.tensor._version != self._version or not torch.equal(self.tensor.cpu(), self._copy):
             self.tensor.detach().copy_(self._copy)
             self._version = self.tensor._version
         return self.tensor

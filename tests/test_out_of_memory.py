@@ -1,0 +1,128 @@
+"""Errors that mean that memory ran out are recognised, on a CPU as they really come, and no others."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import mmap
+import re
+import resource
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from ranks import run_ranks
+from torch._utils import ExceptionWrapper
+
+from unitrain.training.out_of_memory import free_memory, is_out_of_memory, reason, release_memory
+
+CPU = torch.device("cpu")
+HUGE = 2**58  # bytes; no process can map so much
+
+
+def worker() -> None:
+    """Fail as a DataLoader does when one of its workers has failed."""
+    try:
+        torch.empty(HUGE, dtype=torch.uint8)
+    except RuntimeError:
+        error = ExceptionWrapper(where="in DataLoader worker process 0")  # type: ignore[no-untyped-call]
+    error.reraise()  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize(
+    "fails",
+    [
+        lambda: torch.empty(HUGE, dtype=torch.uint8),
+        lambda: bytearray(HUGE),
+        lambda: np.empty(HUGE, dtype=np.uint8),
+        lambda: mmap.mmap(-1, HUGE),
+        worker,
+    ],
+    ids=["torch", "python", "numpy", "mmap", "worker"],
+)
+def test_what_a_host_says(fails: Callable[[], object]) -> None:
+    with pytest.raises((RuntimeError, MemoryError, OSError)) as raised:
+        fails()
+    assert is_out_of_memory(raised.value)
+
+
+# Without a GPU here: as they are reported.
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+        RuntimeError("CUDA error: out of memory\nCompile with TORCH_USE_CUDA_DSA"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"),
+        RuntimeError("FIND was unable to find an engine to execute this computation"),
+        RuntimeError("std::bad_alloc"),
+    ],
+    ids=str,
+)
+def test_what_gpus_and_libraries_say(error: Exception) -> None:
+    assert is_out_of_memory(error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)"),
+        RuntimeError("CUDA error: device-side assert triggered"),
+        ValueError("out of memory"),
+        OSError(errno.ENOSPC, "No space left on device"),
+        KeyError("x"),
+    ],
+    ids=str,
+)
+def test_other_errors(error: Exception) -> None:
+    assert not is_out_of_memory(error)
+
+
+def test_the_reason_is_one_line_without_torch_s_source() -> None:
+    with pytest.raises(RuntimeError) as raised:
+        torch.empty(HUGE, dtype=torch.uint8)
+    assert re.match(rf"DefaultCPUAllocator: can't allocate memory: .* {HUGE} bytes", reason(raised.value))
+    assert reason(MemoryError()) == "MemoryError"
+    assert reason(RuntimeError("CUDA error: out of memory\nmore")) == "CUDA error: out of memory"
+
+
+def limited() -> list[int]:
+    found = [free_memory(CPU)]
+    for limit in (resource.RLIMIT_AS, resource.RLIMIT_DATA):
+        used = (
+            int(Path("/proc/self/statm").read_text().split()[0 if limit == resource.RLIMIT_AS else 5]) * mmap.PAGESIZE
+        )
+        resource.setrlimit(limit, (used + 300 * 2**20, -1))
+        found.append(free_memory(CPU) // 2**20)
+        block = torch.empty(200 * 2**20, dtype=torch.uint8)
+        found.append(free_memory(CPU) // 2**20)
+        del block
+        resource.setrlimit(limit, (-1, -1))
+    return found
+
+
+def test_free_memory_is_what_a_limit_leaves() -> None:
+    [[without, *found]] = run_ranks(limited, nprocs=1)
+    assert without == 0
+    assert found == pytest.approx([300, 100, 300, 100], abs=5)
+
+
+def test_release_frees_what_only_a_cycle_holds() -> None:
+    class Node:
+        me: object
+
+    node = Node()
+    node.me = node
+    alive = weakref.ref(node)
+    gc.disable()
+    try:
+        del node
+        assert alive() is not None
+        release_memory([CPU])
+        assert alive() is None
+    finally:
+        gc.enable()
