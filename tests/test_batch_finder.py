@@ -11,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from needs import HOROVOD
@@ -143,18 +144,45 @@ def test_the_rank_with_the_least_memory_decides(
     )
 
 
-def refused(megabytes: Sequence[int]) -> str:
-    try:
-        limited("ddp", megabytes)
-    except DataError as error:
-        return str(error)
-    return "fits"
+def refused() -> str:
+    """Find a size for samples of 500 MB on ranks of which one has 300."""
+    with unitrain.init(backend="ddp", device="cpu", precision="fp64", timeout_s=20) as strategy:
+        net = model_of()
+        model, optimizer = strategy.prepare(net, sgd(net))
+        train = strategy.dataloader(data(), global_batch_size=8)
+
+        def loss(batch: Any) -> Tensor:
+            torch.empty(len(batch[0]) * 500 * MB, dtype=torch.uint8)
+            return mse_loss(model(batch[0]), batch[1])
+
+        if strategy.rank == 1:
+            limit(300)
+        before = weights(net)
+        with pytest.raises(DataError) as raised:
+            strategy.find_micro_batch_size(train, loss, optimizer)
+        assert torch.equal(weights(net), before)
+        return str(raised.value)
 
 
 def test_one_sample_that_does_not_fit_is_an_error_on_every_rank() -> None:
-    first, second = run_ranks(refused, [300, 14])
+    first, second = run_ranks(refused)
     assert first == second
     assert re.match(r"a micro-batch of 1 sample does not fit into memory: rank 1 \(.*\)\. Use activation_ch", first)
+
+
+def test_without_a_limit_no_more_is_taken_than_the_host_has() -> None:
+    """The blocks are never written to, so that the kernel would give many more of them."""
+    with strategy_of(device="cpu") as strategy:
+        net = model_of()
+        model, optimizer = strategy.prepare(net, sgd(net))
+        train = strategy.dataloader(data(), global_batch_size=16)
+        block = psutil.virtual_memory().available // 50
+
+        def loss(batch: Any) -> Tensor:
+            blocks = [torch.empty(block, dtype=torch.uint8) for _ in range(5 * len(batch[0]))]
+            return mse_loss(model(batch[0]), batch[1]) + 0 * len(blocks)
+
+        assert 4 <= strategy.find_micro_batch_size(train, loss, optimizer) <= 8
 
 
 def coupled(backend: str) -> list[Any]:

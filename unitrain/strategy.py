@@ -294,6 +294,7 @@ class Strategy:
             self._step,
             self._prepared,
             self.devices,
+            self.launch.local_world_size,
             self.config,
             loader,
             compute_loss,

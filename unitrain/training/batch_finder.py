@@ -12,7 +12,7 @@ margin. A size has to fit several times in a row, so that fragmentation shows.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from unitrain.data.structure import rebuilt
 from unitrain.errors import DataError, UsageError, listed
 from unitrain.process import keep_no_memory, print_stdout
 from unitrain.training.loss import checked
-from unitrain.training.out_of_memory import free_memory, is_out_of_memory, reason, release_memory
+from unitrain.training.out_of_memory import at_most, free_memory, is_limited, is_out_of_memory, reason, release_memory
 from unitrain.training.prepared import PreparedModules
 from unitrain.training.restoring import TrainingState
 from unitrain.training.step import TrainingStep
@@ -44,6 +44,7 @@ class BatchFinder:
         step: the training step.
         prepared: the prepared modules.
         devices: all devices of this process.
+        local_world_size: number of processes on this host.
         config: the settings.
         loader: the loader of the training.
         compute_loss: returns the loss of a batch.
@@ -59,6 +60,7 @@ class BatchFinder:
         step: TrainingStep,
         prepared: PreparedModules,
         devices: Sequence[torch.device],
+        local_world_size: int,
         config: StrategyConfig,
         loader: Loader,
         compute_loss: Callable[[Any], Tensor],
@@ -75,8 +77,10 @@ class BatchFinder:
         self._failures: dict[int, list[str]] = {}  # of each size that did not fit: what each rank said
         self._state = TrainingState((prepared.unwrap(module) for module in prepared), optimizers)
         release_memory(devices)
-        self._margins = [int(MARGIN * free_memory(device)) for device in devices]
-        if communicator.device.type == "cpu" and any(self._margins):
+        free = [free_memory(device, local_world_size) for device in devices]
+        self._margins = [int(MARGIN * one) for one in free]
+        self._host = free[0] if communicator.device.type == "cpu" else None
+        if self._host is not None and is_limited():
             keep_no_memory()
 
     def find(self) -> int:
@@ -95,7 +99,7 @@ class BatchFinder:
             raise DataError(
                 f"a micro-batch of {min(self._failures)} sample does not fit into memory: "
                 f"{self._who_failed(min(self._failures))}. Use activation_checkpointing, precision bf16, smaller "
-                "samples or a smaller model, or more processes on more devices if the model is sharded over them."
+                "samples or a smaller model."
             )
         [size] = fitting[-1:]
         self._loader.split(size)
@@ -128,7 +132,8 @@ class BatchFinder:
         said = ""
         with self._state.restored():
             try:
-                self._make_steps(size, steps)
+                with nullcontext() if self._host is None else at_most(self._host):
+                    self._make_steps(size, steps)
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise

@@ -1,4 +1,4 @@
-"""Running out of memory: which errors mean it, how much memory is free, and how to give back what is kept."""
+"""Running out of memory: which errors mean it, how much is free, and how to get an error instead of being killed."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import errno
 import gc
 import re
 import resource
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import torch
 
 from unitrain.process import return_memory
@@ -46,12 +48,43 @@ def release_memory(devices: Iterable[torch.device]) -> None:
     return_memory()
 
 
-def free_memory(device: torch.device) -> int:
-    """Return how many bytes this process can still allocate; 0 on a CPU if it has no limit."""
+def free_memory(device: torch.device, processes: int = 1) -> int:
+    """Return how many bytes this process can still allocate.
+
+    Args:
+        device: the GPU; or the CPU, for memory of the host.
+        processes: number of processes that share the host.
+    """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         share = torch.cuda.get_per_process_memory_fraction(device)
         return max(0, min(free, int(share * total) - torch.cuda.memory_reserved(device)))
-    sizes = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    limits = [(resource.getrlimit(limit)[0], sizes[name]) for limit, name in _LIMITS]
-    return max(0, min((most - int(used.split()[0]) * 1024 for most, used in limits if most >= 0), default=0))
+    used = _used()
+    left = [most - used[name] for limit, name in _LIMITS if (most := resource.getrlimit(limit)[0]) >= 0]
+    return max(0, min([psutil.virtual_memory().available // processes, *left]))
+
+
+def is_limited() -> bool:
+    """Return whether the memory of this process is limited (``ulimit -v`` or ``-d``)."""
+    return any(resource.getrlimit(limit)[0] >= 0 for limit, _ in _LIMITS)
+
+
+@contextmanager
+def at_most(size: int) -> Iterator[None]:
+    """Context manager in which this process can allocate so many bytes on the host, and gets an error beyond.
+
+    Without a limit, the kernel kills a process when the host has no more. Processes with a limit keep their own.
+    """
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    if not is_limited():
+        resource.setrlimit(resource.RLIMIT_AS, (_used()["VmSize"] + size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+def _used() -> dict[str, int]:
+    """Return the bytes that count towards each limit."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return {name: int(line.split()[1]) * 1024 for line in lines for _, name in _LIMITS if line.startswith(f"{name}:")}
