@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from needs import HOROVOD
+from needs import GPU, HOROVOD
 from plain_loop import data, model_of, sgd, strategy_of, weights
 from ranks import run_ranks
 from torch import Tensor, nn
@@ -286,6 +286,48 @@ def test_everything_is_as_before(tmp_path: Path) -> None:
         ends.append(run.state())
         run.strategy.close()
     assert_same(ends[1], ends[0])
+
+
+def test_a_compiled_model_is_compiled_for_the_size_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # torch's tracer has progress bars, whose thread would stay
+    symbolic = []
+
+    def note(module: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        symbolic.append(any(isinstance(one, torch.SymInt) for one in inputs))
+        return module.forward
+
+    with strategy_of() as strategy:
+        net = model_of()
+        net.compile(backend=note)
+        model, optimizer = strategy.prepare(net, sgd(net))
+        train = strategy.dataloader(data(), global_batch_size=11)
+        strategy.find_micro_batch_size(train, lambda batch: mse_loss(model(batch[0]), batch[1]), optimizer)
+        assert True in symbolic
+        symbolic.clear()
+        for inputs, targets in train:
+            strategy.step(mse_loss(model(inputs), targets), optimizer)
+        assert symbolic == [False]
+    torch.compiler.reset()
+
+
+@pytest.mark.gpu
+@GPU
+def test_a_gpu() -> None:
+    torch.cuda.set_per_process_memory_fraction(2 * 2**30 / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        with unitrain.init(backend="single", device="cuda", precision="fp64") as strategy:
+            run = Run(strategy)
+            block = 2**26
+
+            def loss(batch: Any) -> Tensor:
+                torch.empty(len(batch[0]) * block, dtype=torch.uint8, device="cuda")
+                return run.loss(batch)
+
+            assert 8 <= strategy.find_micro_batch_size(run.train, loss, run.optimizer) < BATCH
+            for batch in run.train:
+                strategy.step(loss(batch), run.optimizer)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 def test_an_error_of_the_loss_is_raised_and_nothing_has_changed(tmp_path: Path) -> None:

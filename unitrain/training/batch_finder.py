@@ -11,6 +11,7 @@ margin. A size has to fit several times in a row, so that fragmentation shows.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from typing import Any
@@ -25,8 +26,16 @@ from unitrain.data.loader import Loader
 from unitrain.data.structure import rebuilt
 from unitrain.errors import DataError, UsageError, listed
 from unitrain.process import keep_no_memory, print_stdout
+from unitrain.training.compile import is_compiled
 from unitrain.training.loss import checked
-from unitrain.training.out_of_memory import at_most, free_memory, is_limited, is_out_of_memory, reason, release_memory
+from unitrain.training.out_of_memory import (
+    at_most,
+    free_memory,
+    is_limited,
+    is_out_of_memory,
+    reason,
+    release_cached_memory,
+)
 from unitrain.training.prepared import PreparedModules
 from unitrain.training.restoring import TrainingState
 from unitrain.training.step import TrainingStep
@@ -75,8 +84,11 @@ class BatchFinder:
         self._optimizers = optimizers
         self._averaged = communicator.world_size == 1  # the steps that communicate were made
         self._failures: dict[int, list[str]] = {}  # of each size that did not fit: what each rank said
-        self._state = TrainingState((prepared.unwrap(module) for module in prepared), optimizers)
-        release_memory(devices)
+        modules = [prepared.unwrap(module) for module in prepared]
+        self._compiled = any(map(is_compiled, (*prepared, *modules)))
+        self._state = TrainingState(modules, optimizers)
+        gc.collect()
+        release_cached_memory(devices)
         free = [free_memory(device, local_world_size) for device in devices]
         self._margins = [int(MARGIN * one) for one in free]
         self._host = free[0] if communicator.device.type == "cpu" else None
@@ -93,6 +105,7 @@ class BatchFinder:
         assert global_batch is not None  # checked
         sizes = micro_batch_sizes(global_batch, world_size)
         fitting = sizes[: search(sizes, lambda size: self._fits(size, _TRIAL_STEPS)) + 1]
+        self._compile_anew()
         while fitting and not self._fits(fitting[-1], _STEPS_IN_A_ROW):
             fitting.pop()
         if not fitting:
@@ -101,7 +114,8 @@ class BatchFinder:
                 f"{self._who_failed(min(self._failures))}. Use activation_checkpointing, precision bf16, smaller "
                 "samples or a smaller model."
             )
-        [size] = fitting[-1:]
+        size = fitting[-1]
+        self._compile_anew()
         self._loader.split(size)
         if self._communicator.is_main:
             parts = -(-global_batch // (size * world_size))
@@ -111,6 +125,11 @@ class BatchFinder:
                 + ("." if larger is None else f": {larger} samples did not fit on {self._who_failed(larger)}.")
             )
         return size
+
+    def _compile_anew(self) -> None:
+        """Drop what was compiled for several sizes, and would compute any size, but less efficiently."""
+        if self._compiled:
+            torch.compiler.reset()
 
     def _who_failed(self, size: int) -> str:
         said = self._failures[size]
@@ -138,14 +157,16 @@ class BatchFinder:
                 if not is_out_of_memory(error):
                     raise
                 said = reason(error)
-        release_memory(self._devices)
+        if said:
+            gc.collect()  # what the failed step has left
+        release_cached_memory(self._devices)
         return said
 
     def _allocate_communication(self, size: int) -> None:
         """Have the communication library allocate what it needs. Collective."""
         with self._state.restored():
             self._make_steps(size, 2, together=True)  # in the second one's forward, DDP rebuilds its buckets
-        release_memory(self._devices)
+        release_cached_memory(self._devices)
 
     def _make_steps(self, size: int, steps: int, *, together: bool = False) -> None:
         """Make steps without the other ranks, or with them and without accumulation."""

@@ -24,7 +24,7 @@ def compile_in_place(module: nn.Module, config: StrategyConfig) -> None:
     Raises:
         ConfigError: there is no such backend of ``torch.compile``.
     """
-    if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
+    if is_compiled(module):
         return
     # Importing the compiler takes a second or more.
     from torch.compiler import list_backends
@@ -38,3 +38,8 @@ def compile_in_place(module: nn.Module, config: StrategyConfig) -> None:
         )
     mode = config.compile if isinstance(config.compile, str) else None
     module.compile(backend=backend, mode=mode)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether a module was compiled, by ``compile_in_place`` or by the script."""
+    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None

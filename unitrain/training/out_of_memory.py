@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import gc
 import re
 import resource
 from collections.abc import Iterable, Iterator
@@ -40,9 +39,8 @@ def reason(error: BaseException) -> str:
     return re.sub(r"^\[enforce fail at .*? == 0\. ", "", line) or type(error).__name__
 
 
-def release_memory(devices: Iterable[torch.device]) -> None:
-    """Give back the memory that Python, torch and glibc keep for later use."""
-    gc.collect()
+def release_cached_memory(devices: Iterable[torch.device]) -> None:
+    """Give back the memory that torch and glibc keep for later use."""
     if any(device.type == "cuda" for device in devices):
         torch.cuda.empty_cache()
     return_memory()
