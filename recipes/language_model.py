@@ -31,7 +31,9 @@ from unitrain.recipes.settings import TrainingSettings
 class Settings(TrainingSettings):
     """The recipe's settings; each is a flag, and a key in the file passed to --config."""
 
-    MAY_CHANGE: ClassVar[frozenset[str]] = TrainingSettings.MAY_CHANGE | {"prompt", "sample"}
+    MAY_CHANGE: ClassVar[frozenset[str]] = TrainingSettings.MAY_CHANGE | {
+        "find_micro_batch_size", "prompt", "sample",
+    }  # fmt: skip
 
     data: str = "docs"
     """docs (Python's help topics), stdlib (Python's own source files), or the path of a text file or a folder."""
@@ -49,6 +51,8 @@ class Settings(TrainingSettings):
     """Passes over the training text."""
     batch_size: Annotated[int, Field(ge=1)] = 16
     """Sequences per optimizer step, over all processes."""
+    find_micro_batch_size: bool = False
+    """Split a batch into as few micro-batches as fit into memory on every process; the training stays the same."""
     lr: Annotated[float, Field(gt=0)] = 4e-3
     """Peak learning rate of AdamW, before scaling."""
     lr_floor: Annotated[float, Field(ge=0)] = 2e-4
@@ -96,16 +100,21 @@ def main() -> None:
     )  # fmt: skip
     resume_or_discard(checkpoint, settings.resume, force=settings.force)
     folder.begin(settings, strategy.global_step)
+
+    def loss_of(batch: list[torch.Tensor]) -> torch.Tensor:
+        inputs, targets = text.inputs_and_targets(*batch)
+        with strategy.autocast():
+            return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+
+    if settings.find_micro_batch_size:
+        strategy.find_micro_batch_size(train, loss_of, optimizer)
     throughput, profile, last_step = strategy.throughput(), folder.profile(settings.profile), settings.last_step
     for epoch in train.epochs(settings.epochs) if strategy.global_step < last_step else ():
         # Sums over tokens: sequences differ in length, so a mean of the batches' means would not be that of the tokens.
         train_loss, train_tokens, val_loss, val_tokens = (strategy.meter() for _ in range(4))
         bar = tqdm(train, f"epoch {epoch}", leave=False, mininterval=1, disable=not strategy.is_main or None)
-        for window, length in bar:
-            inputs, targets = text.inputs_and_targets(window, length)
-            with strategy.autocast():
-                loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
-            tokens = length.sum()
+        for batch in bar:
+            loss, tokens = loss_of(batch), batch[1].sum()
             train_loss.add(total=loss * tokens)
             train_tokens.add(total=tokens)
             strategy.step(loss, optimizer, scheduler, weight=tokens)

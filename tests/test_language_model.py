@@ -54,7 +54,7 @@ def train(*flags: str) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
 # ------------------------------------------------------------------------------------------------------ training
 
 
-def test_ranks_train_the_same_model() -> None:
+def test_ranks_train_the_same_model(capsys: pytest.CaptureFixture[str]) -> None:
     """Their sequences hold different numbers of bytes, so equal weights for the ranks would show."""
     flags = ("--strategy.precision=fp64", "--max-steps=5", "--resume=never")
     alone = run_ranks(train, *flags, nprocs=1, timeout=120)[0]
@@ -62,7 +62,7 @@ def test_ranks_train_the_same_model() -> None:
         ("spawn", ()), ("spawn", ("--strategy.accumulate=2",)),
     ]  # fmt: skip
     if not HOROVOD.args[0]:
-        starts.append(("horovodrun", ()))
+        starts.append(("horovodrun", ("--find-micro-batch-size=true",)))
     for launcher, more in starts:
         lines, weights = run_ranks(train, *flags, *more, launcher=launcher, timeout=120)[0]
         assert lines[-1]["world_size"] == 2
@@ -70,6 +70,8 @@ def test_ranks_train_the_same_model() -> None:
             assert lines[-1][name] == pytest.approx(alone[0][-1][name], rel=1e-9, abs=0), (launcher, more, name)
         for name, weight in weights.items():
             torch.testing.assert_close(weight, alone[1][name], rtol=1e-9, atol=1e-11)
+    found = "unitrain: micro_batch_size 4, accumulate 1, for a global batch of 7."
+    assert capsys.readouterr().out.count(found) == (not HOROVOD.args[0])
 
 
 def test_a_run_writes_resumes_and_learns(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ rescaled.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from operator import is_
 from typing import Any, NamedTuple, Protocol
 
@@ -238,18 +238,14 @@ class TrainingStep:
         armed, micro_batch = self._reduction.armed, self.in_use.micro_batch
         self._reduction.arm(averages)
         self.in_use.micro_batch = None
-        with ExitStack() as stack:
-            for window in windows:
-                stack.enter_context(window.local_gradients.ignored())
-            if self._direct_steps is not None:
-                stack.enter_context(self._direct_steps.suspended())
-            try:
+        try:
+            with nullcontext() if self._direct_steps is None else self._direct_steps.suspended():
                 yield windows
-            finally:
-                for window in windows:
-                    window.clear()
-                self._reduction.arm(armed)
-                self.in_use.micro_batch = micro_batch
+        finally:
+            for window in windows:
+                window.clear()
+            self._reduction.arm(armed)
+            self.in_use.micro_batch = micro_batch
 
     def _arm_counted(self, window: Window) -> None:
         if self.micro_batch is None:
@@ -359,10 +355,10 @@ class TrainingStep:
         for p in trained:
             if id(p) not in before:
                 p.grad = None  # left by a backward for another optimizer
-        window.trained = trained
         if self._distributed:
             window.local_gradients.watch(trained)
             window.finishers = self._reduction.finishers(trained)
+        window.trained = trained  # last: if there is no memory for buckets, the next call makes them
 
     def _counted_last(self, window: Window) -> bool:
         return window.micro_batches + 1 >= self._accumulate
