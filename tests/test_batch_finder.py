@@ -29,7 +29,7 @@ from unitrain.training.out_of_memory import is_out_of_memory
 
 MB = 2**20
 M_ARENA_MAX = -8  # of glibc's malloc.h
-BATCH, EPOCHS = 32, 3
+BATCH, EPOCHS = 32, 2
 WIDTH = 2**17  # 1 MiB for each sample and layer
 
 
