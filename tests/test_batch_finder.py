@@ -416,3 +416,9 @@ def test_what_can_not_be_found_is_refused() -> None:
         train = strategy.dataloader(data(), global_batch_size=4)
         with pytest.raises(UsageError, match="accumulate is 2, and find_micro_batch_size would choose it"):
             strategy.find_micro_batch_size(train, loss, optimizer)
+    with strategy_of(shares=(1,)) as strategy:
+        net = model_of()
+        model, optimizer = strategy.prepare(net, sgd(net))
+        train = strategy.dataloader(data(), global_batch_size=4)
+        with pytest.raises(UsageError, match="does not support unequal shares"):
+            strategy.find_micro_batch_size(train, loss, optimizer)

@@ -243,6 +243,11 @@ def _check(
         raise UsageError(
             f"accumulate is {config.accumulate}, and find_micro_batch_size would choose it: leave it at 1."
         )
+    if config.shares is not None:
+        raise UsageError(
+            "find_micro_batch_size does not support unequal shares: find the size in a run on the device with the "
+            "largest share, and pass it as micro_batch_size."
+        )
     if config.compression == "powersgd":
         raise UsageError(
             "find_micro_batch_size does not support compression powersgd, whose state trial steps would change: find "
