@@ -1,43 +1,34 @@
-"""Files of checkpoints are on their way to the disk while they are written."""
+"""The digest of a checkpoint's file is that of the file, though it is computed while tensors are written."""
 
 from __future__ import annotations
 
-import errno
-import os
+import hashlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from unitrain import CheckpointError
-from unitrain.checkpoint import storage, writing
+from unitrain.checkpoint.writing import write_part
 
-MIB = 2**20
-PARTS = {"model": {str(i): torch.full((4 * MIB,), i, dtype=torch.uint8) for i in range(12)}}
-ABOUT = {"world_size": 1, "strategy": {}, "config": {}}
+LARGE = torch.arange(2**20, dtype=torch.float32)
 
 
-def test_a_large_file_is_written_back_before_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written: list[int] = []
-    fdatasync = os.fdatasync
-
-    def observed(descriptor: int) -> None:
-        written.append(os.fstat(descriptor).st_size)
-        fdatasync(descriptor)
-
-    monkeypatch.setattr(os, "fdatasync", observed)
-    folder = storage.write(tmp_path, 1, PARTS, ABOUT)
-    storage.verify(folder)
-    assert writing._WRITTEN_BACK <= written[0] < (folder / "model.pt").stat().st_size
-
-
-def test_an_error_of_the_disk_meanwhile_is_an_error_of_the_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def failing(descriptor: int) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(os, "fdatasync", failing)
-    with pytest.raises(CheckpointError, match=r"could not be written: .*Input/output error"):
-        storage.write(tmp_path, 1, PARTS, ABOUT)
-    assert not list(tmp_path.iterdir())
+@pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants:UserWarning")
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"large": LARGE, "small": torch.ones(3), "again": LARGE + 1},
+        {"view": LARGE[1000:], "transposed": LARGE.view(1024, 1024).t(), "same": LARGE},
+        {"text": "of the pickle" * 100_000, "large": LARGE},
+        {"sparse": torch.eye(300).to_sparse(), "large": LARGE.clone()},
+        {},
+    ],
+    ids=["sizes", "views", "text", "sparse", "nothing"],
+)
+def test_the_digest_is_that_of_the_file(tmp_path: Path, value: dict[str, Any]) -> None:
+    path = tmp_path / "part.pt"
+    described = write_part(path, value)
+    content = path.read_bytes()
+    assert described == {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    assert torch.load(path).keys() == value.keys()

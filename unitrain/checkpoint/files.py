@@ -15,7 +15,7 @@ from torch import nn
 
 from unitrain.checkpoint.mapped import MappedFiles
 from unitrain.checkpoint.reading import reason
-from unitrain.checkpoint.writing import write_part
+from unitrain.checkpoint.writing import check_part, write_part
 from unitrain.communicator import Communicator
 from unitrain.errors import CheckpointError, UsageError
 from unitrain.training import batch_norm
@@ -116,6 +116,7 @@ def _write(value: Any, place: Path | str) -> None:
         file = Path(temporary, "file")
         try:
             write_part(file, value)
+            check_part(file)
         except OSError as error:
             raise CheckpointError(f"{place} could not be written: {remote.reason(error)}") from error
         remote.upload(file, name)

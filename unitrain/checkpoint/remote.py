@@ -23,7 +23,7 @@ from unitrain.checkpoint.manifest import DamagedError, Manifest, folder_name
 from unitrain.checkpoint.mapped import MappedFiles
 from unitrain.checkpoint.reading import reason
 from unitrain.checkpoint.remote_files import RemoteFiles
-from unitrain.checkpoint.writing import write_part
+from unitrain.checkpoint.writing import check_part, write_part
 from unitrain.errors import CheckpointError
 from unitrain.process import print_stderr
 
@@ -113,6 +113,7 @@ class RemoteFolder:
             for part, value in parts.items():
                 file = Path(temporary, f"{part}.pt")
                 described[file.name] = write_part(file, value)
+                check_part(file)
                 self._files.upload(file, f"{name}/{file.name}")
                 file.unlink()  # one part at a time is on the disk
         self.check()  # another job may have taken the folder meanwhile

@@ -24,7 +24,7 @@ from unitrain.checkpoint import manifest as manifests
 from unitrain.checkpoint.manifest import DamagedError, Described, Manifest
 from unitrain.checkpoint.mapped import MappedFiles
 from unitrain.checkpoint.reading import open_regular, reason
-from unitrain.checkpoint.writing import write_part
+from unitrain.checkpoint.writing import check_part, write_part
 from unitrain.errors import CheckpointError
 from unitrain.process import print_stderr
 
@@ -64,15 +64,15 @@ def write(root: Path, step: int, parts: Mapping[str, Any], about: Mapping[str, A
         root.mkdir(parents=True, exist_ok=True)
         temporary.mkdir()
         files: dict[str, Any] = {}
-        with ThreadPoolExecutor(1, "checkpoint files") as threads:
-            # A file is synced to the disk while the next one is written.
-            syncs = []
+        with ThreadPoolExecutor(4, "checkpoint files") as threads:
+            # A file is checked and synced to the disk while the next one is written.
+            under_way = []
             for name, value in parts.items():
                 path = temporary / f"{name}.pt"
-                files[path.name] = write_part(path, value, to_disk=True)
-                syncs.append(threads.submit(_sync_path, path))
-            for sync in syncs:
-                sync.result()
+                files[path.name] = write_part(path, value)
+                under_way += [threads.submit(_sync_path, path), threads.submit(check_part, path)]
+            for one in under_way:
+                one.result()
         with open(temporary / MANIFEST, "w") as file:
             file.write(manifests.to_json(step, about, files))
             file.flush()
