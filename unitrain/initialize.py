@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import Unpack
 
+from unitrain import call_site
 from unitrain.backend import Backend, load_backend
 from unitrain.config import Section, StrategyConfig
 from unitrain.errors import BackendError, ConfigError, LaunchError, UsageError
@@ -178,7 +179,7 @@ def _check_honoured(backend: type[Backend], config: StrategyConfig, launch: Laun
     idle += [name for name, section in sections.items() if name != backend.name and section != type(section)()]
     if idle:
         message = f"these settings have no effect with backend {backend.name!r}: {', '.join(idle)}."
-        warnings.warn(message, UserWarning, stacklevel=3)
+        call_site.warn(message)
 
 
 def _check_shares(config: StrategyConfig, launch: Launch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from unitrain import call_site
 from unitrain.communicator import Communicator
 from unitrain.data.agreement import Agreement
 from unitrain.data.fetching import Collate, as_is
@@ -128,11 +128,9 @@ class Iterable:
                 "draw its random numbers from python's, numpy's or torch's global generators."
             )
         if self._agreement is not None and len(set(digests)) == 1 and digests[0] and self._communicator.is_main:
-            warnings.warn(
+            call_site.warn(
                 f"this {name} begins with the same sample on every rank: if it is not sharded, every rank trains on "
-                "all of it. Pass sharded=False then.",
-                UserWarning,
-                stacklevel=2,
+                "all of it. Pass sharded=False then."
             )
 
 

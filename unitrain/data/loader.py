@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch.utils.data import Sampler, default_collate
 
+from unitrain import call_site
 from unitrain.communicator import Communicator
 from unitrain.config import StrategyConfig
 from unitrain.data.feeding import feed, to_device
@@ -449,4 +449,4 @@ class Loader:
 
     def _warn(self, message: str) -> None:
         if self._communicator.is_main:
-            warnings.warn(message, UserWarning, stacklevel=3)
+            call_site.warn(message)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
-
 from torch import Tensor
 
+from unitrain import call_site
 from unitrain.communicator import Communicator
 
 _CHECKS = 3
@@ -33,9 +32,7 @@ class CopyCheck:
         self._checks_left -= 1
         self.pending = equal and self._checks_left > 0
         if equal and not self.pending and self._communicator.is_main:
-            warnings.warn(
+            call_site.warn(
                 f"the first {_CHECKS} losses are equal on all {self._communicator.world_size} ranks, which seem to "
-                "train on the same samples, at no gain in speed. Use strategy.dataloader, which shards the dataset.",
-                UserWarning,
-                stacklevel=6,
+                "train on the same samples, at no gain in speed. Use strategy.dataloader, which shards the dataset."
             )
