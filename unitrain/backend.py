@@ -2,11 +2,13 @@
 
 A backend implements ``start``, ``all_reduce``, ``all_gather`` and ``broadcast``, and ``close`` if there is something
 to shut down. Everything else is derived from these, once, for every backend. It overrides ``wrap_model``, ``arm`` and
-``watch_gradients`` only if its library averages gradients itself, as torch's DDP does.
+``watch_gradients`` only if its library averages gradients itself, as torch's DDP does, and what stands under "sharded
+parameters" only if a rank keeps a part of each parameter, as with FSDP.
 """
 
 from __future__ import annotations
 
+import copy
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -60,6 +62,10 @@ class Backend(ABC):
     """Whether the library matches calls across ranks by name instead of by order."""
     gradient_reduction: Literal["sum", "mean"] = "sum"
     """Whether ``watch_gradients`` leaves the sum of the gradients over the ranks, or their mean."""
+    shards: ClassVar[bool] = False
+    """Whether, with several processes, ``wrap_model`` leaves each rank a part of each parameter (a shard)."""
+    replicas: int = 1
+    """Number of ranks that have the same shard."""
 
     def __init__(self, config: StrategyConfig, launch: Launch, device: torch.device) -> None:
         self.config = config
@@ -147,7 +153,11 @@ class Backend(ABC):
         """
 
     def wrap_model(self, module: nn.Module) -> nn.Module:
-        """Return the module that the user calls in place of ``module``. Its parameters stay the same objects."""
+        """Return the module that the user calls in place of ``module``.
+
+        Its parameters stay the same objects, except with ``shards``: then the module gets other parameters of the same
+        names, which optimizers get in place of the original ones.
+        """
         return module
 
     def arm(self, sync: bool) -> None:
@@ -162,6 +172,40 @@ class Backend(ABC):
             Return None to leave the averaging to the core's buckets.
         """
         return None
+
+    # ---------------------------------------------------------------------------------------- sharded parameters
+
+    def place(self, module: nn.Module) -> None:
+        """Move a module to ``device``. If ``wrap_model`` does so, part by part, do nothing."""
+        module.to(self.device)
+
+    def to_local(self, tensor: Tensor) -> Tensor:
+        """Return this rank's part of a parameter, a gradient or an optimizer's state. It shares the tensor's memory."""
+        return tensor
+
+    def full_tensor(self, tensor: Tensor) -> Tensor:
+        """Return all of such a tensor. Collective if it is sharded."""
+        return tensor
+
+    def shards_of(self, tensor: Tensor) -> Sequence[Tensor]:
+        """Return tensors that make up such a tensor, one after the other in its first dimension.
+
+        Those that this rank has share its memory. The others are on the meta device.
+        """
+        return (tensor,)
+
+    def leaf(self, parameter: Parameter) -> Tensor:
+        """Return the leaf of the graph that gets the local gradient of a parameter; the same one in all steps."""
+        return parameter
+
+    def drop_gradients(self, parameters: Sequence[Parameter]) -> None:
+        """Drop all gradients of parameters, including those that were not reduced yet."""
+        for parameter in parameters:
+            parameter.grad = None
+
+    def copy_module(self, module: nn.Module) -> nn.Module:
+        """Return a deep copy of a module as ``wrap_model`` got it, with its weights of now. Collective if sharded."""
+        return copy.deepcopy(module)
 
 
 class LocalBackend(Backend):

@@ -6,7 +6,7 @@ import hashlib
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, Protocol, TypeVar, cast
+from typing import Any, Literal, Protocol, TypeGuard, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -56,6 +56,8 @@ class Communicator:
         closed: whether communication has ended.
         all_reduce_async: the backend's ``all_reduce``, for the core: in place, without checks.
         all_gather_async: the backend's ``all_gather``, for the core: without checks.
+        shards: whether ranks have parts of parameters.
+        replicas, to_local, full_tensor, shards_of: those of the backend.
     """
 
     def __init__(
@@ -75,6 +77,11 @@ class Communicator:
         self.closed: bool = False
         self._use(backend)
         self._alone = False
+        self.shards: bool = backend.shards and backend.world_size > 1
+        self.replicas: int = backend.replicas
+        self.to_local: Callable[[Tensor], Tensor] = backend.to_local
+        self.full_tensor: Callable[[Tensor], Tensor] = backend.full_tensor
+        self.shards_of: Callable[[Tensor], Sequence[Tensor]] = backend.shards_of
         self._peers = peers
         self._compares = compares and peers is not None
         self._codec = ObjectCodec(self.rank, key)
@@ -96,6 +103,10 @@ class Communicator:
         finally:
             self._use(backend)
             self._alone, self._compares = False, compares
+
+    def is_sharded(self, value: object) -> TypeGuard[Tensor]:
+        """Return whether a value is a tensor of which this rank has a part."""
+        return self.shards and isinstance(value, Tensor) and self.to_local(value) is not value
 
     def close(self, *, failed: bool) -> None:
         """Close the backend."""
@@ -288,6 +299,8 @@ class Communicator:
             raise UsageError(f"{verb} takes a tensor, not {type(tensor).__name__}: wrap it in torch.tensor(...).")
         if tensor.layout != torch.strided:
             raise UsageError(f"{verb} does not support sparse tensors: convert it with to_dense() first.")
+        if self.is_sharded(tensor):
+            raise UsageError(f"{verb} does not support shards: pass strategy.full_tensor(tensor), or a value from it.")
         return tensor.detach().to(self.device, copy=True, memory_format=torch.contiguous_format)
 
     def _complete(self, collective: Callable[[], T], verb: str, tensor: Tensor | None = None, how: str = "") -> T:

@@ -76,7 +76,7 @@ class Strategy:
         self.config = config
         self.launch = launch
         self.local_rank: int = launch.local_rank
-        made = backend(config, launch, pick_device(config.device, launch))
+        self._backend = made = backend(config, launch, pick_device(config.device, launch))
         self.device: torch.device = made.device
         self.devices: tuple[torch.device, ...] = made.devices
         self._communicator, self._job = join(made, config, launch)
@@ -120,9 +120,9 @@ class Strategy:
 
         A module is moved to the device, its BatchNorm layers are converted (with ``sync_batchnorm``), rank 0's
         parameters and buffers are copied to all ranks, its forward runs under autocast (with ``bf16`` or ``fp16``), and
-        the backend wraps it if it needs to. Parameters stay the same objects. An optimizer is returned unchanged,
-        with rank 0's state, so that loaded state and existing schedulers stay valid. A module may be prepared before
-        its optimizer exists.
+        the backend wraps it if it needs to. Parameters stay the same objects, unless the backend shards them: then the
+        module and its optimizers get shards in their place. An optimizer is returned as it is, with rank 0's state, so
+        that loaded state and existing schedulers stay valid. A module may be prepared before its optimizer exists.
 
         Raises:
             UsageError: an argument is of another type, or was prepared before.
@@ -230,7 +230,7 @@ class Strategy:
             >>> with strategy.evaluation(ema):
             ...     logits = model(images)
         """
-        average = EMA(self._prepared, model, decay)
+        average = EMA(self._prepared, model, decay, self._communicator.to_local)
         self._step.extend(average.follow)
         return average
 
@@ -398,12 +398,20 @@ class Strategy:
     def check_in_sync(self, module: nn.Module) -> None:
         """Check that a model's parameters and buffers have the same bits on all ranks. Collective.
 
-        Running statistics of BatchNorm layers that are not synchronised differ between ranks, and are left out.
+        Running statistics of BatchNorm layers that are not synchronised differ between ranks, and are left out, as are
+        shards, of which each rank has its own.
 
         Raises:
             CommunicationError: on every rank, naming the first tensor that differs and the ranks where it does.
         """
         check_in_sync(self._communicator, self._prepared.unwrap(module))
+
+    def full_tensor(self, tensor: Tensor) -> Tensor:
+        """Return all of a parameter, its gradient or its state in an optimizer, of which a rank may have only a shard.
+
+        Collective if it is sharded; otherwise it returns the tensor itself.
+        """
+        return self._communicator.full_tensor(tensor)
 
     # ------------------------------------------------------------------------------------ collective communication
 
@@ -615,12 +623,14 @@ class Strategy:
     def export(self, module: nn.Module) -> nn.Module:
         """Return a plain copy on the CPU in eval mode, without wrappers, hooks or synchronised BatchNorm.
 
+        Collective if the module is sharded: every rank gets a whole copy.
+
         Of an EMA, it is a copy of its model with the averaged weights.
         """
         if isinstance(module, EMA):
             with module.swapped() as averaged:
                 return self.export(averaged)
-        return preparation.export(self._prepared.unwrap(module))
+        return preparation.export(self._prepared.unwrap(module), self._backend)
 
     # -------------------------------------------------------------------------------------------------- life time
 

@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,9 @@ from unitrain.checkpoint import epoch_end, fit, metric_states, saved
 from unitrain.checkpoint.epoch_end import EpochEnd
 from unitrain.checkpoint.folder import METRICS, RUN, Saved, prune
 from unitrain.checkpoint.manifest import Manifest, folder_name
+from unitrain.checkpoint.shards import PREFIX, file_name, gather_shards, separate
 from unitrain.checkpoint.snapshot import snapshot
+from unitrain.checkpoint.together import collect, write_own
 from unitrain.communicator import Communicator
 from unitrain.config import StrategyConfig
 from unitrain.errors import CheckpointError, UsageError, listed
@@ -89,7 +92,7 @@ class Checkpoint:
                     f"checkpoint: {name} is a {type(value).__name__}, which has no load_state_dict: pass an object "
                     "with state_dict and load_state_dict, or a dict."
                 )
-            if name in (RUN, METRICS, "") or "/" in name or "\0" in name:
+            if name in (RUN, METRICS, "") or name.startswith(PREFIX) or "/" in name or "\0" in name:
                 raise UsageError(f"checkpoint: {name!r} can't be the name of an object, which is that of a file, too.")
         if keep < 1:
             raise UsageError(f"checkpoint: keep is {keep}, but must be at least 1.")
@@ -105,7 +108,8 @@ class Checkpoint:
         self._objects = objects
         self._config = dict(config)
         self._keep = keep
-        self._writer = ThreadPoolExecutor(1, "checkpoint") if background and communicator.is_main else None
+        writes = communicator.is_main or communicator.shards
+        self._writer = ThreadPoolExecutor(1, "checkpoint") if background and writes else None
         self._writing: Future[None] | None = None
         self._snapshot: dict[str, Any] | None = None
         self._unclaimed: int | None = None  # the step of another run's newest checkpoint, until resume or discard
@@ -172,10 +176,56 @@ class Checkpoint:
                 )
             metrics = metric_states.metrics_in(modules)
             states = metric_states.gather(self._communicator, metrics) if metrics else None
-            self._communicator.on_main(lambda: self._begin(randoms, states, ended, best=best))
+            parts, begun = self._sharded_parts() if self._communicator.shards else (None, None)
+            self._communicator.on_main(lambda: self._begin(parts, begun, randoms, states, ended, best=best))
+
+    def _sharded_parts(self) -> tuple[dict[str, Any], Path | None]:
+        """Return the states without shards, which each rank writes, and the folder where; or whole states. Collective.
+
+        Whole they are if rank 0 alone can write: to an object store, or to a folder that not all hosts see.
+        """
+        begun = self._communicator.on_main(self._begin_folder)
+        if begun is None or not all(self._communicator.all_gather_data(Path(begun).is_dir())):
+            return gather_shards(self._communicator, self._parts()), None
+        parts, own = separate(self._communicator, self._parts())
+        rank = self._communicator.rank
+        name, folder = file_name(rank), Path(begun)
+        if self._communicator.is_main:
+            parts[name] = own
+        elif rank < self._writers:
+            self._write_own(folder, name, own)
+        return parts, folder
+
+    def _begin_folder(self) -> str | None:
+        self._folder.check()
+        begun = self._folder.begin(self._step.global_step)
+        return None if begun is None else str(begun)
+
+    @property
+    def _writers(self) -> int:
+        """Number of ranks that together have all shards."""
+        return self._communicator.world_size // self._communicator.replicas
+
+    def _write_own(self, folder: Path, name: str, own: dict[str, Any]) -> None:
+        """Write this rank's file, or start to write a snapshot of it in the background."""
+        rank = self._communicator.rank
+        if self._writer is None:
+            write_own(folder, rank, name, own)
+            return
+        if self._writing is not None:
+            wait([self._writing])  # rank 0 has finished, so this is about to
+        self._snapshot = snapshot(own, self._snapshot)
+        self._submit(self._writer.submit(write_own, folder, rank, name, self._snapshot))
+
+    def _submit(self, writing: Future[None]) -> None:
+        self._writing = writing
+        _writing.add(writing)
+        writing.add_done_callback(_writing.discard)
 
     def _begin(
         self,
+        parts: dict[str, Any] | None,
+        begun: Path | None,
         randoms: list[dict[str, Any]],
         metrics: list[dict[str, Any]] | None,
         ended: EpochEnd | None,
@@ -184,19 +234,18 @@ class Checkpoint:
     ) -> None:
         """Write the state, or start to write a snapshot of it in the background."""
         number = self._step.global_step
-        parts = {name: self._state(value) for name, value in self._objects.items()}
+        parts = self._parts() if parts is None else parts
         if ended is not None:
             parts = ended.applied_to(parts)
         parts[RUN] = {"steps": number, "scaler": self._scaler_state(), "random": randoms}
         if metrics is not None:
             parts[METRICS] = metrics
         if self._writer is None:
-            self._write(number, parts, best)
+            self._write(number, parts, best, begun)
         else:
             self._snapshot = snapshot(parts, self._snapshot)
-            self._writing = self._writer.submit(self._write, number, self._snapshot, best)
-            _writing.add(self._writing)
-            self._writing.add_done_callback(_writing.discard)
+            self._submit(self._writer.submit(self._write, number, self._snapshot, best, begun))
+            assert self._writing is not None
             self._writing.add_done_callback(self._report)
 
     def _remove_newer(self) -> None:
@@ -244,7 +293,7 @@ class Checkpoint:
         if error is not None:
             raise CheckpointError(str(error)) from error
 
-    def _write(self, number: int, parts: dict[str, Any], best: bool) -> None:
+    def _write(self, number: int, parts: dict[str, Any], best: bool, begun: Path | None) -> None:
         best_step = number if best else self._best
         about = {
             "best": best_step,
@@ -258,7 +307,11 @@ class Checkpoint:
         if not self._began:
             self._remove_newer()
             self._began = True
-        self._folder.write(number, parts, about)
+        if begun is None:
+            self._folder.write(number, parts, about)
+        else:
+            others = partial(collect, begun, range(1, self._writers), self._settings.timeout_s)
+            self._folder.write(number, parts, about, begun, others)
         self._best = best_step  # not before: what was the best is kept if this one can't be written
         self._folder.point_to_best(best_step)
         prune(self._folder, self._keep, best_step)
@@ -266,6 +319,9 @@ class Checkpoint:
     def _modules(self) -> dict[str, nn.Module]:
         named = self._objects.items()
         return {name: self._prepared.unwrap(value) for name, value in named if isinstance(value, nn.Module)}
+
+    def _parts(self) -> dict[str, Any]:
+        return {name: self._state(value) for name, value in self._objects.items()}
 
     def _state(self, value: Any) -> Any:
         if isinstance(value, nn.Module):
@@ -379,10 +435,10 @@ class Checkpoint:
             else:
                 value.load_state_dict(state)
 
-        def device(path: Keys, form: Form) -> torch.device:
-            return _META if path[0] == "random" and path[1] != ranks.rank else _CPU
+        def new(path: Keys, form: Form) -> Tensor:
+            return form.empty(_META if path[0] == "random" and path[1] != ranks.rank else _CPU)
 
-        run = receive(ranks, parts[RUN], source(RUN), device=device, sent=sent)
+        run = receive(ranks, parts[RUN], source(RUN), new=new, sent=sent)
         self._step.global_step = self._continues_from = run["steps"]
         self._began = False  # later checkpoints are those of a branch that this run leaves
         if self._scaler is not None and run["scaler"] is not None:

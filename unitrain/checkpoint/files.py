@@ -15,6 +15,7 @@ from torch import nn
 
 from unitrain.checkpoint.mapped import MappedFiles
 from unitrain.checkpoint.reading import reason
+from unitrain.checkpoint.shards import gather_shards
 from unitrain.checkpoint.writing import check_part, write_part
 from unitrain.communicator import Communicator
 from unitrain.errors import CheckpointError, UsageError
@@ -35,10 +36,11 @@ def save(communicator: Communicator, prepared: PreparedModules, value: Any, path
         raise UsageError("save() got modules on some ranks only: pass the same objects on every rank.")
     # Rank 0's state is written, so its running statistics must cover the samples of all ranks.
     batch_norm.average_statistics(modules, communicator, prepared.shares)
+    states = gather_shards(communicator, _states(prepared, value)) if communicator.shards else None
 
     def write() -> None:
         try:
-            _write(_states(prepared, value), place)
+            _write(_states(prepared, value) if states is None else states, place)
         except CheckpointError:
             raise
         except Exception as error:  # pickling may raise any exception

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from unitrain.checkpoint import shards
 from unitrain.checkpoint.manifest import DamagedError, Manifest
 from unitrain.checkpoint.mapped import MappedFiles
 from unitrain.errors import CheckpointError
@@ -15,26 +17,34 @@ METRICS = "_metrics"
 """Parts of a checkpoint that are not an object's state."""
 
 
+Others = Callable[[], Mapping[str, Any]]
+"""Waits for the files that other ranks write, and returns what the manifest says of them."""
+
+
 class Saved(NamedTuple):
     """An intact checkpoint that is open."""
 
     manifest: Manifest
     parts: dict[str, Any]
-    """The states by name; their tensors are read from the disk when they are used."""
+    """The states by name; their tensors are read from the disk when they are used. Some are ``RowBlocks``."""
     files: MappedFiles
     name: str
     """Its path or URL."""
 
-    def checked(self) -> Saved:
-        """Return this checkpoint.
+    @staticmethod
+    def of(manifest: Manifest, parts: Mapping[str, Any], files: MappedFiles, name: str) -> Saved:
+        """Return the checkpoint ``name``, given the content of its files.
 
         Raises:
             DamagedError: it lacks what a run needs to continue.
         """
-        run = self.parts.get(RUN)
+        run = parts.get(RUN)
         if not isinstance(run, dict) or not {"steps", "scaler", "random"} <= set(run):
-            raise DamagedError(f"{self.name}: {RUN}.pt is missing, or lacks what a run needs to continue")
-        return self
+            raise DamagedError(f"{name}: {RUN}.pt is missing, or lacks what a run needs to continue")
+        try:
+            return Saved(manifest, shards.join(parts), files, name)
+        except Exception as error:  # files that were made by hand may contain anything
+            raise DamagedError(f"{name}: its shards do not fit its states: {error}") from error
 
 
 class Folder(Protocol):
@@ -61,13 +71,25 @@ class Folder(Protocol):
     def recover(self) -> None:
         """Bring back what a process that was killed had set aside for a new checkpoint of the same step."""
 
-    def write(self, step: int, parts: Mapping[str, Any], about: Mapping[str, Any]) -> None:
+    def begin(self, step: int) -> Path | None:
+        """Begin a checkpoint whose files several ranks write: return where, or None if only rank 0 can write here."""
+
+    def write(
+        self,
+        step: int,
+        parts: Mapping[str, Any],
+        about: Mapping[str, Any],
+        begun: Path | None = None,
+        others: Others = dict,
+    ) -> None:
         """Write a checkpoint, which is complete or not there. Remove what killed processes left incomplete.
 
         Args:
             step: number of the step.
             parts: states by name: tensors and plain data.
             about: plain data for the manifest.
+            begun: what ``begin`` returned.
+            others: waits for the files that other ranks write there, and returns what the manifest says of them.
         """
 
     def manifest(self, step: int) -> Manifest:

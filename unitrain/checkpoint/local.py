@@ -9,7 +9,7 @@ from typing import Any
 
 from unitrain.checkpoint import manifest as manifests
 from unitrain.checkpoint import storage
-from unitrain.checkpoint.folder import NotACheckpointError, Saved
+from unitrain.checkpoint.folder import NotACheckpointError, Others, Saved
 from unitrain.checkpoint.lock import FolderLock
 from unitrain.checkpoint.manifest import Manifest
 from unitrain.checkpoint.mapped import MappedFiles
@@ -57,10 +57,23 @@ class LocalFolder:
         """See ``Folder.recover``."""
         storage.recover(self._root)
 
-    def write(self, step: int, parts: Mapping[str, Any], about: Mapping[str, Any]) -> None:
-        """See ``Folder.write``."""
+    def begin(self, step: int) -> Path | None:
+        """See ``Folder.begin``."""
         storage.sweep(self._root)
-        storage.write(self._root, step, parts, about)
+        return storage.begin(self._root.resolve(), step)
+
+    def write(
+        self,
+        step: int,
+        parts: Mapping[str, Any],
+        about: Mapping[str, Any],
+        begun: Path | None = None,
+        others: Others = dict,
+    ) -> None:
+        """See ``Folder.write``."""
+        if begun is None:
+            storage.sweep(self._root)
+        storage.write(self._root, step, parts, about, begun=begun, others=others)
 
     def manifest(self, step: int) -> Manifest:
         """See ``Folder.manifest``."""
@@ -99,4 +112,4 @@ def checkpoint_in(folder: Path) -> Saved:
 def _opened(folder: Path) -> Saved:
     manifest = storage.verify(folder)
     files = MappedFiles()
-    return Saved(manifest, storage.read(folder, manifest.files, files), files, str(folder)).checked()
+    return Saved.of(manifest, storage.read(folder, manifest.files, files), files, str(folder))

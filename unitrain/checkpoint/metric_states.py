@@ -60,7 +60,7 @@ def gather(communicator: Communicator, metrics: Mapping[str, Any]) -> list[dict[
         mine = own if rank == communicator.rank else None
         device = _CPU if communicator.is_main else _META
         gathered.append(
-            receive(communicator, expected, mine, src=rank, own=mine, device=lambda path, form: device)  # noqa: B023
+            receive(communicator, expected, mine, src=rank, own=mine, new=lambda path, form: form.empty(device))  # noqa: B023
         )
     return gathered
 
@@ -128,10 +128,10 @@ def load(
     """
     mine = range(communicator.rank, len(expected), communicator.world_size)
 
-    def device(path: Keys, form: Form) -> torch.device:
-        return _CPU if path[0] in mine else _META
+    def new(path: Keys, form: Form) -> Tensor:
+        return form.empty(_CPU if path[0] in mine else _META)
 
-    saved = receive(communicator, expected, source, device=device)
+    saved = receive(communicator, expected, source, new=new)
     for name, metric in metrics.items():
         metric.reset()
         for number, rank in enumerate(mine if name in names else ()):

@@ -17,7 +17,7 @@ from typing import Any
 
 from unitrain.checkpoint import manifest as manifests
 from unitrain.checkpoint import storage
-from unitrain.checkpoint.folder import NotACheckpointError, Saved
+from unitrain.checkpoint.folder import NotACheckpointError, Others, Saved
 from unitrain.checkpoint.lease import Lease
 from unitrain.checkpoint.manifest import DamagedError, Manifest, folder_name
 from unitrain.checkpoint.mapped import MappedFiles
@@ -88,7 +88,18 @@ class RemoteFolder:
     def recover(self) -> None:
         """See ``Folder.recover``: nothing is ever set aside."""
 
-    def write(self, step: int, parts: Mapping[str, Any], about: Mapping[str, Any]) -> None:
+    def begin(self, step: int) -> Path | None:
+        """See ``Folder.begin``."""
+        return None
+
+    def write(
+        self,
+        step: int,
+        parts: Mapping[str, Any],
+        about: Mapping[str, Any],
+        begun: Path | None = None,
+        others: Others = dict,
+    ) -> None:
         """See ``Folder.write``."""
         folders = self._folders()
         complete = self._complete(folders)
@@ -217,7 +228,7 @@ def _opened(files: RemoteFiles, folder: str) -> Saved:
             storage.verify_file(Path(temporary, name), expected, files.name(remote))
         parts = storage.read(Path(temporary), manifest.files, mapped, shown=shown)
     # What is mapped stays on the disk until it is no longer used, although the files have no names any more.
-    return Saved(manifest, parts, mapped, shown).checked()
+    return Saved.of(manifest, parts, mapped, shown)
 
 
 def _check_space(needed: int, what: str) -> None:

@@ -29,6 +29,8 @@ def snapshot(state: Any, before: Any = None) -> Any:
 def _copy(value: Any, before: Any, devices: set[torch.device]) -> Any:
     """Start to copy, and add the GPUs that are copied from to ``devices``."""
     if isinstance(value, Tensor):
+        if value.is_meta:
+            return value  # it stands for shards
         if value.is_cuda:
             devices.add(value.device)
         if not isinstance(before, Tensor) or (before.shape, before.dtype) != (value.shape, value.dtype):

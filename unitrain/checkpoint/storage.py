@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -46,7 +46,42 @@ def step_of(folder: Path) -> int:
     return int(folder.name.removeprefix("step-"))
 
 
-def write(root: Path, step: int, parts: Mapping[str, Any], about: Mapping[str, Any]) -> Path:
+def begin(root: Path, step: int) -> Path:
+    """Make the temporary folder of a checkpoint, and return it.
+
+    Raises:
+        CheckpointError: it can't be made.
+    """
+    temporary = root / f".{folder_of(root, step).name}.{os.getpid()}.tmp"
+    with _errors_of(f"checkpoint {folder_of(root, step)} could not be written", root):
+        temporary.mkdir(parents=True)
+    return temporary
+
+
+def write_files(temporary: Path, parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Write each part to a file, checked and synced to the disk, and return what the manifest says of the files."""
+    files: dict[str, Any] = {}
+    with ThreadPoolExecutor(4, "checkpoint files") as threads:
+        # A file is checked and synced to the disk while the next one is written.
+        under_way = []
+        for name, value in parts.items():
+            path = temporary / f"{name}.pt"
+            files[path.name] = write_part(path, value)
+            under_way += [threads.submit(_sync_path, path), threads.submit(check_part, path)]
+        for one in under_way:
+            one.result()
+    return files
+
+
+def write(
+    root: Path,
+    step: int,
+    parts: Mapping[str, Any],
+    about: Mapping[str, Any],
+    *,
+    begun: Path | None = None,
+    others: Callable[[], Mapping[str, Any]] = dict,
+) -> Path:
     """Write a checkpoint of ``parts`` (by name: tensors and plain data) and return its folder.
 
     Args:
@@ -54,25 +89,16 @@ def write(root: Path, step: int, parts: Mapping[str, Any], about: Mapping[str, A
         step: number of the step.
         parts: the states by name, each written to a separate file.
         about: plain data for the manifest.
+        begun: the temporary folder, if ``begin`` has made it.
+        others: waits for the files of other ranks, and returns what the manifest says of them.
 
     Raises:
         CheckpointError: it could not be written; nothing of it is left.
     """
     final = folder_of(root, step)
-    temporary = root / f".{final.name}.{os.getpid()}.tmp"
+    temporary = begin(root, step) if begun is None else begun
     try:
-        root.mkdir(parents=True, exist_ok=True)
-        temporary.mkdir()
-        files: dict[str, Any] = {}
-        with ThreadPoolExecutor(4, "checkpoint files") as threads:
-            # A file is checked and synced to the disk while the next one is written.
-            under_way = []
-            for name, value in parts.items():
-                path = temporary / f"{name}.pt"
-                files[path.name] = write_part(path, value)
-                under_way += [threads.submit(_sync_path, path), threads.submit(check_part, path)]
-            for one in under_way:
-                one.result()
+        files = {**write_files(temporary, parts), **others()}
         with open(temporary / MANIFEST, "w") as file:
             file.write(manifests.to_json(step, about, files))
             file.flush()

@@ -46,6 +46,11 @@ class World:
         return self.processes > 1 and self.kind.watch_gradients is not Backend.watch_gradients
 
     @property
+    def shards(self) -> bool:
+        """Whether each rank has a part of every parameter."""
+        return self.processes > 1 and self.kind.shards
+
+    @property
     def for_unused_parameters(self) -> dict[str, Any]:
         """The settings that allow parameters to be unused in a step."""
         searches = "find_unused_parameters" in self.kind.Settings.model_fields

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,12 +34,19 @@ class EMA(nn.Module):
         prepared: the prepared modules.
         model: the model, as ``prepare`` returned it.
         decay: share of the average that a step keeps.
+        to_local: returns this rank's part of a weight, in the same memory.
 
     Raises:
         UsageError: the model was not prepared, its weights can't be averaged, or ``decay`` is not in [0, 1).
     """
 
-    def __init__(self, prepared: PreparedModules, model: nn.Module, decay: float) -> None:
+    def __init__(
+        self,
+        prepared: PreparedModules,
+        model: nn.Module,
+        decay: float,
+        to_local: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+    ) -> None:
         super().__init__()
         if not 0 <= decay < 1:
             raise UsageError(f"ema: decay is {decay}, but must be at least 0 and less than 1, like 0.999.")
@@ -57,14 +64,15 @@ class EMA(nn.Module):
                     f"ema: {name} is {str(weight.dtype).removeprefix('torch.')}, which is too coarse for an average: "
                     "keep the weights in float32, and set precision to bf16 or fp16 for the forward."
                 )
-        self._weights = list(self._named.values())
-        self._averages = [weight.detach().clone() for weight in self._weights]
-        self._average_of = {id(weight): average for weight, average in zip(self._weights, self._averages, strict=True)}
+        averages = [weight.detach().clone() for weight in self._named.values()]
+        self._average_of = {id(weight): average for weight, average in zip(self._named.values(), averages, strict=True)}
+        self._weights = [to_local(weight) for weight in self._named.values()]
+        self._averages = [to_local(average) for average in averages]
         # Layers without a forward hold the statistics that differ between ranks: they are averaged as a model's are.
         self._statistics = nn.ModuleList(
             _holder(layer, self._average_of) for layer in original.modules() if is_unsynchronised(layer)
         )
-        self._parameters_of_model = {weight for weight in self._weights if isinstance(weight, Parameter)}
+        self._parameters_of_model = {weight for weight in self._named.values() if isinstance(weight, Parameter)}
         self._update = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
         self._begun = False
         self._versions: list[int] = []
@@ -144,7 +152,7 @@ class EMA(nn.Module):
         self._note_versions()
 
     def _note_versions(self) -> None:
-        self._versions = [weight._version for weight in self._weights]
+        self._versions = [weight._version for weight in self._named.values()]
 
     @property
     def _is_swapped(self) -> bool:

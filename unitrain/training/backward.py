@@ -12,7 +12,6 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from unitrain.training.loss import Weight, refuse_a_second_backward
 from unitrain.training.window import Window
@@ -21,7 +20,7 @@ from unitrain.training.window import Window
 def run_backward(
     loss: Tensor,
     scale: Tensor | None,
-    inputs: Sequence[Parameter] | None,
+    inputs: Sequence[Tensor] | None,
     windows: Sequence[Window],
     weight: Weight,
     *,
@@ -35,7 +34,7 @@ def run_backward(
     Args:
         loss: scalar.
         scale: gradient scale; None means 1.
-        inputs: the parameters that get gradients; None means all.
+        inputs: the leaves of the graph that get gradients; None means all.
         windows: the accumulation windows that the gradients belong to.
         weight: weight of the loss; with 0 it has no effect on the gradients.
         on_host: whether the loss can be read without waiting for a GPU.
@@ -63,7 +62,7 @@ def run_backward(
             _run(loss, scale, inputs)
 
 
-def _run(loss: Tensor, scale: Tensor | None, inputs: Sequence[Parameter] | None) -> None:
+def _run(loss: Tensor, scale: Tensor | None, inputs: Sequence[Tensor] | None) -> None:
     try:
         loss.backward(scale, inputs=inputs)  # type: ignore[no-untyped-call]
     except RuntimeError as error:
@@ -74,7 +73,7 @@ def _run(loss: Tensor, scale: Tensor | None, inputs: Sequence[Parameter] | None)
 def _on_device(
     loss: Tensor,
     scale: Tensor | None,
-    inputs: Sequence[Parameter] | None,
+    inputs: Sequence[Tensor] | None,
     windows: Sequence[Window],
     distributed: bool,
 ) -> None:
@@ -93,7 +92,7 @@ def _replaced(windows: Sequence[Window], make: Callable[[Tensor], Tensor]) -> It
             stack.enter_context(window.local_gradients.ignored())
             for p in window.parameters:
                 if p.requires_grad:
-                    stack.enter_context(p.register_hook(make))  # type: ignore[no-untyped-call]
+                    stack.enter_context(window.leaf(p).register_hook(make))  # type: ignore[no-untyped-call]
         yield
 
 

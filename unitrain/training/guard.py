@@ -69,7 +69,7 @@ class GuardedStep:
                 return False, None
             optimizer.step()
             return True, None
-        norm = get_total_norm(gradients) if self._norm_tells else None
+        norm = self._norm(gradients) if self._norm_tells else None
         # If the norm is finite, all gradients are; if it is not, it may have overflowed.
         known = norm is not None and math.isfinite(sum(losses, norm).item())
         if not known and not self._are_finite(gradients, losses):
@@ -83,10 +83,18 @@ class GuardedStep:
         if self._clip_value is not None and gradients:
             _clamp(gradients, self._clip_value)
         if self._takes_norm and norm is None:
-            norm = get_total_norm(gradients)
+            norm = self._norm(gradients)
         if self._clip_norm is not None and norm is not None:
-            clip_grads_with_norm_(parameters, self._clip_norm, norm)
+            self._scale(parameters, gradients, self._clip_norm, norm)
         return norm
+
+    def _norm(self, gradients: list[Tensor]) -> Tensor:
+        """Return the 2-norm of all gradients together."""
+        return get_total_norm(gradients)
+
+    def _scale(self, parameters: Iterable[Parameter], gradients: list[Tensor], limit: float, norm: Tensor) -> None:
+        """Scale gradients whose norm is ``norm`` to ``limit``, if it is larger."""
+        clip_grads_with_norm_(parameters, limit, norm)
 
     def _are_finite(self, gradients: list[Tensor], losses: Sequence[Tensor]) -> bool:
         """Return whether all gradients and losses are finite. The host waits for the device."""
@@ -132,7 +140,7 @@ class GuardedStep:
         """Step with an optimizer that reads the flag on the device, and read the flag while its kernels run."""
         norm = None
         if self._takes_norm:
-            norm = get_total_norm(gradients)
+            norm = self._norm(gradients)
             torch.logical_not(sum(losses, norm).isfinite(), out=self._found)
         else:
             self._check(gradients, losses)
@@ -140,7 +148,7 @@ class GuardedStep:
         copied = torch.cuda.current_stream(self._found.device).record_event() if self._found.is_cuda else None
         if self._clip_norm is not None and norm is not None:
             # Clipping by a norm of NaN would make every gradient NaN, and hide which was the first.
-            clip_grads_with_norm_(parameters, self._clip_norm, torch.where(self._found > 0, 0.0, norm))
+            self._scale(parameters, gradients, self._clip_norm, torch.where(self._found > 0, 0.0, norm))
         states = len(optimizer.state)
         optimizer.found_inf = self._found  # type: ignore[attr-defined]
         try:

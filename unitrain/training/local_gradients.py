@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,10 +26,12 @@ class LocalGradients:
 
     Args:
         all_of_them: keep the gradients of all parameters, which doubles their memory.
+        leaf: returns the leaf of the graph for a parameter.
     """
 
-    def __init__(self, *, all_of_them: bool) -> None:
+    def __init__(self, *, all_of_them: bool, leaf: Callable[[Parameter], Tensor] = lambda p: p) -> None:
         self._all_of_them = all_of_them
+        self._leaf = leaf
         self._hooks: list[Any] = []
         self._kept: list[Tensor] = []
         self._keeps = True
@@ -46,7 +48,7 @@ class LocalGradients:
             small = (p for p in parameters if p.numel() <= _SMALL)
             first = next(small, min(parameters, key=Parameter.numel, default=None))
             parameters = [] if first is None else [first]
-        self._hooks = [p.register_hook(self._keep) for p in parameters]  # type: ignore[no-untyped-call]
+        self._hooks = [self._leaf(p).register_hook(self._keep) for p in parameters]  # type: ignore[no-untyped-call]
 
     def _keep(self, gradient: Tensor) -> Tensor | None:
         if self._keeps:

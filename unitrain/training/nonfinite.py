@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NoReturn
 
+from torch.nn import Parameter
+
 from unitrain.communicator import Communicator
 from unitrain.errors import NonFiniteError
 from unitrain.job.stopping import Stopped
@@ -41,18 +43,24 @@ class NonFinitePolicy:
         losses = window.loss_is_finite and all(bool(loss.isfinite()) for loss in window.losses)
         # The local ones, before they were averaged, as far as they were kept.
         gradients = distributed and window.local_gradients.are_finite()
-        finite = self._communicator.all_gather_data((losses, gradients))
-        bad_losses, bad_gradients = (
-            [rank for rank, is_good in enumerate(ranks) if not is_good] for ranks in zip(*finite, strict=True)
-        )
+        ranks = self._communicator.all_gather_data((losses, gradients, self._first_bad(window.parameters)))
+        bad_losses = [rank for rank, (is_good, _, _) in enumerate(ranks) if not is_good]
+        bad_gradients = [rank for rank, (_, is_good, _) in enumerate(ranks) if not is_good]
         if bad_losses:
             where = f"the loss of {_ranks(bad_losses)}"
         else:
             owners = f" of {_ranks(bad_gradients)}" if bad_gradients else ""
             where = f"a gradient{owners} (the losses of all ranks were finite)"
-        first = next((p for p in window.parameters if p.grad is not None and not is_finite(p.grad)), None)
-        named = "" if first is None else f"; first affected parameter: {self._prepared.name(first)}"
+        first = min((number for _, _, number in ranks if number is not None), default=None)  # of a shard on any rank
+        named = "" if first is None else f"; first affected parameter: {self._prepared.name(window.parameters[first])}"
         return f"not finite at step {step}: {where}{named}."
+
+    def _first_bad(self, parameters: Sequence[Parameter]) -> int | None:
+        """Return the position of the first parameter whose reduced gradient is not finite on this rank."""
+        for i, parameter in enumerate(parameters):
+            if parameter.grad is not None and not is_finite(self._communicator.to_local(parameter.grad)):
+                return i
+        return None
 
     def skips(self, message: str) -> bool:
         """Return whether the step is to be skipped, and if so print the message."""

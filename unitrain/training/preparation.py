@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from unitrain.backend import Backend
 from unitrain.communicator import Communicator
 from unitrain.config import StrategyConfig
 from unitrain.data.loop import BatchInUse
+from unitrain.data.structure import tensors
 from unitrain.errors import UsageError
 from unitrain.rng import seed_rank
 from unitrain.training import alike, batch_norm, supported
@@ -84,7 +84,7 @@ class Preparation:
         if module in self._prepared:
             raise UsageError(f"this {type(module).__name__} has already been prepared: prepare each module once.")
         supported.check_module(module)
-        module.to(self._communicator.device)
+        self._backend.place(module)
         # torch's own SyncBatchNorm layers are synchronised in any case.
         batch_norm.synchronise(
             self._prepared.unwrap(module),
@@ -99,7 +99,7 @@ class Preparation:
                 activation_checkpointing.apply(block, self._in_use)
         self._precision.apply(module)
         self._copy_from_rank_0(module)
-        self._prepared.add_names(module)
+        parameters = dict(self._prepared.unwrap(module).named_parameters())
         if self._config.compile:
             if self._communicator.world_size > 1:
                 # Hooks that are added later would make the compiler start again.
@@ -107,6 +107,8 @@ class Preparation:
             compile_in_place(module, self._config)
         wrapped = self._backend.wrap_model(module)
         self._prepared.add(wrapped, module)
+        self._prepared.add_names(module)
+        self._prepared.replace(parameters, module)
         return wrapped
 
     @torch.no_grad()
@@ -117,16 +119,19 @@ class Preparation:
             return
         named = [*module.named_parameters(), *module.named_buffers()]
         alike.check_models(ranks, named)
-        tensors = [tensor for _, tensor in named]
-        broadcast_tensors(ranks, tensors, tensors)
+        own = [tensor for _, tensor in named]
+        broadcast_tensors(ranks, own, own)
 
     def _optimizer(self, optimizer: Optimizer) -> None:
         supported.check_optimizer(optimizer)
+        self._prepared.update(optimizer)
         self._prepared.check([p for group in optimizer.param_groups for p in group["params"]])
         ranks = self._communicator
         if optimizer.state or ranks.world_size > 1:
             state = optimizer.state_dict()
-            expected = ranks.broadcast_object(outline(state) if state["state"] else None)
+            # State that the script has sharded itself is that of this rank.
+            own_is_kept = any(map(ranks.is_sharded, tensors(state["state"])))
+            expected = ranks.broadcast_object(outline(state) if state["state"] and not own_is_kept else None)
             if ranks.world_size > 1:
                 # With its state, rank 0's options are loaded on the other ranks, too.
                 alike.check_optimizers(ranks, self._prepared, optimizer, options=expected is None)
@@ -136,11 +141,11 @@ class Preparation:
         self._register(optimizer)
 
 
-def export(module: nn.Module) -> nn.Module:
-    """Return a plain copy of an original module on the CPU, in eval mode."""
+def export(module: nn.Module, backend: Backend) -> nn.Module:
+    """Return a plain copy of an original module on the CPU, in eval mode. Collective if it is sharded."""
     from unitrain.training import activation_checkpointing
 
-    plain = copy.deepcopy(module).cpu().eval()
+    plain = backend.copy_module(module).cpu().eval()
     activation_checkpointing.revert(plain)
     batch_norm.revert(plain)
     remove_hooks(plain)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from unitrain.data.shares import Shares
 from unitrain.errors import UsageError
@@ -38,12 +39,27 @@ class PreparedModules:
         self._originals: MutableMapping[nn.Module, nn.Module] = {}
         self._names: dict[Parameter, str] = {}
         self.shares = shares
+        self._replaced: dict[Parameter, Parameter] = {}
         self.swapped: dict[nn.Module, Exchange] = {}
 
     def add_names(self, module: nn.Module) -> None:
         """Record the names of a module's parameters."""
         # Without the prefix of a compiled module: messages and checkpoints use the names of the original.
         self._names.update({p: name for name, p in self.unwrap(module).named_parameters()})
+
+    def replace(self, parameters: Mapping[str, Parameter], module: nn.Module) -> None:
+        """Record which parameters of a module have replaced those that it had, by name."""
+        for name, parameter in self.unwrap(module).named_parameters():
+            if parameters[name] is not parameter:
+                self._replaced[parameters[name]] = parameter
+
+    def update(self, optimizer: Optimizer) -> None:
+        """Give an optimizer the parameters that have replaced its own, in place. Its state stays."""
+        for group in optimizer.param_groups:
+            group["params"] = [self._replaced.get(p, p) for p in group["params"]]
+        for old, new in self._replaced.items():
+            if old in optimizer.state:
+                optimizer.state[new] = optimizer.state.pop(old)
 
     def add(self, wrapped: nn.Module, module: nn.Module) -> None:
         """Record the module that ``prepare`` returns for ``module``: a wrapper, or ``module`` itself."""
@@ -81,7 +97,7 @@ class PreparedModules:
 
     def has(self, parameter: Parameter) -> bool:
         """Return whether a parameter belongs to a prepared module."""
-        return parameter in self._names
+        return parameter in self._names or parameter in self._replaced
 
     def name(self, parameter: Parameter) -> str:
         """Return a parameter's name in its module."""
@@ -95,7 +111,14 @@ class PreparedModules:
         """
         if not self._distributed:
             return
-        missing = [p for p in parameters if not self.has(p)]
+        missing = [p for p in parameters if p not in self._names]
+        replaced = [self._names[self._replaced[p]] for p in missing if p in self._replaced]
+        if replaced:
+            raise UsageError(
+                f"the optimizer has {len(replaced)} parameters ({', '.join(replaced[:3])}, ...) that prepare() has "
+                "replaced by shards, so it would change nothing: pass the optimizer to prepare(), with the model or "
+                "after it."
+            )
         if missing:
             shapes = ", ".join(str(tuple(p.shape)) for p in missing[:3])
             raise UsageError(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from operator import is_
 from typing import Any, NamedTuple, Protocol
 
@@ -116,6 +117,13 @@ class TrainingStep:
         self._guarded_step: OptimizerStep = GuardedStep(
             communicator.device, config.clip_norm, config.clip_value, measure_norm=config.grad_norm
         )
+        self._gradients: Callable[[Iterable[Parameter]], list[Tensor]] = _gradients
+        if communicator.shards:
+            from unitrain.training.sharded_guard import ShardedGuardedStep
+
+            self._guarded_step = ShardedGuardedStep(communicator, config.clip_norm, config.clip_value, config.grad_norm)
+            self._gradients = partial(_local_gradients, to_local=backend.to_local)
+        self._backend = backend
         self._copies = CopyCheck(communicator)
         self._direct_steps = DirectStepCheck(prepared.has) if self._distributed else None
         self._unscaled = False
@@ -155,8 +163,9 @@ class TrainingStep:
         if window is None:
             if not isinstance(optimizer, Optimizer):
                 raise UsageError(f"step() and backward() take torch optimizers, not {type(optimizer).__name__}.")
-            local = LocalGradients(all_of_them=self._debug)
-            window = self._windows[optimizer] = Window(optimizer, f"optimizer {len(self._windows)}", local)
+            local = LocalGradients(all_of_them=self._debug, leaf=self._backend.leaf)
+            name = f"optimizer {len(self._windows)}"
+            window = self._windows[optimizer] = Window(optimizer, name, local, self._backend)
             self._arm_counted(window)
         return window
 
@@ -294,7 +303,7 @@ class TrainingStep:
                 self._check_the_ranks(loss, windows)
         inputs = None
         if len(windows) < len(self._windows):
-            inputs = [p for window in windows for p in window.trained]
+            inputs = [window.leaf(p) for window in windows for p in window.trained]
             if not all(window.looked_at for window in windows):
                 refuse_reentrant_checkpointing(loss)
                 for window in windows:
@@ -352,9 +361,8 @@ class TrainingStep:
         window.parameters = [p for group in window.optimizer.param_groups for p in group["params"]]
         self._prepared.check(window.parameters)
         before = set(map(id, window.trained))
-        for p in trained:
-            if id(p) not in before:
-                p.grad = None  # left by a backward for another optimizer
+        # Left by a backward for another optimizer.
+        window.drop_gradients([p for p in trained if id(p) not in before])
         if self._distributed:
             window.local_gradients.watch(trained)
             window.finishers = self._reduction.finishers(trained)
@@ -458,7 +466,7 @@ class TrainingStep:
         """Finish averaging and make the step. Return whether the optimizer stepped, and the norm of the gradients."""
         if self._distributed:
             self._finish(window)
-        gradients = _gradients(window.parameters)
+        gradients = self._gradients(window.parameters)
         if window.weight is not None or window.micro_batches != self._accumulate:
             self._rescale(window, gradients)
         if self._scaler is not None and gradients:
@@ -544,3 +552,7 @@ def _observed(observers: Sequence[StepObserver]) -> Iterator[None]:
 
 def _gradients(parameters: Iterable[Parameter]) -> list[Tensor]:
     return [gradient for p in parameters if (gradient := p.grad) is not None]
+
+
+def _local_gradients(parameters: Iterable[Parameter], to_local: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    return [to_local(gradient) for gradient in _gradients(parameters)]

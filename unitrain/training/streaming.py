@@ -1,6 +1,7 @@
 """Broadcasts tensors in small buffers, whatever their sizes, and the nested state that holds them.
 
-At most one buffer of the state is held twice. On a GPU, only that buffer passes through its memory.
+At most one buffer of the state is held twice. On a GPU, only that buffer passes through its memory. Of a tensor that is
+sharded, each rank keeps its own shard, and never has more of it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ _CPU = torch.device("cpu")
 
 Keys = tuple[Any, ...]
 """The keys and positions that lead to a value in nested state."""
+New = Callable[[Keys, "Form"], Tensor]
+"""Makes the tensor of a path and a form that is received."""
 Sent = Callable[[], object]
 """Called on the sending rank when a buffer has been filled."""
 
@@ -34,17 +37,53 @@ class Form:
         self.dtype: torch.dtype = tensor.dtype
         self._stride: tuple[int, ...] = torch.empty_like(tensor, device="meta").stride()  # without gaps
 
-    def fits(self, value: object) -> bool:
+    def describes(self, tensor: Tensor) -> bool:
+        """Return whether a tensor has this shape and dtype."""
+        return (tuple(tensor.shape), tensor.dtype) == (self.shape, self.dtype)
+
+    def fits(self, value: object) -> TypeGuard[Tensor]:
         """Return whether a tensor of this form can be copied into ``value``."""
         return (
             _is_dense(value)
-            and (tuple(value.shape), value.dtype) == (self.shape, self.dtype)
+            and self.describes(value)
             and all(stride or size < 2 for size, stride in zip(value.shape, value.stride(), strict=True))
         )
 
     def empty(self, device: torch.device) -> Tensor:
         """Return a new tensor of this form."""
         return torch.empty_strided(self.shape, self._stride, dtype=self.dtype, device=device)
+
+
+class RowBlocks:
+    """A tensor in blocks of rows, as several ranks have written it.
+
+    Args:
+        blocks: dense tensors that are alike except for their first dimension, which may be 0.
+    """
+
+    def __init__(self, blocks: Sequence[Tensor]) -> None:
+        self.blocks: Sequence[Tensor] = blocks
+
+    def rows(self, start: int, end: int) -> Source:
+        """Return views of rows; a tensor if they are in one block."""
+        found, first = [], 0
+        for block in self.blocks:
+            view = block[max(start - first, 0) : max(end - first, 0)]
+            first += len(block)
+            if len(view):
+                found.append(view)
+        return found[0] if len(found) == 1 else RowBlocks(found)
+
+    @property
+    def form(self) -> Form:
+        """The form of the tensor as a whole."""
+        first = self.blocks[0]
+        shape = (sum(map(len, self.blocks)), *first.shape[1:])
+        return Form(torch.empty(shape, dtype=first.dtype, device="meta"))
+
+
+Source = Tensor | RowBlocks
+"""What a tensor is received from."""
 
 
 def _form(plain: tuple[Keys, torch.dtype, Keys]) -> Form:
@@ -57,7 +96,13 @@ plain_data.register(Form, lambda form: (form.shape, form.dtype, form._stride), _
 
 def outline(state: Any) -> Any:
     """Return nested state with the forms of its dense tensors instead of the tensors."""
-    return _mapped(state, lambda value: Form(value) if _is_dense(value) else value)
+
+    def formed(value: Any) -> Any:
+        if isinstance(value, RowBlocks):
+            return value.form
+        return Form(value) if _is_dense(value) else value
+
+    return _mapped(state, formed)
 
 
 def receive(
@@ -67,7 +112,7 @@ def receive(
     *,
     src: int = 0,
     own: Any = None,
-    device: Callable[[Keys, Form], torch.device] = lambda path, form: _CPU,
+    new: New = lambda path, form: form.empty(_CPU),
     sent: Sent = lambda: None,
 ) -> Any:
     """Return rank ``src``'s nested state on every rank. Collective.
@@ -78,17 +123,22 @@ def receive(
         source: the state; ignored on other ranks than ``src``.
         src: the rank that has the state.
         own: nested state of this rank. Its tensors are overwritten and returned, where they have the expected form.
-        device: the device of a new tensor; the meta device for one that this rank does not need.
+        new: makes the other tensors; on the meta device if this rank does not need it.
         sent: called on rank ``src`` when a buffer has been filled.
     """
     owned = dict(_leaves(own))
-    targets = [
-        owned[path] if form.fits(owned.get(path)) else form.empty(device(path, form))
-        for path, form in _leaves(expected)
-        if isinstance(form, Form)
-    ]
+
+    def target(path: Keys, form: Form) -> Tensor:
+        found = owned.get(path)
+        if communicator.is_sharded(found) and form.describes(found):
+            return found
+        return found if form.fits(found) else new(path, form)
+
+    targets = [target(path, form) for path, form in _leaves(expected) if isinstance(form, Form)]
     sends = communicator.rank == src
-    sources = [value for _, value in _leaves(source) if _is_dense(value)] if sends else targets
+    sources: Sequence[Source] = targets
+    if sends:
+        sources = [value for _, value in _leaves(source) if isinstance(value, RowBlocks) or _is_dense(value)]
     broadcast_tensors(communicator, targets, sources, src=src, sent=sent)
     filled = iter(targets)
     return _mapped(expected, lambda value: next(filled) if isinstance(value, Form) else value)
@@ -109,13 +159,19 @@ def receive_optimizer(
     # Optimizers number their parameters in order, so the numbers are those of the state.
     parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
 
-    def device(path: Keys, form: Form) -> torch.device:
+    def new(path: Keys, form: Form) -> Tensor:
         # The optimizer moves counts of steps itself, where it wants them on the device.
         parameter = parameters.get(path[1]) if len(path) == 3 and form.shape else None
-        return _CPU if parameter is None else parameter.device
+        if parameter is None:
+            return form.empty(_CPU)
+        if communicator.is_sharded(parameter) and tuple(parameter.shape) == form.shape:
+            return torch.empty_like(parameter.detach(), dtype=form.dtype)
+        return form.empty(parameter.device)
 
     own = optimizer.state_dict()
-    optimizer.load_state_dict(receive(communicator, expected, source, own=own, device=device, sent=sent))
+    if communicator.shards and not any(communicator.is_sharded(value) for _, value in _leaves(own["state"])):
+        own = {}  # from before its parameters were sharded: no memory to receive shards in
+    optimizer.load_state_dict(receive(communicator, expected, source, own=own, new=new, sent=sent))
 
 
 def _is_dense(value: object) -> TypeGuard[Tensor]:
@@ -153,7 +209,7 @@ def _leaves(value: Any, path: Keys = ()) -> Iterator[tuple[Keys, Any]]:
 def broadcast_tensors(
     communicator: Communicator,
     targets: Sequence[Tensor],
-    sources: Sequence[Tensor],
+    sources: Sequence[Source],
     *,
     src: int = 0,
     sent: Sent = lambda: None,
@@ -162,17 +218,22 @@ def broadcast_tensors(
 
     Args:
         communicator: the communicator of this process.
-        targets: dense tensors with the same shapes and dtypes on all ranks, on any device.
-        sources: the tensors that are sent, which may be the targets; on other ranks any of these forms.
+        targets: tensors with the same shapes and dtypes on all ranks, on any device: dense, or shards of dense ones.
+        sources: what is sent, which may be the targets themselves; ignored on other ranks.
         src: the rank that sends.
         sent: called on rank ``src`` when a buffer has been filled.
     """
     sends = communicator.rank == src
-    for pieces in _buffers(zip(targets, sources, strict=True)):
+    pairs = (
+        pair
+        for target, source in zip(targets, sources if sends else targets, strict=True)
+        for pair in _by_shard(communicator, target, source)
+    )
+    for pieces in _buffers(pairs):
         buffer = torch.empty(_slots_end(pieces), dtype=torch.uint8, device=communicator.device)
         if sends:
             for (_, source), slot in _with_slots(pieces, buffer):
-                slot.copy_(source)
+                _fill(slot, source)
             sent()
         buffer = communicator.broadcast(buffer, src)
         for (target, source), slot in _with_slots(pieces, buffer):
@@ -180,15 +241,39 @@ def broadcast_tensors(
                 target.copy_(slot)
 
 
-def _same_memory(target: Tensor, source: Tensor) -> bool:
-    return not target.is_meta and target.data_ptr() == source.data_ptr()
+def _by_shard(communicator: Communicator, target: Tensor, source: Source) -> Iterator[tuple[Tensor, Source]]:
+    """Yield the shards of a target that are not empty, and what is to become of them."""
+    if source is target and not communicator.is_sharded(target):
+        yield target, target
+        return
+    end = 0
+    for shard in communicator.shards_of(target):
+        start, end = end, end + len(shard) if shard.dim() else 0
+        if shard.numel():
+            yield shard, shard if source is target else source if shard is target else _rows(source, start, end)
 
 
-Pieces = list[tuple[Tensor, Tensor]]
+def _rows(source: Source, start: int, end: int) -> Source:
+    return source.rows(start, end) if isinstance(source, RowBlocks) else source[start:end]
+
+
+def _fill(slot: Tensor, source: Source) -> None:
+    if isinstance(source, Tensor):
+        slot.copy_(source)
+        return
+    for part, block in zip(torch.split(slot, [len(block) for block in source.blocks]), source.blocks, strict=True):
+        part.copy_(block)
+
+
+def _same_memory(target: Tensor, source: Source) -> bool:
+    return isinstance(source, Tensor) and not target.is_meta and target.data_ptr() == source.data_ptr()
+
+
+Pieces = list[tuple[Tensor, Source]]
 """Views of targets and of their sources."""
 
 
-def _buffers(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[Pieces]:
+def _buffers(pairs: Iterable[tuple[Tensor, Source]]) -> Iterator[Pieces]:
     """Yield the pieces that share a buffer."""
     pieces: Pieces = []
     size = 0
@@ -204,16 +289,18 @@ def _buffers(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[Pieces]:
         yield pieces
 
 
-def _pieces(target: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def _pieces(target: Tensor, source: Source) -> Iterator[tuple[Tensor, Source]]:
     """Yield views of two tensors of one shape, each at most as large as a buffer."""
     if target.nbytes <= BUFFER_BYTES:
         yield target, source
     elif len(target) == 1:
-        yield from _pieces(target[0], source[0])
+        row = _rows(source, 0, 1)
+        assert isinstance(row, Tensor)  # a row is in one block
+        yield from _pieces(target[0], row[0])
     else:
         rows = max(1, BUFFER_BYTES * len(target) // target.nbytes)
-        for pair in zip(torch.split(target, rows), torch.split(source, rows), strict=True):
-            yield from _pieces(*pair)
+        for start in range(0, len(target), rows):
+            yield from _pieces(target[start : start + rows], _rows(source, start, start + rows))
 
 
 def _aligned(size: int) -> int:
@@ -224,7 +311,7 @@ def _slots_end(pieces: Pieces) -> int:
     return sum(_aligned(target.nbytes) for target, _ in pieces)
 
 
-def _with_slots(pieces: Pieces, buffer: Tensor) -> Iterator[tuple[tuple[Tensor, Tensor], Tensor]]:
+def _with_slots(pieces: Pieces, buffer: Tensor) -> Iterator[tuple[tuple[Tensor, Source], Tensor]]:
     """Yield each piece with its part of the buffer, as a tensor of its shape and dtype."""
     start = 0
     for target, source in pieces:

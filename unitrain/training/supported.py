@@ -40,7 +40,8 @@ def check_module(module: nn.Module) -> None:
     # Sharded parameters are DTensors, or flat parameters of FSDP's first version.
     if any(hasattr(p, "placements") or hasattr(p, "_is_flat_param") for p in parameters):
         raise UsageError(
-            "the model is sharded already (FSDP, tensor parallelism), which no backend supports: pass the whole model."
+            "the model is sharded already, by FSDP or tensor parallelism, or as a part of a prepared model: pass the "
+            "whole model as it was built. The backend fsdp shards it."
         )
     devices = sorted({str(p.device) for p in parameters if p.device.type != "cpu"})
     if len(devices) > 1:

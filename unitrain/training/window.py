@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from unitrain.backend import Backend
 from unitrain.data.sharding import MicroBatch
 from unitrain.errors import UsageError
 from unitrain.training.local_gradients import LocalGradients
@@ -20,15 +21,21 @@ class Window:
         optimizer: the optimizer whose gradients are accumulated.
         name: unique among optimizers, and the same on all ranks.
         local_gradients: keeps local gradients of this rank.
+        backend: has the leaves of the graph for parameters, and their gradients.
+
+    Attributes:
+        leaf: returns the leaf of the graph for a parameter.
     """
 
     __slots__ = (
-        "complete", "finishers", "fresh", "groups", "late", "local_gradients", "looked_at", "loss_is_finite", "losses",
-        "micro_batch", "micro_batches", "name", "optimizer", "parameters", "reduced", "total_wait", "trained", "weight",
-        "witness",
+        "complete", "drop_gradients", "finishers", "fresh", "groups", "late", "leaf", "local_gradients", "looked_at",
+        "loss_is_finite", "losses", "micro_batch", "micro_batches", "name", "optimizer", "parameters", "reduced",
+        "total_wait", "trained", "weight", "witness",
     )  # fmt: skip
 
-    def __init__(self, optimizer: Optimizer, name: str, local_gradients: LocalGradients) -> None:
+    def __init__(self, optimizer: Optimizer, name: str, local_gradients: LocalGradients, backend: Backend) -> None:
+        self.leaf: Callable[[Parameter], Tensor] = backend.leaf
+        self.drop_gradients: Callable[[Sequence[Parameter]], None] = backend.drop_gradients
         self.optimizer: Optimizer = optimizer
         self.name: str = name
         self.local_gradients: LocalGradients = local_gradients
@@ -41,8 +48,7 @@ class Window:
 
     def clear(self) -> None:
         """Drop everything that was accumulated, including gradients, and start a new window."""
-        for p in self.parameters:
-            p.grad = None
+        self.drop_gradients(self.parameters)
         self.local_gradients.clear()
         self.micro_batch: MicroBatch | None = None  # of the last backward
         self.micro_batches: int = 0  # completed by update()

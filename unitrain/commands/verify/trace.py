@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,12 +29,17 @@ class Trace:
     error: str | None = None
     """Why the case was not finished."""
 
-    def watch(self, optimizer: Optimizer) -> None:
-        """Record the gradients of every step of ``optimizer`` from now on."""
+    def watch(self, optimizer: Optimizer, full: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> None:
+        """Record the gradients of every step of ``optimizer`` from now on.
+
+        Args:
+            optimizer: the optimizer.
+            full: returns all of a gradient that may be sharded.
+        """
 
         def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-            self.gradients.append(torch.cat([g.detach().double().reshape(-1).cpu() for g in gradients]))
+            self.gradients.append(torch.cat([full(g.detach()).double().reshape(-1).cpu() for g in gradients]))
 
         optimizer.register_step_pre_hook(before_step)
 

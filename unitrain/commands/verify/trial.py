@@ -31,7 +31,7 @@ def train(case: Case, init: Callable[..., unitrain.Strategy]) -> tuple[int, Trac
         settings["shares"] = (3, *[1] * (detect(os.environ).world_size - 1))
     with init(**settings) as strategy:
         model, optimizer, scheduler = strategy.prepare(*build(case))
-        trace.watch(optimizer)
+        trace.watch(optimizer, strategy.full_tensor)
         loader = strategy.dataloader(Digits(case.samples), global_batch_size=case.global_batch)
         samples: list[int] = []
         for _ in loader.epochs(case.steps):

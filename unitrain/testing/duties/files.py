@@ -13,7 +13,7 @@ from torch.nn.functional import mse_loss
 from torch.optim import SGD
 
 from unitrain import CheckpointError, UsageError
-from unitrain.testing.duties.models import SAMPLES, Net, assert_bit_equal_on_all_ranks, assert_same, samples, sgd
+from unitrain.testing.duties.models import SAMPLES, Net, assert_bit_equal_on_all_ranks, assert_same, samples, sgd, whole
 from unitrain.testing.duty import duty
 from unitrain.testing.worlds import World
 
@@ -58,7 +58,7 @@ def saves_and_loads(world: World) -> None:
         loaded = strategy.load(path)
         assert list(loaded["model"]) == keys
         assert loaded["model"]["1.running_mean"].tolist() == [(strategy.world_size - 1) / 2] * 3
-        assert torch.equal(loaded["model"]["0.weight"], strategy.broadcast(model.get_parameter("0.weight")))
+        assert torch.equal(loaded["model"]["0.weight"], whole(model.get_parameter("0.weight")))
         assert loaded["optimizer"]["state"][0]["momentum_buffer"].shape == (3, 3)
         assert (loaded["list"], loaded["rank"]) == ([1, "two", None], 0)
 
@@ -109,4 +109,5 @@ def continues_where_it_stopped(world: World) -> None:
                 if strategy.global_step == last_step:
                     break
             assert_bit_equal_on_all_ranks(strategy, model)
-    assert_same(model, expected)
+            if last_step is None:
+                assert_same(model, expected)

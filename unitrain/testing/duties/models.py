@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
@@ -80,9 +82,19 @@ def train_both(
         by_hand.step()
 
 
-def flat(model: nn.Module) -> Tensor:
+def whole(tensor: Tensor) -> Tensor:
+    """Return all of a tensor of which a rank may have a shard, as a DTensor. Collective then."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return what this rank has of a tensor."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def flat(model: nn.Module, part: Callable[[Tensor], Tensor] = whole) -> Tensor:
     """Return all parameters and buffers of a model in one tensor."""
-    return torch.cat([t.detach().double().reshape(-1) for t in (*model.parameters(), *model.buffers())])
+    return torch.cat([part(t.detach()).double().reshape(-1) for t in (*model.parameters(), *model.buffers())])
 
 
 def assert_same(model: nn.Module, expected: nn.Module) -> None:

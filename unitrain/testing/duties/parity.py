@@ -17,7 +17,7 @@ from torch.optim import SGD
 from unitrain.commands.verify import cases, comparison, plain, trial
 from unitrain.commands.verify.cases import Case
 from unitrain.commands.verify.trace import Trace
-from unitrain.testing.duties.models import assert_bit_equal_on_all_ranks
+from unitrain.testing.duties.models import assert_bit_equal_on_all_ranks, whole
 from unitrain.testing.duty import compresses, duty
 from unitrain.testing.ranks import run_ranks
 from unitrain.testing.worlds import World
@@ -73,7 +73,9 @@ def _train_compressed(world: World, compression: str) -> None:
             by_hand.zero_grad()
             expected(rows).square().mean().backward()
             by_hand.step()
-        difference = max(_largest(p - q) for p, q in zip(model.parameters(), expected.parameters(), strict=True))
+        difference = max(
+            _largest(whole(p.detach()) - q) for p, q in zip(model.parameters(), expected.parameters(), strict=True)
+        )
         assert 0 < difference < 5e-3, f"weights differ by {difference}, but must differ by rounding, and by no more"
         assert_bit_equal_on_all_ranks(strategy, model)
 

@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
 
-from unitrain import CommunicationError, UsageError
-from unitrain.testing.duties.models import Net, assert_bit_equal_on_all_ranks, assert_same, sgd, train_both
+from unitrain import CommunicationError, Strategy, UsageError
+from unitrain.testing.duties.models import Net, assert_bit_equal_on_all_ranks, assert_same, sgd, train_both, whole
 from unitrain.testing.duty import duty, several_processes
 from unitrain.testing.worlds import World
 
 
 @duty()
 def preparation(world: World) -> None:
-    """Objects keep their identity; weights, buffers and optimizer state become those of rank 0."""
+    """Objects keep their identity, unless they are sharded; weights, buffers and state become those of rank 0."""
     with world.open(sync_batchnorm=True) as strategy:
         model = Net(seed=strategy.rank, norm=True)
         turn = torch.polar(torch.ones(3), torch.full((3,), float(strategy.rank)))
@@ -39,9 +39,9 @@ def preparation(world: World) -> None:
         returned = strategy.prepare(scheduler, model, optimizer)  # in any order
         assert returned[0] is scheduler
         assert returned[2] is optimizer
-        assert all(p is parameters[name] for name, p in model.named_parameters())
+        assert world.shards or all(p is parameters[name] for name, p in model.named_parameters())
         assert all(p is q for p, q in zip(optimizer.param_groups[0]["params"], model.parameters(), strict=True))
-        assert torch.equal(optimizer.state[model.first.weight]["momentum_buffer"], strategy.broadcast(momentum))
+        assert torch.equal(whole(optimizer.state[model.first.weight]["momentum_buffer"]), strategy.broadcast(momentum))
         assert strategy.unwrap(returned[1]) is model
         assert strategy.unwrap(model) is model
         assert list(strategy.unwrap(returned[1]).state_dict()) == keys
@@ -63,26 +63,16 @@ def preparation(world: World) -> None:
 
 @duty()
 def copies_and_exports(world: World) -> None:
-    """A deep copy, such as an average of weights, works by itself, and an export is a plain model."""
+    """A deep copy, such as an average of weights, works by itself or is refused, and an export is a plain model."""
     with world.open(sync_batchnorm=True, precision="bf16") as strategy:
         model = Net(norm=True).float()
         prepared, optimizer = strategy.prepare(model, SGD(model.parameters(), lr=0.1))
-        average = copy.deepcopy(prepared)
         x = torch.randn(4, 4) + strategy.rank
-        with strategy.evaluation(prepared, average):
-            assert torch.equal(average(x), prepared(x))
-            assert average(x).dtype == torch.bfloat16
-        strategy.step(prepared(x).float().pow(2).mean(), optimizer)
-        with strategy.evaluation(prepared, average):
-            assert not torch.equal(average(x), prepared(x))
-        with torch.no_grad():
-            for ours, theirs in zip(average.parameters(), prepared.parameters(), strict=True):
-                ours.lerp_(theirs, 0.5)
-        assert all(p.grad is None for p in average.parameters())
-        strategy.step(prepared(x).float().pow(2).mean(), optimizer)  # the copy has not got in the way
-        assert list(strategy.unwrap(average).state_dict()) == list(model.state_dict())
-        assert type(strategy.export(average)) is Net
-
+        if world.shards:
+            with pytest.raises(UsageError, match=r"use strategy\.ema"):
+                copy.deepcopy(prepared)
+        else:
+            _train_beside_a_copy(strategy, prepared, optimizer, x)
         exported = strategy.export(prepared)
         plain = Net(norm=True).float()
         assert [type(layer) for layer in exported.modules()] == [type(layer) for layer in plain.modules()]
@@ -95,7 +85,28 @@ def copies_and_exports(world: World) -> None:
         torch.save(exported, io.BytesIO())
     # and after the end
     assert strategy.unwrap(prepared) is model
-    assert type(strategy.export(prepared)) is Net
+    if world.shards:
+        with pytest.raises(UsageError, match=r"call export\(\) before"):
+            strategy.export(prepared)
+    else:
+        assert type(strategy.export(prepared)) is Net
+
+
+def _train_beside_a_copy(strategy: Strategy, prepared: nn.Module, optimizer: SGD, x: Tensor) -> None:
+    average = copy.deepcopy(prepared)
+    with strategy.evaluation(prepared, average):
+        assert torch.equal(average(x), prepared(x))
+        assert average(x).dtype == torch.bfloat16
+    strategy.step(prepared(x).float().pow(2).mean(), optimizer)
+    with strategy.evaluation(prepared, average):
+        assert not torch.equal(average(x), prepared(x))
+    with torch.no_grad():
+        for ours, theirs in zip(average.parameters(), prepared.parameters(), strict=True):
+            ours.lerp_(theirs, 0.5)
+    assert all(p.grad is None for p in average.parameters())
+    strategy.step(prepared(x).float().pow(2).mean(), optimizer)  # the copy has not got in the way
+    assert list(strategy.unwrap(average).state_dict()) == list(strategy.unwrap(prepared).state_dict())
+    assert type(strategy.export(average)) is Net
 
 
 @duty()

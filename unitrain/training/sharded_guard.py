@@ -1,0 +1,77 @@
+"""The optimizer's step with gradients of which each rank has a part: all ranks check and clip them alike."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.nn.utils import get_total_norm
+from torch.optim import Optimizer
+
+from unitrain.communicator import Communicator
+from unitrain.training.guard import GuardedStep
+
+
+class ShardedGuardedStep(GuardedStep):
+    """A ``GuardedStep`` that is given the local parts of gradients. Collective.
+
+    Whether all are finite, or their norm, takes one all-reduce of one element in a step.
+
+    Args:
+        communicator: the communicator of this process.
+        clip_norm: as in ``GuardedStep``.
+        clip_value: as in ``GuardedStep``.
+        measure_norm: as in ``GuardedStep``.
+    """
+
+    def __init__(
+        self, communicator: Communicator, clip_norm: float | None, clip_value: float | None, measure_norm: bool
+    ) -> None:
+        super().__init__(communicator.device, clip_norm, clip_value, measure_norm)
+        self._communicator = communicator
+        self._sharded: list[Tensor] = []
+        self._replicated: list[Tensor] = []
+
+    def __call__(
+        self,
+        optimizer: Optimizer,
+        parameters: Iterable[Parameter],
+        gradients: list[Tensor],
+        losses: Sequence[Tensor] = (),
+    ) -> tuple[bool, Tensor | None]:
+        """See ``GuardedStep``."""
+        whole = [p.grad for p in parameters if p.grad is not None]
+        pairs = list(zip(gradients, whole, strict=True))
+        self._sharded = [local for local, gradient in pairs if local is not gradient]
+        self._replicated = [local for local, gradient in pairs if local is gradient]
+        try:
+            return super().__call__(optimizer, parameters, gradients, losses)
+        finally:
+            self._sharded, self._replicated = [], []  # their memory is needed
+
+    def _norm(self, gradients: list[Tensor]) -> Tensor:
+        """Return the 2-norm over all ranks. What every rank has is counted once."""
+        # In float64, as the norm of no gradients at all would be in float32, and squares overflow.
+        device = self._communicator.device
+        sharded, replicated = (
+            get_total_norm(some).to(device, torch.float64).square() for some in (self._sharded, self._replicated)
+        )
+        self._communicator.all_reduce_async(sharded, "sum", "gradients.norm")()
+        norm = (sharded / self._communicator.replicas + replicated).sqrt()
+        return norm.to(gradients[0].dtype.to_real()) if gradients else norm.float()
+
+    def _scale(self, parameters: Iterable[Parameter], gradients: list[Tensor], limit: float, norm: Tensor) -> None:
+        factor = torch.clamp(limit / (norm + 1e-6), max=1.0)  # as torch's clip_grads_with_norm_
+        by_dtype = defaultdict(list)
+        for gradient in gradients:
+            by_dtype[gradient.dtype].append(gradient)
+        for alike in by_dtype.values():
+            torch._foreach_mul_(alike, factor.to(alike[0].device))
+
+    def _check(self, gradients: list[Tensor], losses: Sequence[Tensor]) -> None:
+        """Set the flag to 1 if a gradient or a loss is not finite on any rank."""
+        super()._check(gradients, losses)
+        self._communicator.all_reduce_async(self._found, "max", "gradients.found")()
