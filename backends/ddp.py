@@ -2,54 +2,37 @@
 
 from __future__ import annotations
 
-import os
-import re
 import weakref
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import ClassVar, Literal, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.nn import Parameter
 
-from unitrain.backend import Backend, Wait
+from unitrain.backend import Backend
 from unitrain.config import Section, StrategyConfig
-from unitrain.errors import CommunicationError, ConfigError, UsageError
+from unitrain.errors import ConfigError, UsageError
 from unitrain.launch.detect import Launch
-from unitrain.launch.rendezvous import rendezvous
 
-from .ddp_devices import any_shared, gpu_id
-from .ddp_group import CoreGroup
+from .ddp_base import ProcessGroupBackend
 from .ddp_module import AveragingModule
 from .ddp_powersgd import add_power_sgd
 from .ddp_settings import DDPSettings
 
-_AFTER_WATCH_S = 60.0
 _COMPILED = "_orig_mod."  # torch.compile's prefix of names
 _HOOKS = {"fp16": fp16_compress_hook, "bf16": bf16_compress_hook}
 
 
-class DDPBackend(Backend):
-    """torch's DistributedDataParallel. The core's collectives use a separate process group.
-
-    On one group, ranks whose BatchNorm collectives and DDP collectives are ordered differently would abort inside gloo.
-    """
+class DDPBackend(ProcessGroupBackend):
+    """torch's DistributedDataParallel."""
 
     name = "ddp"
     Settings: ClassVar[type[Section]] = DDPSettings
-    served_by = "torchrun, mpirun, srun or unitrain.spawn"
     compressions: ClassVar[tuple[str, ...]] = (*Backend.compressions, "powersgd")
     gradient_reduction: Literal["sum", "mean"] = "mean"
-
-    @classmethod
-    def is_engine_error(cls, error: BaseException) -> bool:
-        """Return whether an error comes from torch.distributed. gloo raises plain RuntimeErrors."""
-        if isinstance(error, dist.DistError):
-            return True
-        return isinstance(error, RuntimeError) and bool(re.search("gloo|NCCL|ProcessGroup", str(error)))
 
     @classmethod
     def check(cls, config: StrategyConfig, launch: Launch) -> None:
@@ -62,14 +45,7 @@ class DDPBackend(Backend):
                 f"ddp.static_graph is true, and accumulate is {config.accumulate}; they are mutually exclusive: DDP "
                 "fails if a static graph skips a reduction."
             )
-        if settings.communication != "nccl":
-            return
-        if not (dist.is_nccl_available() and torch.cuda.is_available()) or config.device == "cpu":
-            raise ConfigError(
-                "ddp.communication is nccl, which needs a CUDA GPU for every process and a torch built with NCCL; this "
-                f"host has {torch.cuda.device_count()} visible GPUs, and device is {config.device!r}. Set "
-                "ddp.communication to auto or gloo."
-            )
+        super().check(config, launch)
 
     def __init__(self, config: StrategyConfig, launch: Launch, device: torch.device) -> None:
         super().__init__(config, launch, device)
@@ -78,66 +54,15 @@ class DDPBackend(Backend):
         self._averaged: dict[Parameter, AveragingModule] = {}
         self._names: dict[Parameter, str] = {}
         self._armed = True
-        self._adopted = dist.is_initialized()
         if config.deterministic:
             self.gradient_reduction = "sum"  # of the core's buckets: DDP rebuilds its own after the first step
-
-    def start(self) -> tuple[int, int]:
-        """Initialise the default process group, or use the script's, and make a group for the core."""
-        timeout = timedelta(seconds=self.config.timeout_s)
-        if not self._adopted:
-            if self.launch.local_world_size == self.world_size:
-                os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else it listens where other hosts can reach it
-            store = rendezvous(self.launch, self.config.timeout_s)
-            library = self._library(store)
-            if library == "nccl":
-                # NCCL's watchdog aborts the process. The job's watch, which reports the reason, must come first.
-                timeout += timedelta(seconds=_AFTER_WATCH_S)
-            try:
-                dist.init_process_group(
-                    library,
-                    store=store,
-                    rank=self.rank,
-                    world_size=self.world_size,
-                    timeout=timeout,
-                    # Without it, NCCL guesses the device from LOCAL_RANK or the rank.
-                    device_id=self.device if library == "nccl" else None,
-                )
-            except dist.DistError as error:
-                raise CommunicationError(
-                    f"rank {self.rank} of {self.world_size} could not initialise the process group at "
-                    f"{self.launch.address or 'rank 0'} within {self.config.timeout_s:g} s: {error}"
-                ) from error
-        self._group = CoreGroup(timeout)
-        return dist.get_rank(), dist.get_world_size()
-
-    def _library(self, store: dist.Store) -> str:
-        """Return the communication library, the same on all ranks."""
-        wanted = str(self.settings.communication)
-        if self.device.type != "cuda":
-            return "gloo" if wanted == "auto" else wanted
-        shared = self.world_size > 1 and any_shared(store, gpu_id(self.device), self.world_size)
-        if shared and wanted == "nccl":
-            raise ConfigError(
-                "ddp.communication is nccl, which needs a separate GPU for every process, but some of the "
-                f"{self.world_size} processes share one (device is {self.config.device!r}): start at most one process "
-                "per GPU, or set ddp.communication to auto or gloo."
-            )
-        return "gloo" if shared else "nccl" if wanted == "auto" else wanted
 
     def close(self, *, failed: bool) -> None:
         """Destroy the process groups made here, unless that would need other ranks, which may be gone."""
         self._wrapped.clear()
         self._averaged.clear()
         self._names.clear()
-        if failed and dist.is_initialized() and "nccl" in dist.get_backend():
-            return  # destroying NCCL communicators waits for the other ranks of the host
-        if not failed:
-            # gloo's threads end with the last reference to their group. If one frees the tensor of a finished work
-            # while Python shuts down, the process aborts.
-            self._group.close()
-        if not self._adopted and dist.is_initialized():
-            dist.destroy_process_group()
+        super().close(failed=failed)
 
     def wrap_model(self, module: nn.Module) -> nn.Module:
         """Return the module in torch's DDP; unchanged if it is frozen, or with ``deterministic``."""
@@ -203,28 +128,15 @@ class DDPBackend(Backend):
             if not (late or some_unused):
                 self._check_all_used(averaged)
             if late:
-                self._average(parameters)
+                self.average(parameters)
             elif others:
-                self._average(others)
+                self.average(others)
             if self.config.debug:
                 # Otherwise the next forward does this, a collective that the ranks have not compared.
                 for wrapped in self._wrapped:
                     wrapped.reducer._rebuild_buckets()
 
         return finish
-
-    def _average(self, parameters: Sequence[Parameter]) -> None:
-        """Average gradients that DDP did not. Those that it has averaged are equal on all ranks, and stay the same."""
-        used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=self.device)
-        self.all_reduce(used, "max", "gradients.used")()
-        for p, is_used in zip(parameters, used.tolist(), strict=True):
-            if not is_used:
-                continue
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
-            gradient = p.grad.contiguous()
-            self.all_reduce(gradient, "sum", "gradients.late")()
-            p.grad.copy_(gradient.div_(self.world_size))
 
     def _check_all_used(self, parameters: Sequence[Parameter]) -> None:
         unused = [p for p in parameters if p.grad is None]
@@ -235,15 +147,3 @@ class DDPBackend(Backend):
                 "for the gradients of all: set ddp.find_unused_parameters to true, or freeze them "
                 "(requires_grad_(False)) before prepare()."
             )
-
-    def all_reduce(self, tensor: Tensor, op: str, name: str) -> Wait:
-        """All-reduce in the core's process group."""
-        return self._group.all_reduce(tensor, op)
-
-    def all_gather(self, tensor: Tensor, name: str) -> Callable[[], Tensor]:
-        """All-gather in the core's process group."""
-        return self._group.all_gather(tensor)
-
-    def broadcast(self, tensor: Tensor, src: int, name: str) -> Wait:
-        """Broadcast in the core's process group."""
-        return self._group.broadcast(tensor, src)

@@ -28,6 +28,8 @@ WORLDS = [
     World("ddp", 1, "python"),
     World("ddp", 2),
     World("ddp", 3),
+    World("fsdp", 2),
+    World("fsdp", 3),
     World("store", 2, path=PLUGIN),
 ]
 WITH_HOROVOD = [World("horovod", size, horovodrun_environments) for size in (2, 3)]
@@ -85,7 +87,7 @@ def test_backend_of_a_third_party_is_listed_but_not_imported(monkeypatch: pytest
     for folder in PLUGIN:
         monkeypatch.syspath_prepend(folder)
     monkeypatch.delitem(sys.modules, "unitrain_store", raising=False)
-    assert backend_names() == ["data_parallel", "ddp", "horovod", "single", "store"]
+    assert backend_names() == ["data_parallel", "ddp", "fsdp", "horovod", "single", "store"]
     assert "unitrain_store" not in sys.modules
 
 

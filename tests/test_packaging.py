@@ -133,7 +133,7 @@ def test_what_the_wheel_declares_is_enough(release: Release, tmp_path: Path) -> 
     assert Path(found["file"]).is_relative_to(tmp_path / LIBRARY)
     losses = found["losses"]
     assert "unitrain install-horovod" in losses.pop("horovod")  # which no index has as a wheel
-    assert list(losses) == ["data_parallel", "ddp", "single"]
+    assert list(losses) == ["data_parallel", "ddp", "fsdp", "single"]
     assert all(loss == pytest.approx(losses["single"], abs=1e-6) for loss in losses.values())
 
 

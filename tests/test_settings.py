@@ -553,6 +553,15 @@ DEVICES = or_none(st.lists(st.integers(0, 64), min_size=1, unique=True).map(tupl
 
 SECTIONS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     "data_parallel": {"device_ids": DEVICES},
+    "fsdp": {
+        "communication": st.sampled_from(["auto", "nccl", "gloo"]),
+        "wrap": or_none(
+            st.integers(1, 10**12) | st.lists(st.from_regex(r"[A-Z][a-z]{0,8}", fullmatch=True)).map(tuple)
+        ),
+        "reshard_after_forward": st.booleans(),
+        "find_unused_parameters": st.booleans(),
+        "shards": st.sampled_from(["all", "host"]),
+    },
     "ddp": {
         "communication": st.sampled_from(["auto", "nccl", "gloo"]),
         "find_unused_parameters": st.booleans(),

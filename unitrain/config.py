@@ -65,7 +65,7 @@ class StrategyConfig(Section):
     """
 
     backend: Annotated[str, Field(min_length=1, json_schema_extra={"allowed": "auto or a backend's name"})] = "auto"
-    """Backend: single, data_parallel, ddp, horovod or a plug-in; auto chooses by launcher and GPUs."""
+    """Backend: single, data_parallel, ddp, fsdp, horovod or a plug-in; auto chooses by launcher and GPUs."""
     device: Annotated[
         str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]+)?)$", json_schema_extra={"allowed": "auto, cpu, cuda or cuda:N"})
     ] = "auto"

@@ -43,4 +43,5 @@ class StrategySettings(TypedDict, total=False):
     # ``dict[str, Any]``, as in ``init(**{...})``, or in a StrategyConfig.
     data_parallel: Section | Mapping[str, Any]
     ddp: Section | Mapping[str, Any]
+    fsdp: Section | Mapping[str, Any]
     horovod: Section | Mapping[str, Any]

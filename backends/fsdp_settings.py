@@ -1,0 +1,33 @@
+"""Settings of the backend fsdp."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator
+
+from unitrain.config import Section
+
+
+class FSDPSettings(Section):
+    """Settings of the backend fsdp (torch's fully_shard)."""
+
+    communication: Literal["auto", "nccl", "gloo"] = "auto"
+    """Communication library; auto: nccl if every process has a separate GPU, else gloo."""
+    wrap: Annotated[
+        tuple[str, ...] | Annotated[int, Field(ge=1)] | None,
+        Field(json_schema_extra={"allowed": "names of classes, a number of parameters or null"}),
+    ] = None
+    """Modules to gather one at a time: of these classes, or of this size; null: the children of lists of modules."""
+    reshard_after_forward: bool = True
+    """Free what was gathered after the forward and gather it again in the backward: less memory, slower."""
+    find_unused_parameters: bool = False
+    """Allow steps that don't use all parameters; the whole model is gathered at once then, which takes more memory."""
+    shards: Literal["all", "host"] = "all"
+    """Divide parameters among all ranks, or among those of each host; hosts then have replicas."""
+
+    @field_validator("wrap", mode="before")
+    @classmethod
+    def _read_size(cls, value: Any) -> Any:
+        """Read a number, which flags and environment variables write as text, before it is taken for a list."""
+        return int(value) if isinstance(value, str) and value.isdecimal() else value

@@ -1,0 +1,38 @@
+"""The tensors of torch's fully_shard: DTensors that are divided in their first dimension."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+
+def to_local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor, in the same memory."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Return all of a tensor. Collective if it is a DTensor."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def shards_of(tensor: Tensor) -> Sequence[Tensor]:
+    """Return the parts of all ranks in order; on the meta device, except this rank's."""
+    if not isinstance(tensor, DTensor):
+        return (tensor,)
+    dimension = next((i for i, one in enumerate(tensor.placements) if one == Shard(0)), None)
+    if dimension is None:
+        return (tensor._local_tensor,)
+    size, own = tensor.device_mesh.size(dimension), tensor.device_mesh.get_local_rank(dimension)
+    # As torch.chunk divides: the last parts may be smaller, or empty.
+    rows = -(-tensor.shape[0] // size)
+    counts = [max(0, min(rows, tensor.shape[0] - rank * rows)) for rank in range(size)]
+    return [
+        tensor._local_tensor
+        if rank == own
+        else torch.empty((count, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
+        for rank, count in enumerate(counts)
+    ]
