@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +15,7 @@ import torch
 from needs import HOROVOD
 from ranks import run_ranks
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, StepLR
@@ -193,6 +196,49 @@ def test_weights_are_gathered_in_bf16_where_autocast_would_convert_them() -> Non
     losses, dtypes = run_ranks(train_in_bf16, "fsdp")[0]
     assert dtypes == {(True, torch.bfloat16), (False, torch.float32)}
     assert losses == pytest.approx(run_ranks(train_in_bf16, "ddp")[0][0], rel=1e-5)
+
+
+# ----------------------------------------------------------------------------------------------------------- memory
+
+LAYERS, LAYER_MB = 12, 4
+MB = 2**20
+
+
+def alive_mb() -> float:
+    """Return the memory of all tensors of this process."""
+    gc.collect()
+    sizes: dict[int, int] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # some modules warn as they are looked at
+        for found in gc.get_objects():
+            if isinstance(found, Tensor) and type(found) in (Tensor, nn.Parameter, DTensor):
+                storage = getattr(found, "_local_tensor", found).untyped_storage()
+                sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values()) / MB
+
+
+def occupied(folder: str) -> tuple[float, float]:
+    """Return the memory of tensors after two steps, and after they were saved and resumed."""
+    with unitrain.init(backend="fsdp", device="cpu", timeout_s=60, threads_per_process=1) as strategy:
+        before = alive_mb()
+        model = nn.Sequential(*(nn.Linear(1024, LAYER_MB * 256, bias=False) for _ in range(LAYERS)))
+        model, optimizer = strategy.prepare(model, AdamW(model.parameters()))
+        inputs = torch.full((2, 1024), 1.0 + strategy.rank)
+        for _ in range(2):
+            strategy.step(model(inputs).square().mean(), optimizer)
+        stepped = alive_mb() - before
+        checkpoint = strategy.checkpoint(folder, background=False, model=model, optimizer=optimizer)
+        checkpoint.save()
+        checkpoint.resume()
+        return stepped, alive_mb() - before
+
+
+def test_a_rank_has_its_share_of_weights_and_state_and_nothing_more(tmp_path: Path) -> None:
+    """Gradients are gone after a step. FSDP keeps a buffer of the size of a unit."""
+    share = 3 * LAYERS * LAYER_MB / 2
+    for found in run_ranks(occupied, str(tmp_path)):
+        for memory in found:
+            assert share <= memory <= share + LAYER_MB + 1
 
 
 # ------------------------------------------------------------------------------------------------------ preparation

@@ -78,8 +78,8 @@ class BatchFinder:
         _check(config, loader, compute_loss, optimizers)
         if communicator.shards:
             raise UsageError(
-                "find_micro_batch_size tries sizes on each rank alone, but the forward of a sharded model needs all ranks: "
-                "set accumulate yourself."
+                "find_micro_batch_size tries sizes on each rank alone, but the forward of a sharded model needs all "
+                "ranks: set accumulate yourself."
             )
         self._communicator = communicator
         self._step = step
