@@ -64,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"unitrain {version('unitrain')}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     _add_bench(commands)
+    _add_checkpoint(commands)
     _add_conform(commands)
     _add_doctor(commands)
     _add_install_horovod(commands)
@@ -108,6 +109,25 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("target", type=_path, metavar="TARGET", help="path of a recipe; options of bench go before it")
     parser.add_argument("flags", nargs=argparse.REMAINDER, metavar="FLAG", help="flags for the recipe")
     parser.set_defaults(run=_run_bench)
+
+
+def _add_checkpoint(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    summary = "show what is in a checkpoint, or write the whole weights in it to one file"
+    parser = commands.add_parser("checkpoint", help=summary, description=_sentence(summary))
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    path = "folder of a checkpoint, or of a run, whose newest checkpoint is taken"
+    summary = "verify a checkpoint, and list its tensors"
+    inspect = actions.add_parser("inspect", help=summary, description=_sentence(summary))
+    inspect.add_argument("path", type=_path, metavar="PATH", help=path)
+    inspect.set_defaults(run=_run_checkpoint_inspect)
+    summary = "write the state of one object to a file, with whole tensors"
+    merge = actions.add_parser("merge", help=summary, description=_sentence(summary))
+    merge.add_argument("path", type=_path, metavar="PATH", help=path)
+    merge.add_argument(
+        "-o", "--output", type=_path, metavar="FILE", required=True, help="a .safetensors file, or one for torch.load"
+    )
+    merge.add_argument("--object", default="model", metavar="NAME", help="name of the object (default: %(default)s)")
+    merge.set_defaults(run=_run_checkpoint_merge)
 
 
 def _add_conform(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -193,6 +213,22 @@ def _run_bench(arguments: argparse.Namespace) -> int:
         output=arguments.output,
         picture=not arguments.no_picture,
     )
+
+
+def _run_checkpoint_inspect(arguments: argparse.Namespace) -> int:
+    from unitrain.commands.checkpoint import inspect
+
+    for line in inspect(arguments.path):
+        print(line)
+    return 0
+
+
+def _run_checkpoint_merge(arguments: argparse.Namespace) -> int:
+    from unitrain.commands.checkpoint import merge
+
+    merge(arguments.path, arguments.output, arguments.object)
+    print(f"written: {arguments.output}")
+    return 0
 
 
 def _run_conform(arguments: argparse.Namespace) -> int:
