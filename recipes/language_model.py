@@ -151,9 +151,10 @@ def main() -> None:
         if strategy.global_step >= last_step:
             break
     strategy.save(model, folder.path / "model.pt")
+    # By all ranks, which may each have a part of the weights.
+    written = gpt.generate(net, [text.BEGIN, *settings.prompt.encode()], settings.sample)
     if strategy.is_main:
         figures.draw_curves(folder.path, {"perplexity": ["train_perplexity", "val_perplexity"]})
-        written = gpt.generate(net, [text.BEGIN, *settings.prompt.encode()], settings.sample)
         print(f"---- a sample ----\n{settings.prompt}{bytes(written).decode(errors='replace')}\n----")
     folder.close()
     strategy.print(f"best validation perplexity {progress['best_perplexity']:.3f}; results are in {folder.path}")

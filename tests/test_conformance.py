@@ -29,13 +29,15 @@ WORLDS = [
     World("ddp", 2),
     World("ddp", 3),
     World("fsdp", 2),
-    World("fsdp", 3),
     World("store", 2, path=PLUGIN),
 ]
+SLOW = [World("fsdp", 3)]
 WITH_HOROVOD = [World("horovod", size, horovodrun_environments) for size in (2, 3)]
 
 
-@pytest.mark.parametrize(("world", "duty"), [*parameters(WORLDS), *parameters(WITH_HOROVOD, HOROVOD)])
+@pytest.mark.parametrize(
+    ("world", "duty"), [*parameters(WORLDS), *parameters(SLOW, pytest.mark.soak), *parameters(WITH_HOROVOD, HOROVOD)]
+)
 def test_contract(request: pytest.FixtureRequest, world: World, duty: Duty) -> None:
     check(request, world, duty)
 

@@ -59,7 +59,7 @@ def test_ranks_train_the_same_model(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ("--strategy.precision=fp64", "--max-steps=5", "--resume=never")
     alone = run_ranks(train, *flags, nprocs=1, timeout=120)[0]
     starts: list[tuple[Literal["spawn", "horovodrun"], tuple[str, ...]]] = [
-        ("spawn", ()), ("spawn", ("--strategy.accumulate=2",)),
+        ("spawn", ()), ("spawn", ("--strategy.accumulate=2",)), ("spawn", ("--strategy.backend=fsdp",)),
     ]  # fmt: skip
     if not HOROVOD.args[0]:
         starts.append(("horovodrun", ("--find-micro-batch-size=true",)))
