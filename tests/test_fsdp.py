@@ -381,6 +381,9 @@ def misuse() -> list[str]:
             lambda: strategy.all_reduce(next(iter(model.parameters()))),
             lambda: strategy.prepare(nn.Sequential(model.blocks[0])),
             lambda: strategy.prepare(nn.ModuleDict({"layer": nn.Linear(2, 2)})),
+            lambda: strategy.find_micro_batch_size(
+                strategy.dataloader(texts(), global_batch_size=8), lambda batch: loss_of(model, *batch), optimizer
+            ),
         )
         for call in calls:
             try:
@@ -397,7 +400,8 @@ def misuse() -> list[str]:
 
 def test_what_can_t_be_done_with_shards_is_refused_with_a_remedy() -> None:
     for said in run_ranks(misuse):
-        mixed, reduced, shared, container, unused = said
+        mixed, reduced, shared, container, found, unused = said
+        assert "the forward of a sharded model needs all ranks: set accumulate yourself" in found
         assert mixed == "RuntimeError"
         assert "all_reduce does not support shards: pass strategy.full_tensor(tensor)" in reduced
         assert "sharded already, by FSDP or tensor parallelism, or as a part of a prepared model" in shared

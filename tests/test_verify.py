@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from needs import HOROVOD
 
 from unitrain.backend import backend_names
 from unitrain.commands.launchers import launch_environment
@@ -98,16 +98,27 @@ def run_verify(*arguments: str, path: Path | None = None) -> subprocess.Complete
 
 @pytest.mark.launcher
 @pytest.mark.timeout(600)  # two minutes on two free cores, and more on busy ones
-def test_everything_installed_trains_as_the_plain_loop_does(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "single", "data_parallel", "ddp", pytest.param("horovod", marks=HOROVOD),
+        pytest.param("fsdp", marks=pytest.mark.soak),  # test_conformance.py trains the same cases
+        pytest.param(None, marks=pytest.mark.soak),  # all of them
+    ],
+)  # fmt: skip
+def test_a_backend_trains_as_the_plain_loop_does(tmp_path: Path, backend: str | None) -> None:
     output = tmp_path / "verdicts.json"
-    done = run_verify("--output", str(output))
+    done = run_verify("--output", str(output), *(() if backend is None else ("--backend", backend)))
     assert done.returncode == 0, done.stdout + done.stderr
     verdicts = json.loads(output.read_text())
-    assert len(verdicts) == len(CASES) * len(find_worlds(backend_names()))
-    expected = [("torchrun x2", "ddp"), ("torchrun x3", "ddp"), ("mpirun x3", "ddp")]
-    if importlib.util.find_spec("horovod") is not None:
-        expected += [("mpirun x2", "horovod"), ("mpirun x3", "horovod"), ("horovodrun x2", "horovod")]
-    assert set(expected) <= {(v["world"], v["backend"]) for v in verdicts}
+    assert len(verdicts) == len(CASES) * len(find_worlds(backend_names() if backend is None else [backend]))
+    worlds = {
+        "ddp": {"torchrun x2", "torchrun x3", "mpirun x3"},
+        "fsdp": {"torchrun x2", "torchrun x3", "mpirun x3"},
+        "horovod": {"mpirun x2", "mpirun x3", "horovodrun x2"},
+    }
+    for name in {v["backend"] for v in verdicts}:
+        assert worlds.get(name, {"python x1"}) <= {v["world"] for v in verdicts if v["backend"] == name}
     exact = [v for v in verdicts if v["tolerance"] == 1e-9]
     assert max(max(v["loss"], v["gradient"], v["weight"]) for v in exact) < 1e-9
 
