@@ -28,16 +28,20 @@ WORLDS = [
     World("ddp", 1, "python"),
     World("ddp", 2),
     World("ddp", 3),
-    World("fsdp", 2),
     World("store", 2, path=PLUGIN),
 ]
-SLOW = [World("fsdp", 3)]
+# Its process groups are those of ddp, so what duties of these modules demand is tested above.
+WITH_GROUPS_OF_DDP = ("lifecycle", "verbs", "collectives", "failures")
+WITH_SHARDS = [
+    pytest.param(*one.values, id=one.id, marks=[*one.marks, *([pytest.mark.soak] if is_slow else [])])
+    for world in (World("fsdp", 2), World("fsdp", 3))
+    for one in parameters([world])
+    for is_slow in [world.processes > 2 or one.values[1].module in WITH_GROUPS_OF_DDP]
+]
 WITH_HOROVOD = [World("horovod", size, horovodrun_environments) for size in (2, 3)]
 
 
-@pytest.mark.parametrize(
-    ("world", "duty"), [*parameters(WORLDS), *parameters(SLOW, pytest.mark.soak), *parameters(WITH_HOROVOD, HOROVOD)]
-)
+@pytest.mark.parametrize(("world", "duty"), [*parameters(WORLDS), *WITH_SHARDS, *parameters(WITH_HOROVOD, HOROVOD)])
 def test_contract(request: pytest.FixtureRequest, world: World, duty: Duty) -> None:
     check(request, world, duty)
 

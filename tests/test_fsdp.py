@@ -161,7 +161,10 @@ def train_in_ways(ways: list[dict[str, Any]]) -> list[tuple[list[float], State, 
     return [train(2, {"backend": "fsdp", **way}) for way in ways]
 
 
-@pytest.mark.parametrize(("world", "ways"), [(2, WAYS), (3, WAYS[:2])])
+@pytest.mark.parametrize(
+    ("world", "ways"),
+    [(2, WAYS[:3]), *(pytest.param(*slow, marks=pytest.mark.soak) for slow in ((2, WAYS[3:]), (3, WAYS)))],
+)
 def test_losses_and_weights_are_those_of_a_plain_loop_and_each_rank_has_a_share(world: int, ways: Any) -> None:
     expected = by_hand(2)
     assert not torch.equal(expected[1]["words.weight"], made()[0].words.weight)
@@ -439,6 +442,7 @@ def test_a_checkpoint_is_resumed_by_any_backend_on_any_number_of_ranks(tmp_path:
     assert_close(found, expected, first=3)
 
 
+@pytest.mark.soak  # the chain above, with others
 @HOROVOD
 def test_what_fsdp_has_saved_is_resumed_by_horovod_and_the_other_way_round(tmp_path: Path) -> None:
     expected, folder = by_hand(3), str(tmp_path)
