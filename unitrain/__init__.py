@@ -6,6 +6,7 @@ The names below are imported on first use: ``unitrain --help`` does not need tor
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -90,6 +91,11 @@ if not TYPE_CHECKING:  # otherwise a type checker would accept any misspelled na
         return value
 
 
+@cache
+def _freeze_once() -> None:
+    gc.freeze()  # gc.get_freeze_count(), to find out whether it was done, takes 15 ms
+
+
 @contextmanager
 def _without_collections() -> Iterator[None]:
     """Import without collecting garbage, and leave what exists after the first import out of later collections.
@@ -102,8 +108,7 @@ def _without_collections() -> Iterator[None]:
     try:
         yield
     finally:
-        if not gc.get_freeze_count():
-            gc.freeze()
+        _freeze_once()
         if enabled:
             gc.enable()
 
