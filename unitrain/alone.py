@@ -22,7 +22,7 @@ class Alone(LocalBackend):
 
     def __init__(self, backend: Backend) -> None:
         super().__init__(backend.config, backend.launch, backend.device)
-        self.world_size = backend.world_size
+        self.world_size: int = backend.world_size
 
     def all_reduce(self, tensor: Tensor, op: str, name: str) -> Wait:
         """Multiply a sum by the world size. Maximum and minimum are the tensor itself."""

@@ -25,7 +25,7 @@ class DirectStepCheck:
     """
 
     def __init__(self, is_prepared: Callable[[Parameter], bool]) -> None:
-        self.allowed = False
+        self.allowed: bool = False
         self._is_prepared = is_prepared
         self._harmless: WeakSet[Optimizer] = WeakSet()
         self._hook = register_optimizer_step_pre_hook(self._check)
