@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -244,3 +245,10 @@ assert not gc.isenabled()
 
 def test_an_import_collects_no_garbage_and_leaves_torch_out_of_later_collections() -> None:
     subprocess.run([sys.executable, "-c", COLLECTIONS], check=True, timeout=60)
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton, which this build of torch does not bring")
+def test_what_is_left_out_of_collections_is_collected_at_the_end() -> None:
+    """Triton's library prints which of its objects are left then. torch's compiler imports it."""
+    code = "import torch._dynamo, triton._C.libtriton, unitrain; unitrain.init"
+    assert python("-c", code).stderr == ""

@@ -3,6 +3,7 @@
 The names below are imported on first use: ``unitrain --help`` does not need torch, whose import takes seconds.
 """
 
+import atexit
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -94,6 +95,7 @@ if not TYPE_CHECKING:  # otherwise a type checker would accept any misspelled na
 @cache
 def _freeze_once() -> None:
     gc.freeze()  # gc.get_freeze_count(), to find out whether it was done, takes 15 ms
+    atexit.register(gc.unfreeze)  # else libraries that count their objects at the end report leaks, as triton's does
 
 
 @contextmanager
