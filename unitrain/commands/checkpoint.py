@@ -29,7 +29,7 @@ def inspect(path: Path) -> Iterator[str]:
     """Verify a checkpoint, and yield lines that say what is in it.
 
     Args:
-        path: its folder, or that of a run, whose newest checkpoint is taken.
+        path: its folder, or that of checkpoints, whose newest is taken.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
@@ -49,7 +49,7 @@ def merge(path: Path, output: Path, name: str = "model") -> None:
     """Write the state of one object of a checkpoint to a file, with whole tensors.
 
     Args:
-        path: the checkpoint's folder, or that of a run, whose newest checkpoint is taken.
+        path: the checkpoint's folder, or that of checkpoints, whose newest is taken.
         output: the file. One that ends in ``.safetensors`` is written in that format, a block of a tensor at a time,
             and any other one by ``torch.save``.
         name: of the object.

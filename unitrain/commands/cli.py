@@ -115,7 +115,7 @@ def _add_checkpoint(commands: argparse._SubParsersAction[argparse.ArgumentParser
     summary = "show what is in a checkpoint, or write the whole weights in it to one file"
     parser = commands.add_parser("checkpoint", help=summary, description=_sentence(summary))
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    path = "folder of a checkpoint, or of a run, whose newest checkpoint is taken"
+    path = "folder of a checkpoint, or of checkpoints, whose newest is taken"
     summary = "verify a checkpoint, and list its tensors"
     inspect = actions.add_parser("inspect", help=summary, description=_sentence(summary))
     inspect.add_argument("path", type=_path, metavar="PATH", help=path)
