@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from needs import HOROVOD
+from partly_used import PartlyUsed
 from ranks import horovodrun_environments, run_ranks
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import SGD
 
 import unitrain
@@ -97,21 +98,11 @@ def test_backend_of_a_third_party_is_listed_but_not_imported(monkeypatch: pytest
     assert "unitrain_store" not in sys.modules
 
 
-class _PartlyUsed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.unused = nn.Linear(2, 2), nn.Linear(2, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.used(x)
-        return out
-
-
 def train_partly_used(find: bool) -> list[list[float]]:
     settings = {"static_graph": True, "find_unused_parameters": find}
     with unitrain.init(backend="ddp", ddp=settings, device="cpu", timeout_s=30) as strategy:
         torch.manual_seed(0)
-        model = _PartlyUsed()
+        model = PartlyUsed()
         before = model.unused.weight.detach().clone()
         prepared, optimizer = strategy.prepare(model, SGD(model.parameters(), lr=0.1, weight_decay=0.1))
         for _ in range(3):

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from needs import HOROVOD
+from partly_used import PartlyUsed
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -358,16 +359,6 @@ def test_an_average_of_weights_is_that_of_one_process(tmp_path: Path, monkeypatc
             assert name == "positions" or not torch.equal(trained[name], exported[name])
 
 
-class Half(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.unused = nn.Linear(2, 2), nn.Linear(2, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.used(x)
-        return out
-
-
 def misuse() -> list[str]:
     said = []
     with unitrain.init(backend="fsdp", device="cpu", timeout_s=30) as strategy:
@@ -393,7 +384,7 @@ def misuse() -> list[str]:
                 call()
             except UsageError as error:
                 said.append(str(error))
-        other = strategy.prepare(Half())
+        other = strategy.prepare(PartlyUsed())
         try:
             strategy.step(other(torch.ones(1, 2)).sum(), SGD(other.parameters(), lr=0.1))
         except UsageError as error:
