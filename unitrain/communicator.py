@@ -6,6 +6,7 @@ import hashlib
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal, Protocol, TypeGuard, TypeVar, cast
 
 import torch
@@ -75,6 +76,7 @@ class Communicator:
         self.is_main: bool = self.rank == 0
         self.pulse = pulse
         self.closed: bool = False
+        self._around_waits: Callable[[Callable[[], Any]], Any] | None = None
         self._use(backend)
         self._alone = False
         self.shards: bool = backend.shards and backend.world_size > 1
@@ -88,9 +90,22 @@ class Communicator:
         self._exchanges = 0  # of objects
 
     def _use(self, backend: Backend) -> None:
-        self.all_reduce_async: Callable[[Tensor, str, str], Wait] = backend.all_reduce
-        self.all_gather_async: Callable[[Tensor, str], Callable[[], Tensor]] = backend.all_gather
         self._backend = backend
+        around = self._around_waits
+        self.all_reduce_async: Callable[[Tensor, str, str], Wait] = (
+            backend.all_reduce if around is None else _with_waits(backend.all_reduce, around)
+        )
+        self.all_gather_async: Callable[[Tensor, str], Callable[[], Tensor]] = (
+            backend.all_gather if around is None else _with_waits(backend.all_gather, around)
+        )
+
+    def call_around_waits(self, around: Callable[[Callable[[], Any]], Any] | None) -> None:
+        """Call ``around(wait)`` where a collective is waited for, from now on. It returns what ``wait()`` does.
+
+        None ends it. Without it, nothing stands between a caller and the backend.
+        """
+        self._around_waits = around
+        self._use(self._backend)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -344,6 +359,13 @@ class Communicator:
             "an object that communicates can't be pickled: save a model's state with strategy.save, or use "
             "strategy.export."
         )
+
+
+def _with_waits(
+    collective: Callable[..., Callable[[], T]], around: Callable[[Callable[[], T]], T]
+) -> Callable[..., Callable[[], T]]:
+    """Return a collective whose wait is called by ``around``."""
+    return lambda *arguments: partial(around, collective(*arguments))
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

@@ -67,7 +67,6 @@ class LoadBalancer:
         self._work: _Work | None = None  # on the batch that was yielded last, if it is measured
         self._since: Any = None  # when the present span began
         self._done: list[_Work] = []
-        self._own_methods: tuple[Any, Any] | None = None  # of the communicator, while its waits are timed
         self.measuring: bool = True
         step.observe(self)
 
@@ -85,8 +84,8 @@ class LoadBalancer:
     def _begin(self, micro_batch: MicroBatch) -> None:
         if self._steps < _SKIPPED or not micro_batch.count:
             return
-        if self._own_methods is None:
-            self._time_waits()
+        if not self._done and self._work is None:  # the first one
+            self._communicator.call_around_waits(self._timed)
         self._work = _Work(micro_batch.count)
         self._since = self._now()
 
@@ -112,28 +111,14 @@ class LoadBalancer:
         if self._work is not None:
             self._since = self._now()
 
-    def _time_waits(self) -> None:
-        """Time the waits of the communicator's collectives from now on."""
-        communicator = self._communicator
-        self._own_methods = communicator.all_reduce_async, communicator.all_gather_async
-        communicator.all_reduce_async = self._timed(communicator.all_reduce_async)
-        communicator.all_gather_async = self._timed(communicator.all_gather_async)
-
-    def _timed(self, collective: Callable[..., Callable[[], T]]) -> Callable[..., Callable[[], T]]:
-        def start(*arguments: Any) -> Callable[[], T]:
-            wait = collective(*arguments)
-
-            def timed_wait() -> T:
-                if self._work is None or self._since is None:
-                    return wait()
-                before = self._now()
-                result = wait()
-                self._work.waits.append((before, self._now()))
-                return result
-
-            return timed_wait
-
-        return start
+    def _timed(self, wait: Callable[[], T]) -> T:
+        """Wait for a collective, and note when."""
+        if self._work is None or self._since is None:
+            return wait()
+        before = self._now()
+        result = wait()
+        self._work.waits.append((before, self._now()))
+        return result
 
     def settle(self) -> None:
         """Set the shares if enough steps were measured. Collective then: call it at the same place on all ranks."""
@@ -141,8 +126,7 @@ class LoadBalancer:
             return
         self.measuring = False
         self._step.unobserve(self)
-        if self._own_methods is not None:
-            self._communicator.all_reduce_async, self._communicator.all_gather_async = self._own_methods
+        self._communicator.call_around_waits(None)
         device = self._communicator.device
         if device.type == "cuda":
             torch.cuda.synchronize(device)
