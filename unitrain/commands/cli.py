@@ -69,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_doctor(commands)
     _add_install_horovod(commands)
     _add_run(commands)
+    _add_template(commands)
     _add_verify(commands)
     return parser
 
@@ -177,6 +178,39 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     parser.set_defaults(run=_run_run)
 
 
+def _add_template(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    summary = "write a job file for a script: for SLURM, Kubernetes, Ray or Docker Compose"
+    parser = commands.add_parser(
+        "template",
+        help=summary,
+        description=_sentence(summary),
+        usage="unitrain template [OPTION ...] KIND TARGET [-- FLAG ...]",
+    )
+    parser.add_argument(
+        "--hosts", type=int, default=2, metavar="N", help="number of hosts, or of pods (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--processes", type=int, default=8, metavar="N", help="number of processes of each host (default: %(default)s)"
+    )
+    parser.add_argument("--no-gpus", action="store_true", help="don't ask for a GPU for each process")
+    parser.add_argument(
+        "--image",
+        default="unitrain:cuda",
+        metavar="NAME",
+        help="container image with the script (default: %(default)s)",
+    )
+    parser.add_argument("--name", metavar="NAME", help="name of the job (default: that of the script)")
+    parser.add_argument("--output", "-o", type=_path, metavar="FILE", help="file to write (default: standard output)")
+    parser.add_argument(
+        "kind", choices=["compose", "mpijob", "pytorchjob", "ray", "slurm"], metavar="KIND", help="%(choices)s"
+    )
+    parser.add_argument(
+        "target", type=_path, metavar="TARGET", help="path of the script, from the folder in which the job starts"
+    )
+    parser.add_argument("flags", nargs=argparse.REMAINDER, metavar="FLAG", help="flags for the script")
+    parser.set_defaults(run=_run_template)
+
+
 def _add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     summary = "train with every launcher and backend found here, and compare each with a plain loop on one device"
     parser = commands.add_parser("verify", help=summary, description=_sentence(summary))
@@ -256,6 +290,26 @@ def _run_run(arguments: argparse.Namespace) -> int:
     from unitrain.job.supervisor import run
 
     return run(_after_dashes(arguments.program), max_restarts=arguments.max_restarts)
+
+
+def _run_template(arguments: argparse.Namespace) -> int:
+    from unitrain.commands.template import Job, default_name, template, write
+
+    job = Job(
+        arguments.target,
+        _after_dashes(arguments.flags),
+        name=arguments.name or default_name(arguments.target),
+        hosts=arguments.hosts,
+        processes=arguments.processes,
+        gpus=not arguments.no_gpus,
+        image=arguments.image,
+    )
+    text = template(arguments.kind, job)
+    if arguments.output is None:
+        print(text, end="")
+    else:
+        write(arguments.output, text)
+    return 0
 
 
 def _run_verify(arguments: argparse.Namespace) -> int:

@@ -1,0 +1,262 @@
+"""Job files: each is checked by its own tool or the operator's published model, and what it starts trains a model."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import kubeflow.training
+import kubernetes_validate
+import pytest
+import torch
+import yaml
+from slurm import Slurm
+
+from unitrain.commands.cli import main
+from unitrain.commands.template import KINDS, Job, default_name, template
+
+TRAINS = Path(__file__).parent / "programs" / "trains.py"
+# The programs of this environment are found first, as those of an activated one.
+PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+# What a shell, YAML, Compose and Kubernetes each would like to change.
+ODD = ["--name", 'it\'s $HOME $(PWD) ${x} %d "q" #1: a\\b']
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def job(target: Path = Path("recipes/resnet.py"), *flags: str, hosts: int = 2, processes: int = 1) -> Job:
+    return Job(target, flags, name="a-job", hosts=hosts, processes=processes, gpus=False, image="unitrain:cpu")
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    """Return the weights that a single process trains."""
+    folder = tmp_path_factory.mktemp("expected")
+    subprocess.run([sys.executable, str(TRAINS), str(folder)], check=True, timeout=120)
+    return trained(folder, world_size=1)
+
+
+def trained(folder: Path, world_size: int) -> dict[str, torch.Tensor]:
+    saved = torch.load(folder / "trained.pt")
+    assert saved["world_size"] == world_size
+    weights: dict[str, torch.Tensor] = saved["model"]
+    return weights
+
+
+def assert_same(weights: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    for name, value in expected.items():
+        torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-9)
+
+
+# ----------------------------------------------------------------------------------------------------- the command
+
+
+def test_the_command_writes_a_file_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "job.sh"
+    arguments = ["template", "--hosts", "3", "--output", str(path), "slurm", "recipes/resnet.py"]
+    assert main([*arguments, "--", "--epochs", "5"]) == 0
+    text = path.read_text()
+    assert "#SBATCH --nodes=3\n" in text
+    assert "#SBATCH --gpus-per-node=8\n" in text
+    assert text.endswith("\nsrun python recipes/resnet.py --epochs 5\n")
+    assert main(arguments) == 1
+    assert "exists already: remove it, or choose another --output" in capsys.readouterr().err
+    assert path.read_text() == text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--hosts", "0"], "--hosts is 0, but must be at least 1"),
+        (["--processes", "-1"], "--processes is -1"),
+        (["--name", "My_Run"], "'My_Run' can't be the name of a job"),
+        (["--output", "no/folder/job"], "no/folder/job can't be written: No such file"),
+    ],
+)
+def test_bad_arguments(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["template", *arguments, "slurm", "a.py"]) == 1
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("script", "name"),
+    [("a/My_Recipe 2.py", "my-recipe-2"), ("7b.py", "b"), ("训练.py", "train"), ("x" * 99, "x" * 52)],
+)
+def test_default_name(script: str, name: str) -> None:
+    assert default_name(Path(script)) == name
+    job(Path(script))
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+@pytest.mark.parametrize("gpus", [True, False])
+def test_gpus_are_asked_for_where_they_are_wanted(kind: str, gpus: bool) -> None:
+    text = template(kind, Job(Path("a.py"), [], name="a", hosts=2, processes=4, gpus=gpus, image="i"))
+    assert ("gpu" in text.lower().replace("use_gpu=false", "")) == gpus
+
+
+# -------------------------------------------------------------------------------------------------------- Kubernetes
+
+
+def checked(kind: str, model: str, **options: Any) -> dict[str, Any]:
+    """Return a job of an operator that its own model takes, and whose pods Kubernetes takes, without a change."""
+    document = yaml.safe_load(template(kind, job(**options)))
+
+    class Response:
+        data = json.dumps(document)
+
+    client = kubeflow.training.ApiClient()
+    parsed = client.deserialize(Response, model)
+    assert client.sanitize_for_serialization(parsed) == document  # no key that the model lacks was dropped
+    [replicas] = [value for key, value in document["spec"].items() if key.endswith("ReplicaSpecs")]
+    for replica in replicas.values():
+        pod = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "a"}, "template": replica["template"]}
+        kubernetes_validate.validate(pod, kubernetes_validate.latest_version(), strict=True)
+    assert isinstance(document, dict)
+    return document
+
+
+def in_shell_of_kubernetes(words: list[str]) -> list[str]:
+    """Return what a container gets of its command, where no variable is set."""
+    return [word.replace("$$(", "$(") for word in words]
+
+
+def test_pytorchjob(expected: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    """torchrun in each pod, with the variables that the operator sets (1.7 and newer)."""
+    spec = checked("pytorchjob", "KubeflowOrgV1PyTorchJob", target=TRAINS, hosts=3)["spec"]
+    replicas = spec["pytorchReplicaSpecs"]
+    assert [replicas[name]["replicas"] for name in ("Master", "Worker")] == [1, 2]
+
+    flags = [str(tmp_path), *ODD]
+    document = yaml.safe_load(template("pytorchjob", job(TRAINS, *flags)))
+    [container] = document["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
+    assert container["name"] == "pytorch"
+    command = in_shell_of_kubernetes(container["command"])
+    assert command == ["torchrun", str(TRAINS), *flags]
+    given = {
+        "PET_NNODES": "2",
+        "PET_NPROC_PER_NODE": document["spec"]["nprocPerNode"],
+        "PET_MASTER_ADDR": "127.0.0.1",
+        "PET_MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": "2",
+        "PATH": PATH,
+    }
+    command = [*command[:2], str(tmp_path)]
+    pods = [
+        subprocess.Popen(command, env={**os.environ, **given, "PET_NODE_RANK": rank, "RANK": rank}) for rank in "01"
+    ]
+    assert [pod.wait(120) for pod in pods] == [0, 0]
+    assert_same(trained(tmp_path, world_size=2), expected)
+
+
+def test_mpijob(expected: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    """Mpirun in the launcher, with the hosts in the file that the operator names."""
+    spec = checked("mpijob", "KubeflowOrgV1MPIJob", target=TRAINS, processes=2)["spec"]
+    assert spec["slotsPerWorker"] == spec["mpiReplicaSpecs"]["Worker"]["replicas"] == 2
+    document = yaml.safe_load(template("mpijob", job(TRAINS, str(tmp_path))))
+    [container] = document["spec"]["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"]
+    hosts = tmp_path / "hostfile"
+    hosts.write_text("localhost slots=2\n")
+    given = {"OMPI_MCA_orte_default_hostfile": str(hosts), "PATH": PATH}
+    as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    command = in_shell_of_kubernetes(container["command"])
+    subprocess.run(command, env={**os.environ, **given, **as_root}, check=True, timeout=120)
+    assert_same(trained(tmp_path, world_size=2), expected)
+
+
+# ------------------------------------------------------------------------------------------------------------ Compose
+
+
+@pytest.mark.skipif(shutil.which("docker-compose") is None, reason="needs Compose: apt-get install docker-compose")
+@pytest.mark.parametrize("gpus", [True, False])
+def test_compose(gpus: bool, tmp_path: Path) -> None:
+    """Compose's own parser takes it, and each container gets the flags as they are, and GPUs of its own."""
+    file = tmp_path / "compose.yaml"
+    file.write_text(
+        template("compose", Job(Path("a b.py"), ODD, name="a", hosts=2, processes=2, gpus=gpus, image="i:1"))
+    )
+    shown = subprocess.run(
+        ["docker-compose", "--file", str(file), "config"], capture_output=True, text=True, check=True, timeout=60
+    )
+    # It shows $ as it is written in a file.
+    services = yaml.safe_load(shown.stdout.replace("$$", "$"))["services"]
+    assert sorted(services) == ["node0", "node1"]
+    for service in services.values():
+        assert service["command"][-3:] == ["a b.py", *ODD]
+        assert service["command"][1:3] == ["--nnodes=2", "--nproc-per-node=2"]
+    if gpus:
+        reserved = [services[name]["deploy"]["resources"]["reservations"]["devices"][0] for name in sorted(services)]
+        assert [device["device_ids"] for device in reserved] == [["0", "1"], ["2", "3"]]
+
+
+# -------------------------------------------------------------------------------------------------------------- SLURM
+
+
+@pytest.mark.launcher
+@pytest.mark.xdist_group("slurm")
+def test_slurm(slurm: Slurm, expected: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    script, log = tmp_path / "job.sh", tmp_path / "job.log"
+    script.write_text(template("slurm", job(TRAINS, str(tmp_path))))
+    environ = {**slurm.env, "PATH": PATH}
+    subprocess.run(
+        ["sbatch", "--wait", "--oversubscribe", f"--output={log}", str(script)],
+        env=environ, cwd=tmp_path, check=True, timeout=120,
+    )  # fmt: skip
+    assert_same(trained(tmp_path, world_size=2), expected)
+
+
+@pytest.mark.launcher
+@pytest.mark.xdist_group("slurm")
+def test_slurm_takes_odd_flags(slurm: Slurm, tmp_path: Path) -> None:
+    shows = tmp_path / "shows.py"
+    shows.write_text("import sys; print(sys.argv[1:])\n")
+    script, log = tmp_path / "job.sh", tmp_path / "job.log"
+    script.write_text(template("slurm", job(shows, *ODD, hosts=1)))
+    environ = {**slurm.env, "PATH": PATH}
+    subprocess.run(
+        ["sbatch", "--wait", f"--output={log}", str(script)], env=environ, cwd=tmp_path, check=True, timeout=120
+    )
+    assert log.read_text().strip() == str(ODD)
+
+
+# ---------------------------------------------------------------------------------------------------------------- Ray
+
+
+@pytest.mark.launcher
+@pytest.mark.parametrize("killed_at", [None, pytest.param("8", marks=pytest.mark.soak)])
+def test_ray(killed_at: str | None, expected: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    """Ray Train's processes, and its process group. One that is killed is started again, and goes on."""
+    script = tmp_path / "on_ray.py"
+    # As a user would, from the folder of the script.
+    shutil.copy(TRAINS, tmp_path / "trains.py")
+    flags = [str(tmp_path), *([killed_at] if killed_at else [])]
+    script.write_text(template("ray", job(Path("trains.py"), *flags, hosts=1, processes=2)))
+    environ = {
+        **os.environ,
+        "RAY_TMPDIR": "/tmp",
+        "RAY_AUTH_MODE": "disabled",
+        "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_DEDUP_LOGS": "0",
+    }
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        cwd=tmp_path,
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "killed").exists() == (killed_at is not None)
+    assert_same(trained(tmp_path, world_size=2), expected)
