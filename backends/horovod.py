@@ -20,6 +20,7 @@ from unitrain.backend import Backend, Wait
 from unitrain.config import Section, StrategyConfig
 from unitrain.errors import BackendError, ConfigError, LaunchError
 from unitrain.launch.detect import Launch
+from unitrain.launch.installed_mpi import point_to_installed_mpi
 from unitrain.launch.rendezvous import mpi_family
 
 _LAUNCHERS = ("horovodrun", "mpirun")
@@ -121,6 +122,8 @@ class HorovodBackend(Backend):
         variables = _variables(self.config, _controller(self.config, self.launch))
         if not self._hvd.is_initialized():
             os.environ.update(variables)
+            if self.launch.mpi:
+                point_to_installed_mpi()
             self._hvd.init()
             # Horovod is initialised once per process and shut down at its exit: MPI can't be initialised twice, and
             # ranks that initialise gloo again may find old addresses. Unlike atexit handlers, finalizers run in

@@ -5,6 +5,7 @@ Rank 1 kills itself after ``STEP`` steps, unless it has done so before.
 
 import os
 import signal
+import socket
 import sys
 from pathlib import Path
 
@@ -34,7 +35,8 @@ def main(folder: Path, killed_at: int | None) -> None:
                     once.touch()
                     os.kill(os.getpid(), signal.SIGKILL)
             checkpoint.save()
-        strategy.save({"model": model, "world_size": strategy.world_size}, folder / "trained.pt")
+        places = strategy.all_gather_object((strategy.local_rank, strategy.node_rank, socket.gethostname()))
+        strategy.save({"model": model, "places": places, "world_size": strategy.world_size}, folder / "trained.pt")
 
 
 main(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else None)

@@ -22,6 +22,7 @@ from torch.distributed import DistError, HashStore, PrefixStore, Store, TCPStore
 from unitrain.errors import BackendError, CommunicationError, LaunchError
 from unitrain.launch.addresses import own_addresses, reach
 from unitrain.launch.detect import Launch
+from unitrain.launch.installed_mpi import point_to_installed_mpi
 
 # A store lives as long as its process. MPI can be started only once, and if rank 0 closed a port and opened it again, a
 # rank that has not left the first store yet could connect to the second.
@@ -233,6 +234,7 @@ def _mpi(launch: Launch) -> Iterator[Any]:
     If MPI is not initialised yet, it is finalised again at once. MPI_Finalize waits for all ranks: at exit, it would
     keep a failed rank from ending the job. A script that uses MPI imports mpi4py.MPI before ``unitrain.init``.
     """
+    point_to_installed_mpi()
     try:
         import mpi4py
 

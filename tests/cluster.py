@@ -1,0 +1,182 @@
+"""Hosts on this machine, as a cluster has them: network namespaces on a switch, with names, addresses and sshd.
+
+The hosts are called node0, node1, ...; each knows the others' names, and a user may go from each to each with ssh.
+They share this machine's files and processes.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+_MISSING = "needs root, ip, sshd and ssh: apt-get install iproute2 openssh-server openssh-client"
+_PATH = f"{Path(sys.executable).parent}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_SSHD = """
+Port 22
+HostKey {folder}/host_key
+AuthorizedKeysFile {folder}/user_key.pub
+PidFile none
+StrictModes no
+UsePAM no
+PermitRootLogin yes
+PasswordAuthentication no
+MaxStartups 100
+SetEnv PATH={path}
+"""
+_SSH = """
+Host *
+    IdentityFile {folder}/user_key
+    IdentitiesOnly yes
+    StrictHostKeyChecking no
+    UserKnownHostsFile /dev/null
+    LogLevel ERROR
+    ConnectTimeout 10
+    BatchMode yes
+"""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Running hosts.
+
+    Attributes:
+        names: their names, by which they find one another.
+        addresses: their addresses.
+        ssh: folder of a program ``ssh`` that opens a session on a host without a password.
+    """
+
+    names: tuple[str, ...]
+    addresses: tuple[str, ...]
+    ssh: Path
+    _namespaces: tuple[str, ...]
+    _switch: str
+
+    def start(
+        self, host: int, command: Sequence[str], *, environ: Mapping[str, str] | None = None, cwd: Path | None = None
+    ) -> subprocess.Popen[str]:
+        """Start a command on a host, with its name and its addresses."""
+        given = {**os.environ, "PATH": f"{self.ssh}:{_PATH}", **(environ or {})}
+        return subprocess.Popen(
+            [*self._enter(host), *command],
+            env=given, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        )  # fmt: skip
+
+    def pull_cable(self, host: int) -> None:
+        """Take a host off the network, without a word to anybody."""
+        self._set_cable(host, "down")
+
+    def plug_cable(self, host: int) -> None:
+        """Put it back."""
+        self._set_cable(host, "up")
+
+    def _set_cable(self, host: int, state: str) -> None:
+        subprocess.run(["ip", "-n", self._switch, "link", "set", f"port{host}", state], check=True)
+
+    def _enter(self, host: int) -> list[str]:
+        # ip netns exec also puts the namespace's own /etc/hosts in the place of this machine's.
+        named = ["unshare", "--uts", "sh", "-c", f'hostname {self.names[host]}; exec "$@"', "sh"]
+        return ["ip", "netns", "exec", self._namespaces[host], *named]
+
+
+@contextmanager
+def cluster(folder: Path, count: int, *, own_names_are_loopback: bool = False) -> Iterator[Cluster]:
+    """Run a cluster until the block ends.
+
+    Args:
+        folder: for keys and configuration.
+        count: number of hosts.
+        own_names_are_loopback: let each host find its own name at 127.0.1.1, as Debian's installer has it.
+    """
+    if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "ssh", "ssh-keygen", "/usr/sbin/sshd"))):
+        pytest.skip(_MISSING)
+    prefix = f"unitrain-{os.getpid()}"
+    switch, namespaces = f"{prefix}-switch", tuple(f"{prefix}-{host}" for host in range(count))
+    names, addresses = tuple(f"node{i}" for i in range(count)), tuple(f"10.98.0.{i + 1}" for i in range(count))
+    with ExitStack() as stack:
+        _add_namespace(stack, switch)
+        _ip("-n", switch, "link", "add", "switch", "type", "bridge")
+        _ip("-n", switch, "link", "set", "switch", "up")
+        for host, namespace in enumerate(namespaces):
+            _add_namespace(stack, namespace)
+            _ip(
+                "link",
+                "add",
+                "eth0",
+                "netns",
+                namespace,
+                "type",
+                "veth",
+                "peer",
+                "name",
+                f"port{host}",
+                "netns",
+                switch,
+            )
+            _ip("-n", switch, "link", "set", f"port{host}", "master", "switch", "up")
+            _ip("-n", namespace, "addr", "add", f"{addresses[host]}/24", "dev", "eth0")
+            _ip("-n", namespace, "link", "set", "eth0", "up")
+            known = dict(zip(names, addresses, strict=True))
+            if own_names_are_loopback:
+                known[names[host]] = "127.0.1.1"
+            lines = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in known.items())]
+            etc = Path("/etc/netns", namespace)
+            stack.callback(shutil.rmtree, etc, ignore_errors=True)
+            etc.mkdir(parents=True)
+            (etc / "hosts").write_text("\n".join([*lines, ""]))
+        ssh = _write_ssh_files(folder)
+        made = Cluster(names, addresses, ssh, namespaces, switch)
+        for host in range(count):
+            daemon = made.start(host, ["/usr/sbin/sshd", "-D", "-e", "-f", str(folder / "sshd_config")])
+            stack.callback(_end, daemon)
+        for host in range(count):
+            _wait_for_ssh(made, host)
+        yield made
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True)
+
+
+def _add_namespace(stack: ExitStack, name: str) -> None:
+    _ip("netns", "add", name)
+    stack.callback(subprocess.run, ["ip", "netns", "delete", name], check=False)
+    _ip("-n", name, "link", "set", "lo", "up")
+
+
+def _write_ssh_files(folder: Path) -> Path:
+    """Write keys and configuration, and return the folder of an ``ssh`` that uses them."""
+    for key in ("host_key", "user_key"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key)], check=True)
+    (folder / "sshd_config").write_text(_SSHD.format(folder=folder, path=f"{folder}/bin:{_PATH}"))
+    (folder / "ssh_config").write_text(_SSH.format(folder=folder))
+    Path("/run/sshd").mkdir(exist_ok=True)  # sshd wants it
+    program = folder / "bin" / "ssh"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {folder}/ssh_config "$@"\n')
+    program.chmod(0o755)
+    return program.parent
+
+
+def _wait_for_ssh(made: Cluster, host: int) -> None:
+    deadline = time.monotonic() + 20
+    while True:
+        attempt = made.start(0, ["ssh", made.names[host], "hostname"])
+        said = attempt.communicate(timeout=30)[0]
+        if attempt.returncode == 0 and said.strip() == made.names[host]:
+            return
+        assert time.monotonic() < deadline, said
+        time.sleep(0.1)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    process.terminate()
+    process.communicate(timeout=20)
