@@ -17,6 +17,7 @@ from unitrain.backend import Backend, Wait
 from unitrain.config import StrategyConfig
 from unitrain.errors import CommunicationError, ConfigError
 from unitrain.launch.detect import Launch
+from unitrain.launch.interfaces import choose_gloo_interface
 from unitrain.launch.rendezvous import rendezvous
 
 from .ddp_devices import any_shared, gpu_id
@@ -65,6 +66,8 @@ class ProcessGroupBackend(Backend):
             if self.launch.local_world_size == self.world_size:
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else it listens where other hosts can reach it
             store = rendezvous(self.launch, self.config.timeout_s)
+            if self.launch.local_world_size < self.world_size:
+                choose_gloo_interface(store, self.launch)
             library = self._library(store)
             if library == "nccl":
                 # NCCL's watchdog aborts the process. The job's watch, which reports the reason, must come first.
@@ -79,13 +82,22 @@ class ProcessGroupBackend(Backend):
                     # Without it, NCCL guesses the device from LOCAL_RANK or the rank.
                     device_id=self.device if library == "nccl" else None,
                 )
-            except dist.DistError as error:
+            except RuntimeError as error:
                 raise CommunicationError(
                     f"rank {self.rank} of {self.world_size} could not initialise the process group at "
-                    f"{self.launch.address or 'rank 0'} within {self.config.timeout_s:g} s: {error}"
+                    f"{self.launch.address or 'rank 0'} within {self.config.timeout_s:g} s: "
+                    f"{str(error).strip().splitlines()[0]}{self._hint(library)}"
                 ) from error
         self._group = CoreGroup(timeout)
         return dist.get_rank(), dist.get_world_size()
+
+    def _hint(self, library: str) -> str:
+        if self.launch.local_world_size == self.world_size:
+            return ""
+        return (
+            f". If the hosts have several networks, set {library.upper()}_SOCKET_IFNAME on each to the interface on "
+            "which the others reach it (unitrain doctor lists them)"
+        )
 
     def _library(self, store: dist.Store) -> str:
         """Return the communication library, the same on all ranks."""

@@ -111,3 +111,14 @@ def test_a_host_whose_cable_is_pulled(hosts: Cluster, tmp_path: Path) -> None:
         assert found, said[own]
         assert any(f"node{other}" in line for line in found), found
     assert seconds < 2 * HEARTBEAT_S + 30, said  # torchrun takes up to 30 s to end
+
+
+@pytest.mark.parametrize(
+    "way", ["torchrun-c10d", *(pytest.param(way, marks=pytest.mark.soak) for way in [*WAYS[1:], *MORE])]
+)
+def test_hosts_that_find_their_own_names_at_a_loopback_address(way: str, tmp_path: Path) -> None:
+    """gloo would listen there, where the other host can't connect."""
+    (tmp_path / "cluster").mkdir()
+    with cluster(tmp_path / "cluster", 2, own_names_are_loopback=True) as hosts:
+        run(hosts, way, 29550, str(TRAINS), str(tmp_path))
+    assert torch.load(tmp_path / "trained.pt")["world_size"] == 4

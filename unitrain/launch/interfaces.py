@@ -1,0 +1,65 @@
+"""The network interface that leads to the other hosts of a job, for gloo.
+
+gloo listens at the address of this host's name. Where that is a loopback address, as Debian's installer has it, or
+unknown, other hosts can't connect.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from ipaddress import ip_address
+
+import psutil
+from torch.distributed import PrefixStore, Store
+
+from unitrain.launch.detect import Launch
+
+_VARIABLE = "GLOO_SOCKET_IFNAME"
+_ANY_PORT = 9  # a route is looked up, and nothing is sent
+
+
+def choose_gloo_interface(store: Store, launch: Launch) -> None:
+    """Set gloo's variable if it would listen where other hosts can't connect. All ranks of several hosts call this.
+
+    Args:
+        store: the store of the job.
+        launch: the place of this process.
+    """
+    # Each host asks for its route to rank 0's, and rank 0's host for that to another.
+    to_rank_0 = _own_address_towards(_host(store))
+    if launch.local_rank == 0 and to_rank_0 is not None:
+        store.set("a host other than rank 0's", to_rank_0)
+    if _VARIABLE in os.environ or not _is_loopback(socket.gethostname()):
+        return
+    own = to_rank_0 or _own_address_towards(store.get("a host other than rank 0's").decode())
+    for interface, addresses in psutil.net_if_addrs().items():
+        if any(address.address.partition("%")[0] == own for address in addresses):
+            os.environ[_VARIABLE] = interface
+
+
+def _host(store: Store) -> str:
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return str(getattr(store, "host", ""))
+
+
+def _own_address_towards(host: str) -> str | None:
+    """Return this host's address on the route to another; None if that is this host, or there is no route."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)
+            own = str(probe.getsockname()[0])
+    except OSError:
+        return None
+    return None if own == address[0] or ip_address(own).is_loopback else own
+
+
+def _is_loopback(host: str) -> bool:
+    """Return whether a host is known at loopback addresses only, or at none."""
+    try:
+        found = socket.getaddrinfo(host, None)
+    except OSError:
+        return True
+    return all(ip_address(str(address[0]).partition("%")[0]).is_loopback for *_, address in found)
