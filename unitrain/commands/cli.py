@@ -68,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_conform(commands)
     _add_doctor(commands)
     _add_install_horovod(commands)
+    _add_launch(commands)
     _add_run(commands)
     _add_template(commands)
     _add_verify(commands)
@@ -162,6 +163,32 @@ def _add_install_horovod(commands: argparse._SubParsersAction[argparse.ArgumentP
     parser.add_argument("--without-mpi", action="store_true", help="build without MPI even if it is installed")
     parser.add_argument("--force", action="store_true", help="build, install and test again even if it is installed")
     parser.set_defaults(run=_run_install_horovod)
+
+
+def _add_launch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    summary = "start a script with a launcher, on this host or on several, or print the command that does"
+    parser = commands.add_parser(
+        "launch",
+        help=summary,
+        description=_sentence(summary),
+        usage="unitrain launch [OPTION ...] TARGET [-- FLAG ...]",
+    )
+    parser.add_argument(
+        "--launcher",
+        choices=["torchrun", "mpirun", "horovodrun", "srun"],
+        default="torchrun",
+        metavar="NAME",
+        help="torchrun, mpirun, horovodrun or srun (default: %(default)s)",
+    )
+    place = parser.add_mutually_exclusive_group()
+    place.add_argument("--hosts", metavar="LIST", help="hosts and their numbers of processes: node1:8,node2:8")
+    place.add_argument(
+        "--processes", type=int, default=2, metavar="N", help="number of processes on this host (default: %(default)s)"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print the command, and start nothing")
+    parser.add_argument("target", type=_path, metavar="TARGET", help="path of the script, the same on every host")
+    parser.add_argument("flags", nargs=argparse.REMAINDER, metavar="FLAG", help="flags for the script")
+    parser.set_defaults(run=_run_launch)
 
 
 def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -284,6 +311,18 @@ def _run_install_horovod(arguments: argparse.Namespace) -> int:
     gpu = None if arguments.gpu == "none" else arguments.gpu
     install_horovod(arguments.version, gpu=gpu, without_mpi=arguments.without_mpi, force=arguments.force)
     return 0
+
+
+def _run_launch(arguments: argparse.Namespace) -> int:
+    from unitrain.commands.launch import launch
+
+    return launch(
+        arguments.launcher,
+        arguments.hosts,
+        arguments.processes,
+        [str(arguments.target), *_after_dashes(arguments.flags)],
+        dry_run=arguments.dry_run,
+    )
 
 
 def _run_run(arguments: argparse.Namespace) -> int:
