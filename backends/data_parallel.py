@@ -14,6 +14,7 @@ from torch import nn
 from unitrain.backend import LocalBackend
 from unitrain.config import Section, StrategyConfig
 from unitrain.data.structure import rebuilt, tensors
+from unitrain.device import devices_of
 from unitrain.errors import ConfigError, UsageError
 from unitrain.launch.detect import Launch
 
@@ -101,6 +102,17 @@ class DataParallelBackend(LocalBackend):
         self.device: torch.device = self.devices[0]
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # streams and events belong to the current device
+
+    def place(self, module: nn.Module) -> None:
+        """Move a module to the first device. Refuse one whose layers are on several, of which there can be one only."""
+        spread = devices_of(module)
+        if len(spread) > 1 and len(self.devices) > 1:
+            raise UsageError(
+                f"the model's layers are on {', '.join(map(str, spread))}, but DataParallel puts a whole replica on "
+                "each GPU: build the model on one device, or use backend single or ddp, which leave layers where they "
+                "are."
+            )
+        super().place(module)
 
     def wrap_model(self, module: nn.Module) -> nn.Module:
         """Return the module in torch's DataParallel, or unchanged on a single device."""

@@ -14,6 +14,7 @@ from torch.nn import Parameter
 
 from unitrain.backend import Backend
 from unitrain.config import Section, StrategyConfig
+from unitrain.device import devices_of
 from unitrain.errors import ConfigError, UsageError
 from unitrain.launch.detect import Launch
 
@@ -65,8 +66,17 @@ class DDPBackend(ProcessGroupBackend):
         super().close(failed=failed)
 
     def wrap_model(self, module: nn.Module) -> nn.Module:
-        """Return the module in torch's DDP; unchanged if it is frozen, or with ``deterministic``."""
+        """Return the module in torch's DDP; unchanged if it is frozen, or on several devices, or ``deterministic``."""
         if self.world_size == 1 or self.config.deterministic or not any(p.requires_grad for p in module.parameters()):
+            return module
+        spread = devices_of(module)
+        if len(spread) > 1:
+            # torch's DDP takes GPUs only, and reduces on each of them, but this rank's NCCL is bound to one.
+            if self.config.compression != "none":
+                raise UsageError(
+                    f"the model's layers are on {', '.join(map(str, spread))}, where compression "
+                    f"{self.config.compression} is not supported: set it to none, or build the model on one device."
+                )
             return module
         options = self.settings
         trained = {p for p in module.parameters() if p.requires_grad}

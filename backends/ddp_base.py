@@ -133,7 +133,7 @@ class ProcessGroupBackend(Backend):
                 continue
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
-            gradient = p.grad.contiguous()
+            gradient = p.grad.to(self.device).contiguous()
             self.all_reduce(gradient, "sum", "gradients.late")()
             p.grad.copy_(gradient.div_(self.world_size))
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from unitrain.config import Section, StrategyConfig
+from unitrain.device import devices_of
 from unitrain.errors import BackendError, ConfigError, UsageError
 from unitrain.launch.detect import Launch
 
@@ -87,6 +88,14 @@ class FSDPBackend(ProcessGroupBackend):
         """Leave it to ``wrap_model``, which moves a part of the module at a time."""
         if self._mesh is None:
             super().place(module)
+            return
+        spread = devices_of(module)
+        if len(spread) > 1:
+            raise UsageError(
+                f"the model's layers are on {', '.join(map(str, spread))}, but FSDP has the shards of a rank on its "
+                "one device: build the model on one device, or on the CPU. FSDP divides it among the ranks instead. Or "
+                "use backend ddp, which leaves layers where they are."
+            )
 
     def wrap_model(self, module: nn.Module) -> nn.Module:
         """Shard a module in place."""

@@ -35,7 +35,8 @@ class Sums:
 
 def reducer_of(*parameters: Parameter, **settings: Any) -> tuple[GradientReducer, Sums]:
     sums = Sums()
-    made = GradientReducer(parameters, **{"all_reduce": sums, "armed": lambda: True, "name": "g", **settings})
+    given = {"all_reduce": sums, "armed": lambda: True, "name": "g", "wire_device": torch.device("cpu"), **settings}
+    made = GradientReducer(parameters, **given)
     return made, sums
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from unitrain.config import Section, StrategyConfig
+from unitrain.device import devices_of
 from unitrain.errors import BackendError, ConfigError, nearest
 from unitrain.launch.detect import Launch
 
@@ -176,8 +177,15 @@ class Backend(ABC):
     # ---------------------------------------------------------------------------------------- sharded parameters
 
     def place(self, module: nn.Module) -> None:
-        """Move a module to ``device``. If ``wrap_model`` does so, part by part, do nothing."""
-        module.to(self.device)
+        """Move a module to ``device``. If ``wrap_model`` does so, part by part, do nothing.
+
+        A module whose layers the script has put on several devices stays there: its gradients may be on any of them.
+
+        Raises:
+            UsageError: this backend does not support such a module.
+        """
+        if len(devices_of(module)) < 2:
+            module.to(self.device)
 
     def to_local(self, tensor: Tensor) -> Tensor:
         """Return this rank's part of a parameter, a gradient or an optimizer's state. It shares the tensor's memory."""

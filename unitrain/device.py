@@ -1,13 +1,29 @@
-"""Chooses the device of a process."""
+"""Chooses the device of a process, and tells on which devices the layers of a model are."""
 
 from __future__ import annotations
 
 import os
+from collections import defaultdict
+from collections.abc import Collection, Iterable
 
 import torch
+from torch import Tensor, nn
 
 from unitrain.errors import ConfigError, LaunchError
 from unitrain.launch.detect import Launch
+
+
+def devices_of(module: nn.Module) -> list[torch.device]:
+    """Return the devices of a module's parameters, in the order of its layers; without meta, where nothing is."""
+    return list(dict.fromkeys(parameter.device for parameter in module.parameters() if not parameter.is_meta))
+
+
+def by_device(tensors: Iterable[Tensor]) -> Collection[list[Tensor]]:
+    """Return tensors in lists of those on one device: torch's foreach kernels take no others."""
+    lists: dict[torch.device, list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        lists[tensor.device].append(tensor)
+    return lists.values()
 
 
 def pick_device(setting: str, launch: Launch) -> torch.device:

@@ -20,7 +20,7 @@ from unitrain.config import StrategyConfig
 from unitrain.data import Loader
 from unitrain.data.options import LoaderOptions
 from unitrain.data.shares import Shares
-from unitrain.device import pick_device
+from unitrain.device import devices_of, pick_device
 from unitrain.errors import UsageError
 from unitrain.gathering import Gathering
 from unitrain.job.job import join
@@ -118,11 +118,12 @@ class Strategy:
     def prepare(self, first: Any, /, *more: Any) -> Any:  # type: ignore[misc]  # mypy on TypeVarTuple
         """Prepare modules, optimizers and schedulers for this run, and return them in the same order. Collective.
 
-        A module is moved to the device, its BatchNorm layers are converted (with ``sync_batchnorm``), rank 0's
-        parameters and buffers are copied to all ranks, its forward runs under autocast (with ``bf16`` or ``fp16``), and
-        the backend wraps it if it needs to. Parameters stay the same objects, unless the backend shards them: then the
-        module and its optimizers get shards in their place. An optimizer is returned as it is, with rank 0's state, so
-        that loaded state and existing schedulers stay valid. A module may be prepared before its optimizer exists.
+        A module is moved to the device, unless the script has put its layers on several, where they stay. Its BatchNorm
+        layers are converted (with ``sync_batchnorm``), rank 0's parameters and buffers are copied to all ranks, its
+        forward runs under autocast (with ``bf16`` or ``fp16``), and the backend wraps it if it needs to. Parameters
+        stay the same objects, unless the backend shards them: then the module and its optimizers get shards in their
+        place. An optimizer is returned as it is, with rank 0's state, so that loaded state and existing schedulers stay
+        valid. A module may be prepared before its optimizer exists.
 
         Raises:
             UsageError: an argument is of another type, or was prepared before.
@@ -293,13 +294,18 @@ class Strategy:
             self._communicator,
             self._step,
             self._prepared,
-            self.devices,
+            self._devices_in_use(),
             self.launch.local_world_size,
             self.config,
             loader,
             compute_loss,
             optimizers,
         ).find()
+
+    def _devices_in_use(self) -> tuple[torch.device, ...]:
+        """Return the devices of this process, and the GPUs on which the script has put layers of its models."""
+        of_layers = (device for module in self._prepared for device in devices_of(module) if device.type == "cuda")
+        return tuple(dict.fromkeys([*self.devices, *of_layers]))
 
     @property
     def training_step(self) -> TrainingStep:
@@ -368,7 +374,7 @@ class Strategy:
     def throughput(self) -> Throughput:
         """Return a meter of samples per second, of where the time goes, and of peak memory, from the first call on."""
         if self._throughput is None:
-            self._throughput = Throughput(self._communicator, self.devices)
+            self._throughput = Throughput(self._communicator, self._devices_in_use())
             self._step.observe(self._throughput)
             self._loop.observe(self._throughput)
         return self._throughput

@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from unitrain.device import by_device
 from unitrain.errors import UsageError
 from unitrain.training.batch_norm import is_unsynchronised
 from unitrain.training.guard import OptimizerStep
@@ -68,6 +69,7 @@ class EMA(nn.Module):
         self._average_of = {id(weight): average for weight, average in zip(self._named.values(), averages, strict=True)}
         self._weights = [to_local(weight) for weight in self._named.values()]
         self._averages = [to_local(average) for average in averages]
+        self._alike = list(zip(by_device(self._averages), by_device(self._weights), strict=True))
         # Layers without a forward hold the statistics that differ between ranks: they are averaged as a model's are.
         self._statistics = nn.ModuleList(
             _holder(layer, self._average_of) for layer in original.modules() if is_unsynchronised(layer)
@@ -100,7 +102,8 @@ class EMA(nn.Module):
             self._begun = True
             result = step(optimizer, parameters, gradients, losses)
             if result[0]:
-                self._update(self._averages, self._weights, 0)  # which ignores the number of steps
+                for averages, weights in self._alike:
+                    self._update(averages, weights, 0)  # which ignores the number of steps
             return result
 
         return followed
@@ -109,7 +112,8 @@ class EMA(nn.Module):
     def _begin(self) -> None:
         """Copy the weights, if the script has loaded others before the first step."""
         if not self._begun and self._changed:
-            torch._foreach_copy_(self._averages, self._weights)
+            for averages, weights in self._alike:
+                torch._foreach_copy_(averages, weights)
             self._note_versions()
 
     # -------------------------------------------------------------------------------------------------- evaluation

@@ -219,7 +219,9 @@ def average_statistics(modules: Iterable[nn.Module], communicator: Communicator,
     ]
     if communicator.world_size == 1 or not buffers:
         return
-    flat = torch.cat([b.double().reshape(-1) for b in buffers]) * shares.current[communicator.rank]
+    flat = (
+        torch.cat([b.double().reshape(-1).to(communicator.device) for b in buffers]) * shares.current[communicator.rank]
+    )
     with communicator.pulse.within("averaging BatchNorm statistics"):
         communicator.all_reduce_async(flat, "sum", "batch_norm.statistics")()
     flat /= sum(shares.current)

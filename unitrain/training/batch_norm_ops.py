@@ -130,7 +130,8 @@ def gather_statistics(x: Tensor, ranks: Ranks, name: str) -> Statistics:
         local[-1] = count
     ranks.communicator.compare_calls(f"forward of {name}")
     with ranks.communicator.pulse.within(name):
-        gathered = ranks.communicator.all_gather_async(local, f"{name}.forward")()
+        local = local.to(ranks.communicator.device)  # the layer may be on another one
+        gathered = ranks.communicator.all_gather_async(local, f"{name}.forward")().to(x.device)
     means, variances, counts = gathered[:, :channels], gathered[:, channels:-1], gathered[:, -1:]
     total = counts.sum()
     if count <= 1 and total.item() <= 1:
@@ -176,8 +177,9 @@ def _gradients(
             mean.new_zeros(channels),
             mean.new_zeros(channels),
         )
-    sums = torch.cat([grad_bias, grad_weight]).double()
+    sums = torch.cat([grad_bias, grad_weight]).double().to(ranks.communicator.device)
     ranks.communicator.all_reduce_async(sums, "sum", f"{name}.backward")()
+    sums = sums.to(x.device)
     if of_input and statistics.own:
         inverse_std = torch.rsqrt(variance + eps)
         scale = inverse_std if weight is None else inverse_std * weight.to(kind)

@@ -43,8 +43,8 @@ class _Bucket:
         for p in parameters:
             # The gradient has its parameter's strides (channels_last, say), which optimizers' fast paths need.
             dense = p.is_contiguous() or _is_dense(p)
-            part = self.flat[offset : offset + p.numel()]
-            self.views.append(part.as_strided(p.size(), p.stride()) if dense else part.view(p.size()))
+            stride = p.stride() if dense else torch.empty(p.size(), device="meta").stride()
+            self.views.append(self.flat.as_strided(p.size(), stride, offset))
             offset += p.numel()
         self.missing = len(parameters)
         self.launched = False
@@ -52,7 +52,7 @@ class _Bucket:
         self.wire: Tensor | None = None
         self.wait: Wait | None = None
 
-    def launch(self, all_reduce: AllReduce, wire_dtype: torch.dtype | None) -> None:
+    def launch(self, all_reduce: AllReduce, wire_device: torch.device, wire_dtype: torch.dtype | None) -> None:
         self.launched = True
         self.locally_unused = [i for i, p in enumerate(self.parameters) if p.grad is None]
         self.used.fill_(1)
@@ -66,7 +66,7 @@ class _Bucket:
             torch._foreach_copy_(views, gradients)
         for p, view in zip(self.parameters, self.views, strict=True):
             p.grad = view
-        self.wire = self.real if wire_dtype is None else self.real.to(wire_dtype)
+        self.wire = self.real.to(wire_device, wire_dtype)
         self.wait = all_reduce(self.wire, "sum", self.name)
 
     def finish(self) -> None:
@@ -90,6 +90,7 @@ class GradientReducer:
         all_reduce: asynchronous in-place sum.
         armed: returns whether the running backward communicates.
         name: prefix of the buckets' names, the same on all ranks.
+        wire_device: the device on which gradients are reduced; theirs may be another.
         bucket_mb: size in MiB at which a bucket is complete.
         wire_dtype: reduce in this dtype (lossy) instead of that of the gradients.
         overlap: reduce buckets while backward runs. If backward runs other collectives (BatchNorm's), ranks that use
@@ -106,13 +107,14 @@ class GradientReducer:
         all_reduce: AllReduce,
         armed: Callable[[], bool],
         name: str,
+        wire_device: torch.device,
         bucket_mb: float = 25.0,
         wire_dtype: torch.dtype | None = None,
         overlap: bool = True,
     ) -> None:
         self._all_reduce = all_reduce
         self._armed = armed
-        self._wire_dtype = wire_dtype
+        self._wire_device, self._wire_dtype = wire_device, wire_dtype
         self._overlap = overlap
         self._buckets = [
             _Bucket(group, f"{name}.{i}") for i, group in enumerate(_group(parameters, int(bucket_mb * 2**20)))
@@ -148,7 +150,7 @@ class GradientReducer:
 
     def _launch_next(self) -> None:
         with torch.no_grad():
-            self._buckets[self._next].launch(self._all_reduce, self._wire_dtype)
+            self._buckets[self._next].launch(self._all_reduce, self._wire_device, self._wire_dtype)
         self._next += 1
 
     def finish(self) -> None:

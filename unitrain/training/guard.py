@@ -17,6 +17,7 @@ from torch.nn import Parameter
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
+from unitrain.device import by_device
 from unitrain.errors import UsageError
 
 OptimizerStep = Callable[[Optimizer, Iterable[Parameter], list[Tensor], Sequence[Tensor]], tuple[bool, Tensor | None]]
@@ -27,7 +28,7 @@ class GuardedStep:
     """Clips gradients and steps an optimizer. Changes neither weights nor state if a gradient is not finite.
 
     Args:
-        device: device of the gradients.
+        device: device of the gradients, or of the first of them.
         clip_norm: maximum 2-norm of all gradients together.
         clip_value: maximum absolute value of the gradients' elements; clamped before the norm is computed.
         measure_norm: return the 2-norm even if ``clip_norm`` is None.
@@ -71,7 +72,7 @@ class GuardedStep:
             return True, None
         norm = self._norm(gradients) if self._norm_tells else None
         # If the norm is finite, all gradients are; if it is not, it may have overflowed.
-        known = norm is not None and math.isfinite(sum(losses, norm).item())
+        known = norm is not None and math.isfinite(_added(norm, losses).item())
         if not known and not self._are_finite(gradients, losses):
             return False, None
         norm = self._clip(parameters, gradients, norm)
@@ -81,7 +82,8 @@ class GuardedStep:
     def _clip(self, parameters: Iterable[Parameter], gradients: list[Tensor], norm: Tensor | None) -> Tensor | None:
         """Clip finite gradients, and return their norm if it is computed. ``norm`` is not None if it is known."""
         if self._clip_value is not None and gradients:
-            _clamp(gradients, self._clip_value)
+            for alike in [gradients] if self._all_plain else by_device(gradients):
+                _clamp(alike, self._clip_value)
         if self._takes_norm and norm is None:
             norm = self._norm(gradients)
         if self._clip_norm is not None and norm is not None:
@@ -89,8 +91,8 @@ class GuardedStep:
         return norm
 
     def _norm(self, gradients: list[Tensor]) -> Tensor:
-        """Return the 2-norm of all gradients together."""
-        return get_total_norm(gradients)
+        """Return the 2-norm of all gradients together, on ``device``."""
+        return get_total_norm(gradients).to(self._found.device)
 
     def _scale(self, parameters: Iterable[Parameter], gradients: list[Tensor], limit: float, norm: Tensor) -> None:
         """Scale gradients whose norm is ``norm`` to ``limit``, if it is larger."""
@@ -111,20 +113,20 @@ class GuardedStep:
         if self._all_plain:
             try:
                 torch._amp_foreach_non_finite_check_and_unscale_(gradients, self._found, self._one)
-            except NotImplementedError:  # cheaper than checking the layout of each gradient beforehand
+            except RuntimeError:  # cheaper than checking the layout and the device of each gradient beforehand
                 self._all_plain = False
             else:
                 return
-        by_dtype = defaultdict(list)
+        by_kind = defaultdict(list)
         for numbers in map(plain_numbers, gradients):
             if numbers.numel():
-                by_dtype[numbers.dtype].append(numbers)
-        for dtype, alike in by_dtype.items():
-            self._check_plain(alike, dtype)
+                by_kind[numbers.device, numbers.dtype].append(numbers)
+        for (device, dtype), alike in by_kind.items():
+            self._check_plain(alike, device, dtype)
 
-    def _check_plain(self, alike: list[Tensor], dtype: torch.dtype) -> None:
-        """Check tensors of one dtype, which torch's kernel may not support: on a GPU, bfloat16."""
-        if dtype not in self._refused:
+    def _check_plain(self, alike: list[Tensor], device: torch.device, dtype: torch.dtype) -> None:
+        """Check tensors of one device and dtype, which torch's kernel may not support: on a GPU, bfloat16."""
+        if device == self._found.device and dtype not in self._refused:
             try:
                 torch._amp_foreach_non_finite_check_and_unscale_(alike, self._found, self._one)
             except NotImplementedError:
@@ -132,7 +134,8 @@ class GuardedStep:
             else:
                 return
         largest = torch.stack(torch._foreach_norm(alike, math.inf))
-        torch.logical_or(self._found, largest.isfinite().all().logical_not(), out=self._found)
+        found = largest.isfinite().all().logical_not().to(self._found.device)
+        torch.logical_or(self._found, found, out=self._found)
 
     def _step_flagged(
         self, optimizer: Optimizer, parameters: Iterable[Parameter], gradients: list[Tensor], losses: Sequence[Tensor]
@@ -141,7 +144,7 @@ class GuardedStep:
         norm = None
         if self._takes_norm:
             norm = self._norm(gradients)
-            torch.logical_not(sum(losses, norm).isfinite(), out=self._found)
+            torch.logical_not(_added(norm, losses).isfinite(), out=self._found)
         else:
             self._check(gradients, losses)
         self._found_on_host.copy_(self._found, non_blocking=True)
@@ -175,6 +178,11 @@ def plain_numbers(gradient: Tensor) -> Tensor:
     """Return a dense and real view of the values of a gradient, which may be sparse or complex."""
     values = gradient._values() if gradient.is_sparse else gradient
     return torch.view_as_real(values) if values.is_complex() else values
+
+
+def _added(norm: Tensor, losses: Sequence[Tensor]) -> Tensor:
+    """Return the sum of a norm and losses, which may be on another device."""
+    return sum((loss.to(norm.device) for loss in losses), norm)
 
 
 def _clamp(gradients: list[Tensor], limit: float) -> None:

@@ -22,7 +22,7 @@ def check_in_sync(communicator: Communicator, module: nn.Module) -> None:
              if n not in set(local) and not communicator.is_sharded(t)]  # fmt: skip
     if communicator.world_size == 1 or not named:
         return
-    ours = torch.stack([_checksum(tensor) for _, tensor in named])
+    ours = torch.stack([_checksum(tensor).to(communicator.device) for _, tensor in named])
     everyone = communicator.all_gather(ours).cpu()
     for i, (name, tensor) in enumerate(named):
         ranks = [rank for rank in range(1, communicator.world_size) if everyone[rank, i] != everyone[0, i]]

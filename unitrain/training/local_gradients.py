@@ -53,7 +53,7 @@ class LocalGradients:
     def _keep(self, gradient: Tensor) -> Tensor | None:
         if self._keeps:
             self._kept.append(gradient)
-        return None if self._nan is None else gradient + self._nan.to(gradient.dtype)
+        return None if self._nan is None else gradient + self._nan.to(gradient.device, gradient.dtype)
 
     def add_nan_unless_finite(self, loss: Tensor) -> None:
         """Add NaN to the gradients that are kept in the next backward if ``loss`` is not finite.

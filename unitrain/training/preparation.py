@@ -14,7 +14,9 @@ from unitrain.communicator import Communicator
 from unitrain.config import StrategyConfig
 from unitrain.data.loop import BatchInUse
 from unitrain.data.structure import tensors
+from unitrain.device import devices_of
 from unitrain.errors import UsageError
+from unitrain.process import print_stderr
 from unitrain.rng import seed_rank
 from unitrain.training import alike, batch_norm, supported
 from unitrain.training.compile import compile_in_place
@@ -85,6 +87,9 @@ class Preparation:
             raise UsageError(f"this {type(module).__name__} has already been prepared: prepare each module once.")
         supported.check_module(module)
         self._backend.place(module)
+        spread = devices_of(module)
+        if len(spread) > 1 and self._communicator.is_main:
+            print_stderr(f"unitrain: the layers of {type(module).__name__} stay on {', '.join(map(str, spread))}.")
         # torch's own SyncBatchNorm layers are synchronised in any case.
         batch_norm.synchronise(
             self._prepared.unwrap(module),

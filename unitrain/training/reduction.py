@@ -58,6 +58,7 @@ class Reduction:
             all_reduce=self._communicator.all_reduce_async,
             armed=lambda: self.armed,
             name=f"gradients.{len(self._reducers)}",
+            wire_device=self._communicator.device,
             wire_dtype=self._wire_dtype,
             overlap=self._overlap,
         )

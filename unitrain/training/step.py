@@ -24,6 +24,7 @@ from unitrain.communicator import Communicator
 from unitrain.config import StrategyConfig
 from unitrain.data.loop import BatchInUse, Iteration
 from unitrain.data.sharding import MicroBatch
+from unitrain.device import by_device
 from unitrain.errors import UsageError
 from unitrain.pulse import USER_CODE
 from unitrain.training import batch_norm
@@ -381,7 +382,8 @@ class TrainingStep:
             if self._distributed and window.reduced and self._unit == 1:
                 # These gradients have been summed over the ranks, and will be summed again.
                 self._finish(window)
-                torch._foreach_mul_(_gradients(window.parameters), 1 / self._world)
+                for alike in by_device(_gradients(window.parameters)):
+                    torch._foreach_mul_(alike, 1 / self._world)
         window.micro_batch = micro_batch
         # Without a loader, windows of several optimizers end at different times: a forward may be armed for another.
         crossing = micro_batch is None and self._accumulate > 1 and len(self._windows) > 1
@@ -515,10 +517,12 @@ class TrainingStep:
             factor = self._unit / window.weight
             factor = torch.where(torch.isfinite(factor), factor, 0.0)  # all weights are 0: so are the gradients
             for dtype in {gradient.dtype for gradient in gradients}:
-                torch._foreach_mul_([g for g in gradients if g.dtype == dtype], factor.to(dtype))
+                for alike in by_device(g for g in gradients if g.dtype == dtype):
+                    torch._foreach_mul_(alike, factor.to(alike[0].device, dtype))
         elif window.micro_batch is None:
             # A window ended early by sync=True: each backward was scaled by 1 / accumulate.
-            torch._foreach_mul_(gradients, self._accumulate / window.micro_batches)
+            for alike in by_device(gradients):
+                torch._foreach_mul_(alike, self._accumulate / window.micro_batches)
 
     def _update_scale(self, scaler: torch.amp.GradScaler) -> None:
         """Update the loss scale, unless gradients computed with the current one wait for their update."""

@@ -43,12 +43,6 @@ def check_module(module: nn.Module) -> None:
             "the model is sharded already, by FSDP or tensor parallelism, or as a part of a prepared model: pass the "
             "whole model as it was built. The backend fsdp shards it."
         )
-    devices = sorted({str(p.device) for p in parameters if p.device.type != "cpu"})
-    if len(devices) > 1:
-        raise UsageError(
-            f"the model's layers are on several devices ({', '.join(devices)}), and would all be moved to one: build "
-            "the model on a single device, or on the CPU."
-        )
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
