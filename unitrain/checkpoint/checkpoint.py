@@ -20,6 +20,7 @@ from unitrain.checkpoint import epoch_end, fit, metric_states, saved
 from unitrain.checkpoint.epoch_end import EpochEnd
 from unitrain.checkpoint.folder import METRICS, RUN, Saved, prune
 from unitrain.checkpoint.manifest import Manifest, folder_name
+from unitrain.checkpoint.parameter_names import Name, in_order, names_of
 from unitrain.checkpoint.shards import PREFIX, file_name, gather_shards, separate
 from unitrain.checkpoint.snapshot import snapshot
 from unitrain.checkpoint.together import collect, write_own
@@ -237,7 +238,7 @@ class Checkpoint:
         parts = self._parts() if parts is None else parts
         if ended is not None:
             parts = ended.applied_to(parts)
-        parts[RUN] = {"steps": number, "scaler": self._scaler_state(), "random": randoms}
+        parts[RUN] = {"steps": number, "scaler": self._scaler_state(), "random": randoms, "names": self._names()}
         if metrics is not None:
             parts[METRICS] = metrics
         if self._writer is None:
@@ -316,6 +317,13 @@ class Checkpoint:
         self._folder.point_to_best(best_step)
         prune(self._folder, self._keep, best_step)
 
+    def _names(self) -> dict[str, list[Name] | None]:
+        """Return the names of the parameters of each optimizer."""
+        return {name: names_of(value, self._modules()) for name, value in self._optimizers().items()}
+
+    def _optimizers(self) -> dict[str, Optimizer]:
+        return {name: value for name, value in self._objects.items() if isinstance(value, Optimizer)}
+
     def _modules(self) -> dict[str, nn.Module]:
         named = self._objects.items()
         return {name: self._prepared.unwrap(value) for name, value in named if isinstance(value, nn.Module)}
@@ -373,6 +381,12 @@ class Checkpoint:
                 )
             states = {name: part for name, part in parts.items() if name not in (RUN, METRICS)}
             fit.check_objects(self._objects, states, self._state, str(self._folder))
+            for name, own in self._names().items():
+                names = parts[RUN].get("names", {}).get(name)  # not in a checkpoint of before they were saved
+                if own is not None and names is not None and names != own:
+                    parts[name] = in_order(name, parts[name], names, own)
+                    if opened is not None:
+                        opened.parts[name] = in_order(name, opened.parts[name], names, own)
             metrics = metric_states.metrics_in(self._modules())
             loaded = metric_states.check(metrics, parts.get(METRICS), ranks.world_size, force=force)
             if changed and ranks.is_main:
@@ -393,10 +407,9 @@ class Checkpoint:
         return True
 
     def _replaced_options(self, parts: dict[str, Any]) -> list[str]:
-        optimizers = {name: value for name, value in self._objects.items() if isinstance(value, Optimizer)}
         return [
             option
-            for name, optimizer in optimizers.items()
+            for name, optimizer in self._optimizers().items()
             for option in fit.replaced_options(name, optimizer.param_groups, parts[name]["param_groups"])
         ]
 

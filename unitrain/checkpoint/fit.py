@@ -24,6 +24,8 @@ def changed_settings(
     manifest: Manifest, settings: StrategyConfig, config: Mapping[str, Any], objects: Mapping[str, Any]
 ) -> list[str]:
     """Return the settings that affect training and are not those of the checkpoint, with both values."""
+    if not manifest.strategy:
+        return []  # of another tool, which has none of them
     own = settings.model_dump(mode="json")
     # A loader's global batch does not depend on the number of micro-batches, and it compares that itself.
     loads = any(isinstance(value, Loader) for value in objects.values())

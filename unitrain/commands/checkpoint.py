@@ -34,11 +34,11 @@ def inspect(path: Path) -> Iterator[str]:
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
-    opened = _open(path)
+    opened = open_checkpoint(path)
     size = sum(file.size for file in opened.manifest.files.values())
     yield f"step {opened.manifest.step}, {len(opened.manifest.files)} files, {size} bytes, intact"
     for name, state in opened.parts.items():
-        found = list(_tensors(state))
+        found = list(tensors_of(state))
         yield f"{name}: {len(found)} tensors, {sum(torch.Size(form.shape).numel() for _, form, _ in found)} elements"
         for key, form, parts in found:
             dtype = str(form.dtype).removeprefix("torch.")
@@ -58,7 +58,7 @@ def merge(path: Path, output: Path, name: str = "model") -> None:
         CheckpointError: there is no checkpoint, it is damaged, or the file can't be written.
         UsageError: it has no such object, or the object has more than tensors, which safetensors can't hold.
     """
-    opened = _open(path)
+    opened = open_checkpoint(path)
     objects = [key for key in opened.parts if not key.startswith("_")]
     if name not in objects:
         raise UsageError(f"the checkpoint has no {name!r}. It has {', '.join(objects)}: name one with --object.")
@@ -79,7 +79,15 @@ def merge(path: Path, output: Path, name: str = "model") -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _open(path: Path) -> Saved:
+def open_checkpoint(path: Path) -> Saved:
+    """Verify and open a checkpoint.
+
+    Args:
+        path: its folder, or that of checkpoints, whose newest is taken.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
     try:
         return checkpoint_in(path)
     except DamagedError as error:
@@ -91,7 +99,7 @@ def _open(path: Path) -> Saved:
         return found
 
 
-def _tensors(state: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Form, int]]:
+def tensors_of(state: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Form, int]]:
     """Yield the key, the form and the number of parts of each tensor in nested state."""
     if isinstance(state, RowBlocks):
         yield ".".join(path), state.form, len(state.blocks)
@@ -99,7 +107,7 @@ def _tensors(state: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Form
         yield ".".join(path), Form(state), 1
     elif isinstance(state, (dict, list, tuple)):
         for key, value in state.items() if isinstance(state, dict) else enumerate(state):
-            yield from _tensors(value, (*path, str(key)))
+            yield from tensors_of(value, (*path, str(key)))
 
 
 def _write_safetensors(file: BinaryIO, name: str, state: Mapping[str, Any]) -> None:
