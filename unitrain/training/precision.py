@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp.autocast_mode import is_autocast_available
 
 from unitrain.config import Precision as PrecisionName
+from unitrain.device import devices_of
 
 AUTOCAST_DTYPE: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -25,8 +27,8 @@ class _AutocastForward:
     from tracing, and the code between them is compiled.
     """
 
-    def __init__(self, device_type: str, dtype: torch.dtype) -> None:
-        self._arguments = (device_type, dtype)
+    def __init__(self, device_types: tuple[str, ...], dtype: torch.dtype) -> None:
+        self._arguments = (device_types, dtype)
         self._local = threading.local()
         # Not as decorators: these would import the compiler with unitrain, which takes a second or more.
         self._enter = torch.compiler.disable(self._enter_untraced)  # type: ignore[no-untyped-call]
@@ -35,7 +37,7 @@ class _AutocastForward:
     def __deepcopy__(self, memo: dict[int, Any]) -> _AutocastForward:
         return _AutocastForward(*self._arguments)
 
-    def __reduce__(self) -> tuple[type[_AutocastForward], tuple[str, torch.dtype]]:
+    def __reduce__(self) -> tuple[type[_AutocastForward], tuple[tuple[str, ...], torch.dtype]]:
         return _AutocastForward, self._arguments
 
     def enter(self, module: nn.Module, args: Any) -> None:
@@ -45,14 +47,17 @@ class _AutocastForward:
         self._leave()
 
     def _enter_untraced(self) -> None:
-        context = torch.autocast(*self._arguments)
-        context.__enter__()  # type: ignore[no-untyped-call]
-        self._local.__dict__.setdefault("stack", []).append(context)
+        device_types, dtype = self._arguments
+        for device_type in device_types:
+            context = torch.autocast(device_type, dtype)
+            context.__enter__()  # type: ignore[no-untyped-call]
+            self._local.__dict__.setdefault("stack", []).append(context)
 
     def _leave_untraced(self) -> None:
         stack = self._local.__dict__.get("stack")
         if stack:  # empty if another hook raised before autocast was entered
-            stack.pop().__exit__(None, None, None)
+            for _ in self._arguments[0]:
+                stack.pop().__exit__(None, None, None)
 
 
 def _to_double(value: Any) -> Any:
@@ -88,10 +93,16 @@ class Precision:
         """Return the context manager in which to compute a loss. It does nothing in fp32 and fp64."""
         return nullcontext() if self._dtype is None else torch.autocast(self._device_type, self._dtype)
 
+    def _device_types(self, module: nn.Module) -> tuple[str, ...]:
+        """Return the types of the devices that a forward runs on: those of its layers, if the script has put them."""
+        spread = devices_of(module)
+        of_layers = [one.type for one in spread if len(spread) > 1 and is_autocast_available(one.type)]
+        return tuple(dict.fromkeys([self._device_type, *of_layers]))
+
     def apply(self, module: nn.Module) -> None:
         """Make the module's forward compute in this precision, in any thread."""
         if self._dtype is not None:
-            autocast = _AutocastForward(self._device_type, self._dtype)
+            autocast = _AutocastForward(self._device_types(module), self._dtype)
             module.register_forward_pre_hook(autocast.enter, prepend=True)
             module.register_forward_hook(autocast.leave, always_call=True)
         elif self._name == "fp64":
