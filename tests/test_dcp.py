@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -211,6 +212,47 @@ def test_an_optimizer_of_other_parameters_is_refused(plain: Saved, tmp_path: Pat
         model, optimizer = strategy.prepare(model, optimizer)
         with pytest.raises(CheckpointError, match=r"optimizer has model\.last\.weight in this run, but not in"):
             strategy.checkpoint(tmp_path, model=model, optimizer=optimizer).resume()
+
+
+# --------------------------------------------------------------------------------------------------------- memory
+
+
+def anonymous_mb() -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("RssAnon:"))
+
+
+def beyond(*arguments: str) -> float:
+    """Return by how much memory that is not a file's grows within a command, in MB."""
+    ended, found = threading.Event(), [before := anonymous_mb()]
+
+    def watch() -> None:
+        while not ended.wait(0.002):
+            found.append(anonymous_mb())
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    assert main(["checkpoint", *arguments]) == 0
+    ended.set()
+    watching.join()
+    return max(found) - before
+
+
+def converted(folder: str) -> tuple[float, float]:
+    with unitrain.init(backend="single", device="cpu") as strategy:
+        model = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(32)])  # of 128 MB
+        checkpoint = strategy.checkpoint(f"{folder}/run", model=model, background=False)
+        checkpoint.save()
+        checkpoint.close()
+    return (
+        beyond("export", f"{folder}/run", "-o", f"{folder}/dcp"),
+        beyond("import", f"{folder}/dcp", "-o", f"{folder}/imported"),
+    )
+
+
+@pytest.mark.soak
+def test_a_model_is_not_held_in_memory(tmp_path: Path) -> None:
+    assert max(run_ranks(converted, str(tmp_path), nprocs=1)[0]) < 64
 
 
 # ------------------------------------------------------------------------------------------------------ bad input
