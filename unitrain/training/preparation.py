@@ -86,10 +86,7 @@ class Preparation:
         if module in self._prepared:
             raise UsageError(f"this {type(module).__name__} has already been prepared: prepare each module once.")
         supported.check_module(module)
-        self._backend.place(module)
-        spread = devices_of(module)
-        if len(spread) > 1 and self._communicator.is_main:
-            print_stderr(f"unitrain: the layers of {type(module).__name__} stay on {', '.join(map(str, spread))}.")
+        self._place(module)
         # torch's own SyncBatchNorm layers are synchronised in any case.
         batch_norm.synchronise(
             self._prepared.unwrap(module),
@@ -115,6 +112,18 @@ class Preparation:
         self._prepared.add_names(module)
         self._prepared.replace(parameters, module)
         return wrapped
+
+    def _place(self, module: nn.Module) -> None:
+        """Place a module, and say so where a script may have meant another place."""
+        before = devices_of(module)
+        self._backend.place(module)
+        now = devices_of(module)
+        if not self._communicator.is_main:
+            return
+        if len(now) > 1:
+            print_stderr(f"unitrain: the layers of {type(module).__name__} stay on {', '.join(map(str, now))}.")
+        elif before != now and before[0].type != "cpu":
+            print_stderr(f"unitrain: {type(module).__name__} is moved from {before[0]} to {now[0]}, this run's device.")
 
     @torch.no_grad()
     def _copy_from_rank_0(self, module: nn.Module) -> None:
