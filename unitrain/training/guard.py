@@ -32,6 +32,9 @@ class GuardedStep:
         clip_norm: maximum 2-norm of all gradients together.
         clip_value: maximum absolute value of the gradients' elements; clamped before the norm is computed.
         measure_norm: return the 2-norm even if ``clip_norm`` is None.
+
+    Attributes:
+        all_plain: whether torch's kernel may be given all gradients at once: they are dense, and on ``device``.
     """
 
     def __init__(
@@ -48,7 +51,7 @@ class GuardedStep:
         self._may_flag = not on_host and clip_value is None
         self._norm_tells = self._takes_norm and clip_value is None
         self._only_checks = not self._takes_norm and clip_value is None
-        self._all_plain = True
+        self.all_plain: bool = True
         self._refused: set[torch.dtype] = set()
 
     def __call__(
@@ -82,7 +85,7 @@ class GuardedStep:
     def _clip(self, parameters: Iterable[Parameter], gradients: list[Tensor], norm: Tensor | None) -> Tensor | None:
         """Clip finite gradients, and return their norm if it is computed. ``norm`` is not None if it is known."""
         if self._clip_value is not None and gradients:
-            for alike in [gradients] if self._all_plain else by_device(gradients):
+            for alike in [gradients] if self.all_plain else by_device(gradients):
                 _clamp(alike, self._clip_value)
         if self._takes_norm and norm is None:
             norm = self._norm(gradients)
@@ -110,11 +113,11 @@ class GuardedStep:
         """Set the flag to 1 if a gradient or a loss is not finite."""
         if losses:
             gradients = [*gradients, *losses]
-        if self._all_plain:
+        if self.all_plain:
             try:
                 torch._amp_foreach_non_finite_check_and_unscale_(gradients, self._found, self._one)
             except RuntimeError:  # cheaper than checking the layout and the device of each gradient beforehand
-                self._all_plain = False
+                self.all_plain = False
             else:
                 return
         by_kind = defaultdict(list)

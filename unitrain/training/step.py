@@ -115,15 +115,16 @@ class TrainingStep:
         self._windows: dict[Optimizer, Window] = {}
         self._scales = GradientScales(scaler)
         self._on_host = communicator.device.type == "cpu"
-        self._guarded_step: OptimizerStep = GuardedStep(
+        self._guard = GuardedStep(
             communicator.device, config.clip_norm, config.clip_value, measure_norm=config.grad_norm
         )
         self._gradients: Callable[[Iterable[Parameter]], list[Tensor]] = _gradients
         if communicator.shards:
             from unitrain.training.sharded_guard import ShardedGuardedStep
 
-            self._guarded_step = ShardedGuardedStep(communicator, config.clip_norm, config.clip_value, config.grad_norm)
+            self._guard = ShardedGuardedStep(communicator, config.clip_norm, config.clip_value, config.grad_norm)
             self._gradients = partial(_local_gradients, to_local=backend.to_local)
+        self._guarded_step: OptimizerStep = self._guard
         self._backend = backend
         self._copies = CopyCheck(communicator)
         self._direct_steps = DirectStepCheck(prepared.has) if self._distributed else None
@@ -361,6 +362,8 @@ class TrainingStep:
         window.groups = len(window.optimizer.param_groups)
         window.parameters = [p for group in window.optimizer.param_groups for p in group["params"]]
         self._prepared.check(window.parameters)
+        # A kernel on another GPU than its flag's would write to memory that it may not have.
+        self._guard.all_plain &= all(p.device == self._communicator.device for p in window.parameters)
         before = set(map(id, window.trained))
         # Left by a backward for another optimizer.
         window.drop_gradients([p for p in trained if id(p) not in before])
