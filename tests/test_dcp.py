@@ -176,11 +176,25 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
     return folder, run_ranks(write_plainly, str(folder))[0]
 
 
+def continue_imported(folder: str, backend: str) -> dict[str, Any]:
+    """Resume, make the third step, and return the whole state. The optimizer has its parameters in another order."""
+    with unitrain.init(backend=backend, device="cpu", precision="fp64", timeout_s=30) as strategy:
+        model, optimizer = strategy.prepare(*made(1, reverse=True))
+        checkpoint = strategy.checkpoint(folder, model=model, optimizer=optimizer)
+        assert checkpoint.resume()
+        assert strategy.global_step == 2
+        strategy.step(model(batch(2)).square().mean(), optimizer)  # the same batch on all ranks, as in write_plainly
+        found: dict[str, Any] = whole(state_of(model, optimizer))
+        checkpoint.close()
+    return found
+
+
 @pytest.mark.parametrize(
-    ("name", "objects"), [("nested", []), ("flat", ["--object", "model=", "--object", "optimizer"])]
+    ("name", "objects", "backend"),
+    [("nested", [], "single"), ("flat", ["--object", "model=", "--object", "optimizer"], "fsdp")],
 )
 def test_a_run_continues_what_torch_has_written(
-    plain: Saved, name: str, objects: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    plain: Saved, name: str, objects: list[str], backend: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = str(plain[0] / name)
     assert main(["checkpoint", "import", source, "-o", str(tmp_path), "--step", "2", *objects]) == 0
@@ -188,17 +202,9 @@ def test_a_run_continues_what_torch_has_written(
         capsys.readouterr().out.splitlines()[1] == f"model: 10 tensors, from {'model.' if name == 'nested' else ''}..."
     )
     assert [path.name for path in tmp_path.iterdir()] == ["step-0000000002"]
-    with unitrain.init(backend="single", device="cpu", precision="fp64") as strategy:
-        # State is found by name: this optimizer has its parameters in another order.
-        model, optimizer = strategy.prepare(*made(1, reverse=True))
-        checkpoint = strategy.checkpoint(tmp_path, model=model, optimizer=optimizer)
-        assert checkpoint.resume()
-        assert strategy.global_step == 2
-        strategy.step(model(batch(2)).square().mean(), optimizer)
-        found = whole(state_of(model, optimizer))
+    for found in run_ranks(continue_imported, str(tmp_path), backend, nprocs=1 if backend == "single" else 2):
         groups = [sorted(group.pop("params")) for group in found["optimizer"]["param_groups"]]
-        expected = [sorted(group["params"]) for group in plain[1]["optimizer"]["param_groups"]]
-        assert groups == expected
+        assert groups == [sorted(group["params"]) for group in plain[1]["optimizer"]["param_groups"]]
         assert_equal(found["model"], plain[1]["model"])
         assert_equal(found["optimizer"]["state"], plain[1]["optimizer"]["state"])
 
