@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from importlib import import_module
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
+from torch.optim import Optimizer
 
 from loops import ACCUMULATE, CLIP_NORM, Loop
 from shared.workloads import Task
@@ -87,6 +91,37 @@ def _full_horovod(task: Task) -> Loop:
         hvd.allreduce(totals, name="by_hand.totals", op=hvd.Sum)
 
     return Loop(model, run)
+
+
+def sharded(task: Task, clip_norm: float | None) -> Loop:
+    """Return the loop with torch's fully_shard: each block is a unit."""
+    model, optimizer = task.make()
+    for block in model.get_submodule("blocks"):
+        fully_shard(block)
+    fully_shard(model)
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule):
+            unit.set_force_sum_reduction_for_comms(True)  # gloo has no mean
+    optimizer.param_groups[0]["params"] = list(model.parameters())  # shards, in place of those that it was made with
+    return Loop(model, _clipping(model, optimizer, task, clip_norm))
+
+
+def replicated(task: Task, clip_norm: float | None) -> Loop:
+    """Return the same loop with DDP."""
+    model, optimizer = task.make()
+    return Loop(model, _clipping(DistributedDataParallel(model), optimizer, task, clip_norm))
+
+
+def _clipping(model: nn.Module, optimizer: Optimizer, task: Task, clip_norm: float | None) -> Callable[[int], None]:
+    def run(steps: int) -> None:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            task.loss(model(task.inputs)).backward()  # type: ignore[no-untyped-call]
+            if clip_norm is not None:
+                clip_grad_norm_(model.parameters(), clip_norm)
+            optimizer.step()
+
+    return run
 
 
 def horovod() -> Any:

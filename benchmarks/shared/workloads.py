@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from unitrain.recipes import gpt, text
+
 Shape = tuple[int, ...]
 
 
@@ -29,6 +31,14 @@ class Task:
     def loss(self, logits: Tensor) -> Tensor:
         """Return the mean loss of the batch."""
         return F.cross_entropy(logits, self.targets)
+
+
+class TextTask(Task):
+    """A task whose targets are tokens: one for each position of each row."""
+
+    def loss(self, logits: Tensor) -> Tensor:
+        """Return the mean loss of the tokens."""
+        return F.cross_entropy(logits.flatten(0, 1), self.targets.flatten())
 
 
 def mlp(rank: int) -> Task:
@@ -57,6 +67,19 @@ def _task(build: Callable[[], nn.Module], rank: int, shape: Shape) -> Task:
     generator = torch.Generator().manual_seed(rank)
     targets = torch.randint(10, shape[:1], generator=generator)
     return Task(make, torch.randn(shape, generator=generator), targets)
+
+
+def transformer(rank: int, layers: int, width: int, rows: int, length: int) -> TextTask:
+    """Return the language model of the recipes on rows of bytes, and AdamW."""
+
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model: nn.Module = gpt.GPT(text.VOCABULARY, length, layers, width, max(1, width // 64), dropout=0.0)
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+    generator = torch.Generator().manual_seed(rank)
+    inputs, targets = torch.randint(text.VOCABULARY, (2, rows, length), generator=generator)
+    return TextTask(make, inputs, targets)
 
 
 def resnet50_shapes() -> list[Shape]:

@@ -1,0 +1,194 @@
+"""Memory of a rank: what a model, its gradients and its optimizer take with and without shards.
+
+    python benchmarks/sharded_memory.py
+
+A transformer of 400 MB and Adam, on two and four processes. *Tensors* are the bytes that torch has allocated, by its
+profiler; *resident* is the process's memory (Linux's ``VmHWM`` and ``VmRSS``), in runs of their own, since a profiler
+takes memory. Both count from before the model is built, on the rank with the most. Weights, gradients and Adam's state
+are four times the weights: W. With fsdp, a step on N ranks may take 1.1 W / N and the largest unit. ``prepare`` may
+take a rank's share of the weights and the largest unit beyond the model that the script has built, and ``resume`` the
+largest tensor beyond the state that it leaves. The batch is so small that activations hardly count.
+"""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+from collections.abc import Callable, Iterator
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from memory import status
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+import unitrain
+from shared.processes import World, in_processes, startable, world_name
+from shared.report import Found, run, table
+from shared.workloads import transformer
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+MB = 2**20
+# Layers, width, rows of the batch, their length.
+SIZE, SMALL = (20, 640, 1, 16), (2, 64, 1, 8)
+RANKS, SHORT_RANKS = (2, 4), (2,)
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "ddp": ("torchrun", {"backend": "ddp"}),
+    "fsdp": ("torchrun", {"backend": "fsdp"}),
+}
+METERS = ("tensors", "resident")
+
+Measured = tuple[float, float]
+"""The peak of a call, and what it leaves, in MB more than before."""
+
+
+def tensors(call: Callable[[], object]) -> Measured:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        call()
+    assert profiler.profiler is not None
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    levels = list(accumulate((event.nbytes() for event in sorted(events, key=lambda one: one.start_ns())), initial=0))
+    return max(levels) / MB, levels[-1] / MB
+
+
+def resident(call: Callable[[], object]) -> Measured:
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak is what is resident now
+    before = status("VmRSS")
+    call()
+    return status("VmHWM") - before, status("VmRSS") - before
+
+
+def most(strategy: unitrain.Strategy, found: dict[str, float]) -> dict[str, float] | None:
+    """Return the largest values of all ranks, on rank 0."""
+    ranks = strategy.all_gather_object(found)
+    return {name: max(one[name] for one in ranks) for name in found} if strategy.is_main else None
+
+
+def train(settings: dict[str, Any], size: list[int], meter: str, folder: str) -> dict[str, float] | None:
+    """Prepare a model, make two steps, save, and return the memory of each."""
+    with unitrain.init(device="cpu", threads_per_process=1, **settings) as strategy:
+        prepare, steps = parts(strategy, size)
+        warm_up(strategy)
+        measured: Callable[[Callable[[], object]], Measured] = globals()[meter]
+        peak, prepared = measured(prepare)
+        step_peak, stepped = measured(steps)
+        model, optimizer = prepare()
+        strategy.checkpoint(folder, background=False, model=model, optimizer=optimizer).save()
+        found = {"prepare": peak, "prepared": prepared, "step": prepared + step_peak, "stepped": prepared + stepped}
+        return most(strategy, found)
+
+
+def resume(settings: dict[str, Any], size: list[int], meter: str, folder: str) -> dict[str, float] | None:
+    """Return the memory of resuming what ``train`` has saved, and what is beyond what it leaves."""
+    with unitrain.init(device="cpu", threads_per_process=1, **settings) as strategy:
+        prepare, _ = parts(strategy, size)
+        warm_up(strategy)
+        model, optimizer = prepare()
+        checkpoint = strategy.checkpoint(folder, model=model, optimizer=optimizer)
+        peak, left = globals()[meter](checkpoint.resume)
+        return most(strategy, {"resume": peak, "resumed": left, "resume_beyond": peak - left})
+
+
+def parts(strategy: unitrain.Strategy, size: list[int]) -> tuple[Callable[[], Any], Callable[[], None]]:
+    """Return a function that builds and prepares a model and its optimizer once, and one that makes two steps."""
+    task = transformer(strategy.rank, *size)
+    prepared: list[Any] = []
+
+    def prepare() -> Any:
+        if not prepared:
+            prepared.extend(strategy.prepare(*task.make()))
+        return prepared
+
+    def steps() -> None:
+        model, optimizer = prepared
+        for _ in range(2):
+            strategy.step(task.loss(model(task.inputs)), optimizer)
+
+    return prepare, steps
+
+
+def warm_up(strategy: unitrain.Strategy) -> None:
+    """Train a tiny model, so that what torch loads when it is first used does not count."""
+    prepare, steps = parts(strategy, list(SMALL))
+    prepare()
+    steps()
+
+
+def shape(size: tuple[int, int, int, int]) -> dict[str, float]:
+    """Return the bytes of the weights, of the largest unit and of the largest tensor, in MB."""
+    model, _ = transformer(0, *size).make()
+    blocks = [mb(block) for block in model.get_submodule("blocks").children()]
+    largest = max(parameter.nbytes for parameter in model.parameters()) / MB
+    return {"weights": mb(model), "unit": max(*blocks, mb(model) - sum(blocks)), "tensor": largest}
+
+
+def mb(module: nn.Module) -> float:
+    return sum(parameter.nbytes for parameter in module.parameters()) / MB
+
+
+def measure(short: bool) -> Found:
+    size = SMALL if short else SIZE
+    cases = []
+    for way, world, settings in ways(short):
+        found: dict[str, dict[str, float]] = {}
+        for meter in METERS:
+            with tempfile.TemporaryDirectory() as folder:
+                how = {"settings": settings, "size": size, "meter": meter, "folder": folder}
+                found[meter] = {**in_processes(world, train, **how), **in_processes(world, resume, **how)}
+        cases.append({"way": way, "world": world, **found})
+    return {**shape(size), "cases": cases}
+
+
+def ways(short: bool) -> Iterator[tuple[str, World, dict[str, Any]]]:
+    for ranks in SHORT_RANKS if short else RANKS:
+        for way, (launcher, settings) in WAYS.items():
+            for world in startable((launcher, ranks)):
+                yield way, world, settings
+
+
+def tables(found: Found) -> str:
+    weights, unit, tensor = (float(found[name]) for name in ("weights", "unit", "tensor"))
+    rows, broken = [], []
+    for case in found["cases"]:
+        ranks = case["world"][1]
+        sharded = case["way"] == "fsdp"
+        limits = {
+            "step": 1.1 * 4 * weights / ranks + unit,
+            "prepare": weights + weights / ranks + unit,
+            "resume_beyond": tensor,
+        }
+        for meter in METERS:
+            one = case[meter]
+            cells = []
+            for name, limit in limits.items():
+                cells.append(f"{one[name]:.0f} of {limit:.0f}" if sharded else f"{one[name]:.0f}")
+                if sharded and meter == "tensors" and one[name] > limit:
+                    broken.append(f"{name} on {ranks} ranks")
+            rows.append([world_name(case["world"]), case["way"], meter, *cells[:2], f"{one['stepped']:.0f}", cells[2]])
+    head = ["world", "way", "measured", "step", "prepare", "left after two steps", "resume, beyond what it leaves"]
+    kept = f"NOT KEPT ({', '.join(broken)})" if broken else "kept"
+    return (
+        f"{table(head, rows)}\nMB of the rank with the most; *of*: what is allowed. The weights have {weights:.0f} MB, "
+        f"the largest unit {unit:.1f} MB, the largest tensor {tensor:.1f} MB. What tensors may take with fsdp: {kept}."
+    )
+
+
+def plot(found: Found, figure: Figure) -> None:
+    axis = figure.subplots()
+    names = [f"{case['way']}\n{world_name(case['world'])}" for case in found["cases"]]
+    axis.barh(names, [case["resident"]["step"] for case in found["cases"]], label="a step, resident")
+    axis.barh(names, [case["tensors"]["step"] for case in found["cases"]], label="a step, tensors", height=0.5)
+    axis.barh(names, [case["tensors"]["stepped"] for case in found["cases"]], label="left after it", height=0.25)
+    axis.invert_yaxis()
+    axis.set_xlabel("MB on the rank with the most")
+    axis.legend()
+    figure.set_size_inches(9, 4)
+
+
+if __name__ == "__main__":
+    run(measure, tables, plot)
