@@ -122,7 +122,10 @@ class FSDPBackend(ProcessGroupBackend):
             reduce_dtype=_DTYPES.get(self.config.compression),
         )
         if "nccl" not in dist.get_backend():
-            sharded.root.set_force_sum_reduction_for_comms(True)  # gloo has no mean
+            from .fsdp_gloo import adapt
+
+            for unit in sharded.units:
+                adapt(unit, self.device)
         sharded.arm(self._armed)
         if not self.settings.reshard_after_forward:
             original.register_forward_hook(partial(_reshard_without_grad, sharded))

@@ -34,6 +34,7 @@ class ShardedModule:
     Attributes:
         root: the module, whose class fully_shard has changed to a subclass of it and of ``FSDPModule``.
         replicated: the parameters that can't be divided, of which every rank has all.
+        units: the modules that are gathered one at a time, the whole module among them.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class ShardedModule:
         setattr(type(module), "__deepcopy__", refuse_copy)  # noqa: B010  (mypy knows no such attribute)
         self.root: FSDPModule = module
         self._module: nn.Module = module
+        self.units: list[FSDPModule] = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
         module._get_fsdp_state()._lazy_init()  # now: else the first module that is called would be taken for the root
         self._held: dict[Tensor, Any] = {one.sharded_param: one for one in self._make_leaves()}
         for name, parameter in module.named_parameters():
@@ -87,14 +89,11 @@ class ShardedModule:
 
     def _make_leaves(self) -> Iterator[Any]:
         """Gather each unit once, which makes the leaves of the graph, and yield what FSDP knows of each parameter."""
-        for unit in self._units():
+        for unit in self.units:
             unit.unshard()
             unit.reshard()
             for group in unit._get_fsdp_state()._fsdp_param_groups:
                 yield from group.fsdp_params
-
-    def _units(self) -> list[FSDPModule]:
-        return [unit for unit in self._module.modules() if isinstance(unit, FSDPModule)]
 
     def _move_hooks(self, old: Parameter, new: Parameter) -> None:
         """Call the hooks of the script, as before, with the local gradient."""
@@ -117,7 +116,7 @@ class ShardedModule:
 
     def reshard(self) -> None:
         """Free the whole weights of all units, before the weights change."""
-        for unit in self._units():
+        for unit in self.units:
             unit.reshard()
 
     def arm(self, sync: bool) -> None:
@@ -138,4 +137,5 @@ class ShardedModule:
 
     def copy(self) -> nn.Module:
         """Return a copy of the module before it was sharded, with the weights of now, on the CPU. Collective."""
+        self.reshard()  # a forward may have left weights as it gathered them: in bf16, say
         return filled(self._skeleton, self._module)

@@ -318,6 +318,23 @@ def test_weights_that_were_gathered_before_a_step_are_not_used_after_it() -> Non
         assert not torch.equal(found[0][0], found[1][0])
 
 
+def export_between_forward_and_backward() -> tuple[State, State]:
+    settings = {"reshard_after_forward": False}
+    with unitrain.init(backend="fsdp", fsdp=settings, precision="bf16", device="cpu", timeout_s=30) as strategy:
+        model, _, _ = strategy.prepare(*made())
+        before = strategy.export(model).state_dict()
+        with strategy.autocast():
+            model(texts()[:4][0])
+        return before, strategy.export(model).state_dict()
+
+
+def test_an_export_has_the_weights_and_not_what_a_forward_has_made_of_them() -> None:
+    for before, after in run_ranks(export_between_forward_and_backward):
+        for name, weight in before.items():
+            assert after[name].dtype == torch.float32
+            assert torch.equal(after[name], weight), name
+
+
 def average() -> tuple[State, State, State]:
     """Train with an EMA. Return what was exported, what was saved, and what is resumed after another step."""
     with unitrain.init(backend="fsdp", precision="fp64", device="cpu", timeout_s=30) as strategy:
