@@ -16,6 +16,7 @@ from unitrain.config import Section, StrategyConfig
 from unitrain.device import devices_of
 from unitrain.errors import BackendError, ConfigError, UsageError
 from unitrain.launch.detect import Launch
+from unitrain.process import return_memory
 
 from .ddp_base import ProcessGroupBackend
 from .fsdp_settings import FSDPSettings
@@ -126,6 +127,7 @@ class FSDPBackend(ProcessGroupBackend):
 
             for unit in sharded.units:
                 adapt(unit, self.device)
+        return_memory()  # the whole model's, of which glibc would keep most
         sharded.arm(self._armed)
         if not self.settings.reshard_after_forward:
             original.register_forward_hook(partial(_reshard_without_grad, sharded))

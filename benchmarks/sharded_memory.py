@@ -2,12 +2,12 @@
 
     python benchmarks/sharded_memory.py
 
-A transformer of 400 MB and Adam, on two and four processes. *Tensors* are the bytes that torch has allocated, by its
-profiler; *resident* is the process's memory (Linux's ``VmHWM`` and ``VmRSS``), in runs of their own, since a profiler
-takes memory. Both count from before the model is built, on the rank with the most. Weights, gradients and Adam's state
-are four times the weights: W. With fsdp, a step on N ranks may take 1.1 W / N and the largest unit. ``prepare`` may
-take a rank's share of the weights and the largest unit beyond the model that the script has built, and ``resume`` the
-largest tensor beyond the state that it leaves. The batch is so small that activations hardly count.
+A transformer of 400 MB and Adam, on two and four processes. *Tensors* are the bytes of all tensors alive; *resident* is
+the memory of the process (Linux's ``VmHWM`` and ``VmRSS``), in runs of its own. Both count from before the model is
+built, on the rank with the most. Weights, gradients and Adam's state are four times the weights: W. With fsdp, a step
+on N ranks may take 1.1 W / N and the largest unit; ``prepare`` a rank's share of the weights and the largest unit
+beyond the model that the script has built; ``resume`` the largest tensor beyond the state that it leaves. The batch is
+so small that activations hardly count.
 """
 
 from __future__ import annotations
@@ -15,16 +15,14 @@ from __future__ import annotations
 import gc
 import tempfile
 from collections.abc import Callable, Iterator
-from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from memory import status
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
 import unitrain
+from shared.live_tensors import LiveTensors
 from shared.processes import World, in_processes, startable, world_name
 from shared.report import Found, run, table
 from shared.workloads import transformer
@@ -47,12 +45,9 @@ Measured = tuple[float, float]
 
 
 def tensors(call: Callable[[], object]) -> Measured:
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with LiveTensors() as live:
         call()
-    assert profiler.profiler is not None
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    levels = list(accumulate((event.nbytes() for event in sorted(events, key=lambda one: one.start_ns())), initial=0))
-    return max(levels) / MB, levels[-1] / MB
+    return live.peak / MB, live.bytes / MB
 
 
 def resident(call: Callable[[], object]) -> Measured:
@@ -77,21 +72,20 @@ def train(settings: dict[str, Any], size: list[int], meter: str, folder: str) ->
         measured: Callable[[Callable[[], object]], Measured] = globals()[meter]
         peak, prepared = measured(prepare)
         step_peak, stepped = measured(steps)
-        model, optimizer = prepare()
+        model, optimizer = prepare()  # again, which only returns them
         strategy.checkpoint(folder, background=False, model=model, optimizer=optimizer).save()
         found = {"prepare": peak, "prepared": prepared, "step": prepared + step_peak, "stepped": prepared + stepped}
         return most(strategy, found)
 
 
-def resume(settings: dict[str, Any], size: list[int], meter: str, folder: str) -> dict[str, float] | None:
-    """Return the memory of resuming what ``train`` has saved, and what is beyond what it leaves."""
+def resume(settings: dict[str, Any], size: list[int], folder: str) -> dict[str, float] | None:
+    """Return what is resident while what ``train`` has saved is resumed, beyond what is afterwards."""
     with unitrain.init(device="cpu", threads_per_process=1, **settings) as strategy:
         prepare, _ = parts(strategy, size)
         warm_up(strategy)
         model, optimizer = prepare()
-        checkpoint = strategy.checkpoint(folder, model=model, optimizer=optimizer)
-        peak, left = globals()[meter](checkpoint.resume)
-        return most(strategy, {"resume": peak, "resumed": left, "resume_beyond": peak - left})
+        peak, left = resident(strategy.checkpoint(folder, model=model, optimizer=optimizer).resume)
+        return most(strategy, {"resume": peak - left})
 
 
 def parts(strategy: unitrain.Strategy, size: list[int]) -> tuple[Callable[[], Any], Callable[[], None]]:
@@ -135,11 +129,10 @@ def measure(short: bool) -> Found:
     size = SMALL if short else SIZE
     cases = []
     for way, world, settings in ways(short):
-        found: dict[str, dict[str, float]] = {}
-        for meter in METERS:
-            with tempfile.TemporaryDirectory() as folder:
-                how = {"settings": settings, "size": size, "meter": meter, "folder": folder}
-                found[meter] = {**in_processes(world, train, **how), **in_processes(world, resume, **how)}
+        with tempfile.TemporaryDirectory() as folder:
+            how: dict[str, Any] = {"settings": settings, "size": size, "folder": folder}
+            found = {meter: in_processes(world, train, meter=meter, **how) for meter in METERS}
+            found["resident"].update(in_processes(world, resume, **how))
         cases.append({"way": way, "world": world, **found})
     return {**shape(size), "cases": cases}
 
@@ -156,25 +149,24 @@ def tables(found: Found) -> str:
     rows, broken = [], []
     for case in found["cases"]:
         ranks = case["world"][1]
-        sharded = case["way"] == "fsdp"
         limits = {
-            "step": 1.1 * 4 * weights / ranks + unit,
             "prepare": weights + weights / ranks + unit,
-            "resume_beyond": tensor,
+            "step": 1.1 * 4 * weights / ranks + unit,
+            "resume": tensor,
         }
         for meter in METERS:
-            one = case[meter]
-            cells = []
-            for name, limit in limits.items():
-                cells.append(f"{one[name]:.0f} of {limit:.0f}" if sharded else f"{one[name]:.0f}")
-                if sharded and meter == "tensors" and one[name] > limit:
-                    broken.append(f"{name} on {ranks} ranks")
-            rows.append([world_name(case["world"]), case["way"], meter, *cells[:2], f"{one['stepped']:.0f}", cells[2]])
-    head = ["world", "way", "measured", "step", "prepare", "left after two steps", "resume, beyond what it leaves"]
-    kept = f"NOT KEPT ({', '.join(broken)})" if broken else "kept"
+            cells = {name: f"{value:.0f}" for name, value in case[meter].items()}
+            for name in limits if case["way"] == "fsdp" else ():
+                if name in cells:
+                    cells[name] += f" of {limits[name]:.0f}"
+                    broken += [f"{name}, {meter}, {ranks} ranks"] if case[meter][name] > limits[name] else []
+            columns = [cells.get(name, "") for name in ("prepare", "prepared", "step", "stepped", "resume")]
+            rows.append([world_name(case["world"]), case["way"], meter, *columns])
+    head = ["world", "way", "measured", "prepare", "left", "two steps", "left", "resume, beyond what it leaves"]
+    kept = f"NOT KEPT ({'; '.join(broken)})" if broken else "kept"
     return (
-        f"{table(head, rows)}\nMB of the rank with the most; *of*: what is allowed. The weights have {weights:.0f} MB, "
-        f"the largest unit {unit:.1f} MB, the largest tensor {tensor:.1f} MB. What tensors may take with fsdp: {kept}."
+        f"{table(head, rows)}\nMB of the rank with the most; *of*: what is allowed, which is {kept}. The weights have "
+        f"{weights:.0f} MB, the largest unit {unit:.1f} MB, the largest tensor {tensor:.1f} MB."
     )
 
 

@@ -4,7 +4,8 @@
 
 A transformer on two processes, whose blocks are gathered one at a time. All loops run in the same processes, in turns.
 By hand is torch's ``fully_shard`` with its default options, and takes part twice, which shows the spread. UniTrain does
-more: it finds gradients that are not finite. Final weights must be equal bit for bit.
+more: it finds gradients that are not finite. Final weights must be equal bit for bit; with clipping they differ by
+rounding, since UniTrain's norm and that of DDP are not summed as that of FSDP2.
 
 DDP is what a model that fits into memory is trained with.
 """
@@ -56,7 +57,9 @@ def measure_case(size: tuple[int, int, int, int], style: str, rounds: int, steps
         expected = whole_weights(strategy, made[BASE].model)
         for name, loop in made.items():
             weights = whole_weights(strategy, loop.model)
-            found[name]["weights_bit_equal"] = all(map(Tensor.equal, expected, weights))
+            found[name]["weights_differ_by"] = max(
+                float((one - other).abs().max()) for one, other in zip(expected, weights, strict=True)
+            )
         return found if strategy.is_main else None
 
 
@@ -83,7 +86,8 @@ def tables(found: Found) -> str:
             rows.append(
                 [
                     name, f"{one['seconds'] * 1e3:.2f}", f"{one['over_s'] * 1e3:+.2f}", shown_ratio(one),
-                    {"": "", True: "yes", False: "no"}[slower], "bit-equal" if one["weights_bit_equal"] else "DIFFERENT",
+                    {"": "", True: "yes", False: "no"}[slower],
+                    f"differ by {one['weights_differ_by']:.0e}" if one["weights_differ_by"] else "bit-equal",
                 ]
             )  # fmt: skip
         head = ["loop", "ms a step", "over by hand, ms", "ratio (quartiles)", "slower", "weights"]

@@ -114,6 +114,25 @@ def test_memory(tmp_path: Path) -> None:
 
 @pytest.mark.launcher
 @pytest.mark.soak
+def test_sharded_memory(tmp_path: Path) -> None:
+    cases = short("sharded_memory", tmp_path)["cases"]
+    assert [(case["way"], case["world"]) for case in cases] == [("ddp", ["torchrun", 2]), ("fsdp", ["torchrun", 2])]
+    ddp, fsdp = (case["tensors"] for case in cases)
+    assert fsdp["prepared"] < 0.6 * ddp["prepared"]
+    assert fsdp["stepped"] < 0.6 * ddp["stepped"]
+    assert all(case["resident"]["resume"] >= 0 for case in cases)
+
+
+@pytest.mark.launcher
+@pytest.mark.soak
+def test_sharded_step(tmp_path: Path) -> None:
+    for case in short("sharded_step", tmp_path)["cases"]:
+        assert set(case["loops"]) >= {"FSDP2 by hand", "UniTrain", "Accelerate", "DDP by hand"}
+        assert all(one["weights_differ_by"] < 1e-5 for one in case["loops"].values()), case
+
+
+@pytest.mark.launcher
+@pytest.mark.soak
 def test_startup(tmp_path: Path) -> None:
     found = short("startup", tmp_path)
     assert set(found["imports"]) == {"import torch", "import torch, unitrain"}

@@ -96,7 +96,7 @@ def _full_horovod(task: Task) -> Loop:
 def sharded(task: Task, clip_norm: float | None) -> Loop:
     """Return the loop with torch's fully_shard: each block is a unit."""
     model, optimizer = task.make()
-    for block in model.get_submodule("blocks"):
+    for block in model.get_submodule("blocks").children():
         fully_shard(block)
     fully_shard(model)
     for unit in model.modules():
