@@ -270,7 +270,7 @@ def train(name: str, backend: str) -> tuple[list[float], list[Tensor], int]:
                 meter.add(mean=loss, count=max(1, micro_batch.count))
                 stand_ins += loader.stand_in
             losses.append(meter.value())
-        state = [t.detach().double() for t in strategy.unwrap(model).state_dict().values()]
+        state = [strategy.full_tensor(t.detach()).double() for t in strategy.unwrap(model).state_dict().values()]
         return losses, state, stand_ins
 
 
@@ -279,6 +279,7 @@ def train(name: str, backend: str) -> tuple[list[float], list[Tensor], int]:
     [
         ("ddp", 2, "spawn"),
         ("ddp", 3, "spawn"),
+        ("fsdp", 2, "spawn"),
         pytest.param("horovod", 2, "horovodrun", marks=HOROVOD),
         pytest.param("horovod", 3, "horovodrun", marks=HOROVOD),
     ],
