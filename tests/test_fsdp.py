@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -452,12 +452,17 @@ def test_a_checkpoint_is_resumed_by_any_backend_on_any_number_of_ranks(tmp_path:
 
 @pytest.mark.soak  # the chain above, with others
 @HOROVOD
-def test_what_fsdp_has_saved_is_resumed_by_horovod_and_the_other_way_round(tmp_path: Path) -> None:
-    expected, folder = by_hand(3), str(tmp_path)
-    run_ranks(train, 1, {"backend": "fsdp"}, folder)
-    run_ranks(train, 2, {"backend": "horovod"}, folder, nprocs=3, launcher="horovodrun")
-    for found in run_ranks(train, 3, {"backend": "fsdp"}, folder):
-        assert_close(found, expected, first=2)
+def test_a_run_continues_from_four_shards_to_replicas_to_horovod_to_one_process_to_three_shards(tmp_path: Path) -> None:
+    expected, folder = by_hand(5), str(tmp_path)
+    chain: list[tuple[str, int, Literal["spawn", "horovodrun"]]] = [
+        ("fsdp", 4, "spawn"), ("ddp", 2, "spawn"), ("horovod", 3, "horovodrun"), ("single", 1, "spawn"),
+        ("fsdp", 3, "spawn"),
+    ]  # fmt: skip
+    for epoch, (backend, world, launcher) in enumerate(chain):
+        for found in run_ranks(train, epoch + 1, {"backend": backend}, folder, nprocs=world, launcher=launcher):
+            assert len(found[0]) == 4
+            assert found[0] == pytest.approx(expected[0][4 * epoch : 4 * epoch + 4], abs=EXACT), (backend, world)
+    assert_close(found, expected, first=4)
 
 
 # ------------------------------------------------------------------------------------------------------- hosts

@@ -56,9 +56,16 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.launcher
-@pytest.mark.parametrize(("name", "backend"), [("torchrun", "ddp"), pytest.param("mpirun", "horovod", marks=HOROVOD)])
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        ("torchrun", "ddp"),
+        pytest.param("torchrun", "fsdp", marks=pytest.mark.soak),  # test_conformance.py has several optimizers
+        pytest.param("mpirun", "horovod", marks=HOROVOD),
+    ],
+)
 def test_training_is_that_of_one_process(alone: list[dict[str, Any]], tmp_path: Path, name: str, backend: str) -> None:
-    job = run_job([*STARTS[name], str(RECIPE), *SHORT], tmp_path)
+    job = run_job([*STARTS[name], str(RECIPE), *SHORT, "--strategy.backend", backend], tmp_path)
     assert job.code == 0, job.output
     assert job.left == ()
     said = r"of 1437 other digits 0\.\d\d, of noise 7\.\d\d, of the generator's images \d\d\.\d\d$"
