@@ -56,7 +56,7 @@ def train(*flags: str) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
 
 def test_ranks_train_the_same_model(capsys: pytest.CaptureFixture[str]) -> None:
     """Their sequences hold different numbers of bytes, so equal weights for the ranks would show."""
-    flags = ("--strategy.precision=fp64", "--max-steps=12", "--epochs=3", "--resume=never")
+    flags = ("--strategy.precision=fp64", "--max-steps=30", "--epochs=3", "--resume=never")
     alone = run_ranks(train, *flags, nprocs=1, timeout=120)[0]
     starts: list[tuple[Literal["spawn", "horovodrun"], str, tuple[str, ...]]] = [
         ("spawn", "ddp", ()), ("spawn", "ddp", ("--strategy.accumulate=2",)),
@@ -80,8 +80,8 @@ def test_ranks_train_the_same_model(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.soak  # the test above, in the precision that most runs have
 @HOROVOD
 def test_ranks_train_the_same_model_in_float32() -> None:
-    """Bit for bit, or nearly: the backends sum in different orders. 3e-7 was seen."""
-    flags = ("--max-steps=12", "--epochs=3", "--resume=never")
+    """Their losses, since each backend sums in its own order: 6e-8 was the most that was seen."""
+    flags = ("--max-steps=30", "--epochs=3", "--resume=never")
     found = [
         run_ranks(train, *flags, f"--strategy.backend={backend}", launcher=launcher, timeout=120)[0][0]
         for backend, launcher in (("ddp", "spawn"), ("fsdp", "spawn"), ("horovod", "horovodrun"))
@@ -89,7 +89,7 @@ def test_ranks_train_the_same_model_in_float32() -> None:
     for lines in found[1:]:
         for line, expected in zip(lines, found[0], strict=True):
             for name in ("train_perplexity", "val_perplexity"):
-                assert math.log(line[name]) == pytest.approx(math.log(expected[name]), abs=2e-6), name
+                assert math.log(line[name]) == pytest.approx(math.log(expected[name]), abs=1e-6), name
 
 
 def test_a_run_writes_resumes_and_learns(capsys: pytest.CaptureFixture[str]) -> None:
