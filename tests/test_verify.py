@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from needs import HOROVOD
+from slurm import Slurm
 
 from unitrain.backend import backend_names
 from unitrain.commands.launchers import launch_environment
+from unitrain.commands.verify import worlds
 from unitrain.commands.verify.cases import CASES
+from unitrain.commands.verify.command import verify
 from unitrain.commands.verify.worlds import find_worlds
 
 BROKEN = '''
@@ -112,15 +116,41 @@ def test_a_backend_trains_as_the_plain_loop_does(tmp_path: Path, backend: str | 
     assert done.returncode == 0, done.stdout + done.stderr
     verdicts = json.loads(output.read_text())
     assert len(verdicts) == len(CASES) * len(find_worlds(backend_names() if backend is None else [backend]))
-    worlds = {
+    expected = {
         "ddp": {"torchrun x2", "torchrun x3", "mpirun x3"},
         "fsdp": {"torchrun x2", "torchrun x3", "mpirun x3"},
         "horovod": {"mpirun x2", "mpirun x3", "horovodrun x2"},
     }
     for name in {v["backend"] for v in verdicts}:
-        assert worlds.get(name, {"python x1"}) <= {v["world"] for v in verdicts if v["backend"] == name}
+        assert expected.get(name, {"python x1"}) <= {v["world"] for v in verdicts if v["backend"] == name}
     exact = [v for v in verdicts if v["tolerance"] == 1e-9]
     assert max(max(v["loss"], v["gradient"], v["weight"]) for v in exact) < 1e-9
+
+
+@pytest.mark.soak  # half a minute; test_launchers.py starts a recipe under srun
+@pytest.mark.launcher
+@pytest.mark.xdist_group("slurm")
+@pytest.mark.timeout(600)
+def test_shards_train_as_the_plain_loop_does_under_srun(
+    slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    salloc = ["salloc", "--no-shell", "--nodes=1", "--ntasks=3"]
+    granted = subprocess.run(salloc, env=slurm.env, capture_output=True, text=True, check=True, timeout=60).stderr
+    (job,) = re.findall(r"Granted job allocation (\d+)", granted)
+    try:
+        for name in ("SLURM_CONF", "PATH"):
+            monkeypatch.setenv(name, slurm.env[name])
+        monkeypatch.setenv("SLURM_JOB_ID", job)
+        monkeypatch.setattr(worlds, "local_launchers", lambda: ["srun"])
+        monkeypatch.setitem(worlds._SIZES, "srun", (1, 2, 3))
+        output = tmp_path / "verdicts.json"
+        assert verify(backend="fsdp", output=output) == 0
+    finally:
+        subprocess.run(["scancel", job], env=slurm.env, check=True, timeout=60)
+    verdicts = json.loads(output.read_text())
+    assert {v["world"] for v in verdicts} == {"srun x1", "srun x2", "srun x3"}
+    assert len(verdicts) == 3 * len(CASES)
+    assert all(v["passed"] for v in verdicts)
 
 
 @pytest.mark.soak  # Horovod, in the test above, is averaged by them too
