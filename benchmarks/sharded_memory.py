@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 MB = 2**20
 # Layers, width, rows of the batch, their length.
-SIZE, SMALL = (20, 640, 1, 16), (2, 64, 1, 8)
+SIZE, SHORT_SIZE, SMALL = (20, 640, 1, 16), (16, 128, 1, 4), (2, 64, 1, 8)
 RANKS, SHORT_RANKS = (2, 4), (2,)
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "ddp": ("torchrun", {"backend": "ddp"}),
@@ -126,7 +126,7 @@ def mb(module: nn.Module) -> float:
 
 
 def measure(short: bool) -> Found:
-    size = SMALL if short else SIZE
+    size = SHORT_SIZE if short else SIZE
     cases = []
     for way, world, settings in ways(short):
         with tempfile.TemporaryDirectory() as folder:

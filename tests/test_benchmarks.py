@@ -115,11 +115,13 @@ def test_memory(tmp_path: Path) -> None:
 @pytest.mark.launcher
 @pytest.mark.soak
 def test_sharded_memory(tmp_path: Path) -> None:
-    cases = short("sharded_memory", tmp_path)["cases"]
+    found = short("sharded_memory", tmp_path)
+    cases = found["cases"]
     assert [(case["way"], case["world"]) for case in cases] == [("ddp", ["torchrun", 2]), ("fsdp", ["torchrun", 2])]
     ddp, fsdp = (case["tensors"] for case in cases)
     assert fsdp["prepared"] < 0.6 * ddp["prepared"]
     assert fsdp["stepped"] < 0.6 * ddp["stepped"]
+    assert fsdp["step"] < 1.1 * 4 * found["weights"] / 2 + found["unit"]
     assert all(case["resident"]["resume"] >= 0 for case in cases)
 
 

@@ -82,9 +82,12 @@ def test_ranks_train_the_same_model(capsys: pytest.CaptureFixture[str]) -> None:
 def test_ranks_train_the_same_model_in_float32() -> None:
     """Their losses, since each backend sums in its own order: 6e-8 was the most that was seen."""
     flags = ("--max-steps=30", "--epochs=3", "--resume=never")
+    starts: list[tuple[str, Literal["spawn", "horovodrun"]]] = [
+        ("ddp", "spawn"), ("fsdp", "spawn"), ("horovod", "horovodrun"),
+    ]  # fmt: skip
     found = [
         run_ranks(train, *flags, f"--strategy.backend={backend}", launcher=launcher, timeout=120)[0][0]
-        for backend, launcher in (("ddp", "spawn"), ("fsdp", "spawn"), ("horovod", "horovodrun"))
+        for backend, launcher in starts
     ]
     for lines in found[1:]:
         for line, expected in zip(lines, found[0], strict=True):
