@@ -11,14 +11,16 @@ from typing import Any, Literal, Protocol, TypeGuard, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
-from unitrain import call_site
+from unitrain import call_site, row_shards
 from unitrain.alone import Alone
 from unitrain.backend import Backend, Wait
 from unitrain.errors import CommunicationError, UnitrainError, UsageError
 from unitrain.object_codec import ObjectCodec, unreadable
 from unitrain.plain_data import chunks
 from unitrain.pulse import Pulse
+from unitrain.row_shards import RowShard
 
 T = TypeVar("T")
 ReduceOp = Literal["sum", "mean", "max", "min"]
@@ -57,8 +59,10 @@ class Communicator:
         closed: whether communication has ended.
         all_reduce_async: the backend's ``all_reduce``, for the core: in place, without checks.
         all_gather_async: the backend's ``all_gather``, for the core: without checks.
-        shards: whether ranks have parts of parameters.
-        replicas, to_local, full_tensor, shards_of: those of the backend.
+        shards_parameters: whether ranks have parts of parameters.
+        shards: whether ranks have parts of parameters, or of the state of optimizers only (``shard_optimizer``).
+        row_counts: with the latter, how many rows of a parameter's state each rank has.
+        replicas, to_local, full_tensor, shards_of: those of the backend, or for rows of states.
     """
 
     def __init__(
@@ -79,11 +83,15 @@ class Communicator:
         self._around_waits: Callable[[Callable[[], Any]], Any] | None = None
         self._use(backend)
         self._alone = False
-        self.shards: bool = backend.shards and backend.world_size > 1
+        several = backend.world_size > 1
+        self.shards_parameters: bool = backend.shards and several
+        self.shards: bool = (backend.shards or backend.config.shard_optimizer) and several
+        self.row_counts: dict[Parameter, Sequence[int]] = {}
         self.replicas: int = backend.replicas
-        self.to_local: Callable[[Tensor], Tensor] = backend.to_local
-        self.full_tensor: Callable[[Tensor], Tensor] = backend.full_tensor
-        self.shards_of: Callable[[Tensor], Sequence[Tensor]] = backend.shards_of
+        rows = self.shards and not self.shards_parameters
+        self.to_local: Callable[[Tensor], Tensor] = row_shards.to_local if rows else backend.to_local
+        self.full_tensor: Callable[[Tensor], Tensor] = self._full_rows if rows else backend.full_tensor
+        self.shards_of: Callable[[Tensor], Sequence[Tensor]] = row_shards.shards_of if rows else backend.shards_of
         self._peers = peers
         self._compares = compares and peers is not None
         self._codec = ObjectCodec(self.rank, key)
@@ -122,6 +130,9 @@ class Communicator:
     def is_sharded(self, value: object) -> TypeGuard[Tensor]:
         """Return whether a value is a tensor of which this rank has a part."""
         return self.shards and isinstance(value, Tensor) and self.to_local(value) is not value
+
+    def _full_rows(self, tensor: Tensor) -> Tensor:
+        return self.gather_rows(tensor.local, tensor.counts) if isinstance(tensor, RowShard) else tensor
 
     def close(self, *, failed: bool) -> None:
         """Close the backend."""

@@ -105,6 +105,8 @@ class StrategyConfig(Section):
     """What all ranks do when a loss or gradient is NaN or infinite: stop the run, skip the step, or raise."""
     compression: Literal["none", "fp16", "bf16", "powersgd"] = "none"
     """Compress gradients: half the bytes (fp16, bf16) or far fewer (powersgd, ddp only); lossy."""
+    shard_optimizer: bool = False
+    """Divide the optimizer's state and its update over the ranks (ZeRO-1): less memory; fsdp does so in any case."""
     check_in_sync_every: Annotated[int, Field(ge=0, le=10**9)] = 0
     """Steps between checks that all ranks have the same weights, for debugging; 0: never."""
     debug: bool = False

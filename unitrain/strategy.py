@@ -417,7 +417,8 @@ class Strategy:
 
         Collective if it is sharded; otherwise it returns the tensor itself.
         """
-        return self._communicator.full_tensor(tensor)
+        sharded = self._step.sharded_optimizers
+        return self._communicator.full_tensor(tensor if sharded is None else sharded.as_shard(tensor))
 
     # ------------------------------------------------------------------------------------ collective communication
 

@@ -30,6 +30,7 @@ class StrategySettings(TypedDict, total=False):
     grad_norm: bool
     on_nonfinite: Literal["stop", "skip", "raise"]
     compression: Literal["none", "fp16", "bf16", "powersgd"]
+    shard_optimizer: bool
     check_in_sync_every: int
     debug: bool
     timeout_s: float

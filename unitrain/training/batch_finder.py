@@ -76,7 +76,7 @@ class BatchFinder:
         optimizers: Sequence[Optimizer],
     ) -> None:
         _check(config, loader, compute_loss, optimizers)
-        if communicator.shards:
+        if communicator.shards_parameters:
             raise UsageError(
                 "find_micro_batch_size tries sizes on each rank alone, but the forward of a sharded model needs all "
                 "ranks: set accumulate yourself."

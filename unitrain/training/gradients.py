@@ -42,7 +42,7 @@ class _Bucket:
         offset = 0
         for p in parameters:
             # The gradient has its parameter's strides (channels_last, say), which optimizers' fast paths need.
-            dense = p.is_contiguous() or _is_dense(p)
+            dense = p.is_contiguous() or is_dense(p)
             stride = p.stride() if dense else torch.empty(p.size(), device="meta").stride()
             self.views.append(self.flat.as_strided(p.size(), stride, offset))
             offset += p.numel()
@@ -183,7 +183,7 @@ def _group(parameters: Sequence[Parameter], cap_bytes: int) -> list[list[Paramet
     return groups
 
 
-def _is_dense(tensor: Tensor) -> bool:
+def is_dense(tensor: Tensor) -> bool:
     """Return whether the tensor fills one block of memory, in any order of its dimensions."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from operator import is_
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -42,6 +42,9 @@ from unitrain.training.prepared import PreparedModules
 from unitrain.training.reduction import Reduction
 from unitrain.training.supported import check_scheduler
 from unitrain.training.window import Window
+
+if TYPE_CHECKING:
+    from unitrain.training.sharded_optimizers import ShardedOptimizers
 
 
 class StepResult(NamedTuple):
@@ -86,6 +89,7 @@ class TrainingStep:
         between_epochs: whether a training iteration has ended, and what follows it in the script is not done yet.
         at_epoch_end: called at the end of a training iteration.
         averages: whether gradients are averaged over the ranks; False in measurements without communication.
+        sharded_optimizers: divides optimizers, with ``shard_optimizer``.
     """
 
     def __init__(
@@ -119,12 +123,18 @@ class TrainingStep:
             communicator.device, config.clip_norm, config.clip_value, measure_norm=config.grad_norm
         )
         self._gradients: Callable[[Iterable[Parameter]], list[Tensor]] = _gradients
-        if communicator.shards:
+        if communicator.shards_parameters:
             from unitrain.training.sharded_guard import ShardedGuardedStep
 
             self._guard = ShardedGuardedStep(communicator, config.clip_norm, config.clip_value, config.grad_norm)
             self._gradients = partial(_local_gradients, to_local=backend.to_local)
         self._guarded_step: OptimizerStep = self._guard
+        self.sharded_optimizers: ShardedOptimizers | None = None
+        if communicator.shards and not communicator.shards_parameters:
+            from unitrain.training.sharded_optimizers import ShardedOptimizers
+
+            self.sharded_optimizers = ShardedOptimizers(communicator, lambda: self.averages)
+            self.extend(self.sharded_optimizers.around)
         self._backend = backend
         self._copies = CopyCheck(communicator)
         self._direct_steps = DirectStepCheck(prepared.has) if self._distributed else None
@@ -165,6 +175,8 @@ class TrainingStep:
         if window is None:
             if not isinstance(optimizer, Optimizer):
                 raise UsageError(f"step() and backward() take torch optimizers, not {type(optimizer).__name__}.")
+            if self.sharded_optimizers is not None:
+                self.sharded_optimizers.shard(optimizer)
             local = LocalGradients(all_of_them=self._debug, leaf=self._backend.leaf)
             name = f"optimizer {len(self._windows)}"
             window = self._windows[optimizer] = Window(optimizer, name, local, self._backend)
@@ -255,6 +267,8 @@ class TrainingStep:
         finally:
             for window in windows:
                 window.clear()
+                if self.sharded_optimizers is not None:
+                    self.sharded_optimizers.abandon(window.optimizer)
             self._reduction.arm(armed)
             self.in_use.micro_batch = micro_batch
 
@@ -364,6 +378,8 @@ class TrainingStep:
         self._prepared.check(window.parameters)
         # A kernel on another GPU than its flag's would write to memory that it may not have.
         self._guard.all_plain &= all(p.device == self._communicator.device for p in window.parameters)
+        if self.sharded_optimizers is not None:
+            self.sharded_optimizers.shard(window.optimizer)
         before = set(map(id, window.trained))
         # Left by a backward for another optimizer.
         window.drop_gradients([p for p in trained if id(p) not in before])

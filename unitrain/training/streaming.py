@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from unitrain import plain_data
 from unitrain.communicator import Communicator
+from unitrain.row_shards import RowShard, rows_of
 
 BUFFER_BYTES = 2**21  # larger ones cost more memory than their size: allocators and gloo keep several
 _ALIGNMENT = 16  # of the largest dtype, complex128
@@ -126,7 +127,7 @@ def receive(
         new: makes the other tensors; on the meta device if this rank does not need it.
         sent: called on rank ``src`` when a buffer has been filled.
     """
-    owned = dict(_leaves(own))
+    owned = dict(leaves(own))
 
     def target(path: Keys, form: Form) -> Tensor:
         found = owned.get(path)
@@ -134,11 +135,11 @@ def receive(
             return found
         return found if form.fits(found) else new(path, form)
 
-    targets = [target(path, form) for path, form in _leaves(expected) if isinstance(form, Form)]
+    targets = [target(path, form) for path, form in leaves(expected) if isinstance(form, Form)]
     sends = communicator.rank == src
     sources: Sequence[Source] = targets
     if sends:
-        sources = [value for _, value in _leaves(source) if isinstance(value, RowBlocks) or _is_dense(value)]
+        sources = [value for _, value in leaves(source) if isinstance(value, RowBlocks) or _is_dense(value)]
     broadcast_tensors(communicator, targets, sources, src=src, sent=sent)
     filled = iter(targets)
     return _mapped(expected, lambda value: next(filled) if isinstance(value, Form) else value)
@@ -164,12 +165,16 @@ def receive_optimizer(
         parameter = parameters.get(path[1]) if len(path) == 3 and form.shape else None
         if parameter is None:
             return form.empty(_CPU)
-        if communicator.is_sharded(parameter) and tuple(parameter.shape) == form.shape:
-            return torch.empty_like(parameter.detach(), dtype=form.dtype)
+        if tuple(parameter.shape) == form.shape:
+            if communicator.is_sharded(parameter):
+                return torch.empty_like(parameter.detach(), dtype=form.dtype)
+            counts, rank = communicator.row_counts.get(parameter), communicator.rank
+            if counts is not None:
+                return RowShard(torch.empty_like(rows_of(parameter, counts, rank), dtype=form.dtype), counts, rank)
         return form.empty(parameter.device)
 
     own = optimizer.state_dict()
-    if communicator.shards and not any(communicator.is_sharded(value) for _, value in _leaves(own["state"])):
+    if communicator.shards and not any(communicator.is_sharded(value) for _, value in leaves(own["state"])):
         own = {}  # from before its parameters were sharded: no memory to receive shards in
     optimizer.load_state_dict(receive(communicator, expected, source, own=own, new=new, sent=sent))
 
@@ -193,13 +198,13 @@ def _mapped(value: Any, leaf: Callable[[Any], Any]) -> Any:
     return leaf(value)
 
 
-def _leaves(value: Any, path: Keys = ()) -> Iterator[tuple[Keys, Any]]:
+def leaves(value: Any, path: Keys = ()) -> Iterator[tuple[Keys, Any]]:
     """Yield the values that are not a dict, list or tuple, in the order of ``_mapped``, and where they are."""
     if not isinstance(value, (dict, list, tuple)):
         yield path, value
         return
     for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-        yield from _leaves(item, (*path, key))
+        yield from leaves(item, (*path, key))
 
 
 # ------------------------------------------------------------------------------------------------------- buffers
