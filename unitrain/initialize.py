@@ -68,6 +68,8 @@ def init(config: StrategyConfig | None = None, **settings: Unpack[StrategySettin
     _check_shares(resolved, launch)
     _set_process_state(resolved, launch)
     if launch.rank == 0:
+        if resolved.shard_optimizer and backend.shards:
+            print_stderr(f"unitrain: shard_optimizer changes nothing: backend {backend.name!r} shards more than that.")
         for line in advice(launch, resolved, torch.cuda.device_count()):
             print_stderr(f"unitrain: {line}")
     try:

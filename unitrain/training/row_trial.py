@@ -169,7 +169,8 @@ def _resized(state: Any, parameter: Tensor, small: Tensor) -> Any:
 
     def change(value: Tensor) -> Tensor:
         numbers = torch.arange(small.numel(), device=value.device) % max(1, value.numel())
-        return value.detach().reshape(-1)[numbers].reshape(small.shape)
+        values = value.detach().reshape(-1)[numbers].reshape(small.shape)
+        return values.to(small.dtype) if value.dtype == parameter.dtype else values
 
     return copy.deepcopy(mapped_state(state, tuple(parameter.shape), change))
 

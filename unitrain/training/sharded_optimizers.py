@@ -166,6 +166,11 @@ class _ShardedOptimizer:
         rank = self._communicator.rank
         for parameter, rows in self._rows.items():
             assert parameter.grad is not None
+            if parameter.grad.is_sparse:
+                raise UsageError(
+                    f"a parameter of shape {tuple(parameter.shape)} has a sparse gradient, which shard_optimizer does "
+                    "not support: create its layer with sparse=False."
+                )
             rows.grad = rows_of(parameter.grad, self.divided[parameter], rank)
         exchange(optimizer, self._rows)
 

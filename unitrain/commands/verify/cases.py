@@ -62,6 +62,7 @@ CASES = (
     Case("stand_in", {"sync_batchnorm": True}, samples=41, batch_norm=True),
     Case("unequal_shares", {"sync_batchnorm": True}, batch_norm=True, unequal_shares=True),
     Case("adamw", optimizer="adamw"),
+    Case("shard_optimizer", {"shard_optimizer": True, "clip_norm": 0.05}, optimizer="adamw", tied=True),
     Case("tied_and_frozen", tied=True),
     Case("bf16", {"precision": "bf16"}, tolerance=_BF16_TOLERANCE),
     Case("fp16_overflow", {"precision": "fp16"}, overflow_at=5, tolerance=_FP16_TOLERANCE),
