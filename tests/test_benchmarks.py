@@ -81,6 +81,15 @@ def test_gradient_averaging(tmp_path: Path) -> None:
 
 @pytest.mark.launcher
 @pytest.mark.soak
+def test_sharded_optimizer(tmp_path: Path) -> None:
+    for (launcher, _), ways in short("sharded_optimizer", tmp_path)["worlds"]:
+        assert ("by hand, ZeroRedundancyOptimizer" in ways) == (launcher == "torchrun")
+        assert ways["UniTrain"]["state_mb"] < 0.55 * ways["by hand"]["state_mb"]
+        assert ways["UniTrain"]["largest_difference"] < 1e-6
+
+
+@pytest.mark.launcher
+@pytest.mark.soak
 def test_accumulation(tmp_path: Path) -> None:
     for _, ways in short("accumulation", tmp_path)["worlds"]:
         assert all(ways["by hand, each synchronised"]["reductions"])

@@ -13,7 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from needs import HOROVOD
+from pretended import pretended_rank
 from ranks import horovodrun_environments, run_ranks
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
@@ -26,6 +29,7 @@ from unitrain import Strategy, UsageError
 from unitrain.testing.attempts import Outcomes, try_duties
 from unitrain.testing.duties import DUTIES
 from unitrain.testing.worlds import World
+from unitrain.training.sharded_optimizers import evened
 
 WORDS, WIDTH, LENGTH, SAMPLES, BATCH = 36, 24, 6, 22, 7
 EXACT = 1e-9
@@ -462,6 +466,54 @@ def test_a_micro_batch_is_found_and_nothing_is_left_of_the_trials() -> None:
     for size, looked, other in run_ranks(find_a_size):
         assert size == 4
         assert all(map(torch.equal, looked.values(), other.values()))
+
+
+def train_compressed() -> list[State]:
+    """Train with PowerSGD, with and without."""
+    found = []
+    for shards in (True, False):
+        settings = {**settings_of("ddp"), "ddp": {"powersgd_start_step": 2}, "compression": "powersgd"}
+        with unitrain.init(shard_optimizer=shards, **{**settings, "precision": "fp32"}) as strategy:
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+            model, optimizer = strategy.prepare(model, AdamW(model.parameters(), lr=0.01))
+            for _ in range(8):
+                inputs = torch.linspace(-1, 1, 128).reshape(2, 64) + strategy.rank
+                strategy.step(model(inputs).square().mean(), optimizer)
+            strategy.check_in_sync(model)
+            found.append(strategy.export(model).state_dict())
+    return found
+
+
+def test_gradients_may_be_compressed() -> None:
+    for divided, other in run_ranks(train_compressed):
+        torch.testing.assert_close(divided, other)
+
+
+@pytest.mark.parametrize("world", [2, 3, 7, 8, 64])
+def test_the_load_is_even_though_rows_are_few(world: int) -> None:
+    """A rank has no more than 1.1 times its share of a transformer, whatever the number of ranks."""
+    rank = pretended_rank(world_size=world, shard_optimizer=True)
+    layer = nn.TransformerEncoderLayer(256, 4, 1024)
+    few = [nn.Parameter(torch.empty(1, 50, 256)), nn.Parameter(torch.empty(3, 256)), nn.Parameter(torch.empty(()))]
+    parameters = [nn.Parameter(torch.empty(2000, 256)), *layer.parameters(), *few]
+    assert rank.step.sharded_optimizers is not None
+    rank.step.sharded_optimizers.shard(SGD(parameters, lr=0.1))
+    counts = rank.communicator.row_counts
+    assert set(counts) == set(parameters[:-1])
+    loads = [sum(counts[p][i] * p[0].numel() for p in counts) for i in range(world)]
+    assert max(loads) <= 1.1 * sum(loads) / world
+    assert sum(loads) == sum(p.numel() for p in parameters[:-1])
+
+
+@given(st.lists(st.integers(0, 1000), min_size=1, max_size=9), st.integers(1, 300), st.integers(1, 50))
+def test_rows_are_divided_so_that_loads_become_even(load: list[int], rows: int, row: int) -> None:
+    counts = evened(load, rows, row)
+    assert sum(counts) == rows
+    assert min(counts) >= 0
+    after = [its + count * row for its, count in zip(load, counts, strict=True)]
+    given_any = [one for one, count in zip(after, counts, strict=True) if count]
+    assert max(given_any) - min(after) <= 2 * row
 
 
 def words_with_fsdp() -> None:

@@ -56,22 +56,21 @@ class ShardedOptimizers:
             name = f"rows of optimizer {len(self._sharded)}"
             sharded = _ShardedOptimizer(optimizer, self._communicator, self._communicates, name)
             self._sharded[optimizer] = sharded
-        new = {p: self._counts(p, common) for group in groups for p in group["params"] if p not in known}
-        sharded.add(optimizer, new, common)
+        new = [p for group in groups for p in group["params"] if p not in known]
+        # The largest rows first: the others make up for what these leave uneven.
+        new.sort(key=lambda p: -p.numel() // max(1, len(p)) if p.dim() else 0)
+        sharded.add(optimizer, {p: self._counts(p, common) for p in new}, common)
 
     def _counts(self, parameter: Parameter, common: set[Shape]) -> Sequence[int] | None:
-        """Return how many rows each rank has: as many as others, or one more if it has few elements. None: all."""
+        """Return how many rows of a parameter each rank has, and note it; None if every rank has all."""
         if parameter in self._communicator.row_counts:  # of another optimizer
             return self._communicator.row_counts[parameter]
         if not _has_rows(parameter):
             return None
-        ranks = len(self._load)
-        each, rest = divmod(len(parameter), ranks)
-        least = sorted(range(ranks), key=self._load.__getitem__)[:rest]
-        counts = tuple(each + (rank in least) for rank in range(ranks))
+        row = parameter.numel() // len(parameter)
+        counts = evened(self._load, len(parameter), row)
         if not common.isdisjoint((count, *parameter.shape[1:]) for count in (len(parameter), *counts)):
             return None  # the shape of a tensor in its state would not tell whether that is divided
-        row = parameter.numel() // len(parameter)
         self._load = [load + count * row for load, count in zip(self._load, counts, strict=True)]
         self._communicator.row_counts[parameter] = counts
         return counts
@@ -242,6 +241,29 @@ class _ShardedOptimizer:
             if number in state and parameter in self.divided:
                 state[number] = change(state[number], parameter)
         return {**state_dict, "state": state}
+
+
+def evened(load: Sequence[int], rows: int, row: int) -> tuple[int, ...]:
+    """Divide rows so that all ranks have as much as possible of the same load.
+
+    Args:
+        load: what each rank has already, in elements.
+        rows: number of rows.
+        row: elements of a row.
+
+    Returns:
+        The number of rows of each rank.
+    """
+    ascending = sorted(load)
+    for ranks in range(1, len(load) + 1):  # that get any rows
+        level = (sum(ascending[:ranks]) + rows * row) // ranks
+        if ranks == len(load) or level <= ascending[ranks]:
+            break
+    counts = [max(0, (level - its) // row) for its in load]
+    least = sorted(range(len(load)), key=lambda rank: load[rank] + counts[rank] * row)
+    for rank in least[: rows - sum(counts)]:
+        counts[rank] += 1
+    return tuple(counts)
 
 
 def _numbered(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> Iterator[tuple[Any, Parameter]]:

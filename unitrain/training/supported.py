@@ -55,7 +55,7 @@ def check_optimizer(optimizer: Optimizer) -> None:
     if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
         raise UsageError(
             "ZeroRedundancyOptimizer keeps a part of the state on each rank, which strategy.step and checkpoints don't "
-            "support: use the optimizer within."
+            "support: use the optimizer within, with shard_optimizer set to true."
         )
 
 

@@ -1,0 +1,128 @@
+"""A step with AdamW whose state is divided over two processes, and by hand with all of it on each.
+
+    python benchmarks/sharded_optimizer.py
+
+A whole step of a 12-layer transformer's parameters is timed: forward and backward (as cheap as possible: each gradient
+costs one write), averaging, AdamW, and the exchange of what each rank has updated. By hand means
+DistributedDataParallel or ``hvd.DistributedOptimizer``, and takes part twice, which shows the spread. Under
+torch.distributed, torch's ZeroRedundancyOptimizer takes part, too; Horovod has nothing like it. The bytes of the
+optimizer's state on the rank that has the most of it are counted, and how far the weights are from those by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW, Optimizer
+
+import unitrain
+from loops import by_hand
+from shared import workloads
+from shared.processes import GLOO, HOROVOD_GLOO, HOROVOD_MPI, in_processes, startable, world_name
+from shared.report import Found, run, table
+from shared.rounds import Way, alternate, compared, shown_ratio
+from shared.workloads import OnlyParameters, Shape
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+WORLDS = (GLOO, HOROVOD_MPI, HOROVOD_GLOO)
+BASE, CONTROL, TORCHS, OURS = "by hand", "by hand, again", "by hand, ZeroRedundancyOptimizer", "UniTrain"
+LENGTH, SHORT = (11, 2), (2, 1)  # rounds, and steps per round
+SHORT_ELEMENTS = 2**14  # maximum number of elements of a tensor
+MB = 2**20
+
+Made = tuple[nn.Module, Optimizer, Way]
+
+
+def steps(strategy: unitrain.Strategy, shapes: list[Shape]) -> dict[str, Made]:
+    """Return the model, the optimizer and the step of each way."""
+    scale = torch.tensor(float(strategy.rank + 1))
+
+    def hand(kind: Callable[..., Optimizer] = AdamW) -> Made:
+        model: nn.Module = OnlyParameters(shapes)
+        optimizer: Any = kind(model.parameters(), lr=0.001)
+        if strategy.config.backend == "ddp":
+            model = DistributedDataParallel(model)
+        else:
+            optimizer = by_hand.horovod().DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+
+        def step() -> None:
+            optimizer.zero_grad()
+            loss: Tensor = model(scale)
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+
+        return model, getattr(optimizer, "optim", optimizer), step
+
+    made = {BASE: hand(), CONTROL: hand()}
+    if strategy.config.backend == "ddp":
+        made[TORCHS] = hand(partial(ZeroRedundancyOptimizer, optimizer_class=AdamW))
+    model = OnlyParameters(shapes)
+    prepared, optimizer = strategy.prepare(model, AdamW(model.parameters(), lr=0.001))
+    made[OURS] = (model, optimizer, lambda: strategy.step(prepared(scale), optimizer))
+    return made
+
+
+def measure_world(rounds: int, steps_: int, most: int | None) -> Found | None:
+    """Measure each way in this process's world; tensors have at most ``most`` elements."""
+    shapes: list[Shape] = workloads.transformer_shapes()
+    if most is not None:
+        shapes = [(min(most, torch.Size(shape).numel()),) for shape in shapes]
+    with unitrain.init(device="cpu", threads_per_process=1, shard_optimizer=True) as strategy:
+        made = steps(strategy, shapes)
+        ways: dict[str, Way] = {name: partial(_repeat, step, steps_) for name, (_, _, step) in made.items()}
+        found: Found = compared(alternate(ways, rounds, before=strategy.barrier), BASE, steps_)
+        for name, (trained, optimizer, _) in made.items():
+            its = sum(value.nbytes for state in optimizer.state.values() for value in state.values())
+            found[name]["state_mb"] = float(strategy.all_reduce(torch.tensor(its / MB), "max"))
+            pairs = zip(made[BASE][0].parameters(), trained.parameters(), strict=True)
+            found[name]["largest_difference"] = max(float((a - b).detach().abs().max()) for a, b in pairs)
+        return found if strategy.is_main else None
+
+
+def _repeat(way: Way, steps_: int) -> None:
+    for _ in range(steps_):
+        way()
+
+
+def measure(short: bool) -> Found:
+    rounds, steps_ = SHORT if short else LENGTH
+    how: dict[str, Any] = {"rounds": rounds, "steps_": steps_, "most": SHORT_ELEMENTS if short else None}
+    worlds = startable(*((GLOO, HOROVOD_GLOO) if short else WORLDS))
+    return {"worlds": [(world, in_processes(world, measure_world, **how)) for world in worlds]}
+
+
+def tables(found: Found) -> str:
+    rows = [
+        [
+            world_name(world), name, f"{one['seconds'] * 1e3:.1f}", shown_ratio(one), f"{one['state_mb']:.1f}",
+            f"{one['largest_difference']:.0e}",
+        ]
+        for world, ways in found["worlds"] for name, one in ways.items()
+    ]  # fmt: skip
+    return table(["world", "way", "ms a step", "ratio (quartiles)", "state a rank, MB", "weights differ by"], rows)
+
+
+def plot(found: Found, figure: Figure) -> None:
+    figure.set_size_inches(12, 4)
+    bars = [(f"{name}\n{world_name(world)}", one) for world, ways in found["worlds"] for name, one in ways.items()]
+    names = [name for name, _ in bars]
+    for axis, key, factor, label in zip(
+        figure.subplots(1, 2), ("seconds", "state_mb"), (1e3, 1), ("ms a step", "optimizer state of a rank, MB"),
+        strict=True,
+    ):  # fmt: skip
+        axis.barh(names, [one[key] * factor for _, one in bars])
+        axis.invert_yaxis()
+        axis.set_xlabel(label)
+        axis.tick_params(labelsize=6)
+
+
+if __name__ == "__main__":
+    run(measure, tables, plot)
