@@ -10,7 +10,7 @@ from torch import Tensor
 
 from unitrain.communicator import Communicator
 
-BUFFER_BYTES = 2**25  # of all ranks together; one buffer is on its way while the one before is unpacked
+BUFFER_BYTES = 2**24  # of all ranks together; one buffer is on its way while the one before is unpacked
 
 Rows = tuple[Tensor, Sequence[int]]
 """A weight whose rows are blocks of memory, and the number of rows of each rank."""

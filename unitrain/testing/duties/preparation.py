@@ -13,7 +13,7 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
 
 from unitrain import CommunicationError, Strategy, UsageError
-from unitrain.testing.duties.models import Net, assert_bit_equal_on_all_ranks, assert_same, sgd, train_both, whole
+from unitrain.testing.duties.models import Net, assert_bit_equal_on_all_ranks, assert_same, sgd, train_both
 from unitrain.testing.duty import duty, several_processes
 from unitrain.testing.worlds import World
 
@@ -41,7 +41,8 @@ def preparation(world: World) -> None:
         assert returned[2] is optimizer
         assert world.shards or all(p is parameters[name] for name, p in model.named_parameters())
         assert all(p is q for p, q in zip(optimizer.param_groups[0]["params"], model.parameters(), strict=True))
-        assert torch.equal(whole(optimizer.state[model.first.weight]["momentum_buffer"]), strategy.broadcast(momentum))
+        found = strategy.full_tensor(optimizer.state[model.first.weight]["momentum_buffer"])
+        assert torch.equal(found, strategy.broadcast(momentum))
         assert strategy.unwrap(returned[1]) is model
         assert strategy.unwrap(model) is model
         assert list(strategy.unwrap(returned[1]).state_dict()) == keys
