@@ -392,6 +392,8 @@ def look() -> set[tuple[tuple[int, ...], ...]]:
             by_hand.zero_grad()
             mse_loss(expected(inputs), targets).backward()  # type: ignore[no-untyped-call]
             by_hand.step()
+            for p in model.parameters():
+                p.data = p.detach().clone()  # in other memory
         torch.testing.assert_close(model.state_dict(), expected.state_dict())
         Careless.fails = True
         with pytest.raises(RuntimeError, match="no step"):
@@ -421,6 +423,13 @@ def refused() -> dict[str, str]:
         with pytest.raises(UsageError) as refusal:
             strategy.step(prepared(torch.tensor([1, 2])).sum(), optimizer)
         found["sparse"] = str(refusal.value)
+    with unitrain.init(shard_optimizer=True, **QUICK) as strategy:
+        turned = nn.Linear(4, 5)
+        called, stepped = strategy.prepare(turned, SGD(turned.parameters(), lr=0.1))
+        turned.weight.data = turned.weight.detach().t().contiguous().t()
+        with pytest.raises(UsageError) as refusal:
+            strategy.step(called(torch.ones(1, 4) * strategy.rank).sum(), stepped)
+        found["format"] = str(refusal.value)
     return found
 
 
@@ -434,9 +443,9 @@ def test_what_can_t_be_divided_is_refused() -> None:
         for name in ("Norms", "Adafactor"):
             assert re.search(rf"does not support {name}, since .* Set shard_optimizer to false, or use", found[name])
         assert (
-            "sparse gradient, which shard_optimizer does not support: create its layer with sparse=False"
-            in (found["sparse"])
+            "sparse gradient, which shard_optimizer does not support: create its layer with sparse" in found["sparse"]
         )
+        assert "memory format of a parameter was changed after prepare() had divided its optimizer" in found["format"]
 
 
 class Tight(AdamW):

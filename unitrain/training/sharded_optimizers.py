@@ -123,7 +123,7 @@ class _ShardedOptimizer:
         self.known: dict[Parameter, None] = {}
         self.divided: dict[Parameter, Sequence[int]] = {}
         self._memory: list[int] = []
-        self._rows: dict[Parameter, Parameter] = {}
+        self._views: list[tuple[Parameter, Parameter, int, int]] = []  # a parameter, its rows, their start and number
         self._gather: Callable[[], None] = lambda: None
         self._depth = 0  # a class may call the step of its base class, whose hooks are the same
         self._before = optimizer.register_step_pre_hook(self._enter)
@@ -162,23 +162,29 @@ class _ShardedOptimizer:
         memory = [0 if p.grad is None else p.data_ptr() for p in self.divided]
         if memory != self._memory:
             self._lay_out(memory)
-        rank = self._communicator.rank
-        for parameter, rows in self._rows.items():
+        for parameter, rows, start, count in self._views:
             assert parameter.grad is not None
             if parameter.grad.is_sparse:
                 raise UsageError(
                     f"a parameter of shape {tuple(parameter.shape)} has a sparse gradient, which shard_optimizer does "
                     "not support: create its layer with sparse=False."
                 )
-            rows.grad = rows_of(parameter.grad, self.divided[parameter], rank)
-        exchange(optimizer, self._rows)
+            rows.grad = parameter.grad.narrow(0, start, count)
+        exchange(optimizer, {parameter: rows for parameter, rows, _, _ in self._views})
 
     def _lay_out(self, memory: list[int]) -> None:
         """Make views of the rows of parameters that have gradients, in their memory of now."""
-        used = [p for p, address in zip(self.divided, memory, strict=True) if address]
+        used = {p: counts for (p, counts), address in zip(self.divided.items(), memory, strict=True) if address}
+        if not all(map(_has_rows, used)):
+            raise UsageError(
+                "the memory format of a parameter was changed after prepare() had divided its optimizer "
+                "(shard_optimizer): change it before."
+            )
         rank = self._communicator.rank
-        self._rows = {p: Parameter(rows_of(p, self.divided[p], rank)) for p in used}
-        self._gather = RowGather(self._communicator, [(p, self.divided[p]) for p in used], self._name)
+        self._views = [
+            (p, Parameter(rows_of(p, counts, rank)), sum(counts[:rank]), counts[rank]) for p, counts in used.items()
+        ]
+        self._gather = RowGather(self._communicator, used.items(), self._name)
         self._memory = memory
 
     def _leave(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -197,9 +203,9 @@ class _ShardedOptimizer:
             self._put_back(optimizer)
 
     def _put_back(self, optimizer: Optimizer) -> None:
-        for rows in self._rows.values():
+        for _, rows, _, _ in self._views:
             rows.grad = None
-        exchange(optimizer, {rows: parameter for parameter, rows in self._rows.items()})
+        exchange(optimizer, {rows: parameter for parameter, rows, _, _ in self._views})
 
     # -------------------------------------------------------------------------------------------------------- state
 
