@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn import Parameter
 
 from unitrain.errors import UsageError
+from unitrain.training.materialising import give_memory
 
 from .fsdp_copies import filled, refuse_copy, without_weights
 from .fsdp_parameters import converted_by_autocast, not_divisible
@@ -52,6 +53,8 @@ class ShardedModule:
         self._skeleton = without_weights(module)
         self.replicated: set[Parameter] = not_divisible(module)
         for parameter in self.replicated:
+            if parameter.is_meta:
+                give_memory(parameter, device)
             parameter.data = parameter.data.to(device)
         converted = converted_by_autocast(module)
         policy = MixedPrecisionPolicy(
@@ -63,6 +66,8 @@ class ShardedModule:
         for unit in (*units(module, wrap), module):
             dense = [p for p in unit.parameters() if to_local(p) is p and p not in self.replicated]
             for parameter in dense:
+                if parameter.is_meta:
+                    give_memory(parameter, device)  # until it is divided; values come later
                 parameter.data = parameter.data.contiguous()  # of channels_last, say
             fully_shard(
                 unit,

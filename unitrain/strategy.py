@@ -31,6 +31,7 @@ from unitrain.metrics.throughput import Throughput
 from unitrain.pulse import CLOSING
 from unitrain.training import batch_norm, preparation
 from unitrain.training.averaging import EMA
+from unitrain.training.deferred import deferred
 from unitrain.training.early_stopping import EarlyStopping, Mode
 from unitrain.training.in_sync import check_in_sync
 from unitrain.training.load_balancing import LoadBalancer
@@ -134,6 +135,24 @@ class Strategy:
         """
         prepared = self._preparation.prepare((first, *more))
         return prepared if more else prepared[0]
+
+    def deferred(self) -> AbstractContextManager[None]:
+        """Return a context manager in which a model is built without memory, for ``prepare`` to give it its weights.
+
+        The weights are those that the same lines without it give, bit for bit, and so are all later random numbers:
+        each large tensor's initialisation is carried out and recorded, the tensor is forgotten, and rank 0 repeats it
+        when the tensor's memory is there: in a sharded model, that of this rank's part. Building takes as long as
+        without it, and a few times the memory of the largest tensor. Buffers are included.
+
+        A model that is built on the meta device (``torch.device("meta")``) is different: it gets no weights, and must
+        be given some before it is called, by ``load_weights`` or by resuming a checkpoint.
+
+        Example:
+            >>> with strategy.deferred():
+            ...     model = Transformer(config)
+            >>> model = strategy.prepare(model)
+        """
+        return deferred()
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the autocast context for computing a loss. The forward of a prepared model enters it automatically."""

@@ -20,6 +20,7 @@ from unitrain.process import print_stderr
 from unitrain.rng import seed_rank
 from unitrain.training import alike, batch_norm, supported
 from unitrain.training.compile import compile_in_place
+from unitrain.training.materialising import Origins, WithoutWeights
 from unitrain.training.precision import Precision, remove_hooks
 from unitrain.training.prepared import PreparedModules
 from unitrain.training.streaming import broadcast_tensors, outline, receive_optimizer
@@ -86,10 +87,12 @@ class Preparation:
         if module in self._prepared:
             raise UsageError(f"this {type(module).__name__} has already been prepared: prepare each module once.")
         supported.check_module(module)
+        plain = self._prepared.unwrap(module)
+        origins = Origins.of(self._communicator, plain, self._backend.device)
         self._place(module)
         # torch's own SyncBatchNorm layers are synchronised in any case.
         batch_norm.synchronise(
-            self._prepared.unwrap(module),
+            plain,
             self._communicator,
             self._in_use,
             only_torchs=not self._config.sync_batchnorm,
@@ -100,14 +103,23 @@ class Preparation:
             for block in set(blocks).intersection(module.modules()):
                 activation_checkpointing.apply(block, self._in_use)
         self._precision.apply(module)
-        self._copy_from_rank_0(module)
-        parameters = dict(self._prepared.unwrap(module).named_parameters())
+        self._check_alike(module)
+        if origins is None:
+            self._copy_from_rank_0(module)
+        elif not self._communicator.shards_parameters:
+            origins.fill(plain)
+        parameters = dict(plain.named_parameters())
         if self._config.compile:
             if self._communicator.world_size > 1:
                 # Hooks that are added later would make the compiler start again.
                 batch_norm.ignore_stand_ins([module], self._in_use)
             compile_in_place(module, self._config)
         wrapped = self._backend.wrap_model(module)
+        if origins is not None:
+            if self._communicator.shards_parameters:
+                origins.fill(plain)
+            if origins.unknown:
+                self._prepared.without_weights[plain] = WithoutWeights(plain, origins.unknown)
         self._prepared.add(wrapped, module)
         self._prepared.add_names(module)
         self._prepared.replace(parameters, module)
@@ -122,19 +134,18 @@ class Preparation:
             return
         if len(now) > 1:
             print_stderr(f"unitrain: the layers of {type(module).__name__} stay on {', '.join(map(str, now))}.")
-        elif before != now and before[0].type != "cpu":
+        elif before != now and before[0].type not in ("cpu", "meta"):
             print_stderr(f"unitrain: {type(module).__name__} is moved from {before[0]} to {now[0]}, this run's device.")
+
+    def _check_alike(self, module: nn.Module) -> None:
+        if self._communicator.world_size > 1:
+            alike.check_models(self._communicator, [*module.named_parameters(), *module.named_buffers()])
 
     @torch.no_grad()
     def _copy_from_rank_0(self, module: nn.Module) -> None:
-        """Check that all ranks have the same model, and broadcast rank 0's parameters and buffers."""
-        ranks = self._communicator
-        if ranks.world_size == 1:
-            return
-        named = [*module.named_parameters(), *module.named_buffers()]
-        alike.check_models(ranks, named)
-        own = [tensor for _, tensor in named]
-        broadcast_tensors(ranks, own, own)
+        if self._communicator.world_size > 1:
+            own = [*module.parameters(), *module.buffers()]
+            broadcast_tensors(self._communicator, own, own)
 
     def _optimizer(self, optimizer: Optimizer) -> None:
         supported.check_optimizer(optimizer)

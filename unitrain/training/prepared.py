@@ -22,6 +22,13 @@ class Exchange(Protocol):
         """Exchange them again."""
 
 
+class Refusal(Protocol):
+    """Refuses calls of a module."""
+
+    def end(self) -> None:
+        """Let it be called from now on."""
+
+
 class PreparedModules:
     """Records the modules that a strategy has prepared, and their parameters.
 
@@ -32,6 +39,7 @@ class PreparedModules:
     Attributes:
         shares: as given.
         swapped: the modules that don't have the weights of training now, and what has those.
+        without_weights: the modules some of whose weights have no values yet, and what refuses their calls.
     """
 
     def __init__(self, *, distributed: bool, shares: Shares) -> None:
@@ -41,6 +49,7 @@ class PreparedModules:
         self.shares = shares
         self._replaced: dict[Parameter, Parameter] = {}
         self.swapped: dict[nn.Module, Exchange] = {}
+        self.without_weights: dict[nn.Module, Refusal] = {}
 
     def add_names(self, module: nn.Module) -> None:
         """Record the names of a module's parameters."""

@@ -137,7 +137,7 @@ def receive(
 
     targets = [target(path, form) for path, form in leaves(expected) if isinstance(form, Form)]
     sends = communicator.rank == src
-    sources: Sequence[Source] = targets
+    sources: Iterable[Source] = targets
     if sends:
         sources = [value for _, value in leaves(source) if isinstance(value, RowBlocks) or _is_dense(value)]
     broadcast_tensors(communicator, targets, sources, src=src, sent=sent)
@@ -214,7 +214,7 @@ def leaves(value: Any, path: Keys = ()) -> Iterator[tuple[Keys, Any]]:
 def broadcast_tensors(
     communicator: Communicator,
     targets: Sequence[Tensor],
-    sources: Sequence[Source],
+    sources: Iterable[Source],
     *,
     src: int = 0,
     sent: Sent = lambda: None,
@@ -224,7 +224,8 @@ def broadcast_tensors(
     Args:
         communicator: the communicator of this process.
         targets: tensors with the same shapes and dtypes on all ranks, on any device: dense, or shards of dense ones.
-        sources: what is sent, which may be the targets themselves; ignored on other ranks.
+        sources: what is sent, which may be the targets themselves; ignored on other ranks. They may be made as they
+            are sent.
         src: the rank that sends.
         sent: called on rank ``src`` when a buffer has been filled.
     """

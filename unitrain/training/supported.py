@@ -29,10 +29,6 @@ def check_kind(one: object) -> None:
 def check_module(module: nn.Module) -> None:
     """Raise UsageError if a module can't be prepared as it is."""
     parameters = list(module.parameters())
-    if any(p.is_meta for p in parameters):
-        raise UsageError(
-            "the model has parameters on the meta device: materialise them first (to_empty, then initialise)."
-        )
     if any(is_lazy(p) for p in parameters):
         raise UsageError("the model has uninitialised lazy layers: run a forward with one batch first.")
     if any(isinstance(layer, (DataParallel, DistributedDataParallel)) for layer in module.modules()):
