@@ -15,6 +15,7 @@ from typing_extensions import TypeVarTuple, Unpack
 
 from unitrain.backend import Backend
 from unitrain.checkpoint import Checkpoint, files
+from unitrain.checkpoint.weights import load_weights
 from unitrain.communicator import Communicator, ReduceOp
 from unitrain.config import StrategyConfig
 from unitrain.data import Loader
@@ -587,6 +588,30 @@ class Strategy:
             CheckpointError: the file does not exist, or holds more than tensors and plain data; on every rank.
         """
         return files.load(self._communicator, path)
+
+    def load_weights(self, module: nn.Module, path: str | Path) -> None:
+        """Fill a prepared model with the weights in files of safetensors. Collective.
+
+        Of a sharded model, each rank reads its own part, if all ranks see the files. Else rank 0 reads them, a piece
+        at a time. Values are converted to the dtypes of the model.
+
+        Args:
+            module: the model, as ``prepare`` returned it. It may have been built on the meta device.
+            path: a file such as ``model.safetensors``, an index of several as Hugging Face writes them
+                (``model.safetensors.index.json``), or a folder with one of these.
+
+        Raises:
+            CheckpointError: a file can't be read, or names or shapes are not the model's; on every rank.
+            UsageError: the model is not prepared, or the path is a URL.
+
+        Example:
+            >>> with torch.device("meta"):
+            ...     model = Transformer(config)
+            >>> model = strategy.prepare(model)
+            >>> strategy.load_weights(model, "models/llama")
+        """
+        with self._prepared.training_weights():
+            load_weights(self._communicator, self._prepared, module, path)
 
     def checkpoint(
         self,

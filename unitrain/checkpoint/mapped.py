@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +27,20 @@ class MappedFiles:
         """Return the content of a file of torch, with tensors on the CPU. Raises any exception of ``torch.load``."""
         with open_regular(path) as file:
             is_mappable = zipfile.is_zipfile(file)  # and not of a torch before 1.6
+        with self._mapping(path):
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=is_mappable)
+
+    def map(self, path: Path) -> torch.UntypedStorage:
+        """Return the bytes of a file."""
+        with self._mapping(path):
+            size = path.stat().st_size
+            return torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8).untyped_storage()
+
+    @contextmanager
+    def _mapping(self, path: Path) -> Iterator[None]:
         before = _mappings(path)
-        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=is_mappable)
+        yield
         self._ranges |= _mappings(path) - before  # the script may have mapped the file itself, and changed its copy
-        return loaded
 
     def release(self) -> None:
         """Release the pages that have been read so far."""

@@ -16,13 +16,11 @@ from unitrain.checkpoint import saved, shards
 from unitrain.checkpoint.folder import NotACheckpointError, Saved
 from unitrain.checkpoint.local import checkpoint_in
 from unitrain.checkpoint.manifest import DamagedError
+from unitrain.checkpoint.safetensors import DTYPES
 from unitrain.errors import CheckpointError, UsageError
 from unitrain.training.streaming import Form, RowBlocks
 
-_SAFETENSORS = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
+_SAFETENSORS = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def inspect(path: Path) -> Iterator[str]:

@@ -73,7 +73,7 @@ class Origins:
         for name in self.unknown:
             part = self._communicator.to_local(tensors.pop(name))
             part.fill_(torch.nan if part.is_floating_point() or part.is_complex() else 0)
-        sources = (self._values.pop(name)().to(tensor.dtype) for name, tensor in tensors.items())
+        sources = (self._values.pop(name)() for name in tensors)
         broadcast_tensors(self._communicator, list(tensors.values()), sources)
 
 

@@ -247,6 +247,25 @@ def broadcast_tensors(
                 target.copy_(slot)
 
 
+@torch.no_grad()
+def copy_own(
+    communicator: Communicator, target: Tensor, source: Source, *, copied: Callable[[], object] = lambda: None
+) -> None:
+    """Overwrite this rank's part of ``target`` with that of a source that this rank has. Not collective.
+
+    Args:
+        communicator: the communicator of this process.
+        target: a tensor, or the shards of one.
+        source: the whole tensor, of any dtype.
+        copied: called after each piece.
+    """
+    for shard, rows in _by_shard(communicator, target, source):
+        if not shard.is_meta:
+            for piece, part in _pieces(shard, rows):
+                _fill(piece, part)
+                copied()
+
+
 def _by_shard(communicator: Communicator, target: Tensor, source: Source) -> Iterator[tuple[Tensor, Source]]:
     """Yield the shards of a target that are not empty, and what is to become of them."""
     if source is target and not communicator.is_sharded(target):
