@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from unitrain import call_site
 from unitrain.config import Section, StrategyConfig
 from unitrain.device import devices_of
 from unitrain.errors import BackendError, ConfigError, UsageError
@@ -39,7 +40,7 @@ class FSDPBackend(ProcessGroupBackend):
 
     @classmethod
     def check(cls, config: StrategyConfig, launch: Launch) -> None:
-        """Refuse NCCL if it is not available, a torch that is too old, and hosts of different sizes."""
+        """Refuse NCCL if it is not available, a torch that is too old, and settings that this job can't have."""
         super().check(config, launch)
         from torch.distributed.fsdp import FSDPModule
 
@@ -47,7 +48,13 @@ class FSDPBackend(ProcessGroupBackend):
             raise BackendError(
                 f"backend fsdp needs a newer torch than {torch.__version__}, such as 2.15: install it, or use ddp."
             )
-        if config.section(cls.name, FSDPSettings).shards == "host" and launch.world_size % launch.local_world_size:
+        settings = config.section(cls.name, FSDPSettings)
+        if settings.cpu_offload and config.precision == "fp16":
+            raise ConfigError(
+                "fsdp.cpu_offload does not support precision fp16, whose loss scale is on the GPU: set precision to "
+                "bf16, or fsdp.cpu_offload to false."
+            )
+        if settings.shards == "host" and launch.world_size % launch.local_world_size:
             raise ConfigError(
                 f"fsdp.shards is host, which needs the same number of processes on every host, but the job has "
                 f"{launch.world_size}, and this host {launch.local_world_size}. Set fsdp.shards to all."
@@ -57,6 +64,9 @@ class FSDPBackend(ProcessGroupBackend):
         super().__init__(config, launch, device)
         if self.settings.shards == "host":
             self.replicas: int = self.world_size // launch.local_world_size
+        self.offloads: bool = self.settings.cpu_offload and device.type != "cpu"
+        if self.settings.cpu_offload and not self.offloads:
+            call_site.warn("fsdp.cpu_offload has no effect on a CPU, in whose memory everything is.")
         self._modules: dict[nn.Module, ShardedModule] = {}
         self._owner: dict[Tensor, ShardedModule] = {}
         self._names: dict[Parameter, str] = {}
@@ -121,6 +131,7 @@ class FSDPBackend(ProcessGroupBackend):
             reshard_after_forward=self.settings.reshard_after_forward,
             compute_dtype=_DTYPES.get(self.config.precision),
             reduce_dtype=_DTYPES.get(self.config.compression),
+            offload=self.offloads,
         )
         if "nccl" not in dist.get_backend():
             from .fsdp_gloo import adapt

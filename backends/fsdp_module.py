@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn import Parameter
 
 from unitrain.errors import UsageError
@@ -31,6 +31,7 @@ class ShardedModule:
         reshard_after_forward: as in the settings.
         compute_dtype: the dtype of autocast, in which weights are gathered where autocast would convert them.
         reduce_dtype: the dtype in which gradients are reduced; None for their own.
+        offload: keep shards and their gradients in host memory.
 
     Attributes:
         root: the module, whose class fully_shard has changed to a subclass of it and of ``FSDPModule``.
@@ -48,6 +49,7 @@ class ShardedModule:
         reshard_after_forward: bool,
         compute_dtype: torch.dtype | None,
         reduce_dtype: torch.dtype | None,
+        offload: bool,
     ) -> None:
         before = dict(module.named_parameters())
         self._skeleton = without_weights(module)
@@ -74,6 +76,7 @@ class ShardedModule:
                 mesh=mesh,
                 reshard_after_forward=reshard_after_forward,
                 mp_policy=policy,
+                offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
                 ignored_params=self.replicated,
             )
             for parameter in dense:

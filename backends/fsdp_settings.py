@@ -23,6 +23,8 @@ class FSDPSettings(Section):
     """Free what was gathered after the forward and gather it again in the backward: less memory, slower."""
     find_unused_parameters: bool = False
     """Allow steps that don't use all parameters; the whole model is gathered at once then, which takes more memory."""
+    cpu_offload: bool = False
+    """Keep shards of weights, gradients and optimizer state in host memory, where the optimizer steps; slower."""
     shards: Literal["all", "host"] = "all"
     """Divide parameters among all ranks, or among those of each host; hosts then have replicas."""
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from needs import HOROVOD
+from needs import GPU, HOROVOD
 from partly_used import PartlyUsed
 from ranks import run_ranks
 from torch import Tensor, nn
@@ -434,6 +434,55 @@ def test_wrong_settings_are_refused() -> None:
         assert "fsdp.wrap has 'Blok', but the model has no module of that class. Did you mean 'Block'?" in said
     for said in run_ranks(open_with, {"communication": "nccl"}):
         assert "fsdp.communication is nccl, which needs a CUDA GPU" in said
+
+
+# ---------------------------------------------------------------------------------------------------------- offload
+
+
+def offload_on_a_cpu() -> tuple[str, list[str], tuple[list[float], State, float]]:
+    """Return the error for fp16, the warnings on a CPU, and what is trained there."""
+    said = ""
+    try:
+        unitrain.init(backend="fsdp", device="cpu", precision="fp16", fsdp={"cpu_offload": True})
+    except ConfigError as error:
+        said = str(error)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = train(1, {"backend": "fsdp", "fsdp": {"cpu_offload": True}})
+    return said, [str(warning.message) for warning in caught], found
+
+
+def test_offload_is_without_effect_on_a_cpu_and_refused_with_fp16() -> None:
+    for said, warned, found in run_ranks(offload_on_a_cpu):
+        assert "fsdp.cpu_offload does not support precision fp16" in said
+        assert any("fsdp.cpu_offload has no effect on a CPU" in one for one in warned)
+        assert_close(found, by_hand(1))
+
+
+def train_offloaded(epochs: int, folder: str) -> tuple[list[float], State, set[str]]:
+    """Train on a GPU that the ranks share. Return losses, weights and where a shard, its state and a buffer are."""
+    settings: dict[str, Any] = {"backend": "fsdp", "device": "cuda:0", "fsdp": {"cpu_offload": True}}
+    losses, weights, _ = train(epochs, settings, folder)
+    with unitrain.init(**settings, precision="bf16", clip_norm=0.1, clip_value=0.1, timeout_s=60) as strategy:
+        with strategy.deferred():
+            model, optimizer, _ = made()
+        model, optimizer = strategy.prepare(model, optimizer)
+        words, following = (tensor.to(strategy.device) for tensor in texts()[:4])
+        assert strategy.step(loss_of(model, words, following), optimizer).stepped
+        weight = strategy.unwrap(model).get_parameter("blocks.0.layers.0.weight")
+        parts = [weight.detach(), optimizer.state[weight]["exp_avg"]]
+        where = {strategy.communicator.to_local(part).device.type for part in parts}
+        assert strategy.full_tensor(weight.detach()).shape == (4 * WIDTH, WIDTH)
+    return losses, weights, where
+
+
+@pytest.mark.gpu
+@GPU
+def test_offloaded_shards_are_in_host_memory_and_train_the_same(tmp_path: Path) -> None:
+    for epochs in (1, 2):
+        for losses, weights, where in run_ranks(train_offloaded, epochs, str(tmp_path)):
+            assert where == {"cpu"}
+            assert_close((losses, weights, 0.0), by_hand(epochs), first=epochs - 1)
 
 
 # ------------------------------------------------------------------------------------------------------ checkpoints

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -43,10 +44,11 @@ def gradients(bad: float | None) -> dict[str, torch.Tensor]:
 
 
 def step_in_ways(bad: float | None) -> list[tuple[bool, float | None, dict[str, torch.Tensor]]]:
-    """Return for each way whether the optimizer stepped, the norm and the weights."""
+    """Return for each way, without and with offload, whether the optimizer stepped, the norm and the weights."""
     results = []
     with unitrain.init(backend="fsdp", device="cpu", timeout_s=30) as strategy:
-        for clip_norm, clip_value, measure in WAYS:
+        for (clip_norm, clip_value, measure), offloads in itertools.product(WAYS, (False, True)):
+            strategy.communicator.offloads = offloads
             torch.manual_seed(0)
             model = Net()
             strategy.prepare(model)
@@ -84,7 +86,7 @@ def step_whole(bad: float | None, way: tuple[float | None, float | None, bool]) 
 def test_shards_are_checked_clipped_and_stepped_as_the_whole(bad: float | None) -> None:
     """1e30 is finite, though the square that a norm in float32 takes is not."""
     for found in run_ranks(step_in_ways, bad, nprocs=3):
-        for way, (stepped, norm, weights) in zip(WAYS, found, strict=True):
+        for way, (stepped, norm, weights) in zip(itertools.chain(*zip(WAYS, WAYS, strict=True)), found, strict=True):
             expected, expected_norm, model = step_whole(bad, way)
             assert stepped is expected is (bad is None or bad == 1e30)
             assert norm is None if expected_norm is None else norm == pytest.approx(expected_norm.item(), rel=1e-6)

@@ -67,6 +67,8 @@ class Backend(ABC):
     """Whether, with several processes, ``wrap_model`` leaves each rank a part of each parameter (a shard)."""
     replicas: int = 1
     """Number of ranks that have the same shard."""
+    offloads: bool = False
+    """Whether shards and their gradients are in host memory instead of on ``device``."""
 
     def __init__(self, config: StrategyConfig, launch: Launch, device: torch.device) -> None:
         self.config = config

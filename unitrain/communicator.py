@@ -62,7 +62,8 @@ class Communicator:
         shards_parameters: whether ranks have parts of parameters.
         shards: whether ranks have parts of parameters, or of the state of optimizers only (``shard_optimizer``).
         row_counts: with the latter, how many rows of a parameter's state each rank has.
-        replicas, to_local, full_tensor, shards_of: those of the backend, or for rows of states.
+        replicas, offloads: those of the backend.
+        to_local, full_tensor, shards_of: those of the backend, or for rows of states.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class Communicator:
         self.shards: bool = (backend.shards or backend.config.shard_optimizer) and several
         self.row_counts: dict[Parameter, Sequence[int]] = {}
         self.replicas: int = backend.replicas
+        self.offloads: bool = backend.offloads
         rows = self.shards and not self.shards_parameters
         self.to_local: Callable[[Tensor], Tensor] = row_shards.to_local if rows else backend.to_local
         self.full_tensor: Callable[[Tensor], Tensor] = self._full_rows if rows else backend.full_tensor

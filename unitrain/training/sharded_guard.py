@@ -32,6 +32,9 @@ class ShardedGuardedStep(GuardedStep):
     ) -> None:
         super().__init__(communicator.device, clip_norm, clip_value, measure_norm)
         self._communicator = communicator
+        # What is in host memory is checked there, and stepped there: no optimizer reads a flag on the GPU.
+        self._may_flag = self._may_flag and not communicator.offloads
+        self._in_memory = GuardedStep(torch.device("cpu"), None, None) if communicator.offloads else None
         self._sharded: list[Tensor] = []
         self._replicated: list[Tensor] = []
 
@@ -65,13 +68,18 @@ class ShardedGuardedStep(GuardedStep):
 
     def _scale(self, parameters: Iterable[Parameter], gradients: list[Tensor], limit: float, norm: Tensor) -> None:
         factor = torch.clamp(limit / (norm + 1e-6), max=1.0)  # as torch's clip_grads_with_norm_
-        by_dtype = defaultdict(list)
+        by_kind = defaultdict(list)
         for gradient in gradients:
-            by_dtype[gradient.dtype].append(gradient)
-        for alike in by_dtype.values():
+            by_kind[gradient.dtype, gradient.device].append(gradient)
+        for alike in by_kind.values():
             torch._foreach_mul_(alike, factor.to(alike[0].device))
 
     def _check(self, gradients: list[Tensor], losses: Sequence[Tensor]) -> None:
         """Set the flag to 1 if a gradient or a loss is not finite on any rank."""
+        if self._in_memory is not None:
+            there = [gradient for gradient in gradients if gradient.device.type == "cpu"]
+            gradients = [gradient for gradient in gradients if gradient.device.type != "cpu"]
+            if not self._in_memory._are_finite(there, []):
+                self._found.fill_(1.0)
         super()._check(gradients, losses)
         self._communicator.all_reduce_async(self._found, "max", "gradients.found")()
