@@ -16,14 +16,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unitrain import rng
-from unitrain.checkpoint import epoch_end, fit, metric_states, saved
+from unitrain.checkpoint import epoch_end, fit, metric_states, saved, storage
 from unitrain.checkpoint.epoch_end import EpochEnd
 from unitrain.checkpoint.folder import METRICS, RUN, Saved, prune
 from unitrain.checkpoint.manifest import Manifest, folder_name
+from unitrain.checkpoint.mapped import MappedFiles
 from unitrain.checkpoint.parameter_names import Name, in_order, names_of
-from unitrain.checkpoint.shards import PREFIX, file_name, gather_shards, separate
+from unitrain.checkpoint.shards import PREFIX, file_name, gather_shards, paths, read, separate
 from unitrain.checkpoint.snapshot import snapshot
 from unitrain.checkpoint.together import collect, write_own
+from unitrain.checkpoint.verifying import JointVerification
 from unitrain.communicator import Communicator
 from unitrain.config import StrategyConfig
 from unitrain.errors import CheckpointError, UsageError, listed
@@ -33,7 +35,7 @@ from unitrain.rng import seed_rank
 from unitrain.training import batch_norm
 from unitrain.training.prepared import PreparedModules
 from unitrain.training.step import TrainingStep
-from unitrain.training.streaming import Form, Keys, outline, receive, receive_optimizer
+from unitrain.training.streaming import Form, Held, Keys, outline, receive, receive_optimizer
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 
@@ -359,19 +361,32 @@ class Checkpoint:
         ranks = self._communicator
         opened: Saved | None = None
 
-        def open_newest() -> tuple[dict[str, Any], dict[str, Any]] | None:
+        joint = JointVerification(ranks) if ranks.shards else None
+
+        def open_newest() -> tuple[dict[str, Any], dict[str, Any], tuple[list[str], dict[str, Any]] | None] | None:
             nonlocal opened
             self._finish_writing()  # what this run saves in the background may be what it goes back to
-            opened = saved.wanted(path, self._folder)
+            try:
+                opened = saved.wanted(path, self._folder, storage.verify_files if joint is None else joint)
+            finally:
+                if joint is not None:
+                    joint.end()
             if opened is None:
                 return None
-            return opened.manifest.model_dump(), outline(opened.parts)
+            shared = (
+                None if joint is None or joint.shared is None else (list(map(str, joint.shared)), paths(opened.parts))
+            )
+            return opened.manifest.model_dump(), outline(opened.parts), shared
 
         with ranks.pulse.within("checkpoint.resume"), self._prepared.training_weights():
+            if joint is not None and not ranks.is_main:
+                joint.serve()
             found = ranks.on_main(open_newest)
             if found is None:
                 return False
             manifest, parts = Manifest.model_validate(found[0]), found[1]
+            files = MappedFiles() if opened is None else opened.files
+            held = {} if found[2] is None else read(list(map(Path, found[2][0])), found[2][1], files)
             # All checks are made before anything is loaded, and come out the same on every rank.
             changed = fit.changed_settings(manifest, self._settings, self._config, self._objects)
             if changed and not force:
@@ -393,7 +408,7 @@ class Checkpoint:
                 print_stderr(f"unitrain: resuming with other settings: {'; '.join(changed)}")
             ranks.on_main(lambda: self._continue_from(opened, is_newest=path is None))
             replaced = [] if self._step.global_step else self._replaced_options(parts)
-            self._apply(parts, opened)
+            self._apply(parts, opened, files, held)
             if METRICS in parts:
                 source = opened.parts[METRICS] if opened is not None else None
                 metric_states.load(ranks, metrics, loaded, parts[METRICS], source)
@@ -419,15 +434,16 @@ class Checkpoint:
         if is_newest:
             self._folder.point_to_best(self._best)  # a kill may have come before this
 
-    def _apply(self, parts: dict[str, Any], opened: Saved | None) -> None:
+    def _apply(self, parts: dict[str, Any], opened: Saved | None, files: MappedFiles, held: Mapping[str, Held]) -> None:
         """Load the state. Collective.
 
         Args:
             parts: the outlines of all parts.
             opened: the checkpoint; on rank 0 only.
+            files: those that this rank has mapped.
+            held: by part, what this rank can read.
         """
-        ranks = self._communicator
-        sent = opened.files.release if opened is not None else lambda: None
+        ranks, sent = self._communicator, files.release
 
         def source(name: str) -> Any:
             return opened.parts[name] if opened is not None else None
@@ -436,11 +452,11 @@ class Checkpoint:
         for name in sorted(self._objects, key=lambda n: (isinstance(self._objects[n], (nn.Module, Optimizer)), n)):
             value = self._objects[name]
             if isinstance(value, Optimizer):
-                receive_optimizer(ranks, value, parts[name], source(name), sent=sent)
+                receive_optimizer(ranks, value, parts[name], source(name), sent=sent, held=held.get(name, {}))
                 value._opt_called = True  # type: ignore[attr-defined]  # else schedulers warn that it never stepped
                 continue
             own = self._state(value) if isinstance(value, nn.Module) else None
-            state = receive(ranks, parts[name], source(name), own=own, sent=sent)
+            state = receive(ranks, parts[name], source(name), own=own, sent=sent, held=held.get(name, {}))
             if isinstance(value, nn.Module):
                 self._prepared.unwrap(value).load_state_dict(state)
             elif isinstance(value, dict):

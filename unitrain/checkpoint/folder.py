@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 from unitrain.checkpoint import shards
 from unitrain.checkpoint.manifest import DamagedError, Manifest
 from unitrain.checkpoint.mapped import MappedFiles
+from unitrain.checkpoint.storage import Verify, verify_files
 from unitrain.errors import CheckpointError
 from unitrain.process import print_stderr
 
@@ -95,8 +96,13 @@ class Folder(Protocol):
     def manifest(self, step: int) -> Manifest:
         """Return the manifest of a checkpoint, or raise DamagedError."""
 
-    def open(self, step: int) -> Saved:
-        """Verify and open a checkpoint. Raises DamagedError if a file is missing or changed."""
+    def open(self, step: int, verify: Verify = verify_files) -> Saved:
+        """Verify and open a checkpoint. Raises DamagedError if a file is missing or changed.
+
+        Args:
+            step: number of the step.
+            verify: verifies files on a disk.
+        """
 
     def remove(self, step: int) -> None:
         """Remove a checkpoint, at once as others see it."""

@@ -13,6 +13,7 @@ from unitrain.checkpoint.folder import NotACheckpointError, Others, Saved
 from unitrain.checkpoint.lock import FolderLock
 from unitrain.checkpoint.manifest import Manifest
 from unitrain.checkpoint.mapped import MappedFiles
+from unitrain.checkpoint.storage import Verify, verify_files
 
 
 class LocalFolder:
@@ -79,9 +80,9 @@ class LocalFolder:
         """See ``Folder.manifest``."""
         return manifests.read(storage.folder_of(self._root, step))
 
-    def open(self, step: int) -> Saved:
+    def open(self, step: int, verify: Verify = verify_files) -> Saved:
         """See ``Folder.open``."""
-        return _opened(storage.folder_of(self._root, step))
+        return _opened(storage.folder_of(self._root, step), verify)
 
     def remove(self, step: int) -> None:
         """See ``Folder.remove``."""
@@ -92,7 +93,7 @@ class LocalFolder:
         storage.point_to_best(self._root, step)
 
 
-def checkpoint_in(folder: Path) -> Saved:
+def checkpoint_in(folder: Path, verify: Verify = verify_files) -> Saved:
     """Verify and open the checkpoint in a folder.
 
     Raises:
@@ -106,10 +107,10 @@ def checkpoint_in(folder: Path) -> Saved:
         raise NotACheckpointError(
             "is no checkpoint" if inside is None else f"contains checkpoints, such as {inside.name}, but is none itself"
         )
-    return _opened(folder)
+    return _opened(folder, verify)
 
 
-def _opened(folder: Path) -> Saved:
-    manifest = storage.verify(folder)
+def _opened(folder: Path, verify: Verify) -> Saved:
+    manifest = storage.verify(folder, verify)
     files = MappedFiles()
     return Saved.of(manifest, storage.read(folder, manifest.files, files), files, str(folder))

@@ -23,6 +23,7 @@ from unitrain.checkpoint.manifest import DamagedError, Manifest, folder_name
 from unitrain.checkpoint.mapped import MappedFiles
 from unitrain.checkpoint.reading import reason
 from unitrain.checkpoint.remote_files import RemoteFiles
+from unitrain.checkpoint.storage import Verify, verify_files
 from unitrain.checkpoint.writing import check_part, write_part
 from unitrain.errors import CheckpointError
 from unitrain.process import print_stderr
@@ -134,8 +135,8 @@ class RemoteFolder:
         """See ``Folder.manifest``."""
         return _manifest(self._files, self._complete().get(step, folder_name(step)))
 
-    def open(self, step: int) -> Saved:
-        """See ``Folder.open``."""
+    def open(self, step: int, verify: Verify = verify_files) -> Saved:
+        """See ``Folder.open``. Only rank 0 can verify what it has downloaded."""
         return _opened(self._files, self._complete().get(step, folder_name(step)))
 
     def remove(self, step: int) -> None:

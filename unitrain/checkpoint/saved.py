@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from unitrain.checkpoint.folder import Folder, NotACheckpointError, Saved
 from unitrain.checkpoint.local import LocalFolder, checkpoint_in
 from unitrain.checkpoint.manifest import DamagedError
+from unitrain.checkpoint.storage import Verify, verify_files
 from unitrain.errors import CheckpointError
 from unitrain.process import print_stderr
 from unitrain.url import parsed
@@ -32,19 +34,20 @@ def folder_at(path: str | Path) -> Folder:
     return RemoteFolder(place)
 
 
-def wanted(path: str | Path | None, folder: Folder) -> Saved | None:
+def wanted(path: str | Path | None, folder: Folder, verify: Verify = verify_files) -> Saved | None:
     """Return the checkpoint to resume from, or None if there is none.
 
     Args:
         path: of a checkpoint; ``"best"`` for the best; None for the newest.
         folder: that of this run's checkpoints.
+        verify: verifies files on a disk.
 
     Raises:
         CheckpointError: none is intact, is marked as the best or is in ``path``; or the one that is wanted is damaged.
     """
     if path is None:
-        return _newest(folder, folder.open)
-    return _best(folder) if path == BEST else _named(path, folder)
+        return _newest(folder, partial(folder.open, verify=verify))
+    return _best(folder, verify) if path == BEST else _named(path, folder, verify)
 
 
 def best_beside(opened: Saved, folder: Folder) -> int | None:
@@ -76,7 +79,7 @@ def _newest(folder: Folder, read: Callable[[int], T]) -> T | None:
     return None
 
 
-def _best(folder: Folder) -> Saved | None:
+def _best(folder: Folder, verify: Verify) -> Saved | None:
     """Return the checkpoint that is the best according to the newest manifest."""
     manifest = _newest(folder, folder.manifest)
     if manifest is None:
@@ -86,16 +89,16 @@ def _best(folder: Folder) -> Saved | None:
             f"no checkpoint in {folder} is marked as the best: save(best=True) marks one. resume() takes the newest."
         )
     try:
-        return folder.open(manifest.best)
+        return folder.open(manifest.best, verify)
     except DamagedError as error:
         raise CheckpointError(f"the best checkpoint is damaged: {error}") from error
 
 
-def _named(path: str | Path, folder: Folder) -> Saved:
+def _named(path: str | Path, folder: Folder, verify: Verify) -> Saved:
     place = parsed(path)
     try:
         if isinstance(place, Path):
-            return checkpoint_in(place)
+            return checkpoint_in(place, verify)
         from unitrain.checkpoint.remote import checkpoint_under
 
         return checkpoint_under(place)

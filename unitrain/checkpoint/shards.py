@@ -6,16 +6,18 @@ has the shards of all objects, in the order in which their tensors are found in 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from unitrain.checkpoint.mapped import MappedFiles
 from unitrain.communicator import Communicator
 from unitrain.data.structure import rebuilt
-from unitrain.training.streaming import RowBlocks
+from unitrain.training.streaming import Keys, RowBlocks, leaves
 
 PREFIX = "_shards-"
 """What the names of the files with shards begin with."""
@@ -68,6 +70,25 @@ def join(parts: Mapping[str, Any]) -> dict[str, Any]:
 
     objects = {name: state for name, state in parts.items() if not name.startswith(PREFIX)}
     return {name: rebuilt(state, partial(with_blocks, blocks(name))) for name, state in objects.items()}
+
+
+def paths(parts: Mapping[str, Any]) -> dict[str, list[Keys]]:
+    """Return where the tensors are, in the states of joined parts, of which several ranks have written blocks."""
+    return {
+        name: [path for path, value in leaves(state) if isinstance(value, RowBlocks)] for name, state in parts.items()
+    }
+
+
+def read(
+    written_by_ranks: Sequence[Path], places: Mapping[str, Sequence[Keys]], files: MappedFiles
+) -> dict[str, dict[Keys, RowBlocks]]:
+    """Return the blocks in the files of all ranks, by objects and ``paths``; they are read when they are used."""
+    written = [files.load(path) for path in written_by_ranks]
+    return {
+        name: dict(zip(found, map(RowBlocks, zip(*(file[name] for file in written), strict=True)), strict=True))
+        for name, found in places.items()
+        if found
+    }
 
 
 def whole(state: Any) -> Any:

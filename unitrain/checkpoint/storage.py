@@ -250,7 +250,21 @@ def found(root: Path) -> Iterator[Path]:
     yield from sorted((path for path in paths if _FOLDER.fullmatch(path.name)), reverse=True)
 
 
-def verify(folder: Path) -> Manifest:
+def verify_files(folder: Path, files: Mapping[str, Described]) -> None:
+    """Verify files of a checkpoint by reading them.
+
+    Raises:
+        DamagedError: one is missing or changed.
+    """
+    for name, expected in files.items():
+        verify_file(folder / name, expected, str(folder / name))
+
+
+Verify = Callable[[Path, Mapping[str, Described]], None]
+"""Does what ``verify_files`` does."""
+
+
+def verify(folder: Path, how: Verify = verify_files) -> Manifest:
     """Verify a checkpoint by reading all of its files, and return its manifest.
 
     Raises:
@@ -258,8 +272,7 @@ def verify(folder: Path) -> Manifest:
         CheckpointError: its format is that of another version.
     """
     manifest = manifests.read(folder)
-    for name, expected in manifest.files.items():
-        verify_file(folder / name, expected, str(folder / name))
+    how(folder, manifest.files)
     return manifest
 
 

@@ -7,7 +7,8 @@ sharded, each rank keeps its own shard, and never has more of it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import compress
 from typing import Any, TypeGuard
 
 import torch
@@ -85,6 +86,9 @@ class RowBlocks:
 
 Source = Tensor | RowBlocks
 """What a tensor is received from."""
+Held = Mapping[Keys, Source]
+"""Sources by their paths in nested state."""
+_NONE: Held = {}
 
 
 def _form(plain: tuple[Keys, torch.dtype, Keys]) -> Form:
@@ -115,6 +119,7 @@ def receive(
     own: Any = None,
     new: New = lambda path, form: form.empty(_CPU),
     sent: Sent = lambda: None,
+    held: Held = _NONE,
 ) -> Any:
     """Return rank ``src``'s nested state on every rank. Collective.
 
@@ -125,7 +130,9 @@ def receive(
         src: the rank that has the state.
         own: nested state of this rank. Its tensors are overwritten and returned, where they have the expected form.
         new: makes the other tensors; on the meta device if this rank does not need it.
-        sent: called on rank ``src`` when a buffer has been filled.
+        sent: called on rank ``src`` when a buffer has been filled, and on any rank when a piece of ``held`` is copied.
+        held: tensors that every rank has a source of, by their paths, the same on all ranks: its shard of one is copied
+            from there, and not sent.
     """
     owned = dict(leaves(own))
 
@@ -135,18 +142,29 @@ def receive(
             return found
         return found if form.fits(found) else new(path, form)
 
-    targets = [target(path, form) for path, form in leaves(expected) if isinstance(form, Form)]
-    sends = communicator.rank == src
-    sources: Iterable[Source] = targets
-    if sends:
-        sources = [value for _, value in leaves(source) if isinstance(value, RowBlocks) or _is_dense(value)]
-    broadcast_tensors(communicator, targets, sources, src=src, sent=sent)
+    paths = [(path, form) for path, form in leaves(expected) if isinstance(form, Form)]
+    targets = [target(path, form) for path, form in paths]
+    has = [path in held and communicator.is_sharded(found) for (path, _), found in zip(paths, targets, strict=True)]
+    for (path, _), found in compress(zip(paths, targets, strict=True), has):
+        copy_own(communicator, found, held[path], copied=sent)
+    received = [found for found, is_held in zip(targets, has, strict=True) if not is_held]
+    sources: Iterable[Source] = received
+    if communicator.rank == src:
+        sent_values = [value for _, value in leaves(source) if isinstance(value, RowBlocks) or _is_dense(value)]
+        sources = [value for value, is_held in zip(sent_values, has, strict=True) if not is_held]
+    broadcast_tensors(communicator, received, sources, src=src, sent=sent)
     filled = iter(targets)
     return _mapped(expected, lambda value: next(filled) if isinstance(value, Form) else value)
 
 
 def receive_optimizer(
-    communicator: Communicator, optimizer: Optimizer, expected: Any, source: Any, *, sent: Sent = lambda: None
+    communicator: Communicator,
+    optimizer: Optimizer,
+    expected: Any,
+    source: Any,
+    *,
+    sent: Sent = lambda: None,
+    held: Held = _NONE,
 ) -> None:
     """Load rank 0's state into an optimizer, whose own state is overwritten in place. Collective.
 
@@ -155,7 +173,8 @@ def receive_optimizer(
         optimizer: its parameter groups are like those of the state.
         expected: the outline of the state, the same on all ranks.
         source: the state; ignored on other ranks than 0.
-        sent: called on rank 0 when a buffer has been filled.
+        sent: as in ``receive``.
+        held: as in ``receive``.
     """
     # Optimizers number their parameters in order, so the numbers are those of the state.
     parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
@@ -176,7 +195,7 @@ def receive_optimizer(
     own = optimizer.state_dict()
     if communicator.shards and not any(communicator.is_sharded(value) for _, value in leaves(own["state"])):
         own = {}  # from before its parameters were sharded: no memory to receive shards in
-    optimizer.load_state_dict(receive(communicator, expected, source, own=own, new=new, sent=sent))
+    optimizer.load_state_dict(receive(communicator, expected, source, own=own, new=new, sent=sent, held=held))
 
 
 def _is_dense(value: object) -> TypeGuard[Tensor]:
