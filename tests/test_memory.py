@@ -64,6 +64,47 @@ def measure(folder: str, backend: str) -> dict[str, float]:
         return found
 
 
+LAYERS, LAYER_MB = 8, 36  # more than 32: glibc keeps smaller blocks for the next call
+
+
+def measure_shards(folder: str) -> dict[str, float]:
+    """Build, prepare and resume a model of which each rank has a part. Return what a call took beyond that, in MB."""
+
+    def layers() -> nn.Module:
+        return nn.Sequential(*[nn.Linear(3072, 3072, bias=False) for _ in range(LAYERS)])
+
+    with unitrain.init(backend="fsdp", device="cpu") as strategy:
+        strategy.prepare(nn.Linear(2, 2))  # imports what it needs
+        kept: list[nn.Module] = []
+        share = LAYERS * LAYER_MB // strategy.world_size
+        with strategy.deferred():
+            found = {"build": beyond(lambda: kept.append(layers()), 0)}
+        model, optimizer = kept[0], Adam(kept[0].parameters())
+        found["prepare"] = beyond(lambda: strategy.prepare(model, optimizer), share)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        strategy.training_step._direct_steps.allowed = True  # type: ignore[union-attr]
+        optimizer.step()
+        optimizer.zero_grad()
+        checkpoint = strategy.checkpoint(folder, background=False, model=model, optimizer=optimizer)
+        checkpoint.save()
+        checkpoint.close()
+        with torch.device("meta"):
+            fresh = layers()
+        fresh_optimizer = Adam(fresh.parameters())
+        found["prepare without weights"] = beyond(lambda: strategy.prepare(fresh, fresh_optimizer), share)
+        checkpoint = strategy.checkpoint(folder, model=fresh, optimizer=fresh_optimizer)
+        found["resume"] = beyond(checkpoint.resume, 2 * share)
+        for one, other in zip(model.parameters(), fresh.parameters(), strict=True):
+            assert torch.equal(strategy.communicator.to_local(one), strategy.communicator.to_local(other))
+        return found
+
+
+def test_no_rank_has_more_than_its_part_of_a_model_that_is_built_without_memory(tmp_path: Path) -> None:
+    for found in run_ranks(measure_shards, str(tmp_path)):
+        assert {name: mb for name, mb in found.items() if mb > 5 * LAYER_MB} == {}, found
+
+
 @pytest.mark.parametrize(("backend", "world"), [("single", 1), ("ddp", 2)])
 def test_nothing_is_held_twice(tmp_path: Path, backend: str, world: int) -> None:
     for found in run_ranks(measure, str(tmp_path), backend, nprocs=world):

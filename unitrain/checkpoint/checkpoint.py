@@ -373,9 +373,9 @@ class Checkpoint:
                     joint.end()
             if opened is None:
                 return None
-            shared = (
-                None if joint is None or joint.shared is None else (list(map(str, joint.shared)), paths(opened.parts))
-            )
+            shared = None
+            if joint is not None and joint.shared is not None:
+                shared = (list(map(str, joint.shared)), paths(opened.parts))
             return opened.manifest.model_dump(), outline(opened.parts), shared
 
         with ranks.pulse.within("checkpoint.resume"), self._prepared.training_weights():

@@ -33,8 +33,8 @@ class JointVerification:
         communicator: the communicator of this process.
 
     Attributes:
-        shared: the files with shards that were verified last, in the order of the ranks that wrote them; None if not all
-            ranks see them.
+        shared: the files with shards that were verified last, in the order of the ranks that wrote them; None if a rank
+            does not see them.
     """
 
     def __init__(self, communicator: Communicator) -> None:

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from unitrain.errors import UsageError
+from unitrain.process import return_memory
 
 LARGE = 2**16
 """Bytes from which on a new tensor is deferred: smaller ones take less to have than to describe."""
@@ -57,6 +58,10 @@ class _Construction(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.recorder = Recorder()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else the first call imports the compiler, which takes seconds
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _dispatched(func, args, kwargs or {}, self.recorder)
 
@@ -74,9 +79,12 @@ def _dispatched(function: Any, args: Any, kwargs: Any, default: Recorder | None)
 def deferred() -> Iterator[None]:
     """Context manager in which large tensors take no memory. See ``Strategy.deferred``."""
     construction = _Construction()
-    with construction:
-        yield
-    construction.recorder.forget()
+    try:
+        with construction:
+            yield
+    finally:
+        construction.recorder.forget()
+        return_memory()
 
 
 def is_deferred(value: object) -> TypeGuard[DeferredTensor]:
@@ -161,7 +169,10 @@ class Recorder:
         changed = {id(value) for value in _changed(function, args, kwargs)}
         overwritten = self._overwritten(function, leaves, own)
         read = {place.key for place in own.values()} - {overwritten}
-        memory = {key: self.in_memory(key) for key in read}
+        if _is_view(function):
+            memory = {key: self._kept[key] for key in read if key in self._kept}  # no content is needed
+        else:
+            memory = {key: self.in_memory(key) for key in read}
         if overwritten is not None and overwritten in self._kept:
             memory[overwritten] = self._kept[overwritten]
         given = self._given([own.get(i, leaf) for i, leaf in enumerate(leaves)], memory)
@@ -177,8 +188,9 @@ class Recorder:
             self._writer.update(dict.fromkeys([*written, *filter(None, made)], len(self._calls)))
             drew = None if torch.equal(state, generator.get_state()) else state
             self._calls.append(_Call(function, recorded, structure, made, after, drew, torch.get_default_dtype()))
-        for key, storage in memory.items():
-            self._keep(key, storage)
+        if not _is_view(function):
+            for key, storage in memory.items():
+                self._keep(key, storage)
         keys = {storage._cdata: key for key, storage in memory.items()}
         originals = {id(given[i]): leaves[i] for i in own}
         for i, place in own.items():
@@ -291,6 +303,12 @@ def _changed(function: Any, args: Any, kwargs: Any) -> list[Any]:
         if argument.alias_info is not None and argument.alias_info.is_write:
             found += tree_leaves(args[i] if i < len(args) else kwargs.get(argument.name))
     return found
+
+
+def _is_view(function: Any) -> bool:
+    """Return whether an operation only returns views of its arguments, by its schema."""
+    aliases = [one.alias_info for one in function._schema.returns]
+    return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
 
 
 def _called(function: Any, given: Sequence[Any], structure: TreeSpec) -> tuple[list[Any], TreeSpec]:

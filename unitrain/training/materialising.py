@@ -12,6 +12,7 @@ from torch.nn import Parameter
 
 from unitrain.communicator import Communicator
 from unitrain.errors import UsageError
+from unitrain.process import return_memory
 from unitrain.training.deferred import is_deferred, materialise
 from unitrain.training.streaming import broadcast_tensors
 
@@ -75,6 +76,7 @@ class Origins:
             part.fill_(torch.nan if part.is_floating_point() or part.is_complex() else 0)
         sources = (self._values.pop(name)() for name in tensors)
         broadcast_tensors(self._communicator, list(tensors.values()), sources)
+        return_memory()
 
 
 class WithoutWeights:
