@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,6 +41,7 @@ class Model(nn.Module):
         super().__init__()
         self.words = nn.Embedding(WORDS, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.recurrent = nn.LSTM(WIDTH, WIDTH, batch_first=True)  # it has weak references to its weights
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
         self.head.weight = self.words.weight
         self.apply(self._init_weights)
@@ -53,6 +55,7 @@ class Model(nn.Module):
         x = self.words(words)
         for block in self.blocks:
             x = block(x)
+        x = x + self.recurrent(x)[0]
         out: Tensor = self.head(x)
         return out
 
@@ -151,6 +154,26 @@ def without_values() -> list[str]:
         except UsageError as error:
             said.append(str(error))
         return said
+
+
+def test_a_model_on_the_meta_device_is_called_when_all_its_weights_are_loaded(tmp_path: Path) -> None:
+    with unitrain.init(backend="single", device="cpu") as strategy:
+        expected = nn.LSTM(3, 4)
+        checkpoint = strategy.checkpoint(tmp_path, background=False, model=strategy.prepare(expected))
+        checkpoint.save()
+        checkpoint.close()
+        with torch.device("meta"):
+            models = [nn.LSTM(3, 4), nn.LSTM(3, 4)]
+        one, other = strategy.prepare(models[0], models[1])
+        strategy.checkpoint(tmp_path, model=one).resume()
+        state = expected.state_dict()
+        last = state.popitem()
+        other.load_state_dict(state, strict=False)
+        with pytest.raises(UsageError, match="4 of its weights"):
+            other(torch.ones(1, 1, 3))
+        other.load_state_dict({**state, last[0]: last[1]})
+        for model in (one, other):
+            assert torch.equal(model(torch.ones(1, 1, 3))[0], expected(torch.ones(1, 1, 3))[0])
 
 
 def test_a_model_on_the_meta_device_is_not_called_without_values() -> None:

@@ -121,9 +121,14 @@ def give_memory(parameter: Parameter, device: torch.device | str) -> Tensor:
         new.register_hook(hook)
     for hook in (parameter._post_accumulate_grad_hooks or {}).values():
         new.register_post_accumulate_grad_hook(hook)
-    torch.utils.swap_tensors(parameter, new)  # type: ignore[no-untyped-call]
-    before: Tensor = new.detach()
-    return before
+    # As torch.utils.swap_tensors, which refuses a parameter with weak references: of a layer such as LSTM to its own.
+    for name in ("__class__", "__dict__"):
+        before = getattr(parameter, name)
+        setattr(parameter, name, getattr(new, name))
+        setattr(new, name, before)
+    torch._C._swap_tensor_impl(parameter, new)
+    old: Tensor = new.detach()
+    return old
 
 
 def _empty_like(tensor: Tensor, device: torch.device | str) -> Tensor:
