@@ -133,6 +133,8 @@ def test_what_can_t_be_done_is_one_message() -> None:
     assert repr(model.weight) == "DeferredTensor(shape=(160, 160), dtype=torch.float32)"
     with pytest.raises(UsageError, match="can't be saved before it is prepared"):
         pickle.dumps(model)
+    with pytest.raises(UsageError, match=r"does not support aten.set_.*: build the model without it"):
+        model.weight.detach().set_(torch.ones(3).untyped_storage(), 0, (3,), (1,))
     with pytest.raises(UsageError, match="can't be moved to another device: prepare"):
         model.to("meta")
 

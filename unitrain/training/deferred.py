@@ -194,7 +194,10 @@ class Recorder:
         keys = {storage._cdata: key for key, storage in memory.items()}
         originals = {id(given[i]): leaves[i] for i in own}
         for i, place in own.items():
-            now = _place(given[i])._replace(key=place.key)
+            now = _place(given[i])
+            if now.key not in keys:
+                raise UsageError(f"strategy.deferred() does not support {function}: build the model without it.")
+            now = now._replace(key=keys[now.key])
             if now != place:  # it was transposed in place, say
                 leaves[i].data = self._deferred(now)
         returned = [
