@@ -15,7 +15,6 @@ from typing_extensions import TypeVarTuple, Unpack
 
 from unitrain.backend import Backend
 from unitrain.checkpoint import Checkpoint, files
-from unitrain.checkpoint.weights import load_weights
 from unitrain.communicator import Communicator, ReduceOp
 from unitrain.config import StrategyConfig
 from unitrain.data import Loader
@@ -32,7 +31,6 @@ from unitrain.metrics.throughput import Throughput
 from unitrain.pulse import CLOSING
 from unitrain.training import batch_norm, preparation
 from unitrain.training.averaging import EMA
-from unitrain.training.deferred import deferred
 from unitrain.training.early_stopping import EarlyStopping, Mode
 from unitrain.training.in_sync import check_in_sync
 from unitrain.training.load_balancing import LoadBalancer
@@ -153,6 +151,8 @@ class Strategy:
             ...     model = Transformer(config)
             >>> model = strategy.prepare(model)
         """
+        from unitrain.training.deferred import deferred  # few scripts need it
+
         return deferred()
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -610,6 +610,8 @@ class Strategy:
             >>> model = strategy.prepare(model)
             >>> strategy.load_weights(model, "models/llama")
         """
+        from unitrain.checkpoint.weights import load_weights  # few scripts need it
+
         with self._prepared.training_weights():
             load_weights(self._communicator, self._prepared, module, path)
 

@@ -25,7 +25,7 @@ LARGE = 2**16
 _KEPT = 4  # as many bytes as this many of the largest tensor are not forgotten yet: those that an initialiser works on
 _CPU = torch.device("cpu")
 _OVERWRITING = frozenset(
-    getattr(torch.ops.aten, name)
+    f"aten::{name}"
     for name in ("copy_", "exponential_", "fill_", "log_normal_", "normal_", "random_", "uniform_", "zero_")
 )
 
@@ -214,7 +214,7 @@ class Recorder:
     def _overwritten(self, function: Any, leaves: Sequence[Any], own: Mapping[int, _Place]) -> int | None:
         """Return the storage whose content does not matter, as the call overwrites all of it."""
         first = own.get(0)
-        if first is None or getattr(function, "overloadpacket", None) not in _OVERWRITING:
+        if first is None or function._schema.name not in _OVERWRITING:
             return None
         whole = leaves[0].is_contiguous() and leaves[0].nbytes == self._storages[first.key].nbytes()
         return first.key if whole and [place.key for place in own.values()].count(first.key) == 1 else None

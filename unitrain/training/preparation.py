@@ -20,7 +20,6 @@ from unitrain.process import print_stderr
 from unitrain.rng import seed_rank
 from unitrain.training import alike, batch_norm, supported
 from unitrain.training.compile import compile_in_place
-from unitrain.training.materialising import Origins, WithoutWeights
 from unitrain.training.precision import Precision, remove_hooks
 from unitrain.training.prepared import PreparedModules
 from unitrain.training.streaming import broadcast_tensors, outline, receive_optimizer
@@ -86,6 +85,8 @@ class Preparation:
     def _module(self, module: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
         if module in self._prepared:
             raise UsageError(f"this {type(module).__name__} has already been prepared: prepare each module once.")
+        from unitrain.training.materialising import Origins, WithoutWeights  # not with unitrain: it takes 12 ms
+
         supported.check_module(module)
         plain = self._prepared.unwrap(module)
         origins = Origins.of(self._communicator, plain, self._backend.device)
