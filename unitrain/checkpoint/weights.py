@@ -34,7 +34,7 @@ def load_weights(communicator: Communicator, prepared: PreparedModules, module: 
 
     names, forms, digests = communicator.on_main(read)
     targets = _targets(plain, forms, path)
-    if communicator.shards and _all_see(communicator, names, digests):
+    if communicator.shards_parameters and _all_see(communicator, names, digests):
         # Each reads its own part. What every rank needs whole is sent instead: a disk serves one reader faster.
         if not communicator.is_main:
             saved = _tensors_in([Path(name) for name in names], files)

@@ -44,7 +44,7 @@ class Origins:
                 f"({', '.join(lost[:3])}, ...) have no values: build it within `with strategy.deferred():` instead."
             )
         for name, parameter in module.named_parameters():
-            emptied = "meta" if communicator.shards else device
+            emptied = "meta" if communicator.shards_parameters else device
             has_none = parameter.is_meta or is_deferred(parameter)
             self._add(name, give_memory(parameter, emptied) if has_none else parameter.detach())
         for prefix, layer in module.named_modules():
