@@ -129,10 +129,13 @@ def measure(short: bool) -> Found:
     size = SHORT_SIZE if short else SIZE
     cases = []
     for way, world, settings in ways(short):
-        with tempfile.TemporaryDirectory() as folder:
-            how: dict[str, Any] = {"settings": settings, "size": size, "folder": folder}
-            found = {meter: in_processes(world, train, meter=meter, **how) for meter in METERS}
-            found["resident"].update(in_processes(world, resume, **how))
+        found = {}
+        for meter in METERS:
+            with tempfile.TemporaryDirectory() as folder:
+                how: dict[str, Any] = {"settings": settings, "size": size, "folder": folder}
+                found[meter] = in_processes(world, train, meter=meter, **how)
+                if meter == "resident":
+                    found[meter].update(in_processes(world, resume, **how))
         cases.append({"way": way, "world": world, **found})
     return {**shape(size), "cases": cases}
 
