@@ -560,6 +560,7 @@ SECTIONS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         ),
         "reshard_after_forward": st.booleans(),
         "find_unused_parameters": st.booleans(),
+        "cpu_offload": st.booleans(),
         "shards": st.sampled_from(["all", "host"]),
     },
     "ddp": {
