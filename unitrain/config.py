@@ -115,6 +115,8 @@ class StrategyConfig(Section):
     """Timeout of a collective in seconds; after it the job ends with an error."""
     heartbeat_timeout_s: Annotated[float, Field(gt=0, le=1_000_000)] = 30.0
     """Seconds without a heartbeat after which a rank counts as stalled and the job ends; at most timeout_s."""
+    emergency_checkpoint: Literal["auto", "off"] = "auto"
+    """auto: when a rank fails while a checkpoint is open, another one saves the last complete step; off: none does."""
     threads_per_process: Annotated[int, Field(ge=1, le=4096)] | None = None
     """Compute threads per process; null: OMP_NUM_THREADS, else this host's cores // processes."""
     cudnn_benchmark: bool | None = None

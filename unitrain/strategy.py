@@ -649,6 +649,7 @@ class Strategy:
             self._step,
             self._precision.scaler,
             self._job.stopping.request,
+            self._job.watch,
             self._keep_random_states,
             self._release_checkpoint,
             self.config,
@@ -701,6 +702,7 @@ class Strategy:
                     self.barrier()
                 job.leave()
         finally:
+            job.outlast()
             job.stopping.close()
             if self._checkpoint is not None:  # the run fails
                 self._checkpoint.abandon()
@@ -718,6 +720,7 @@ class Strategy:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         self._job.failed = self._job.failed or kind is not None
+        self._job.outlast(error)
         self.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Strategy:

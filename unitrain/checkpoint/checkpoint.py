@@ -17,8 +17,10 @@ from torch.optim import Optimizer
 
 from unitrain import rng
 from unitrain.checkpoint import epoch_end, fit, metric_states, saved, storage
+from unitrain.checkpoint.emergency import EmergencyCheckpoint
 from unitrain.checkpoint.epoch_end import EpochEnd
 from unitrain.checkpoint.folder import METRICS, RUN, Saved, prune
+from unitrain.checkpoint.last_boundary import LastBoundary
 from unitrain.checkpoint.manifest import Manifest, folder_name
 from unitrain.checkpoint.mapped import MappedFiles
 from unitrain.checkpoint.parameter_names import Name, in_order, names_of
@@ -30,12 +32,14 @@ from unitrain.communicator import Communicator
 from unitrain.config import StrategyConfig
 from unitrain.errors import CheckpointError, UsageError, listed
 from unitrain.job.messages import StopReason
+from unitrain.job.watch import Watch
 from unitrain.process import print_stderr
 from unitrain.rng import seed_rank
 from unitrain.training import batch_norm
 from unitrain.training.prepared import PreparedModules
 from unitrain.training.step import TrainingStep
 from unitrain.training.streaming import Form, Held, Keys, outline, receive, receive_optimizer
+from unitrain.url import parsed
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 
@@ -55,6 +59,7 @@ class Checkpoint:
         step: counts the optimizer steps.
         scaler: the GradScaler of fp16, else None.
         request_stop: has all ranks call ``wait`` at their next boundary, where it raises an error.
+        watch: has the state saved when another rank fails; None in a world of one.
         restored: called when random number generators have been restored, which ``prepare`` must not seed any more.
         released: called when the checkpoint has been closed.
         settings: the strategy's settings.
@@ -79,6 +84,7 @@ class Checkpoint:
         step: TrainingStep,
         scaler: torch.amp.GradScaler | None,
         request_stop: Callable[[StopReason], None],
+        watch: Watch | None,
         restored: Callable[[], None],
         released: Callable[[], None],
         settings: StrategyConfig,
@@ -122,6 +128,29 @@ class Checkpoint:
         self._epoch_end: EpochEnd | None = None
         step.at_epoch_end = self._remember_epoch_end
         communicator.on_main(self._open)
+        self._watch = watch
+        self._boundary: LastBoundary | None = None
+        place = parsed(folder)
+        # Of sharded state, no rank has all. What a GPU has queued before a rank failed may still change the weights.
+        whole = not communicator.shards and communicator.device.type == "cpu" and isinstance(place, Path)
+        if watch is not None and settings.emergency_checkpoint == "auto" and whole:
+            self._prepare_for_emergencies(watch, Path(place))
+
+    def _prepare_for_emergencies(self, watch: Watch, root: Path) -> None:
+        self._boundary = LastBoundary(self._objects, self._modules().values(), self._communicator.pulse)
+        self._step.at_boundary, self._step.before_change = self._boundary.record, self._boundary.leave
+        watch.saver = EmergencyCheckpoint(
+            root,
+            self._boundary,
+            self._prepared,
+            self._modules,
+            lambda: (self._parts(), self._scaler_state()),
+            self._about,
+            lambda: self._writing,
+            lambda: self._continues_from,
+            self._communicator.rank,
+            watch.members,
+        )
 
     def _open(self) -> None:
         tensors = [t for module in self._modules().values() for t in self._state(module).values()]
@@ -162,9 +191,13 @@ class Checkpoint:
 
     def _remember_epoch_end(self) -> None:
         self._epoch_end = epoch_end.remember(self._objects, self._state, self._step.global_step)
+        if self._boundary is not None:
+            self._boundary.record(self._epoch_end)
 
     def _save(self, *, best: bool = False, ended: EpochEnd | None = None) -> None:
         with self._communicator.pulse.within("checkpoint.save"), self._prepared.training_weights():
+            if self._boundary is not None and ended is None:
+                self._boundary.record()
             self.wait()
             modules = self._modules()
             batch_norm.average_statistics(list(modules.values()), self._communicator, self._prepared.shares)
@@ -298,14 +331,7 @@ class Checkpoint:
 
     def _write(self, number: int, parts: dict[str, Any], best: bool, begun: Path | None) -> None:
         best_step = number if best else self._best
-        about = {
-            "best": best_step,
-            "unitrain": version("unitrain"),
-            "torch": torch.__version__,
-            "world_size": self._communicator.world_size,
-            "strategy": self._settings.model_dump(mode="json"),
-            "config": self._config,
-        }
+        about = self._about(best_step)
         self._folder.check()
         if not self._began:
             self._remove_newer()
@@ -325,6 +351,16 @@ class Checkpoint:
 
     def _optimizers(self) -> dict[str, Optimizer]:
         return {name: value for name, value in self._objects.items() if isinstance(value, Optimizer)}
+
+    def _about(self, best: int | None) -> dict[str, Any]:
+        return {
+            "best": best,
+            "unitrain": version("unitrain"),
+            "torch": torch.__version__,
+            "world_size": self._communicator.world_size,
+            "strategy": self._settings.model_dump(mode="json"),
+            "config": self._config,
+        }
 
     def _modules(self) -> dict[str, nn.Module]:
         named = self._objects.items()
@@ -413,7 +449,8 @@ class Checkpoint:
                 source = opened.parts[METRICS] if opened is not None else None
                 metric_states.load(ranks, metrics, loaded, parts[METRICS], source)
         if opened is not None:  # on rank 0
-            print_stderr(f"unitrain: resumed after step {self._step.global_step}, from {opened.name}")
+            kind = ", an emergency checkpoint" if opened.manifest.emergency else ""
+            print_stderr(f"unitrain: resumed after step {self._step.global_step}, from {opened.name}{kind}")
             if replaced:
                 print_stderr(
                     f"unitrain: as saved, and not as this script has made it: {'; '.join(replaced)}. To train with "
@@ -486,8 +523,10 @@ class Checkpoint:
         finally:
             if self._writer is not None:
                 self._writer.shutdown()
+            if self._watch is not None:
+                self._watch.saver = None
             self.abandon()
-            self._step.at_epoch_end = lambda: None
+            self._step.at_epoch_end = self._step.at_boundary = self._step.before_change = lambda: None
             self._released()
 
     def abandon(self) -> None:

@@ -236,15 +236,7 @@ class FolderLock(Lock):
             )
 
     def _read(self) -> Holder | None:
-        try:
-            with open_regular(self._path) as file:
-                return Holder.parsed(file.read(LARGEST))
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except OSError as error:
-            raise CheckpointError(
-                f"{self._path} can't be read: {error}. If no job uses this folder, remove it."
-            ) from error
+        return holder_of(self._folder)
 
     def _write(self, text: bytes, *, replaces: bool) -> None:
         try:
@@ -279,3 +271,19 @@ class FolderLock(Lock):
 
     def _remove(self) -> None:
         self._path.unlink()
+
+
+def holder_of(folder: Path) -> Holder | None:
+    """Return the holder of the lock of a folder of a file system, an unknown one if the file is damaged, or None.
+
+    Raises:
+        CheckpointError: the file can't be read.
+    """
+    path = folder / NAME
+    try:
+        with open_regular(path) as file:
+            return Holder.parsed(file.read(LARGEST))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise CheckpointError(f"{path} can't be read: {error}. If no job uses this folder, remove it.") from error

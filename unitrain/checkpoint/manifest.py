@@ -52,6 +52,8 @@ class Manifest(BaseModel):
     files: dict[FileName, Described]
     best: Annotated[int, Field(ge=0)] | None = None
     """The step of the best checkpoint, when this one was saved."""
+    emergency: bool = False
+    """Whether it is an emergency checkpoint."""
 
 
 def to_json(step: int, about: Mapping[str, Any], files: Mapping[str, Any]) -> str:

@@ -376,6 +376,14 @@ class Loader:
                 "sharded=True.)"
             )
 
+    @property
+    def position(self) -> dict[str, int]:
+        """The part of ``state_dict`` that changes from step to step."""
+        consumed, steps = self._consumed, self._steps
+        if self._counts and self._iteration is not None:
+            consumed, steps = self._iteration.trained_to or self._start
+        return {"epoch": self._epoch, "consumed": consumed, "steps": steps}
+
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the data, as ints and strings that are equal on all ranks. Not collective.
 
@@ -384,14 +392,9 @@ class Loader:
         iteration that ended before anything was trained on. The batches of an accumulation window are consumed
         together at its end: within a window, the state is that of its start.
         """
-        consumed, steps = self._consumed, self._steps
-        if self._counts and self._iteration is not None:
-            consumed, steps = self._iteration.trained_to or self._start
         return {
             "seed": self._seed,
-            "epoch": self.epoch,
-            "consumed": consumed,
-            "steps": steps,
+            **self.position,
             "length": len(self.dataset) if hasattr(self.dataset, "__len__") else None,
             "fingerprint": fingerprint(self.dataset),
             "global_batch_size": self.global_batch_size,

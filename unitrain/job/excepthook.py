@@ -17,7 +17,7 @@ from typing import ClassVar
 
 from unitrain.call_site import is_own
 from unitrain.errors import BackendError, ConfigError, LaunchError, UnitrainError
-from unitrain.job.job import Job, current
+from unitrain.job.job import CAUSE_S, Job, current
 from unitrain.job.messages import Verdict
 from unitrain.launch.detect import Launch, detect
 from unitrain.launch.local_ranks import LocalRanks
@@ -25,8 +25,6 @@ from unitrain.process import exit_now, print_stderr
 
 # An error on all ranks (a wrong setting) is reported by rank 0; the others report it if they still run after this.
 _PATIENCE_S = 5.0
-# A library's error about another rank's death may arrive before the hub's verdict on that rank.
-_CAUSE_S = 3.0
 _RANK_0_FIRST_S = 0.3
 
 
@@ -100,7 +98,7 @@ def _verdict(job: Job, error: BaseException, on_all_ranks: bool) -> Verdict | No
         return None
     patience, secondary = 0.0, job.is_secondary(error)
     if secondary:
-        patience = _CAUSE_S
+        patience = CAUSE_S
     elif job.launch.rank > 0:  # rank 0 reports an error that all ranks have
         patience = _PATIENCE_S if on_all_ranks else _RANK_0_FIRST_S if isinstance(error, UnitrainError) else 0.0
     return job.watch.fail(summary(error), patience_s=patience, secondary=secondary, on_all_ranks=on_all_ranks)
@@ -151,7 +149,7 @@ def report(error: BaseException) -> None:
     if job is not None and job.watch is not None:
         job.failed = True
         secondary = job.is_secondary(error)
-        job.watch.fail(summary(error), patience_s=_CAUSE_S if secondary else 0.0, secondary=secondary)
+        job.watch.fail(summary(error), patience_s=CAUSE_S if secondary else 0.0, secondary=secondary)
 
 
 def install_hook() -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 
 from unitrain.job import messages
+from unitrain.job.emergency import Election
 from unitrain.job.messages import Message, StopReason, Verdict
 from unitrain.pulse import CLOSING
 
@@ -56,6 +58,7 @@ class Hub:
         heartbeat_timeout_s: seconds without a heartbeat after which a rank counts as stalled.
         send: sends a message to a rank, or to all (None).
         now: the current time in seconds, as in all calls.
+        election_s: seconds that ranks have to report their states after the verdict.
     """
 
     def __init__(
@@ -66,12 +69,15 @@ class Hub:
         heartbeat_timeout_s: float,
         send: Callable[[int | None, Message], None],
         now: float,
+        election_s: float = 10.0,
     ) -> None:
         self._members = members
         self._timeout_s, self._heartbeat_timeout_s = timeout_s, heartbeat_timeout_s
         self._send = send
         self._heard_at = dict.fromkeys(range(len(members)), now)
-        self._checked_at = now
+        self._checked_at = self._now = now
+        self._election_s = election_s
+        self._election: Election | None = None
         self._heartbeats: dict[int, messages.Heartbeat] = {}
         self._present = dict.fromkeys(self._heard_at)  # a set, in the order of the ranks
         self._not_waiting = list(self._present)  # in a collective; sorted
@@ -88,7 +94,7 @@ class Hub:
 
     def receive(self, rank: int, message: Message, now: float) -> None:
         """Process a message from a rank."""
-        self._heard_at[rank] = now
+        self._heard_at[rank] = self._now = now
         match message:
             case messages.Heartbeat():
                 self._heartbeats[rank] = message
@@ -96,7 +102,7 @@ class Hub:
             case messages.Failed(text=text, secondary=True):
                 self._decide_on_wait(rank, text)
             case messages.Failed(text=text, on_all_ranks=on_all_ranks):
-                self._decide(rank, f": {text}", on_all_ranks=on_all_ranks)
+                self._decide(rank, f": {text}", on_all_ranks=on_all_ranks, raised=True)
             case messages.Ask():
                 self._send(rank, messages.Answer(self._describe_others(rank)))
             case messages.Call():
@@ -116,8 +122,14 @@ class Hub:
                     self._reasons.pop(0)
                     if self._reasons:
                         self._hold()
+            case messages.Whole() | messages.Saved():
+                self._take_part(rank, message)
             case messages.Leave():
                 self._remove(rank)
+
+    def _take_part(self, rank: int, message: messages.Whole | messages.Saved) -> None:
+        if self._election is not None:
+            self._election.receive(rank, message)
 
     def _note(self, rank: int, *, waits: bool) -> None:
         ranks = self._not_waiting
@@ -155,10 +167,15 @@ class Hub:
         """Process the end of a rank's connection."""
         if rank in self._present:
             self._remove(rank)
+            if self._election is not None:
+                self._election.gone(rank)
             self._decide(rank, f" {SILENT_END}")
 
     def check(self, now: float) -> None:
         """Check for stalled ranks, and for waits that exceed the timeout."""
+        self._now = now
+        if self._election is not None:
+            self._election.check(now)
         asleep, self._checked_at = now - self._checked_at, now
         if asleep > self._heartbeat_timeout_s / 2:  # this process was suspended itself, and perhaps the whole job
             self._heard_at = dict.fromkeys(self._heard_at, now)
@@ -201,10 +218,14 @@ class Hub:
                 f"{lasting[waiting[0]]}",
             )
 
-    def _decide(self, rank: int, text: str, *, stalled: bool = False, on_all_ranks: bool = False) -> None:
+    def _decide(
+        self, rank: int, text: str, *, stalled: bool = False, on_all_ranks: bool = False, raised: bool = False
+    ) -> None:
         if self.verdict is None:
             text = f"{self._members[rank]}{text}"
-            self.verdict = Verdict(rank, text, stalled, on_all_ranks)
+            self.verdict = Verdict(rank, text, stalled, on_all_ranks, raised)
+            survivors = [other for other in self._present if other != rank]
+            self._election = Election(survivors, partial(self._send, None), self._now + self._election_s)
             self._send(None, self.verdict)
 
     def _activity(self, rank: int) -> str:

@@ -30,7 +30,13 @@ _PAUSE_S = 0.05
 
 
 def start_hub(
-    members: Sequence[Member], key: bytes, *, timeout_s: float, heartbeat_timeout_s: float, one_host: bool
+    members: Sequence[Member],
+    key: bytes,
+    *,
+    timeout_s: float,
+    heartbeat_timeout_s: float,
+    one_host: bool,
+    election_s: float = 10.0,
 ) -> tuple[int, threading.Thread]:
     """Start the hub's thread, and return its port. It ends when all ranks have left.
 
@@ -40,6 +46,7 @@ def start_hub(
         timeout_s: seconds within which all ranks must connect, and that a rank may wait for others.
         heartbeat_timeout_s: seconds without a heartbeat after which a rank counts as stalled.
         one_host: whether all ranks are on this host.
+        election_s: seconds that ranks have to report their states after the verdict.
 
     Raises:
         LaunchError: this process may not open a connection to every rank.
@@ -52,7 +59,7 @@ def start_hub(
     def serve() -> None:
         connections = admit_ranks(listener, key, len(members), timeout_s)
         if connections is not None:
-            HubServer(connections, members, timeout_s, heartbeat_timeout_s).serve()
+            HubServer(connections, members, timeout_s, heartbeat_timeout_s, election_s).serve()
 
     thread = threading.Thread(target=serve, name="unitrain hub", daemon=True)
     thread.start()
@@ -137,6 +144,7 @@ class HubServer:
         members: all processes of the job, by rank.
         timeout_s: seconds that a rank may wait for other ranks.
         heartbeat_timeout_s: seconds without a heartbeat after which a rank counts as stalled.
+        election_s: seconds that ranks have to report their states after the verdict.
     """
 
     def __init__(
@@ -145,6 +153,7 @@ class HubServer:
         members: Sequence[Member],
         timeout_s: float,
         heartbeat_timeout_s: float,
+        election_s: float = 10.0,
     ) -> None:
         self._interval_s = heartbeat_interval_s(heartbeat_timeout_s, len(members))
         self._selector = selectors.DefaultSelector()
@@ -158,6 +167,7 @@ class HubServer:
             heartbeat_timeout_s=heartbeat_timeout_s,
             send=self._send,
             now=time.monotonic(),
+            election_s=election_s,
         )
 
     def serve(self) -> None:

@@ -9,6 +9,7 @@ from unitrain.communicator import Communicator
 from unitrain.config import StrategyConfig
 from unitrain.errors import BackendError, LaunchError, UnitrainError
 from unitrain.job.authentication import authenticate
+from unitrain.job.emergency import grace_s
 from unitrain.job.exit_watch import watch_exit
 from unitrain.job.handshake import handshake
 from unitrain.job.start_watch import StartWatch
@@ -18,6 +19,8 @@ from unitrain.job.watch import Watch
 from unitrain.launch.detect import Launch
 from unitrain.pulse import Pulse
 
+# A library's error about another rank's death may arrive before the hub's verdict on that rank.
+CAUSE_S = 3.0
 _current: Job | None = None
 
 
@@ -105,7 +108,10 @@ class Job:
                 hosts = [member.host for member in members]
                 self.node_rank = list(dict.fromkeys(hosts)).index(hosts[communicator.rank])
             one_host = launch.local_world_size == communicator.world_size
-            self.watch = Watch(communicator, members, boundaries, config, key=key.value, one_host=one_host)
+            self.watch = Watch(
+                communicator, members, boundaries, config,
+                key=key.value, one_host=one_host, grace_s=grace_s(launch.launcher),
+            )  # fmt: skip
             watch_exit(
                 str(self.watch), self.pulse,
                 warn_s=min(config.heartbeat_timeout_s, config.timeout_s), end_s=config.timeout_s,
@@ -119,6 +125,15 @@ class Job:
                 return True
             error = error.__cause__ or error.__context__
         return False
+
+    def outlast(self, error: BaseException | None = None) -> None:
+        """Let this process stay as it is until an emergency checkpoint is saved, if the job is ending.
+
+        Args:
+            error: what ends this process. If another rank's failure has caused it, that is waited for.
+        """
+        if self.watch is not None and self.watch.saver is not None:
+            self.watch.outlast(CAUSE_S if self.is_secondary(error) else 0.0)
 
     def leave(self) -> None:
         """Leave the job, after every rank has reached its end."""

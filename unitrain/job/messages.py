@@ -154,12 +154,42 @@ class Verdict:
     """Whether the process still exists, but sends no heartbeat."""
     on_all_ranks: bool = False
     """As in ``Failed``."""
+    raised: bool = False
+    """Whether the rank has raised an error, and still runs."""
     kind: Literal["verdict"] = "verdict"
+
+
+@dataclass(frozen=True)
+class Whole:
+    """From a process, after the verdict: the step of which it has the whole state."""
+
+    step: int | None
+    """None if it has none, or saves none."""
+    why: str = ""
+    """Why it has none, if that is worth a word."""
+    kind: Literal["whole"] = "whole"
+
+
+@dataclass(frozen=True)
+class Elect:
+    """From the hub: this rank saves its state. None: nobody does any more, and all end."""
+
+    rank: int | None
+    why: str = ""
+    """Why nobody has, if that is worth a word."""
+    kind: Literal["elect"] = "elect"
+
+
+@dataclass(frozen=True)
+class Saved:
+    """From a process: it has saved its state, or could not."""
+
+    kind: Literal["saved"] = "saved"
 
 
 Message = (
     Welcome | Heartbeat | HubHeartbeat | Failed | Ask | Answer | Call | CallsAgree | RequestStop | Hold | Held
-    | Stop | Settled | Leave | Verdict
+    | Stop | Settled | Leave | Verdict | Whole | Elect | Saved
 )  # fmt: skip
 
 _ADAPTER: TypeAdapter[Message] = TypeAdapter(Annotated[Message, Field(discriminator="kind")])

@@ -17,6 +17,7 @@ from unitrain.config import StrategyConfig
 from unitrain.errors import CommunicationError, ConfigError
 from unitrain.job import messages
 from unitrain.job.admission import introduce
+from unitrain.job.emergency import Emergency, Saver, election_s
 from unitrain.job.hub import SILENT_END, Member, heartbeat_interval_s
 from unitrain.job.hub_server import start_hub
 from unitrain.job.link import Link
@@ -24,7 +25,7 @@ from unitrain.job.messages import Message, StopReason, Verdict
 from unitrain.job.reaper import Reaper
 from unitrain.job.stopping import Boundaries
 from unitrain.launch.addresses import own_addresses
-from unitrain.process import exit_now, kill_stalled, print_stacks
+from unitrain.process import exit_now, kill_stalled, print_stacks, print_stderr
 
 A = TypeVar("A", messages.Answer, messages.CallsAgree)
 
@@ -32,6 +33,10 @@ _CLOSE_S = 5.0
 _ANSWER_S = 2.0
 # The reaper leaves this much time to the verdict on a stalled rank, which says what the rank was doing.
 _REAP_AFTER_S = 3.0
+# How often the end of an emergency checkpoint is looked for.
+_POLL_S = 0.02
+# A rank that is ending with an error waits a little longer for the others than they may take.
+_AFTER_THE_OTHERS_S = 1.0
 
 
 class Watch:
@@ -44,6 +49,11 @@ class Watch:
         config: the settings.
         key: the job's key.
         one_host: whether all ranks are on this host.
+        grace_s: seconds that an emergency checkpoint may take.
+
+    Attributes:
+        members: all processes of the job, by rank.
+        saver: writes an emergency checkpoint, if one is to be written when the job fails.
 
     Raises:
         CommunicationError: rank 0 can't be reached, or not all ranks reached it within ``timeout_s``.
@@ -58,10 +68,13 @@ class Watch:
         *,
         key: bytes,
         one_host: bool,
+        grace_s: float,
     ) -> None:
+        self.saver: Saver | None = None
+        self._grace_s = grace_s
         self._pulse = communicator.pulse
         self._boundaries = boundaries
-        self._members = members
+        self.members = tuple(members)
         self._me = members[communicator.rank]
         self._timeout_s = config.timeout_s
         self._heartbeat_timeout_s = min(config.heartbeat_timeout_s, config.timeout_s)
@@ -71,6 +84,8 @@ class Watch:
         self._verdict: Verdict | None = None
         self._answer: messages.Answer | messages.CallsAgree | None = None
         self._ending = False
+        self._own_error = False
+        self._over = threading.Event()
         self._left = False
         self._state, self._since = ("", 0, 0), 0.0
         # Several ranks of a host kill the one that stalls; see _decide.
@@ -89,11 +104,12 @@ class Watch:
         def start() -> tuple[list[str], int]:
             nonlocal server
             port, server = start_hub(
-                self._members,
+                self.members,
                 key,
                 timeout_s=self._timeout_s,
                 heartbeat_timeout_s=self._heartbeat_timeout_s,
                 one_host=one_host,
+                election_s=election_s(self._grace_s),
             )
             return ["127.0.0.1"] if one_host else own_addresses(), port
 
@@ -120,17 +136,34 @@ class Watch:
             secondary: whether the error follows from another rank's failure: a collective that failed, say.
             on_all_ranks: whether all ranks have the same error (a wrong setting, say), so that one of them reports it.
         """
+        self._own_error = not secondary
         with self._changed:
-            if self._verdict is not None and not self._ending:  # the watch's thread is about to end the process
-                self._changed.wait(_CLOSE_S)
+            known = self._verdict is not None
+        if known and not self._ending:  # the watch's thread is about to end the process
+            self._over.wait(self._grace_s)
+            time.sleep(_CLOSE_S)
+        with self._changed:
             self._ending = True
-            if self._changed.wait_for(lambda: self._verdict is not None, patience_s):
-                return self._verdict
-        self._send_heartbeat()
-        self._link.send(messages.Failed(text, secondary, on_all_ranks))
+            known = self._changed.wait_for(lambda: self._verdict is not None, patience_s)
+        if not known:
+            self._send_heartbeat()
+            self._link.send(messages.Failed(text, secondary, on_all_ranks))
+            with self._changed:
+                self._changed.wait_for(lambda: self._verdict is not None, _ANSWER_S)
+        self.outlast()
+        return self._verdict
+
+    def outlast(self, patience_s: float = 0.0) -> None:
+        """Wait until the job has ended, if it is ending: this process, or another one, may save its state meanwhile.
+
+        Args:
+            patience_s: seconds to wait first for a verdict.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: self._verdict is not None, _ANSWER_S)
-            return self._verdict
+            if not self._changed.wait_for(lambda: self._verdict is not None, patience_s):
+                return
+        if self.saver is not None:
+            self._over.wait(self._grace_s + _AFTER_THE_OTHERS_S)
 
     def whereabouts(self) -> str:
         """Return what the ranks that this one waits for are doing, or an empty string if rank 0 does not answer."""
@@ -195,12 +228,12 @@ class Watch:
                 message = self._link.receive()
                 if message is None:
                     if not self._left:
-                        self._decide(Verdict(0, f"{self._members[0]} {SILENT_END}"))
+                        self._decide(Verdict(0, f"{self.members[0]} {SILENT_END}"), has_hub=False)
                     return
                 self._receive(message)
             elif now - heard_at > self._heartbeat_timeout_s:
                 silence = f"sent no heartbeat for {now - heard_at:.0f} s"
-                self._decide(Verdict(0, f"{self._members[0]} {silence}", stalled=True))
+                self._decide(Verdict(0, f"{self.members[0]} {silence}", stalled=True), has_hub=False)
 
     def _send_heartbeat(self) -> None:
         pulse, now = self._pulse, time.monotonic()
@@ -224,15 +257,18 @@ class Watch:
             case messages.Leave():
                 self._left = True
 
-    def _decide(self, verdict: Verdict) -> None:
-        """End this process because of the verdict."""
-        rank, culprit = verdict.rank, self._members[verdict.rank]
+    def _decide(self, verdict: Verdict, *, has_hub: bool = True) -> None:
+        """End this process because of the verdict, which is its own if there is no hub any more."""
+        rank, culprit = verdict.rank, self.members[verdict.rank]
         with self._changed:
             self._verdict = verdict
             self._changed.notify_all()
-            ending = self._ending
+        if self.saver is not None and not verdict.on_all_ranks:
+            self._survive(verdict, self.saver, has_hub=has_hub)
+        ending = self._ending
+        self._over.set()
         if verdict.stalled and culprit.host == self._me.host and rank != self._me.rank:
-            neighbours = [m.rank for m in self._members if m.host == culprit.host and m.rank != rank]
+            neighbours = [m.rank for m in self.members if m.host == culprit.host and m.rank != rank]
             kill_stalled(culprit.pid, culprit.started, aborts=self._me.rank == neighbours[0])
         if ending:
             return  # the main thread has an error to report
@@ -241,3 +277,32 @@ class Watch:
         if rank == self._me.rank:
             print_stacks(f"unitrain: stacks of {self._me} when the job was ended because of it:")
         exit_now(1, f"unitrain: {self._me}: stopped because {verdict.text}")
+
+    def _survive(self, verdict: Verdict, saver: Saver, *, has_hub: bool) -> None:
+        """Return when this rank or another has written an emergency checkpoint, or there is none to write."""
+        until = time.monotonic() + self._grace_s
+        emergency = None
+        if verdict.rank != self._me.rank:
+            emergency = Emergency(saver, self._link.send, self._grace_s, lambda: self._own_error, verdict)
+        while time.monotonic() < until:
+            if self._reaper is not None:
+                self._reaper.beat()
+            if not has_hub:
+                # It was rank 0's. Without it, each rank that has a whole state tries, and the first to begin goes on.
+                if emergency is None or emergency.over.wait(_POLL_S):
+                    self._say_why(1, "" if emergency is None else emergency.why)
+                    return
+                emergency.elect(True)
+            elif wait([self._link.fileno()], _POLL_S):
+                message = self._link.receive()
+                has_hub = message is not None
+                if isinstance(message, messages.Elect):
+                    if message.rank is None:
+                        self._say_why(0, message.why)
+                        return
+                    if emergency is not None:
+                        emergency.elect(message.rank == self._me.rank)
+
+    def _say_why(self, rank: int, why: str) -> None:
+        if why and self._me.rank == rank:
+            print_stderr(f"unitrain: no emergency checkpoint: {why}.")

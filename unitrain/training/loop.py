@@ -64,11 +64,19 @@ class TrainingLoop:
     def follows(self) -> None:
         """Record that what follows the previous training iteration is done."""
         self._step.between_epochs = False
+        self._reach_boundary()
 
     def boundary(self) -> None:
         """Allow the run to be stopped here, unless the training has not finished the batches before this one."""
-        if not ((self._step.within_window or self._step.last_is_open) and self.is_training()):
+        if self._reach_boundary() or not self.is_training():
             self._pass_boundary()
+
+    def _reach_boundary(self) -> bool:
+        """Return whether this is between two steps, and record it."""
+        is_between = self.is_training() and not (self._step.within_window or self._step.last_is_open)
+        if is_between:
+            self._step.at_boundary()
+        return is_between
 
     def yields(self, micro_batch: MicroBatch | None, batch: Any, iteration: Iteration, *, training: bool) -> None:
         """Record the batch that is about to be yielded, for training or for an evaluation."""

@@ -88,6 +88,8 @@ class TrainingStep:
         in_use: the batch that the script works on.
         between_epochs: whether a training iteration has ended, and what follows it in the script is not done yet.
         at_epoch_end: called at the end of a training iteration.
+        at_boundary: called between two steps, where the run could be stopped.
+        before_change: called before an optimizer changes weights, with several processes.
         averages: whether gradients are averaged over the ranks; False in measurements without communication.
         sharded_optimizers: divides optimizers, with ``shard_optimizer``.
     """
@@ -143,6 +145,8 @@ class TrainingStep:
         self._batches = OpenBatches(self.in_use, prepared, self._arm_for)
         self.between_epochs: bool = False
         self.at_epoch_end: Callable[[], None] = lambda: None
+        self.at_boundary: Callable[[], None] = lambda: None
+        self.before_change: Callable[[], None] = lambda: None
         self.averages: bool = True
         self._global_step = 0
         self._at_window_end: list[Callable[[], None]] = []
@@ -509,6 +513,7 @@ class TrainingStep:
                 action()
         # With a loader, its next batch is the boundary. A single window has just ended, and needs no check.
         if self.micro_batch is None and (len(self._windows) == 1 or not self.within_window):
+            self.at_boundary()
             self._pass_boundary()
 
     def _step(self, window: Window, gradients: list[Tensor]) -> tuple[bool, Tensor | None]:
@@ -517,6 +522,7 @@ class TrainingStep:
         if self._direct_steps is None:
             return self._guarded_step(window.optimizer, window.parameters, gradients, losses)
         self._direct_steps.allowed = True
+        self.before_change()
         try:
             return self._guarded_step(window.optimizer, window.parameters, gradients, losses)
         finally:

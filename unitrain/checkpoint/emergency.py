@@ -1,0 +1,173 @@
+"""The emergency checkpoint: what a rank that survives the failure of another saves before the job ends.
+
+It is a checkpoint like the others, and ``resume`` finds it as the newest one. It has the state of the last boundary
+between two steps. The random number generators of all ranks are left out, since those of the rank that failed are lost:
+they are seeded anew, as on another number of processes.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from unitrain.checkpoint import manifest as manifests
+from unitrain.checkpoint import metric_states, storage
+from unitrain.checkpoint.folder import RUN
+from unitrain.checkpoint.last_boundary import LastBoundary, Recorded
+from unitrain.checkpoint.lock import holder_of
+from unitrain.checkpoint.manifest import DamagedError
+from unitrain.checkpoint.writing import check_part, write_part
+from unitrain.errors import CheckpointError
+from unitrain.job.hub import Member
+from unitrain.process import print_stderr
+from unitrain.training.batch_norm import is_unsynchronised
+from unitrain.training.prepared import PreparedModules
+
+_THREADS = 4
+
+
+class EmergencyCheckpoint:
+    """Saves the state of the last boundary, as ``unitrain.job.emergency.Saver``.
+
+    Args:
+        root: the folder of the checkpoints.
+        boundary: records the state.
+        prepared: knows which modules have averaged weights now.
+        modules: the original modules, by name.
+        state: returns the states of all objects, and of the scaler.
+        about: returns what the manifest says, given the step of the best checkpoint.
+        writing: the checkpoint that is being written in the background by this rank, if any.
+        resumed_from: the step that the run was resumed from, if any.
+        rank: this rank.
+        members: the processes of the job, of which the first holds the folder.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        boundary: LastBoundary,
+        prepared: PreparedModules,
+        modules: Callable[[], Mapping[str, nn.Module]],
+        state: Callable[[], tuple[dict[str, Any], dict[str, Any] | None]],
+        about: Callable[[int | None], dict[str, Any]],
+        writing: Callable[[], Future[None] | None],
+        resumed_from: Callable[[], int | None],
+        rank: int,
+        members: tuple[Member, ...],
+    ) -> None:
+        self._root = root.absolute()
+        self._boundary = boundary
+        self._prepared = prepared
+        self._modules = modules
+        self._state = state
+        self._about = about
+        self._writing = writing
+        self._resumed_from = resumed_from
+        self._rank = rank
+        self._members = members
+        self._recorded: Recorded | None = None
+
+    def last_whole(self, patience_s: float) -> tuple[int | None, str]:
+        """See ``Saver.last_whole``."""
+        found = self._boundary.hold(patience_s)
+        if isinstance(found, str):
+            return None, found and f"rank {self._rank}: {found}"
+        if found.step == (self._resumed_from() or 0) or not self._is_here():
+            return None, ""
+        newest = next(map(storage.step_of, storage.found(self._root)), -1)
+        if newest >= found.step:
+            return None, f"{self._root} has one of step {newest}" if newest > found.step else ""
+        if self._prepared.swapped:
+            return None, f"rank {self._rank}: the model had the weights of its average, after step {found.step}"
+        if any(metric._update_count for metric in metric_states.metrics_in(self._modules()).values()):
+            return None, "the states of metrics would be those of one rank only"
+        self._recorded = found
+        return found.step, ""
+
+    def _is_here(self) -> bool:
+        """Return whether the folder is the one that rank 0 saves to, and not one of the same name on another host."""
+        first, own = self._members[0], self._members[self._rank]
+        try:
+            holder = holder_of(self._root)
+        except CheckpointError:
+            return False
+        if holder is None:  # rank 0 has closed it, or not come that far
+            return self._root.is_dir() and own.host == first.host
+        return (holder.host, holder.pid, holder.started) == (first.host, first.pid, first.started)
+
+    def save(self) -> None:
+        """See ``Saver.save``."""
+        assert self._recorded is not None
+        began = time.monotonic()
+        under_way = self._writing()
+        if under_way is not None:
+            wait_for([under_way])  # it may be this very step's
+        try:
+            folder = self._write(self._recorded)
+        except Exception as error:  # pickling may raise any exception
+            print_stderr(f"unitrain: the emergency checkpoint could not be written: {error}")
+            return
+        if folder is None:
+            return
+        statistics = any(is_unsynchronised(layer) for module in self._modules().values() for layer in module.modules())
+        print_stderr(
+            f"unitrain: emergency checkpoint: rank {self._rank} has saved the state after step {self._recorded.step} "
+            f"in {folder} ({time.monotonic() - began:.1f} s)."
+            + (" BatchNorm's running statistics are those of its samples." if statistics else "")
+        )
+        storage.sync(folder)  # last: it is complete for every later process, unless the host fails
+
+    def _write(self, recorded: Recorded) -> Path | None:
+        """Write the checkpoint, and return its folder; None if there is one of this step, or another rank writes it."""
+        first, final = self._members[0], storage.folder_of(self._root, recorded.step)
+        temporary = self._root / f".{final.name}.emergency-{first.pid}-{first.started}.tmp"
+        if os.path.lexists(final):
+            return None
+        try:
+            temporary.mkdir()
+        except FileExistsError:
+            return None
+        try:
+            states, scaler = self._state()
+            parts = self._boundary.applied_to(states, recorded)
+            parts[RUN] = {"steps": recorded.step, "scaler": scaler, "random": []}
+            with ThreadPoolExecutor(_THREADS, "emergency checkpoint") as threads:
+                files = dict(threads.map(partial(_write_file, temporary), parts.items()))
+            about = {**self._about(self._best()), "emergency": True}
+            (temporary / storage.MANIFEST).write_text(manifests.to_json(recorded.step, about, files))
+            changed = self._boundary.changed(recorded)
+            if changed:
+                raise CheckpointError(changed)
+            if not self._is_here():
+                raise CheckpointError(f"{self._root} was taken by another job")
+            os.rename(temporary, final)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        return final
+
+    def _best(self) -> int | None:
+        """Return the step of the best checkpoint, according to the newest one."""
+        for folder in storage.found(self._root):
+            try:
+                return manifests.read(folder).best
+            except DamagedError:
+                continue
+        return None
+
+
+def _write_file(folder: Path, part: tuple[str, Any]) -> tuple[str, dict[str, Any]]:
+    name, value = part
+    path = folder / f"{name}.pt"
+    described = write_part(path, value)
+    check_part(path)
+    return path.name, described
