@@ -124,6 +124,7 @@ class Checkpoint:
         self._unclaimed: int | None = None  # the step of another run's newest checkpoint, until resume or discard
         self._continues_from: int | None = None
         self._best: int | None = None  # the step of the best checkpoint so far; on rank 0 only
+        self._marked: int | None = None  # the step that was last saved as the best, or is being saved
         self._began = False
         self._epoch_end: EpochEnd | None = None
         step.at_epoch_end = self._remember_epoch_end
@@ -147,6 +148,7 @@ class Checkpoint:
             lambda: (self._parts(), self._scaler_state()),
             self._about,
             lambda: self._writing,
+            lambda: self._marked,
             lambda: self._continues_from,
             self._communicator.rank,
             watch.members,
@@ -210,6 +212,8 @@ class Checkpoint:
                     f"save(best=...) got True on rank {listed(yes)} and False on rank {listed(no)}: decide on a value "
                     "that is the same on all ranks, such as that of strategy.meter() or of a strategy.metric()."
                 )
+            if best:
+                self._marked = self._step.global_step
             metrics = metric_states.metrics_in(modules)
             states = metric_states.gather(self._communicator, metrics) if metrics else None
             parts, begun = self._sharded_parts() if self._communicator.shards else (None, None)
@@ -506,6 +510,7 @@ class Checkpoint:
 
         run = receive(ranks, parts[RUN], source(RUN), new=new, sent=sent)
         self._step.global_step = self._continues_from = run["steps"]
+        self._marked = None
         self._began = False  # later checkpoints are those of a branch that this run leaves
         if self._scaler is not None and run["scaler"] is not None:
             self._scaler.load_state_dict(run["scaler"])

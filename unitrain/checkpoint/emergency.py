@@ -33,6 +33,9 @@ from unitrain.training.batch_norm import is_unsynchronised
 from unitrain.training.prepared import PreparedModules
 
 _THREADS = 4
+# How long rank 0 may need for what it writes in the background.
+_BEST_S = 5.0
+_POLL_S = 0.02
 
 
 class EmergencyCheckpoint:
@@ -46,6 +49,7 @@ class EmergencyCheckpoint:
         state: returns the states of all objects, and of the scaler.
         about: returns what the manifest says, given the step of the best checkpoint.
         writing: the checkpoint that is being written in the background by this rank, if any.
+        best: the step that this run marked as the best last, if any.
         resumed_from: the step that the run was resumed from, if any.
         rank: this rank.
         members: the processes of the job, of which the first holds the folder.
@@ -60,6 +64,7 @@ class EmergencyCheckpoint:
         state: Callable[[], tuple[dict[str, Any], dict[str, Any] | None]],
         about: Callable[[int | None], dict[str, Any]],
         writing: Callable[[], Future[None] | None],
+        best: Callable[[], int | None],
         resumed_from: Callable[[], int | None],
         rank: int,
         members: tuple[Member, ...],
@@ -71,6 +76,7 @@ class EmergencyCheckpoint:
         self._state = state
         self._about = about
         self._writing = writing
+        self._marked = best
         self._resumed_from = resumed_from
         self._rank = rank
         self._members = members
@@ -156,7 +162,19 @@ class EmergencyCheckpoint:
         return final
 
     def _best(self) -> int | None:
-        """Return the step of the best checkpoint, according to the newest one."""
+        """Return the step of the best checkpoint.
+
+        Raises:
+            CheckpointError: rank 0 has not written it: the dicts of this state would know a best that is not there.
+        """
+        marked = self._marked()
+        if marked is not None:
+            until = time.monotonic() + _BEST_S
+            while not (storage.folder_of(self._root, marked) / storage.MANIFEST).exists():
+                if time.monotonic() > until:
+                    raise CheckpointError(f"the best one, of step {marked}, was not complete")
+                time.sleep(_POLL_S)
+            return marked
         for folder in storage.found(self._root):
             try:
                 return manifests.read(folder).best

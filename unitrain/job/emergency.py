@@ -17,8 +17,8 @@ from unitrain.job.messages import Elect, Message, Saved, Verdict, Whole
 _GRACE_S = {"mpirun": 1.0, "horovodrun": 5.0, "spawn": 2.0}
 _USUAL_GRACE_S = 30.0
 _USED = 0.9
-# The part of that time in which a rank may come from within a step to its end.
-_TO_BECOME_WHOLE = 0.3
+# The part of that time in which a rank may come from a step to the boundary after it, and the most.
+_TO_BECOME_WHOLE, _MOST_S = 0.3, 2.0
 # Ranks that make the same mistake as the first one do so within this time.
 _SAME_ERROR_S = 0.3
 
@@ -34,7 +34,11 @@ def grace_s(launcher: str) -> float:
 
 def election_s(grace_s: float) -> float:
     """Return how many of them the ranks have to report what they have."""
-    return _SAME_ERROR_S + _TO_BECOME_WHOLE * grace_s + _LATE_S
+    return _SAME_ERROR_S + _patience_s(grace_s) + _LATE_S
+
+
+def _patience_s(grace_s: float) -> float:
+    return min(_TO_BECOME_WHOLE * grace_s, _MOST_S)
 
 
 class Saver(Protocol):
@@ -76,7 +80,7 @@ class Emergency:
     ) -> None:
         self._saver = saver
         self._send = send
-        self._patience_s = _TO_BECOME_WHOLE * grace_s
+        self._patience_s = _patience_s(grace_s)
         self._failed = failed
         self._raised = verdict.raised
         self._decided = threading.Event()
@@ -95,7 +99,7 @@ class Emergency:
         try:
             if self._raised:
                 self._decided.wait(_SAME_ERROR_S)
-            step, self.why = (None, "") if self._failed() else self._saver.last_whole(self._patience_s)
+            step, self.why = self._last_whole()
             self._send(Whole(step, self.why))
             self._decided.wait()
             if self._elected and step is not None:
@@ -103,6 +107,14 @@ class Emergency:
                 self._send(Saved())
         finally:
             self.over.set()
+
+    def _last_whole(self) -> tuple[int | None, str]:
+        if self._failed():
+            return None, ""
+        try:
+            return self._saver.last_whole(self._patience_s)
+        except Exception as error:  # a folder that can't be read, say; the others are still asked
+            return None, f"{type(error).__name__}: {error}"
 
 
 class Election:

@@ -99,10 +99,8 @@ class Hub:
             case messages.Heartbeat():
                 self._heartbeats[rank] = message
                 self._note(rank, waits=message.waits or rank not in self._present)
-            case messages.Failed(text=text, secondary=True):
-                self._decide_on_wait(rank, text)
-            case messages.Failed(text=text, on_all_ranks=on_all_ranks):
-                self._decide(rank, f": {text}", on_all_ranks=on_all_ranks, raised=True)
+            case messages.Failed():
+                self._decide_on_error(rank, message)
             case messages.Ask():
                 self._send(rank, messages.Answer(self._describe_others(rank)))
             case messages.Call():
@@ -190,6 +188,12 @@ class Hub:
         longest = max(waits, key=lambda rank: waits[rank].seconds, default=None)
         if longest is not None and waits[longest].seconds > self._timeout_s + _AFTER_LIBRARIES_S:
             self._decide_on_wait(longest, f"timed out (timeout_s is {self._timeout_s:g}), {waits[longest]}")
+
+    def _decide_on_error(self, rank: int, error: messages.Failed) -> None:
+        if error.secondary:
+            self._decide_on_wait(rank, error.text)
+        else:
+            self._decide(rank, f": {error.text}", on_all_ranks=error.on_all_ranks, raised=True)
 
     def _decide_on_wait(self, rank: int, text: str) -> None:
         """Decide which rank is to blame for a wait that failed: one that does not wait, if there is one."""
