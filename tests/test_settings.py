@@ -600,6 +600,7 @@ SECTIONS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "compression": st.sampled_from(["none", "fp16", "bf16"]),
         "timeout_s": positive(1_000_000),
         "heartbeat_timeout_s": positive(1_000_000),
+        "emergency_checkpoint": st.sampled_from(["auto", "off"]),
         "threads_per_process": or_none(st.integers(1, 4096)),
         "cudnn_benchmark": or_none(st.booleans()),
         "tf32": or_none(st.booleans()),

@@ -103,17 +103,23 @@ class LastBoundary:
             threading.Event().wait()  # for the end of this process
 
     def _copy_buffers(self) -> None:
-        copied: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], list[Tensor]]] = {}
+        copied: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
         for buffer in self._buffers:
-            if buffer.changed:
-                pair = buffer.see()
-                if pair is not None:
-                    copies, originals = copied.setdefault((pair[0].dtype, pair[0].device), ([], []))
-                    copies.append(pair[0])
-                    originals.append(pair[1])
-        with torch.no_grad():
-            for copies, originals in copied.values():
-                torch._foreach_copy_(copies, originals)
+            now = buffer.layer.get(buffer.name)
+            if now is buffer.seen and (now is None or now._version == buffer.version):
+                continue
+            copy = buffer.see()
+            if copy is not None and now is not None:
+                copies, originals = copied.setdefault(buffer.kind, ([], []))
+                copies.append(copy)
+                originals.append(now)
+        for copies, originals in copied.values():
+            try:
+                with torch.no_grad():
+                    torch._foreach_copy_(copies, originals)
+            except RuntimeError:  # a layer has given a buffer another shape, in place
+                for buffer in self._buffers:
+                    buffer.copy = None
 
     # ------------------------------------------------------------------------------------------- in another thread
 
@@ -140,7 +146,7 @@ class LastBoundary:
         what = ""
         if [p._version for p in self._parameters] != last.weights:
             what = "weights were changed outside of strategy.step"
-        elif any(buffer.changed and buffer.copy is None for buffer in self._buffers):
+        elif any(buffer.is_lost for buffer in self._buffers):
             what = "a buffer was changed of which there is no copy"
         elif last.ended is None and [scheduler.last_epoch for scheduler in self._schedulers] != last.scheduled:
             what = "a scheduler was stepped outside of strategy.step"
@@ -171,38 +177,43 @@ class _Buffer:
     """A buffer of a layer, which may assign another tensor to it.
 
     Attributes:
-        copy: of what it was at the last boundary, once a step has changed it.
+        layer: the layer's buffers.
+        name: its name among them.
+        seen: what it was at the last boundary.
+        version: the version of that.
+        copy: its copy, once a step has changed it.
+        kind: the dtype and device of the copy.
     """
 
-    __slots__ = ("_layer", "_name", "_seen", "_version", "copy")
+    __slots__ = ("copy", "kind", "layer", "name", "seen", "version")
 
     def __init__(self, layer: nn.Module, name: str) -> None:
-        self._layer, self._name = layer, name
-        self._seen = now = self.tensor
-        self._version = 0 if now is None else now._version
+        self.layer, self.name = layer._buffers, name
+        self.seen = now = self.layer[name]
+        self.version = 0 if now is None else now._version
         self.copy: Tensor | None = None
+        self.kind: tuple[torch.dtype, torch.device] | None = None
 
     @property
     def tensor(self) -> Tensor | None:
         """The buffer."""
-        return self._layer._buffers.get(self._name)
+        return self.layer.get(self.name)
 
     @property
-    def changed(self) -> bool:
-        """Whether it has changed since ``see``."""
-        now = self._layer._buffers.get(self._name)
-        return now is not self._seen or (now is not None and now._version != self._version)
+    def is_lost(self) -> bool:
+        """Whether it has changed since the last boundary, and there is no copy."""
+        now = self.tensor
+        return self.copy is None and (now is not self.seen or (now is not None and now._version != self.version))
 
-    def see(self) -> tuple[Tensor, Tensor] | None:
-        """Take it as it is now for that of the boundary. Return the tensor for its copy, and the buffer; or None."""
-        self._seen = now = self.tensor
-        if now is None or now.nbytes > _MOST_BYTES:
-            self.copy = None
-            return None
-        self._version = now._version
-        if self.copy is None or (self.copy.shape, self.copy.dtype) != (now.shape, now.dtype):
-            self.copy = torch.empty_like(now)
-        return self.copy, now
+    def see(self) -> Tensor | None:
+        """Take it as it is now for that of the boundary, and return the tensor to copy it to; None if it is large."""
+        now = self.tensor
+        if now is not self.seen or self.copy is None:
+            self.seen, self.copy = now, None
+            if now is not None and now.nbytes <= _MOST_BYTES:
+                self.copy, self.kind = torch.empty_like(now), (now.dtype, now.device)
+        self.version = 0 if now is None else now._version
+        return self.copy
 
 
 class _Tensor(NamedTuple):
