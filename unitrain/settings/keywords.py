@@ -35,6 +35,7 @@ class StrategySettings(TypedDict, total=False):
     debug: bool
     timeout_s: float
     heartbeat_timeout_s: float
+    emergency_checkpoint: Literal["auto", "off"]
     threads_per_process: int | None
     cudnn_benchmark: bool | None
     tf32: bool | None
