@@ -114,6 +114,14 @@ def test_checkpoints(tmp_path: Path) -> None:
 
 @pytest.mark.launcher
 @pytest.mark.soak
+def test_emergency(tmp_path: Path) -> None:
+    cases = short("emergency", tmp_path)["cases"]
+    assert {case["place"] for case in cases} == {"disk", "memory (/dev/shm)"}
+    assert all(case["bytes"] > 4 * (64 * 64 + 64 * 10) for case in cases)
+
+
+@pytest.mark.launcher
+@pytest.mark.soak
 def test_memory(tmp_path: Path) -> None:
     [(world, calls)] = short("memory", tmp_path)["worlds"]
     assert world == ["torchrun", 2]

@@ -18,15 +18,17 @@ HEAD = """# Faults
 
 How real jobs of two or three processes ended when the tests caused a fault in one of them. `make soak` writes this
 page; `make test` runs the quick ones. The heartbeat timeout was 3 seconds and the timeout of collectives 8; the
-defaults are 30 and 600. A fault lost at most the step that it came in, a signal lost none, and no process was left over.
-The launcher `plain` stands for processes started with `RANK`, `WORLD_SIZE`, … set by hand.
+defaults are 30 and 600. A fault lost at most the step that it came in, a signal lost none, and no process was left
+over. The launcher `plain` stands for processes started with `RANK`, `WORLD_SIZE`, … set by hand.
 
 | what dies | what is lost |
 |---|---|
-| a rank, in whatever way, in a step or between two epochs | at most this step: another rank saves the one before as an [emergency checkpoint](reliability.md#emergency-checkpoints) |
+| a rank, in a step or between two epochs | at most this step: another [saves][emergency] the one before |
 | a rank, while the others wait for it between a step and the next batch | the steps since the last checkpoint |
 | all ranks, their only host, or the one rank of a job | the steps since the last checkpoint |
 | a rank of a sharded model, or on a GPU | the steps since the last checkpoint |
+
+[emergency]: reliability.md#emergency-checkpoints
 
 | fault | what happens |
 |---|---|
