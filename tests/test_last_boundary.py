@@ -23,6 +23,7 @@ from unitrain.job.emergency import Election
 from unitrain.job.messages import Elect, Message, Saved, Whole
 
 EPOCHS, STEPS_PER_EPOCH = 7, 3
+ALL = -1
 Fault = tuple[int, str, int]
 """The rank that fails, where, and after which step."""
 
@@ -32,9 +33,15 @@ def train(folder: Path, fault: Fault | None, settings: dict[str, Any], how: str 
     with unitrain.init(precision="fp64", device="cpu", timeout_s=30, **settings) as strategy:
 
         def come_to(place: str) -> None:
-            if fault == (strategy.rank, place, strategy.global_step):
+            if fault is None or fault[1:] != (place, strategy.global_step):
+                return
+            if how == "weights":
+                nn.init.zeros_(next(model.parameters()))
+            elif how == "scheduler":
+                scheduler.step()
+            if fault[0] in (strategy.rank, ALL):
                 if how == "raise":
-                    raise ValueError("an error of one rank")
+                    raise ValueError("an error of a rank")
                 os.kill(os.getpid(), signal.SIGKILL)
 
         torch.manual_seed(0)
@@ -61,8 +68,14 @@ def train(folder: Path, fault: Fault | None, settings: dict[str, Any], how: str 
                 come_to("forward")
                 strategy.step(loss, optimizer, scheduler)
                 come_to("update")
+                if strategy.global_step == 7:
+                    with strategy.evaluation(model):
+                        come_to("evaluation within an epoch")
+                        strategy.barrier()
                 if strategy.global_step % 5 == 0:
                     checkpoint.save(best=strategy.global_step == 5)
+                if strategy.global_step == 5:
+                    checkpoint.wait()
             with strategy.evaluation(model):
                 come_to("evaluation")
                 strategy.barrier()
@@ -139,6 +152,26 @@ def test_none_is_written(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> N
     said = fail(tmp_path / "saved", (1, "batch", 5), capfd)
     assert saved(tmp_path / "saved") == 5
     assert "emergency" not in said, "this step is saved already"
+
+    said = fail(tmp_path / "all", (ALL, "batch", 7), capfd, "raise")
+    assert saved(tmp_path / "all") == 5
+    assert "emergency" not in said, "it would come again"
+
+
+@pytest.mark.parametrize(
+    ("place", "how", "why"),
+    [
+        ("evaluation within an epoch", "kill", "the script was in barrier after step 7, and not at its next batch"),
+        ("batch", "weights", "weights were changed outside of strategy.step after step 7"),
+        ("batch", "scheduler", "a scheduler was stepped outside of strategy.step after step 7"),
+    ],
+)
+def test_a_state_that_is_not_that_of_a_boundary_is_not_saved(
+    place: str, how: str, why: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    said = fail(tmp_path, (1, place, 7), capfd, how)
+    assert f"unitrain: no emergency checkpoint: rank 0: {why}.\n" in said
+    assert saved(tmp_path) == 5
 
 
 class Hub:

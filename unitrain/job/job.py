@@ -21,6 +21,8 @@ from unitrain.pulse import Pulse
 
 # A library's error about another rank's death may arrive before the hub's verdict on that rank.
 CAUSE_S = 3.0
+# A verdict on a rank that has died comes at once, before a script's context managers are left.
+_VERDICT_S = 0.5
 _current: Job | None = None
 
 
@@ -133,7 +135,7 @@ class Job:
             error: what ends this process. If another rank's failure has caused it, that is waited for.
         """
         if self.watch is not None and self.watch.saver is not None:
-            self.watch.outlast(CAUSE_S if self.is_secondary(error) else 0.0)
+            self.watch.outlast(_VERDICT_S if self.is_secondary(error) else 0.0)
 
     def leave(self) -> None:
         """Leave the job, after every rank has reached its end."""
