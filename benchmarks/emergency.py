@@ -4,7 +4,7 @@
 
 Two processes train for one step, and rank 0 does what it does when the other one fails. ResNet-50 with SGD's momentum
 (204 MB), and a model with Adam's states of 1 GB together. The time includes SHA-256 of every byte and the rename, after
-which the checkpoint is complete for every process of the host, and then fsync. Launchers leave 1 second (mpirun), 5
+which the checkpoint is complete for every process of the host, but no fsync. Launchers leave 1 second (mpirun), 5
 (horovodrun) or 30 (torchrun).
 """
 

@@ -130,10 +130,12 @@ class EmergencyCheckpoint:
             f"in {folder} ({time.monotonic() - began:.1f} s)."
             + (" BatchNorm's running statistics are those of its samples." if statistics else "")
         )
-        storage.sync(folder)  # last: it is complete for every later process, unless the host fails
 
     def _write(self, recorded: Recorded) -> Path | None:
-        """Write the checkpoint, and return its folder; None if there is one of this step, or another rank writes it."""
+        """Write the checkpoint, and return its folder; None if there is one of this step, or another rank writes it.
+
+        It is not synced to the disk, for which there may be no time: only a failure of the host could damage it.
+        """
         first, final = self._members[0], storage.folder_of(self._root, recorded.step)
         temporary = self._root / f".{final.name}.emergency-{first.pid}-{first.started}.tmp"
         if os.path.lexists(final):

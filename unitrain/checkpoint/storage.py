@@ -116,13 +116,6 @@ def write(
     return final
 
 
-def sync(folder: Path) -> None:
-    """Sync a checkpoint to the disk that was not when it was written."""
-    with _errors_of(f"{folder} can't be synced", folder.parent):
-        for path in (*folder.iterdir(), folder, folder.parent):
-            _sync_path(path)
-
-
 def probe(root: Path, needed: int) -> None:
     """Check that a checkpoint can be written, at the start and not hours later.
 

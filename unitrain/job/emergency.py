@@ -66,6 +66,7 @@ class Emergency:
         verdict: why the job ends. An error that a rank has raised may be that of all ranks.
 
     Attributes:
+        elected: whether this process saves.
         over: set when this process has done its part.
         why: why it has no state to save, if that is worth a word.
     """
@@ -86,13 +87,13 @@ class Emergency:
         self._decided = threading.Event()
         self.over = threading.Event()
         self.why = ""
-        self._elected = False
+        self.elected = False
         threading.Thread(target=self._run, name="unitrain emergency", daemon=True).start()
 
     def elect(self, this_one: bool) -> None:
         """Record whether this process saves. Only the first call counts."""
         if not self._decided.is_set():
-            self._elected = this_one
+            self.elected = this_one
             self._decided.set()
 
     def _run(self) -> None:
@@ -102,7 +103,7 @@ class Emergency:
             step, self.why = self._last_whole()
             self._send(Whole(step, self.why))
             self._decided.wait()
-            if self._elected and step is not None:
+            if self.elected and step is not None:
                 self._saver.save()
                 self._send(Saved())
         finally:

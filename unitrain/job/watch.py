@@ -302,6 +302,8 @@ class Watch:
                         return
                     if emergency is not None:
                         emergency.elect(message.rank == self._me.rank)
+        if emergency is not None and emergency.elected:
+            self._say_why(self._me.rank, f"rank {self._me.rank} had not written it after {self._grace_s:g} s")
 
     def _say_why(self, rank: int, why: str) -> None:
         if why and self._me.rank == rank:
