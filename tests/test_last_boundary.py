@@ -122,6 +122,7 @@ def said_by_ranks(capfd: pytest.CaptureFixture[str]) -> str:
         ((0, "batch", 18), 18, "kill"),  # rank 0 has the hub, and the lists are long
         ((1, "update", 8), 8, "raise"),
         ((1, "changed weights", 10), 11, "kill"),  # the other one completes this step
+        ((1, "update", 15), 15, "kill"),  # the other one waits for it in save()
         ((1, "evaluation", 9), 9, "kill"),
     ],
 )
