@@ -145,7 +145,7 @@ class Checkpoint:
             self._boundary,
             self._prepared,
             self._modules,
-            lambda: (self._parts(), self._scaler_state()),
+            lambda: (self._parts(), {"scaler": self._scaler_state(), "names": self._names()}),
             self._about,
             lambda: self._writing,
             lambda: self._marked,
@@ -400,7 +400,6 @@ class Checkpoint:
         """
         ranks = self._communicator
         opened: Saved | None = None
-
         joint = JointVerification(ranks) if ranks.shards else None
 
         def open_newest() -> tuple[dict[str, Any], dict[str, Any], tuple[list[str], dict[str, Any]] | None] | None:
@@ -436,12 +435,7 @@ class Checkpoint:
                 )
             states = {name: part for name, part in parts.items() if name not in (RUN, METRICS)}
             fit.check_objects(self._objects, states, self._state, str(self._folder))
-            for name, own in self._names().items():
-                names = parts[RUN].get("names", {}).get(name)  # not in a checkpoint of before they were saved
-                if own is not None and names is not None and names != own:
-                    parts[name] = in_order(name, parts[name], names, own)
-                    if opened is not None:
-                        opened.parts[name] = in_order(name, opened.parts[name], names, own)
+            self._order_by_name(parts, opened)
             metrics = metric_states.metrics_in(self._modules())
             loaded = metric_states.check(metrics, parts.get(METRICS), ranks.world_size, force=force)
             if changed and ranks.is_main:
@@ -461,6 +455,15 @@ class Checkpoint:
                     "other values, set them after resume(), or start a new run in another folder."
                 )
         return True
+
+    def _order_by_name(self, parts: dict[str, Any], opened: Saved | None) -> None:
+        """Put the state of each optimizer's parameters in the order that they have now."""
+        for name, own in self._names().items():
+            names = parts[RUN].get("names", {}).get(name)  # not in a checkpoint of before they were saved
+            if own is not None and names is not None and names != own:
+                parts[name] = in_order(name, parts[name], names, own)
+                if opened is not None:
+                    opened.parts[name] = in_order(name, opened.parts[name], names, own)
 
     def _replaced_options(self, parts: dict[str, Any]) -> list[str]:
         return [

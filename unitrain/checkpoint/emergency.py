@@ -46,7 +46,7 @@ class EmergencyCheckpoint:
         boundary: records the state.
         prepared: knows which modules have averaged weights now.
         modules: the original modules, by name.
-        state: returns the states of all objects, and of the scaler.
+        state: returns the states of all objects, and what else the run has: the scaler's, and parameters' names.
         about: returns what the manifest says, given the step of the best checkpoint.
         writing: the checkpoint that is being written in the background by this rank, if any.
         best: the step that this run marked as the best last, if any.
@@ -61,7 +61,7 @@ class EmergencyCheckpoint:
         boundary: LastBoundary,
         prepared: PreparedModules,
         modules: Callable[[], Mapping[str, nn.Module]],
-        state: Callable[[], tuple[dict[str, Any], dict[str, Any] | None]],
+        state: Callable[[], tuple[dict[str, Any], dict[str, Any]]],
         about: Callable[[int | None], dict[str, Any]],
         writing: Callable[[], Future[None] | None],
         best: Callable[[], int | None],
@@ -145,9 +145,9 @@ class EmergencyCheckpoint:
         except FileExistsError:
             return None
         try:
-            states, scaler = self._state()
+            states, run = self._state()
             parts = self._boundary.applied_to(states, recorded)
-            parts[RUN] = {"steps": recorded.step, "scaler": scaler, "random": []}
+            parts[RUN] = {"steps": recorded.step, "random": [], **run}
             with ThreadPoolExecutor(_THREADS, "emergency checkpoint") as threads:
                 files = dict(threads.map(partial(_write_file, temporary), parts.items()))
             about = {**self._about(self._best()), "emergency": True}
