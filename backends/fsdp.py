@@ -141,7 +141,7 @@ class FSDPBackend(ProcessGroupBackend):
         return_memory()  # the whole model's, of which glibc would keep most
         sharded.arm(self._armed)
         if not self.settings.reshard_after_forward:
-            original.register_forward_hook(partial(_reshard_without_grad, sharded))
+            original.register_forward_hook(sharded.reshard_without_grad)
         self._modules[original] = sharded
         self._owner.update({p: sharded for p in original.parameters() if p not in sharded.replicated})
         self._names.update({p: name for name, p in original.named_parameters()})
@@ -246,9 +246,3 @@ class FSDPBackend(ProcessGroupBackend):
         from .fsdp_shards import shards_of
 
         return shards_of(tensor)
-
-
-def _reshard_without_grad(sharded: ShardedModule, module: nn.Module, args: Any, output: Any) -> None:
-    """Free whole weights that no backward will free."""
-    if not torch.is_grad_enabled():
-        sharded.reshard()

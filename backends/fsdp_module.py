@@ -127,6 +127,11 @@ class ShardedModule:
         for unit in self.units:
             unit.reshard()
 
+    def reshard_without_grad(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Free whole weights that no backward will free: a hook of the module's forward."""
+        if not torch.is_grad_enabled():
+            self.reshard()
+
     def arm(self, sync: bool) -> None:
         """Set whether the next backward reduces gradients."""
         self.root.set_requires_gradient_sync(sync)
