@@ -26,16 +26,22 @@ def choose_gloo_interface(store: Store, launch: Launch) -> None:
         store: the store of the job.
         launch: the place of this process.
     """
-    # Each host asks for its route to rank 0's, and rank 0's host for that to another.
+    # A host asks for its route to rank 0's, and rank 0's host for that to another, the first in the order of ranks.
     to_rank_0 = _own_address_towards(_host(store))
-    if launch.local_rank == 0 and to_rank_0 is not None:
-        store.set("a host other than rank 0's", to_rank_0)
+    store.set(_key(launch.rank), to_rank_0 or "")
     if _VARIABLE in os.environ or not _is_loopback(socket.gethostname()):
         return
-    own = to_rank_0 or _own_address_towards(store.get("a host other than rank 0's").decode())
+    own = to_rank_0
+    others = (store.get(_key(rank)).decode() for rank in range(launch.world_size))
+    if own is None and (other := next(filter(None, others), None)):
+        own = _own_address_towards(other)
     for interface, addresses in psutil.net_if_addrs().items():
         if any(address.address.partition("%")[0] == own for address in addresses):
             os.environ[_VARIABLE] = interface
+
+
+def _key(rank: int) -> str:
+    return f"address of rank {rank} on its way to rank 0"
 
 
 def _host(store: Store) -> str:
