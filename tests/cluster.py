@@ -6,6 +6,7 @@ They share this machine's files and processes.
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import subprocess
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+_clusters = itertools.count()
 _MISSING = "needs root, ip, sshd and ssh: apt-get install iproute2 openssh-server openssh-client"
 _PATH = f"{Path(sys.executable).parent}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _SSHD = """
@@ -98,7 +100,7 @@ def cluster(folder: Path, count: int, *, own_names_are_loopback: bool = False) -
     """
     if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "ssh", "ssh-keygen", "/usr/sbin/sshd"))):
         pytest.skip(_MISSING)
-    prefix = f"unitrain-{os.getpid()}"
+    prefix = f"unitrain-{os.getpid()}-{next(_clusters)}"
     switch, namespaces = f"{prefix}-switch", tuple(f"{prefix}-{host}" for host in range(count))
     names, addresses = tuple(f"node{i}" for i in range(count)), tuple(f"10.98.0.{i + 1}" for i in range(count))
     with ExitStack() as stack:
