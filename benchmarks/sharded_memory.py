@@ -37,6 +37,8 @@ RANKS, SHORT_RANKS = (2, 4), (2,)
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "ddp": ("torchrun", {"backend": "ddp"}),
     "fsdp": ("torchrun", {"backend": "fsdp"}),
+    "ddp, shard_optimizer": ("torchrun", {"backend": "ddp", "shard_optimizer": True}),
+    "horovod, shard_optimizer": ("mpirun", {"backend": "horovod", "shard_optimizer": True}),
 }
 METERS = ("tensors", "resident")
 

@@ -96,7 +96,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("name", "backend"),
     [
-        ("torchrun", "ddp"),
+        pytest.param("torchrun", "ddp", marks=pytest.mark.soak),
         pytest.param("mpirun", "horovod", marks=HOROVOD),
         pytest.param("torchrun 3", "ddp", marks=pytest.mark.soak),
     ],

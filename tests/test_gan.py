@@ -59,7 +59,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("name", "backend"),
     [
-        ("torchrun", "ddp"),
+        pytest.param("torchrun", "ddp", marks=pytest.mark.soak),
         pytest.param("torchrun", "fsdp", marks=pytest.mark.soak),  # test_conformance.py has several optimizers
         pytest.param("mpirun", "horovod", marks=HOROVOD),
     ],

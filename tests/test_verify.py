@@ -165,8 +165,8 @@ def test_a_backend_on_cores_own_buckets_passes(broken_backends: Path) -> None:
     ("backend", "said"),
     [
         ("drops_a_rank", "plain: loss"),
-        ("sums_for_means", "plain: loss"),
-        ("averages_twice", "plain: loss"),
+        pytest.param("sums_for_means", "plain: loss", marks=pytest.mark.soak),
+        pytest.param("averages_twice", "plain: loss", marks=pytest.mark.soak),
     ],
 )
 def test_a_backend_that_trains_another_model_is_found_out(broken_backends: Path, backend: str, said: str) -> None:

@@ -115,20 +115,27 @@ def run_one(mpi: Mpi, *program: str) -> tuple[bool, str]:
 @contextmanager
 def running(command: Sequence[str], environment: Mapping[str, str] | None = None) -> Iterator[subprocess.Popen[str]]:
     """Run ``command``, with stdout and stderr as one pipe. An exception in the block ends it and its descendants."""
-    with subprocess.Popen(
-        command,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-    ) as process:
-        try:
-            yield process
-        except BaseException:
-            _end_tree(process.pid)
-            raise
+    before = set(psutil.Process().children())
+    try:
+        with subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        ) as process:
+            try:
+                yield process
+            except BaseException:
+                _end_tree(process.pid)
+                raise
+    except BaseException:
+        # That of a signal may have come when the process was started, and Popen had not returned yet.
+        for child in set(psutil.Process().children()) - before:
+            _end_tree(child.pid)
+        raise
 
 
 def _end_tree(pid: int) -> None:

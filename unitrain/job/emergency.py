@@ -85,9 +85,9 @@ class Emergency:
         self._failed = failed
         self._raised = verdict.raised
         self._decided = threading.Event()
-        self.over = threading.Event()
-        self.why = ""
-        self.elected = False
+        self.over: threading.Event = threading.Event()
+        self.why: str = ""
+        self.elected: bool = False
         threading.Thread(target=self._run, name="unitrain emergency", daemon=True).start()
 
     def elect(self, this_one: bool) -> None:

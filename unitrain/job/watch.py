@@ -74,7 +74,7 @@ class Watch:
         self._grace_s = grace_s
         self._pulse = communicator.pulse
         self._boundaries = boundaries
-        self.members = tuple(members)
+        self.members: tuple[Member, ...] = tuple(members)
         self._me = members[communicator.rank]
         self._timeout_s = config.timeout_s
         self._heartbeat_timeout_s = min(config.heartbeat_timeout_s, config.timeout_s)
