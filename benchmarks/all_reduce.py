@@ -22,7 +22,7 @@ import torch.distributed as dist
 import unitrain
 from shared.processes import GLOO, HOROVOD_GLOO, HOROVOD_MPI, in_processes, startable, world_name
 from shared.report import Found, run, table
-from shared.rounds import Way, alternate, compared
+from shared.rounds import Way, alternate, compared, repeat
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -62,16 +62,11 @@ def measure_world(sizes: list[int], rounds: int, meeting: str) -> Found | None:
                 ALONE: partial(reduce_alone, tensor),
                 MEMORY: partial(np.copyto, tensor.numpy(), other.zero_().numpy()),
             }
-            ways: dict[str, Way] = {name: partial(_repeat, way, calls) for name, way in once.items()}
+            ways: dict[str, Way] = {name: partial(repeat, way, calls) for name, way in once.items()}
             found[str(size)] = compared(alternate(ways, rounds, before=strategy.barrier), ALONE, calls)
         if strategy.launch.launcher == "horovodrun":
             dist.destroy_process_group()
         return found if strategy.is_main else None
-
-
-def _repeat(way: Way, calls: int) -> None:
-    for _ in range(calls):
-        way()
 
 
 def measure(short: bool) -> Found:

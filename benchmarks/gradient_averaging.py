@@ -26,7 +26,7 @@ from loops import by_hand
 from shared import workloads
 from shared.processes import GLOO, HOROVOD_GLOO, HOROVOD_MPI, in_processes, startable, world_name
 from shared.report import Found, run, table
-from shared.rounds import Way, alternate, compared, shown_ratio, slower_beyond_spread
+from shared.rounds import Way, alternate, compared, repeat, shown_ratio, slower_beyond_spread
 from shared.workloads import OnlyParameters, Shape, bit_equal
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def measure_world(model: str, rounds: int, steps_: int, most: int | None, meetin
         reduce_alone = transport(strategy, meeting)
         once: dict[str, Way] = {name: step for name, (_, step) in made.items()}
         once[FLOOR] = lambda: reduce_alone(flat)
-        ways: dict[str, Way] = {name: partial(_repeat, way, steps_) for name, way in once.items()}
+        ways: dict[str, Way] = {name: partial(repeat, way, steps_) for name, way in once.items()}
         found: Found = compared(alternate(ways, rounds, before=strategy.barrier), BASE, steps_)
         for name, (trained, _) in made.items():
             if name != LOCAL:
@@ -98,11 +98,6 @@ def measure_world(model: str, rounds: int, steps_: int, most: int | None, meetin
         if strategy.launch.launcher == "horovodrun":
             torch.distributed.destroy_process_group()
         return found if strategy.is_main else None
-
-
-def _repeat(way: Way, steps_: int) -> None:
-    for _ in range(steps_):
-        way()
 
 
 def measure(short: bool) -> Found:

@@ -28,7 +28,7 @@ import unitrain
 from loops import ours
 from shared.processes import ALONE, GLOO, HOROVOD_GLOO, HOROVOD_MPI, in_processes, startable, world_name
 from shared.report import Found, run, table
-from shared.rounds import Way, alternate, compared, shown_ratio
+from shared.rounds import Way, alternate, compared, repeat, shown_ratio
 from shared.workloads import OnlyParameters, mlp, resnet18, resnet50_shapes
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def measure_optimizer(name: str, rounds: int, steps: int, small: bool) -> Found:
     for way, options in OPTIMIZERS.items():
         model = _only_parameters(small)
         model(torch.ones(())).backward()
-        ways[way] = partial(_repeat, getattr(torch.optim, name)(model.parameters(), lr=0.01, **options).step, steps)
+        ways[way] = partial(repeat, getattr(torch.optim, name)(model.parameters(), lr=0.01, **options).step, steps)
     return compared(alternate(ways, rounds, clock=time.thread_time), DEFAULT, steps)
 
 
@@ -92,7 +92,7 @@ def measure_channels_last(rounds: int, steps: int, small: bool) -> Found:
             task.loss(model(inputs)).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
 
-        ways[name] = partial(_repeat, step, steps)
+        ways[name] = partial(repeat, step, steps)
     return compared(alternate(ways, rounds, clock=time.thread_time), DEFAULT, steps)
 
 
@@ -136,7 +136,7 @@ def measure_horovod(rounds: int, steps: int, small: bool, meeting: str) -> Found
             "step": lambda: strategy.step(model(scale), optimizer),
             "transport": lambda: reduce_alone(flat),
         }
-        ways = {name: partial(_repeat, way, steps) for name, way in once.items()}
+        ways = {name: partial(repeat, way, steps) for name, way in once.items()}
         found = compared(alternate(ways, rounds, before=strategy.barrier), "transport", steps)
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
@@ -152,11 +152,6 @@ def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> No
         optimizer.zero_grad()
         model(torch.ones(())).backward()
         optimizer.step()
-
-
-def _repeat(way: Way, times: int) -> None:
-    for _ in range(times):
-        way()
 
 
 def measure(short: bool) -> Found:

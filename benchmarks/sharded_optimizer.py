@@ -26,7 +26,7 @@ from loops import by_hand
 from shared import workloads
 from shared.processes import GLOO, HOROVOD_GLOO, HOROVOD_MPI, in_processes, startable, world_name
 from shared.report import Found, run, table
-from shared.rounds import Way, alternate, compared, shown_ratio
+from shared.rounds import Way, alternate, compared, repeat, shown_ratio
 from shared.workloads import OnlyParameters, Shape
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def measure_world(rounds: int, steps_: int, most: int | None) -> Found | None:
         shapes = [(min(most, torch.Size(shape).numel()),) for shape in shapes]
     with unitrain.init(device="cpu", threads_per_process=1, shard_optimizer=True) as strategy:
         made = steps(strategy, shapes)
-        ways: dict[str, Way] = {name: partial(_repeat, step, steps_) for name, (_, _, step) in made.items()}
+        ways: dict[str, Way] = {name: partial(repeat, step, steps_) for name, (_, _, step) in made.items()}
         found: Found = compared(alternate(ways, rounds, before=strategy.barrier), BASE, steps_)
         for name, (trained, optimizer, _) in made.items():
             its = sum(value.nbytes for state in optimizer.state.values() for value in state.values())
@@ -85,11 +85,6 @@ def measure_world(rounds: int, steps_: int, most: int | None) -> Found | None:
             pairs = zip(made[BASE][0].parameters(), trained.parameters(), strict=True)
             found[name]["largest_difference"] = max(float((a - b).detach().abs().max()) for a, b in pairs)
         return found if strategy.is_main else None
-
-
-def _repeat(way: Way, steps_: int) -> None:
-    for _ in range(steps_):
-        way()
 
 
 def measure(short: bool) -> Found:

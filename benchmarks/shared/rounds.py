@@ -43,6 +43,12 @@ def alternate(
     return seconds
 
 
+def repeat(way: Way, times: int) -> None:
+    """Call a way several times, which count as one."""
+    for _ in range(times):
+        way()
+
+
 def turns(names: Sequence[str], rounds: int) -> Iterator[tuple[bool, str]]:
     """Yield, for each turn, whether it counts (the first round is for warm-up), and the name of the way."""
     for round_ in range(-1, rounds):

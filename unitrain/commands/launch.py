@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from unitrain.commands.toolchain import find_mpi, find_program, search_path
 from unitrain.errors import BackendError, UsageError
 
-LAUNCHERS = ("torchrun", "mpirun", "horovodrun", "srun")
 _TORCHRUN_PORT = 29400
 _NEEDED = {
     "mpirun": "pip install 'unitrain[mpi]' brings one",
@@ -53,7 +52,7 @@ def commands(launcher: str, hosts: Sequence[Host], processes: int, arguments: Se
     """Return the command that starts a job; with torchrun, one for each host.
 
     Args:
-        launcher: one of ``LAUNCHERS``.
+        launcher: torchrun, mpirun, horovodrun or srun.
         hosts: the hosts; none for this host only.
         processes: number of processes on this host, if there are no hosts.
         arguments: the script and its flags.
