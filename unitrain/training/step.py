@@ -361,8 +361,11 @@ class TrainingStep:
                     "backward() was called without an optimizer, and none was prepared: pass one to either."
                 )
             return [self._watched(window) for window in self._windows.values()]
-        windows = [self.register(optimizer) for optimizer in optimizers]
-        return [self._watched(window) for window in windows]
+        windows = []
+        for optimizer in optimizers:
+            window = self._windows.get(optimizer)
+            windows.append(self._watched(self.register(optimizer) if window is None else window))
+        return windows
 
     def _watched(self, window: Window) -> Window:
         """Update the window's parameters after changes of the optimizer's groups, or of ``requires_grad``.
@@ -410,7 +413,7 @@ class TrainingStep:
         window.micro_batch = micro_batch
         # Without a loader, windows of several optimizers end at different times: a forward may be armed for another.
         crossing = micro_batch is None and self._accumulate > 1 and len(self._windows) > 1
-        if last and (crossing or not window.fresh or not self._reduction.armed):
+        if last and self._distributed and (crossing or not window.fresh or not self._reduction.armed):
             window.late = True
         if weight is not None and window.fresh:
             window.weight = (
