@@ -14,8 +14,9 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -62,12 +63,15 @@ def write_files(temporary: Path, parts: Mapping[str, Any]) -> dict[str, Any]:
     """Write each part to a file, checked and synced to the disk, and return what the manifest says of the files."""
     files: dict[str, Any] = {}
     with ThreadPoolExecutor(4, "checkpoint files") as threads:
-        # A file is checked and synced to the disk while the next one is written.
-        under_way = []
+        # A file is checked and synced to the disk while the rest of it is hashed, and the next one is written.
+        under_way: list[Future[None]] = []
+
+        def finish(path: Path) -> None:
+            under_way.extend([threads.submit(_sync_path, path), threads.submit(check_part, path)])
+
         for name, value in parts.items():
             path = temporary / f"{name}.pt"
-            files[path.name] = write_part(path, value)
-            under_way += [threads.submit(_sync_path, path), threads.submit(check_part, path)]
+            files[path.name] = write_part(path, value, partial(finish, path))
         for one in under_way:
             one.result()
     return files

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -18,20 +18,23 @@ from unitrain.checkpoint.mapped import MappedFiles
 _HASHED_APART = 2**16  # bytes; to pass on fewer takes longer than to hash them
 
 
-def write_part(path: Path, value: Any) -> dict[str, Any]:
+def write_part(path: Path, value: Any, written: Callable[[], object] = lambda: None) -> dict[str, Any]:
     """Write a file of a checkpoint, and return what its manifest says of it. Raises any exception of pickling.
 
     Args:
         path: the file, which is not synced to the disk.
         value: tensors and plain data.
+        written: called when the file is complete. It may not be hashed to its end yet, which takes longer.
     """
-    with open(path, "wb") as file, ThreadPoolExecutor(1, "checkpoint digest") as thread:
+    with ThreadPoolExecutor(1, "checkpoint digest") as thread:
         digest = _Digest(value, thread)
-        writing = _Writing(file, digest)
-        try:
-            torch.save(value, writing)  # type: ignore[arg-type]
-        except RuntimeError as error:
-            raise writing.error or error from error
+        with open(path, "wb") as file:
+            writing = _Writing(file, digest)
+            try:
+                torch.save(value, writing)  # type: ignore[arg-type]
+            except RuntimeError as error:
+                raise writing.error or error from error
+        written()
         return {"size": writing.size, "sha256": digest.hexdigest()}
 
 
