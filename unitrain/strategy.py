@@ -188,8 +188,7 @@ class Strategy:
         if scheduler is not None:
             check_scheduler(scheduler)
         if isinstance(optimizer, Optimizer):
-            self._step.backward(loss, (optimizer,), weight=weight)
-            return self._step.update(optimizer, scheduler)
+            return self._step.step(loss, optimizer, scheduler, weight)
         if not isinstance(optimizer, Sequence) or not optimizer:
             raise UsageError(
                 f"step() takes a torch optimizer, or a non-empty list of them, not {type(optimizer).__name__}."

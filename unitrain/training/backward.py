@@ -23,7 +23,6 @@ def run_backward(
     inputs: Sequence[Tensor] | None,
     windows: Sequence[Window],
     weight: Weight,
-    *,
     on_host: bool,
     distributed: bool,
 ) -> None:

@@ -282,6 +282,14 @@ class TrainingStep:
 
     # ------------------------------------------------------------------------------------------------- backward
 
+    def step(self, loss: Tensor, optimizer: Optimizer, scheduler: Any, weight: Weight | None) -> StepResult:
+        """Run ``backward`` and ``update`` for one optimizer."""
+        if self._observers:
+            self.backward(loss, (optimizer,), weight=weight)
+            return self.update(optimizer, scheduler)
+        self._backward(loss, (optimizer,), None, weight)
+        return self._update(optimizer, scheduler)
+
     def backward(
         self,
         loss: Tensor,
@@ -323,12 +331,8 @@ class TrainingStep:
                 self._check_the_ranks(loss, windows)
         inputs = None
         if len(windows) < len(self._windows):
-            inputs = [window.leaf(p) for window in windows for p in window.trained]
-            if not all(window.looked_at for window in windows):
-                refuse_reentrant_checkpointing(loss)
-                for window in windows:
-                    window.looked_at = True
-        run_backward(loss, scale, inputs, windows, own_weight, on_host=self._on_host, distributed=self._distributed)
+            inputs = self._leaves(loss, windows)
+        run_backward(loss, scale, inputs, windows, own_weight, self._on_host, self._distributed)
         for window in windows:
             window.fresh = False
             window.complete = window.reduced = last
@@ -337,10 +341,18 @@ class TrainingStep:
         if self._distributed:
             self._pulse.phase = USER_CODE
 
+    def _leaves(self, loss: Tensor, windows: list[Window]) -> list[Tensor]:
+        """Return the leaves of the graph that a backward for some of the optimizers is limited to."""
+        if not all(window.looked_at for window in windows):
+            refuse_reentrant_checkpointing(loss)
+            for window in windows:
+                window.looked_at = True
+        return [window.leaf(p) for window in windows for p in window.trained]
+
     def _place_in_window(self, window: Window, micro_batch: MicroBatch | None, sync: bool | None) -> tuple[bool, float]:
         """Return whether this backward ends the window, and the share of this rank's loss in the window's mean."""
         if micro_batch is None:
-            last = self._counted_last(window)
+            last = window.micro_batches + 1 >= self._accumulate
             return last if sync is None else sync, self._unit / (self._world * self._accumulate)
         if sync and not micro_batch.last:
             raise UsageError("sync=True can't end the window of a loader early: it ends with its last micro-batch.")
@@ -501,8 +513,11 @@ class TrainingStep:
             self._scaler.unscale_(window.optimizer)
             self._unscaled = True
         stepped, norm = False, None
-        if self._distributed or window.loss_is_finite:  # reduced gradients show every rank's loss
-            stepped, norm = self._step(window, gradients)
+        if self._distributed:  # reduced gradients show every rank's loss
+            stepped, norm = self._step_watched(window, gradients)
+        elif window.loss_is_finite:
+            # No NaN was added to a gradient: the guard checks the losses as well.
+            stepped, norm = self._guarded_step(window.optimizer, window.parameters, gradients, window.losses)
         if not stepped and (self._scaler is None or self._scaler.get_scale() <= 1.0):
             self._not_finite(window)
         # else an overflow, which the GradScaler handles until its scale reaches 1
@@ -519,15 +534,12 @@ class TrainingStep:
             self.at_boundary()
             self._pass_boundary()
 
-    def _step(self, window: Window, gradients: list[Tensor]) -> tuple[bool, Tensor | None]:
-        # In one process no NaN was added to a gradient: the guard checks the losses as well.
-        losses = () if self._distributed else window.losses
-        if self._direct_steps is None:
-            return self._guarded_step(window.optimizer, window.parameters, gradients, losses)
+    def _step_watched(self, window: Window, gradients: list[Tensor]) -> tuple[bool, Tensor | None]:
+        assert self._direct_steps is not None
         self._direct_steps.allowed = True
         self.before_change()
         try:
-            return self._guarded_step(window.optimizer, window.parameters, gradients, losses)
+            return self._guarded_step(window.optimizer, window.parameters, gradients, ())
         finally:
             self._direct_steps.allowed = False
 
