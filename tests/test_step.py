@@ -11,7 +11,6 @@ import pytest
 import torch
 from needs import GPU
 from plain_loop import Ready, assert_equal, data, model_of, plain, ready, sgd, strategy_of, trained, weights
-from pretended import pretended_rank
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.optim import SGD, AdamW, Optimizer
@@ -177,19 +176,6 @@ def test_update_needs_a_backward(ready: Ready) -> None:
     strategy, _, optimizer = ready
     with pytest.raises(UsageError, match=r"update\(\) was called without a backward\(\)"):
         strategy.update(optimizer)
-
-
-def test_buckets_are_made_later_if_there_was_no_memory_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    rank, model = pretended_rank(0, 2), model_of()
-    rank.step._prepared.add_names(model)
-    optimizer = sgd(model)
-    with monkeypatch.context() as patch:
-        patch.setattr(rank.step._reduction, "_bucketed", Mock(side_effect=MemoryError))
-        with pytest.raises(MemoryError):
-            rank.step._of([optimizer])
-    [window] = rank.step._of([optimizer])
-    assert len(window.finishers) == 1
-    assert window.trained == list(model.parameters())
 
 
 def test_step_needs_an_optimizer(ready: Ready) -> None:

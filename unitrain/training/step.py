@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from operator import is_
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -35,13 +34,14 @@ from unitrain.training.copies import CopyCheck
 from unitrain.training.direct_steps import DirectStepCheck
 from unitrain.training.guard import GuardedStep, OptimizerStep
 from unitrain.training.in_sync import check_in_sync
-from unitrain.training.local_gradients import LocalGradients
 from unitrain.training.loss import GradientScales, Weight, checked, refuse_reentrant_checkpointing
 from unitrain.training.nonfinite import NonFinitePolicy
 from unitrain.training.prepared import PreparedModules
 from unitrain.training.reduction import Reduction
 from unitrain.training.supported import check_scheduler
 from unitrain.training.window import Window
+from unitrain.training.window_weights import WindowWeights
+from unitrain.training.windows import Windows
 
 if TYPE_CHECKING:
     from unitrain.training.sharded_optimizers import ShardedOptimizers
@@ -118,7 +118,7 @@ class TrainingStep:
         self._buffers = BufferSync(communicator, prepared) if self._distributed and config.broadcast_buffers else None
         # A backend that averages divides by the world size; the gradient scales compensate for it.
         self._unit = self._world if backend.gradient_reduction == "mean" else 1
-        self._windows: dict[Optimizer, Window] = {}
+        self._weights = WindowWeights(communicator, self._unit, config.accumulate)
         self._scales = GradientScales(scaler)
         self._on_host = communicator.device.type == "cpu"
         self._guard = GuardedStep(
@@ -137,7 +137,16 @@ class TrainingStep:
 
             self.sharded_optimizers = ShardedOptimizers(communicator, lambda: self.averages)
             self.extend(self.sharded_optimizers.around)
-        self._backend = backend
+        self._windows = Windows(
+            communicator,
+            backend,
+            prepared,
+            self._reduction,
+            self._guard,
+            debug=config.debug,
+            sharded=self.sharded_optimizers,
+            begun=self._arm_counted,
+        )
         self._copies = CopyCheck(communicator)
         self._direct_steps = DirectStepCheck(prepared.has) if self._distributed else None
         self._unscaled = False
@@ -173,26 +182,15 @@ class TrainingStep:
         """Replace what steps an optimizer by what ``extended`` makes of it, to do something before or after."""
         self._guarded_step = extended(self._guarded_step)
 
-    def register(self, optimizer: Optimizer) -> Window:
+    def register(self, optimizer: Optimizer) -> None:
         """Record an optimizer: a backward without one computes the gradients of all recorded ones."""
-        window = self._windows.get(optimizer)
-        if window is None:
-            if not isinstance(optimizer, Optimizer):
-                raise UsageError(f"step() and backward() take torch optimizers, not {type(optimizer).__name__}.")
-            if self.sharded_optimizers is not None:
-                self.sharded_optimizers.shard(optimizer)
-            local = LocalGradients(all_of_them=self._debug, leaf=self._backend.leaf)
-            name = f"optimizer {len(self._windows)}"
-            window = self._windows[optimizer] = Window(optimizer, name, local, self._backend)
-            self._arm_counted(window)
-        return window
+        self._windows.register(optimizer)
 
     def close(self) -> None:
         """Remove all hooks."""
         if self._direct_steps is not None:
             self._direct_steps.close()
-        for window in self._windows.values():
-            window.local_gradients.close()
+        self._windows.close()
         self._reduction.close()
         self._batches.close()
 
@@ -218,7 +216,7 @@ class TrainingStep:
     @property
     def within_window(self) -> bool:
         """Whether an optimizer has gradients of an accumulation window that is not complete."""
-        return any(window.micro_batches > 0 or not window.fresh for window in self._windows.values())
+        return self._windows.any_open
 
     def at_window_end(self, action: Callable[[], None]) -> None:
         """Call ``action`` once, after the step that ends all open windows."""
@@ -259,9 +257,9 @@ class TrainingStep:
         Raises:
             UsageError: gradients have been accumulated.
         """
-        if self.within_window:
+        if self._windows.any_open:
             raise UsageError("gradients have been accumulated: call this before the loop, or between two steps.")
-        windows = self._of(optimizers)
+        windows = self._windows.of(optimizers)
         armed, micro_batch = self._reduction.armed, self.in_use.micro_batch
         self._reduction.arm(averages)
         self.in_use.micro_batch = None
@@ -311,7 +309,7 @@ class TrainingStep:
         if self._communicator.closed:
             raise UsageError("backward was called after strategy.close(): call it before.")
         loss = checked(loss)
-        windows = self._of(optimizers)
+        windows = self._windows.of(optimizers)
         micro_batch = self._batches.of_backward(weighted=weight is not None)
         if weight is not None and micro_batch is not None and not micro_batch.count:
             weight = 0.0  # a stand-in
@@ -366,47 +364,6 @@ class TrainingStep:
         if self._copies.pending and self.micro_batch is None:
             self._copies.compare(loss)
 
-    def _of(self, optimizers: Sequence[Optimizer] | None) -> list[Window]:
-        if optimizers is None:
-            if not self._windows:
-                raise UsageError(
-                    "backward() was called without an optimizer, and none was prepared: pass one to either."
-                )
-            return [self._watched(window) for window in self._windows.values()]
-        windows = []
-        for optimizer in optimizers:
-            window = self._windows.get(optimizer)
-            windows.append(self._watched(self.register(optimizer) if window is None else window))
-        return windows
-
-    def _watched(self, window: Window) -> Window:
-        """Update the window's parameters after changes of the optimizer's groups, or of ``requires_grad``.
-
-        With a single optimizer in one process, frozen parameters need not be excluded: they have no gradient.
-        """
-        if not self._distributed and len(self._windows) == 1 and len(window.optimizer.param_groups) == window.groups:
-            return window
-        trained = [p for group in window.optimizer.param_groups for p in group["params"] if p.requires_grad]
-        if len(trained) != len(window.trained) or not all(map(is_, trained, window.trained)):
-            self._watch(window, trained)
-        return window
-
-    def _watch(self, window: Window, trained: list[Parameter]) -> None:
-        window.groups = len(window.optimizer.param_groups)
-        window.parameters = [p for group in window.optimizer.param_groups for p in group["params"]]
-        self._prepared.check(window.parameters)
-        # A kernel on another GPU than its flag's would write to memory that it may not have.
-        self._guard.all_plain &= all(p.device == self._communicator.device for p in window.parameters)
-        if self.sharded_optimizers is not None:
-            self.sharded_optimizers.shard(window.optimizer)
-        before = set(map(id, window.trained))
-        # Left by a backward for another optimizer.
-        window.drop_gradients([p for p in trained if id(p) not in before])
-        if self._distributed:
-            window.local_gradients.watch(trained)
-            window.finishers = self._reduction.finishers(trained)
-        window.trained = trained  # last: if there is no memory for buckets, the next call makes them
-
     def _counted_last(self, window: Window) -> bool:
         return window.micro_batches + 1 >= self._accumulate
 
@@ -428,29 +385,13 @@ class TrainingStep:
         if last and self._distributed and (crossing or not window.fresh or not self._reduction.armed):
             window.late = True
         if weight is not None and window.fresh:
-            window.weight = (
-                self._as_tensor(weight) if window.weight is None else window.weight + self._as_tensor(weight)
-            )
-            if last:
-                self._sum_weights(window)
-
-    def _as_tensor(self, weight: Weight) -> Tensor:
-        """Return a weight as a new tensor on the device, without synchronising with a GPU if it is a float."""
-        device = self._communicator.device
-        if isinstance(weight, Tensor):
-            return weight.detach().to(device, torch.float64, copy=True)
-        return torch.full((), weight, dtype=torch.float64, device=device)
-
-    def _sum_weights(self, window: Window) -> None:
-        if self._distributed and window.weight is not None and window.total_wait is None:
-            name = f"weight of {window.name}"
-            window.total_wait = self._communicator.all_reduce_async(window.weight, "sum", name)
+            self._weights.add(window, weight, last=last)
 
     # --------------------------------------------------------------------------------------------------- update
 
     def remember_gradients(self) -> None:
         """Notice changes that the script makes to gradients before ``update``."""
-        for window in self._windows.values():
+        for window in self._windows:
             if not window.fresh:
                 window.remember_gradients()
 
@@ -508,7 +449,7 @@ class TrainingStep:
             self._finish(window)
         gradients = self._gradients(window.parameters)
         if window.weight is not None or window.micro_batches != self._accumulate:
-            self._rescale(window, gradients)
+            self._weights.rescale(window, gradients)
         if self._scaler is not None and gradients:
             self._scaler.unscale_(window.optimizer)
             self._unscaled = True
@@ -525,12 +466,12 @@ class TrainingStep:
 
     def _end_windows(self) -> None:
         """Run the actions that wait for the end of all open windows, and pass the boundary."""
-        if self._at_window_end and not self.within_window:
+        if self._at_window_end and not self._windows.any_open:
             actions, self._at_window_end = self._at_window_end, []
             for action in actions:
                 action()
         # With a loader, its next batch is the boundary. A single window has just ended, and needs no check.
-        if self.micro_batch is None and (len(self._windows) == 1 or not self.within_window):
+        if self.micro_batch is None and (len(self._windows) == 1 or not self._windows.any_open):
             self.at_boundary()
             self._pass_boundary()
 
@@ -549,24 +490,9 @@ class TrainingStep:
                 finish(window.late)
         window.reduced = window.late = False
 
-    def _rescale(self, window: Window, gradients: list[Tensor]) -> None:
-        if window.weight is not None:
-            self._sum_weights(window)
-            if window.total_wait is not None:
-                window.total_wait()
-            factor = self._unit / window.weight
-            factor = torch.where(torch.isfinite(factor), factor, 0.0)  # all weights are 0: so are the gradients
-            for dtype in {gradient.dtype for gradient in gradients}:
-                for alike in by_device(g for g in gradients if g.dtype == dtype):
-                    torch._foreach_mul_(alike, factor.to(alike[0].device, dtype))
-        elif window.micro_batch is None:
-            # A window ended early by sync=True: each backward was scaled by 1 / accumulate.
-            for alike in by_device(gradients):
-                torch._foreach_mul_(alike, self._accumulate / window.micro_batches)
-
     def _update_scale(self, scaler: torch.amp.GradScaler) -> None:
         """Update the loss scale, unless gradients computed with the current one wait for their update."""
-        if self._unscaled and not self.within_window:
+        if self._unscaled and not self._windows.any_open:
             scaler.update()
             self._unscaled = False
 
@@ -575,7 +501,7 @@ class TrainingStep:
         message = self._nonfinite.message(window, self._global_step + 1, distributed=self._distributed)
         if self._nonfinite.skips(message):
             return
-        for one in self._windows.values():
+        for one in self._windows:
             if one.complete:  # others that shared the loss
                 one.clear()
         if self._scaler is not None:

@@ -1,0 +1,35 @@
+"""The windows of all optimizers: their parameters follow what the script does to an optimizer."""
+
+from __future__ import annotations
+
+from unittest.mock import Mock
+
+import pytest
+import torch
+from plain_loop import model_of, sgd, strategy_of
+from pretended import pretended_rank
+
+
+def test_buckets_are_made_later_if_there_was_no_memory_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank, model = pretended_rank(0, 2), model_of()
+    rank.step._prepared.add_names(model)
+    optimizer = sgd(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(rank.step._reduction, "_bucketed", Mock(side_effect=MemoryError))
+        with pytest.raises(MemoryError):
+            rank.step._windows.of([optimizer])
+    [window] = rank.step._windows.of([optimizer])
+    assert len(window.finishers) == 1
+    assert window.trained == list(model.parameters())
+
+
+def test_a_parameter_added_to_an_optimizer_is_trained() -> None:
+    strategy, (one, two) = strategy_of(), (model_of(1), model_of(2))
+    optimizer = sgd(one)
+    one, two, optimizer = strategy.prepare(one, two, optimizer)
+    rows = torch.ones(2, 4, dtype=torch.float64)
+    strategy.step(one(rows).sum(), optimizer)
+    optimizer.add_param_group({"params": list(two.parameters())})
+    before = [p.clone() for p in two.parameters()]
+    strategy.step(two(rows).sum() + one(rows).sum(), optimizer)
+    assert not any(torch.equal(p, was) for p, was in zip(two.parameters(), before, strict=True))
