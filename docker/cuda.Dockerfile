@@ -31,12 +31,15 @@ RUN --mount=type=cache,target=/var/cache/unitrain \
 # torch brings the CUDA libraries that it and Horovod run on; this base adds what the container runtime looks for.
 FROM nvidia/cuda:13.0.1-base-ubuntu24.04
 
-# ssh is how mpirun and horovodrun reach other hosts.
+# ssh is how mpirun and horovodrun reach other hosts. The keys that the package makes would be those of every container.
 # hadolint ignore=DL3008
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends openssh-client python3 \
-    && rm -rf /var/lib/apt/lists/* \
-    && useradd --create-home --uid 10001 unitrain
+    && apt-get install --yes --no-install-recommends openssh-client openssh-server python3 \
+    && rm -rf /var/lib/apt/lists/* /etc/ssh/ssh_host_* \
+    && useradd --create-home --uid 10001 unitrain \
+    && install --directory --owner unitrain --mode 700 /keys /home/unitrain/runs
+COPY docker/ssh/sshd.conf /etc/ssh/sshd_config.d/unitrain.conf
+COPY docker/ssh/ssh.conf /etc/ssh/ssh_config.d/unitrain.conf
 COPY --from=build /opt/venv /opt/venv
 ENV PATH=/opt/venv/bin:$PATH
 

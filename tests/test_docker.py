@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import socket
 import subprocess
 import sysconfig
 from pathlib import Path
@@ -28,7 +31,7 @@ def _services(path: Path) -> dict[str, Any]:
 
 def test_there_is_an_image_for_cpus_and_one_for_gpus() -> None:
     assert [path.name for path in DOCKERFILES] == ["cpu.Dockerfile", "cuda.Dockerfile"]
-    assert [path.name for path in COMPOSE_FILES] == ["compose.cpu.yaml", "compose.gpu.yaml"]
+    assert [path.name for path in COMPOSE_FILES] == ["compose.cluster.yaml", "compose.cpu.yaml", "compose.gpu.yaml"]
 
 
 @pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.name)
@@ -64,7 +67,7 @@ def test_both_images_have_the_same_torch() -> None:
 
 def test_what_the_installation_needs_travels_to_the_builder() -> None:
     allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
-    assert {"pyproject.toml", "README.md", "LICENSE", "unitrain", "backends", "recipes"} == allowed
+    assert {"pyproject.toml", "README.md", "LICENSE", "unitrain", "backends", "recipes", "docker/ssh"} == allowed
     assert all((ROOT / name).exists() for name in allowed)
 
 
@@ -80,7 +83,7 @@ def test_services_build_a_file_that_is_there(compose: Path) -> None:
 def test_services_run_a_recipe_that_is_there(compose: Path) -> None:
     for name, service in _services(compose).items():
         words = re.findall(r"recipes/\w+\.py", str(service["command"]))
-        assert words, name
+        assert words or re.search("sshd|ssh-keygen", str(service["command"])), name
         assert all((ROOT / word).is_file() for word in words), name
 
 
@@ -96,3 +99,47 @@ def test_the_gpu_services_ask_for_every_gpu() -> None:
     for service in _services(ROOT / "docker" / "compose.gpu.yaml").values():
         (device,) = service["deploy"]["resources"]["reservations"]["devices"]
         assert (device["driver"], device["count"], device["capabilities"]) == ("nvidia", "all", ["gpu"])
+
+
+@pytest.mark.parametrize("compose", COMPOSE_FILES, ids=lambda path: path.name)
+@pytest.mark.skipif(
+    shutil.which("docker-compose") is None, reason="needs docker-compose: apt-get install docker-compose"
+)
+def test_compose_reads_its_files(compose: Path) -> None:
+    read = subprocess.run(
+        ["docker-compose", "--file", compose, "config", "--quiet"], capture_output=True, text=True, check=False
+    )
+    assert read.returncode == 0, read.stderr
+
+
+@pytest.mark.skipif(
+    not all(map(shutil.which, ("ssh", "ssh-keygen", "/usr/sbin/sshd"))),
+    reason="needs ssh and sshd: apt-get install openssh-server openssh-client",
+)
+def test_the_hosts_of_the_cluster_let_one_another_in(tmp_path: Path) -> None:
+    """Only with the keys that the service ``keys`` has made, and as the user that sshd runs as."""
+    compose = ROOT / "docker" / "compose.cluster.yaml"
+    tmp_path.chmod(0o700)
+    make = _services(compose)["keys"]["command"][-1].replace("$$", "$").replace("/keys", str(tmp_path))
+    for _ in range(2):  # the second time, it keeps what is there
+        subprocess.run(["sh", "-c", make], check=True)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    for name in ("ssh.conf", "sshd.conf"):
+        text = (ROOT / "docker" / "ssh" / name).read_text()
+        (tmp_path / name).write_text(text.replace("/keys", str(tmp_path)).replace("Port 2222", f"Port {port}"))
+    os.makedirs("/run/sshd", exist_ok=True)  # where root's sshd wants it; the image's is not root's
+    sshd = ["/usr/sbin/sshd", "-D", "-e", "-f", tmp_path / "sshd.conf", "-o", "StrictModes=no"]  # /tmp is everybody's
+    daemon = subprocess.Popen(sshd, stderr=subprocess.PIPE)
+    try:
+        ssh = ["ssh", "-F", tmp_path / "ssh.conf", "127.0.0.1", "echo $PATH"]
+        done = subprocess.run(ssh, capture_output=True, text=True, check=False, timeout=60)
+        assert "/opt/venv/bin:" in done.stdout, done.stderr  # the shell may add to it
+        stranger = [*ssh[:3], "-o", f"IdentityFile={tmp_path / 'host'}", "-o", "IdentitiesOnly=yes", *ssh[3:]]
+        (tmp_path / "ssh.conf").write_text((tmp_path / "ssh.conf").read_text().replace("IdentityFile", "#"))
+        refused = subprocess.run(stranger, capture_output=True, text=True, check=False, timeout=60)
+        assert (refused.returncode, "Permission denied" in refused.stderr) == (255, True)
+    finally:
+        daemon.terminate()
+        daemon.communicate()
