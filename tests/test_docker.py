@@ -130,10 +130,10 @@ def test_the_hosts_of_the_cluster_let_one_another_in(tmp_path: Path) -> None:
         text = (ROOT / "docker" / "ssh" / name).read_text()
         (tmp_path / name).write_text(text.replace("/keys", str(tmp_path)).replace("Port 2222", f"Port {port}"))
     os.makedirs("/run/sshd", exist_ok=True)  # where root's sshd wants it; the image's is not root's
-    sshd = ["/usr/sbin/sshd", "-D", "-e", "-f", tmp_path / "sshd.conf", "-o", "StrictModes=no"]  # /tmp is everybody's
+    sshd = ["/usr/sbin/sshd", "-D", "-e", "-f", f"{tmp_path}/sshd.conf", "-o", "StrictModes=no"]  # /tmp is everybody's
     daemon = subprocess.Popen(sshd, stderr=subprocess.PIPE)
     try:
-        ssh = ["ssh", "-F", tmp_path / "ssh.conf", "127.0.0.1", "echo $PATH"]
+        ssh = ["ssh", "-F", f"{tmp_path}/ssh.conf", "127.0.0.1", "echo $PATH"]
         done = subprocess.run(ssh, capture_output=True, text=True, check=False, timeout=60)
         assert "/opt/venv/bin:" in done.stdout, done.stderr  # the shell may add to it
         stranger = [*ssh[:3], "-o", f"IdentityFile={tmp_path / 'host'}", "-o", "IdentitiesOnly=yes", *ssh[3:]]
