@@ -50,6 +50,7 @@ class World:
             "mpirun": ["mpirun", "--oversubscribe", "-np", count, sys.executable],
             "mpich": ["mpiexec.mpich", "-n", count, sys.executable],
             "horovodrun": ["horovodrun", "--gloo", "-np", count, sys.executable],
+            "srun": ["srun", "-n", count, sys.executable],
         }
         return [*starts[self.launcher], *script]
 

@@ -72,7 +72,7 @@ FAULTS: dict[str, Callable[[], object]] = {
 }
 
 
-RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "HOROVOD_RANK")
+RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "HOROVOD_RANK", "SLURM_PROCID")
 RANK = int(next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), 0))
 
 
