@@ -21,7 +21,7 @@ from unitrain.config import Section, StrategyConfig
 from unitrain.errors import BackendError, ConfigError, LaunchError
 from unitrain.launch.detect import Launch
 from unitrain.launch.installed_mpi import point_to_installed_mpi
-from unitrain.launch.rendezvous import mpi_family
+from unitrain.launch.rendezvous import await_all, mpi_family
 
 _LAUNCHERS = ("horovodrun", "mpirun")
 _SERVER = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
@@ -124,6 +124,8 @@ class HorovodBackend(Backend):
             os.environ.update(variables)
             if self.launch.mpi:
                 point_to_installed_mpi()
+            if self.launch.elastic:
+                await_all(self.launch, ":".join(os.environ[name] for name in _SERVER), self.config.timeout_s)
             self._hvd.init()
             # Horovod is initialised once per process and shut down at its exit: MPI can't be initialised twice, and
             # ranks that initialise gloo again may find old addresses. Unlike atexit handlers, finalizers run in
@@ -133,6 +135,13 @@ class HorovodBackend(Backend):
             message = "Horovod is initialised once per process: it keeps the settings of the first strategy."
             warnings.warn(message, UserWarning, stacklevel=7)
         return self._hvd.rank(), self._hvd.size()
+
+    def watch_hosts(self, changed: Callable[[], None]) -> None:
+        """Have horovodrun's elastic driver tell rank 0 when hosts have been added or removed."""
+        if self.rank == 0:
+            manager = import_module("horovod.runner.elastic.worker").WorkerNotificationManager()
+            manager.register_listener(_Listener(changed))
+            manager.init()
 
     def all_reduce(self, tensor: Tensor, op: str, name: str) -> Wait:
         """All-reduce; dtypes that Horovod can't reduce are converted to wider ones."""
@@ -164,6 +173,16 @@ class HorovodBackend(Backend):
 
     def _wait(self, handle: int) -> Any:
         return self._hvd.synchronize(handle)
+
+
+class _Listener:
+    """What horovodrun's elastic driver calls when its hosts have changed."""
+
+    def __init__(self, changed: Callable[[], None]) -> None:
+        self._changed = changed
+
+    def on_hosts_updated(self, timestamp: int, update: int) -> None:
+        self._changed()
 
 
 def _check_served(host: str, port: str) -> None:

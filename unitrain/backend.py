@@ -155,6 +155,12 @@ class Backend(ABC):
             failed: whether this process ends because of an error. Other ranks may be gone: do not wait for them.
         """
 
+    def watch_hosts(self, changed: Callable[[], None]) -> None:
+        """Have a function called, in any thread and on any rank, when the launcher has other hosts for the job.
+
+        Only for a launcher with which ``launch.elastic`` is true.
+        """
+
     def wrap_model(self, module: nn.Module) -> nn.Module:
         """Return the module that the user calls in place of ``module``.
 

@@ -20,6 +20,7 @@ from unitrain.backend import Backend, load_backend
 from unitrain.config import Section, StrategyConfig
 from unitrain.errors import BackendError, ConfigError, LaunchError, UsageError
 from unitrain.job import excepthook
+from unitrain.job.elastic import start_again
 from unitrain.job.job import current
 from unitrain.launch.detect import Launch, detect
 from unitrain.process import (
@@ -88,6 +89,9 @@ def _close_at_exit(strategy: Strategy) -> None:
     except BaseException as error:
         sys.excepthook(type(error), error, error.__traceback__)
         exit_now(1)
+    job = current()
+    if job is not None and job.stopping.starts_again:
+        start_again()
     # Here and not by Python afterwards: the exit watch still runs, if the reader of stdout has stopped.
     with suppress(OSError, ValueError, AttributeError):
         sys.stdout.flush()
@@ -168,7 +172,12 @@ def _check_world(backend: type[Backend], launch: Launch) -> None:
 
 
 def _check_honoured(backend: type[Backend], config: StrategyConfig, launch: Launch) -> None:
-    """Refuse settings that this backend does not support, and warn of those that have no effect in this run."""
+    """Refuse what this backend does not support, and warn of settings that have no effect in this run."""
+    if launch.elastic and backend.watch_hosts is Backend.watch_hosts:
+        raise ConfigError(
+            f"backend {backend.name!r} can't go on with other hosts, as horovodrun --host-discovery-script wants it "
+            "to: use backend horovod, or restart the job with unitrain run --max-restarts 5 -- horovodrun -np N ..."
+        )
     idle = []
     if config.compression not in backend.compressions:
         if launch.world_size > 1:

@@ -78,11 +78,16 @@ def exit_now(code: int, line: str = "") -> NoReturn:
     """End this process from any thread, without exit handlers, which may wait for ranks that are gone."""
     if line:
         print_stderr(line)
+    flush()
+    os._exit(code)
+
+
+def flush() -> None:
+    """Flush stdout and stderr, if that is possible within seconds."""
     flushing = threading.Thread(target=_flush, daemon=True)
     with suppress(RuntimeError):  # Python is shutting down, and starts no thread
         flushing.start()
         flushing.join(_FLUSH_S)  # longer if the reader of stdout has stopped
-    os._exit(code)
 
 
 def _flush() -> None:

@@ -150,6 +150,7 @@ class Checkpoint:
             lambda: self._writing,
             lambda: self._marked,
             lambda: self._continues_from,
+            self._folder.release,
             self._communicator.rank,
             watch.members,
         )

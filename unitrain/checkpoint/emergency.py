@@ -51,6 +51,7 @@ class EmergencyCheckpoint:
         writing: the checkpoint that is being written in the background by this rank, if any.
         best: the step that this run marked as the best last, if any.
         resumed_from: the step that the run was resumed from, if any.
+        release: lets other processes use the folder.
         rank: this rank.
         members: the processes of the job, of which the first holds the folder.
     """
@@ -66,6 +67,7 @@ class EmergencyCheckpoint:
         writing: Callable[[], Future[None] | None],
         best: Callable[[], int | None],
         resumed_from: Callable[[], int | None],
+        release: Callable[[], None],
         rank: int,
         members: tuple[Member, ...],
     ) -> None:
@@ -78,6 +80,7 @@ class EmergencyCheckpoint:
         self._writing = writing
         self._marked = best
         self._resumed_from = resumed_from
+        self._release = release
         self._rank = rank
         self._members = members
         self._recorded: Recorded | None = None
@@ -109,6 +112,10 @@ class EmergencyCheckpoint:
         if holder is None:  # rank 0 has closed it, or not come that far
             return self._root.is_dir() and own.host == first.host
         return (holder.host, holder.pid, holder.started) == (first.host, first.pid, first.started)
+
+    def release(self) -> None:
+        """See ``Saver.release``."""
+        self._release()
 
     def save(self) -> None:
         """See ``Saver.save``."""

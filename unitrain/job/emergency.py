@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from unitrain.job.messages import Elect, Message, Saved, Verdict, Whole
+from unitrain.launch.detect import Launch
 
 # Seconds between a launcher's SIGTERM and its SIGKILL; others leave 30 (torchrun, SLURM), or kill nobody.
 _GRACE_S = {"mpirun": 1.0, "horovodrun": 5.0, "spawn": 2.0}
@@ -27,9 +28,9 @@ _SAME_ERROR_S = 0.3
 _LATE_S = 0.2
 
 
-def grace_s(launcher: str) -> float:
+def grace_s(launch: Launch) -> float:
     """Return how many seconds an emergency checkpoint may take, from the verdict on."""
-    return _USED * _GRACE_S.get(launcher, _USUAL_GRACE_S)
+    return _USED * (_USUAL_GRACE_S if launch.elastic else _GRACE_S.get(launch.launcher, _USUAL_GRACE_S))
 
 
 def election_s(grace_s: float) -> float:
@@ -53,6 +54,9 @@ class Saver(Protocol):
 
     def save(self) -> None:
         """Write that state, and say so."""
+
+    def release(self) -> None:
+        """Let other processes use the folder: this one goes on, but not with this checkpoint."""
 
 
 class Emergency:

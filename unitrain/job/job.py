@@ -9,9 +9,9 @@ from unitrain.communicator import Communicator
 from unitrain.config import StrategyConfig
 from unitrain.errors import BackendError, LaunchError, UnitrainError
 from unitrain.job.authentication import authenticate
-from unitrain.job.emergency import grace_s
 from unitrain.job.exit_watch import watch_exit
 from unitrain.job.handshake import handshake
+from unitrain.job.messages import StopReason
 from unitrain.job.start_watch import StartWatch
 from unitrain.job.stopping import Boundaries, Stopping
 from unitrain.job.verb_check import check_verbs
@@ -112,13 +112,15 @@ class Job:
             one_host = launch.local_world_size == communicator.world_size
             self.watch = Watch(
                 communicator, members, boundaries, config,
-                key=key.value, one_host=one_host, grace_s=grace_s(launch.launcher),
+                key=key.value, one_host=one_host, launch=launch,
             )  # fmt: skip
             watch_exit(
                 str(self.watch), self.pulse,
                 warn_s=min(config.heartbeat_timeout_s, config.timeout_s), end_s=config.timeout_s,
             )  # fmt: skip
         self.stopping: Stopping = Stopping(boundaries, self.pulse, self.watch, is_main=communicator.is_main)
+        if launch.elastic:
+            backend.watch_hosts(lambda: self.stopping.request(StopReason(hosts_changed=True)))
 
     def is_secondary(self, error: BaseException | None) -> bool:
         """Return whether an error is, or was caused by, one that the library raises when another rank has gone."""

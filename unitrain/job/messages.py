@@ -15,7 +15,10 @@ class StopReason:
     """Why a run is to stop at a boundary."""
 
     signal: int | None = None
-    """Number of the signal; None if a checkpoint could not be written in the background."""
+    """Number of the signal."""
+    hosts_changed: bool = False
+    """Whether it is to go on at once, with other hosts. If there is no signal either, a checkpoint could not be written
+    in the background."""
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ import time
 from types import TracebackType
 
 from unitrain.config import StrategyConfig
+from unitrain.job.elastic import end_for_others
 from unitrain.launch.detect import Launch
 from unitrain.launch.local_ranks import LocalRanks
-from unitrain.process import exit_now
 
 _CHECK_S = 1.0
 # Of several ranks that wait, the first reports. The others report it, too, if they still run after this.
@@ -89,4 +89,4 @@ class StartWatch:
         if self._joined.wait(0 if first else _FIRST_S):
             return
         me = f"rank {self._launch.rank} on {socket.gethostname()} (pid {os.getpid()})"
-        exit_now(1, f"unitrain: {me}: stopped because {reason}.")
+        end_for_others(self._launch, f"unitrain: {me}: stopped because {reason}.")

@@ -101,6 +101,9 @@ class Stopping:
         pulse: counts the boundaries that were passed.
         coordinator: lets the ranks agree; None in a world of one.
         is_main: whether this is rank 0, which prints.
+
+    Attributes:
+        starts_again: whether this process has stopped to go on with other hosts.
     """
 
     def __init__(self, boundaries: Boundaries, pulse: Pulse, coordinator: Coordinator | None, *, is_main: bool) -> None:
@@ -110,10 +113,14 @@ class Stopping:
         self._is_main = is_main
         self._checkpoint: Saves | None = None
         self._signals: StopSignals | None = None
+        self._hosts_changed = False  # before there was a checkpoint
+        self.starts_again: bool = False
 
     def listen(self, checkpoint: Saves) -> None:
-        """From now on, save a checkpoint and stop the run on SIGTERM, SIGINT and SIGUSR1."""
+        """From now on, save a checkpoint and stop the run on SIGTERM, SIGINT and SIGUSR1, and if hosts have changed."""
         self._checkpoint = checkpoint
+        if self._hosts_changed:
+            self.request(StopReason(hosts_changed=True))
         self._signals = StopSignals(lambda number: self.request(StopReason(number)))
 
     def close(self) -> None:
@@ -134,7 +141,7 @@ class Stopping:
         """Pass a boundary, or stop if it is the one that was agreed on. In the main thread only.
 
         Raises:
-            Stopped: after a signal; the open checkpoint has been saved.
+            Stopped: after a signal, or if hosts have changed; the open checkpoint has been saved.
             CheckpointError: a checkpoint could not be written in the background.
         """
         self._pulse.boundary += 1
@@ -153,6 +160,9 @@ class Stopping:
 
     def _act_on(self, reason: StopReason) -> None:
         """Act on the reason of a stop. Collective."""
+        if reason.hosts_changed:
+            self._go_on_elsewhere()
+            return
         if reason.signal is None:
             if self._checkpoint is not None:
                 self._checkpoint.wait()  # raises the error, unless it was raised already
@@ -169,6 +179,17 @@ class Stopping:
             except SystemExit as end:
                 raise Stopped(end.code) from end
         raise Stopped(128 + number)
+
+    def _go_on_elsewhere(self) -> None:
+        """Save a checkpoint, and stop; not before there is a checkpoint, from which to go on. Collective."""
+        self._hosts_changed = True
+        if self._checkpoint is None:
+            return
+        where = self._checkpoint.save_now()
+        if self._is_main:
+            print_stdout(f"unitrain: hosts have changed: stopped after step {self._pulse.step}, saved in {where}.")
+        self.starts_again = True
+        raise Stopped(os.EX_TEMPFAIL)
 
 
 class StopSignals:

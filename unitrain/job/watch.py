@@ -17,7 +17,8 @@ from unitrain.config import StrategyConfig
 from unitrain.errors import CommunicationError, ConfigError
 from unitrain.job import messages
 from unitrain.job.admission import introduce
-from unitrain.job.emergency import Emergency, Saver, election_s
+from unitrain.job.elastic import end_for_others
+from unitrain.job.emergency import Emergency, Saver, election_s, grace_s
 from unitrain.job.hub import SILENT_END, Member, heartbeat_interval_s
 from unitrain.job.hub_server import start_hub
 from unitrain.job.link import Link
@@ -25,6 +26,7 @@ from unitrain.job.messages import Message, StopReason, Verdict
 from unitrain.job.reaper import Reaper
 from unitrain.job.stopping import Boundaries
 from unitrain.launch.addresses import own_addresses
+from unitrain.launch.detect import Launch
 from unitrain.process import exit_now, kill_stalled, print_stacks, print_stderr
 
 A = TypeVar("A", messages.Answer, messages.CallsAgree)
@@ -49,7 +51,7 @@ class Watch:
         config: the settings.
         key: the job's key.
         one_host: whether all ranks are on this host.
-        grace_s: seconds that an emergency checkpoint may take.
+        launch: how this process was started.
 
     Attributes:
         members: all processes of the job, by rank.
@@ -68,10 +70,11 @@ class Watch:
         *,
         key: bytes,
         one_host: bool,
-        grace_s: float,
+        launch: Launch,
     ) -> None:
         self.saver: Saver | None = None
-        self._grace_s = grace_s
+        self._launch = launch
+        self._grace_s = grace_s(launch)
         self._pulse = communicator.pulse
         self._boundaries = boundaries
         self.members: tuple[Member, ...] = tuple(members)
@@ -265,6 +268,8 @@ class Watch:
             self._changed.notify_all()
         if self.saver is not None and not verdict.on_all_ranks:
             self._survive(verdict, self.saver, has_hub=has_hub)
+        if self.saver is not None and self._launch.elastic:
+            self.saver.release()
         ending = self._ending
         self._over.set()
         if verdict.stalled and culprit.host == self._me.host and rank != self._me.rank:
@@ -274,9 +279,11 @@ class Watch:
             return  # the main thread has an error to report
         if verdict.on_all_ranks:
             exit_now(ConfigError.exit_code)
+        line = f"unitrain: {self._me}: stopped because {verdict.text}"
         if rank == self._me.rank:
             print_stacks(f"unitrain: stacks of {self._me} when the job was ended because of it:")
-        exit_now(1, f"unitrain: {self._me}: stopped because {verdict.text}")
+            exit_now(1, line)
+        end_for_others(self._launch, line)
 
     def _survive(self, verdict: Verdict, saver: Saver, *, has_hub: bool) -> None:
         """Return when this rank or another has written an emergency checkpoint, or there is none to write."""

@@ -53,6 +53,8 @@ class Launch:
     """Address of the rendezvous, as host:port; None with MPI, through which rank 0 broadcasts it."""
     mpi: str | None = None
     """The MPI that the launcher belongs to: Open MPI 4 (or older), Open MPI 5 (or newer) or MPICH (or Intel MPI)."""
+    elastic: bool = False
+    """Whether horovodrun goes on with other processes when one fails, and when hosts are added or removed."""
     restarts: int = 0
     """Number of times that torchrun has restarted the job."""
     also: tuple[str, ...] = ()
@@ -168,9 +170,12 @@ def _read_horovodrun(variables: _Variables) -> Launch:
         variables.matching("HOROVOD_CPU_OPERATIONS", "gloo", "gloo")
     host = variables.host("HOROVOD_GLOO_RENDEZVOUS_ADDR")
     address = f"{host}:{variables.integer('HOROVOD_GLOO_RENDEZVOUS_PORT', 1, 65535)}"
+    elastic = variables.environ.get("HOROVOD_ELASTIC") == "1"
+    if elastic:
+        variables.string("HOROVOD_HOSTNAME")
     if variables.has_master:
-        return replace(launch, rendezvous="tcp", address=variables.master())
-    return replace(launch, rendezvous="horovod", address=address)
+        return replace(launch, rendezvous="tcp", address=variables.master(), elastic=elastic)
+    return replace(launch, rendezvous="horovod", address=address, elastic=elastic)
 
 
 def _read_open_mpi(variables: _Variables) -> Launch:

@@ -33,6 +33,7 @@ _secrets: dict[Launch, bytes] = {}
 
 _ANSWER_S, _RETRY_S = 5.0, 0.1
 _KEY_VALUE_PATH = "/unitrain/store"
+_HERE = "/unitrain/rank-{}"
 _MOST_BYTES = 2**16  # of rank 0's addresses
 _SECRET_BYTES = 32
 _LOOPBACK = "127.0.0.1"
@@ -298,11 +299,42 @@ def _through_horovodrun(launch: Launch, timeout: timedelta) -> Store:
     return _at_port_of_rank_0(launch, timeout, share)
 
 
-def _request(server: str, method: str, body: str | None = None) -> str | None:
-    """Put or get UniTrain's value at horovodrun's server; return None if it is not set yet."""
+def await_all(launch: Launch, server: str, timeout_s: float) -> None:
+    """Wait at the server of horovodrun's elastic driver until every rank has come there. Collective.
+
+    Horovod's own rendezvous would abort the process if one never came: that of a host that was added, say, and on which
+    no process could be started.
+
+    Args:
+        launch: the place of this process.
+        server: address of the server.
+        timeout_s: timeout for the other ranks.
+
+    Raises:
+        CommunicationError: a rank did not come in time, or the server does not answer.
+    """
+    deadline = time.monotonic() + timeout_s
+    # Only rank 0 asks for each of them.
+    awaited = set(range(1, launch.world_size)) if launch.rank == 0 else {0}
+    if launch.rank:
+        _request(server, "PUT", "here", path=_HERE.format(launch.rank))
+    while awaited := {rank for rank in awaited if _request(server, "GET", path=_HERE.format(rank)) is None}:
+        if time.monotonic() > deadline:
+            ranks = ", ".join(map(str, sorted(awaited)))
+            raise CommunicationError(
+                f"rank {launch.rank} of {launch.world_size} waited {timeout_s:g} s for rank {ranks} to be started. "
+                "See above for what horovodrun says of its host."
+            )
+        time.sleep(_RETRY_S)
+    if launch.rank == 0:
+        _request(server, "PUT", "here", path=_HERE.format(0))
+
+
+def _request(server: str, method: str, body: str | None = None, path: str = _KEY_VALUE_PATH) -> str | None:
+    """Put or get a value of UniTrain's at horovodrun's server; return None if it is not set yet."""
     connection = http.client.HTTPConnection(server, timeout=10)
     try:
-        connection.request(method, _KEY_VALUE_PATH, body)
+        connection.request(method, path, body)
         response = connection.getresponse()
         content = response.read(_MOST_BYTES).decode(errors="replace")
     except (OSError, http.client.HTTPException) as error:

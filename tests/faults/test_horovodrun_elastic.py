@@ -1,0 +1,122 @@
+"""horovodrun's elastic driver: a host is lost and another one added, and the job goes on by itself, with as many steps.
+
+Three hosts (tests/cluster.py), of which the discovery script names those that the test wants.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import psutil
+import pytest
+from cluster import Cluster, cluster
+from lives import EPOCHS, PHASES, assert_undisturbed, begun_again, lives, ranks, undisturbed
+
+__all__ = ["undisturbed"]  # the fixture
+pytestmark = [
+    pytest.mark.launcher,
+    pytest.mark.soak,
+    pytest.mark.timeout(400),
+    pytest.mark.xdist_group("cluster"),
+    pytest.mark.skipif(find_spec("horovod") is None, reason="horovod is not installed"),
+]
+QUICK = {"UNITRAIN_HEARTBEAT_TIMEOUT_S": "5", "UNITRAIN_TIMEOUT_S": "40"}
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with cluster(tmp_path_factory.mktemp("cluster"), 3) as running:
+        yield running
+
+
+class Elastic:
+    """An elastic job, and what happens to it meanwhile."""
+
+    def __init__(self, hosts: Cluster, folder: Path, *slots: str) -> None:
+        self.folder = folder
+        self._known: set[int] = set()
+        self.set_hosts(*slots)
+        (folder / "hosts.sh").write_text(f"#!/bin/sh\nexec cat {folder}/hosts\n")
+        (folder / "hosts.sh").chmod(0o755)
+        discovery = ["--min-np", "1", "--max-np", "4", "--host-discovery-script", str(folder / "hosts.sh")]
+        self.process = hosts.start(
+            0,
+            ["horovodrun", "--gloo", "-np", "2", *discovery, "python", str(PHASES), str(folder), str(EPOCHS)],
+            environ={**QUICK, "TESTS_PAUSE": "0.1", "OMP_NUM_THREADS": "1"},
+            cwd=folder,
+        )
+
+    def set_hosts(self, *slots: str) -> None:
+        """Have the discovery script print these from now on."""
+        (self.folder / "hosts.new").write_text("".join(f"{one}\n" for one in slots))
+        (self.folder / "hosts.new").replace(self.folder / "hosts")
+
+    def on(self, host: str) -> psutil.Process:
+        """Return a rank of a host."""
+        return next(process for _, process in ranks(self.folder) if process.environ()["HOROVOD_HOSTNAME"] == host)
+
+    def wait_for(self, condition: Callable[[], object]) -> None:
+        deadline = time.monotonic() + 120
+        while not condition():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                self.process.kill()
+                raise AssertionError(self.process.communicate()[0])
+            time.sleep(0.1)
+
+    def train_on(self, world: int) -> None:
+        """Wait until the job trains on so many ranks, in a start that is new."""
+        self.wait_for(lambda: set(lives(self.folder)) - self._known)
+        newest = max(lives(self.folder))
+        self._known = set(lives(self.folder))
+
+        def trains() -> bool:
+            return sum(file.stat().st_size > 0 for file in self.folder.glob(f"{newest}.*.notes")) == world
+
+        self.wait_for(trains)
+        time.sleep(1)
+
+    def output(self) -> str:
+        """Wait for the end, and return what was printed."""
+        try:
+            output, _ = self.process.communicate(timeout=120)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise AssertionError(self.process.communicate()[0]) from None
+        assert self.process.returncode == 0, output
+        return str(output)
+
+
+@pytest.mark.parametrize("lost", ["node0", "node1"])
+def test_a_host_is_lost_and_another_added(lost: str, hosts: Cluster, tmp_path: Path, undisturbed: Path) -> None:
+    job = Elastic(hosts, tmp_path, "node0:1", "node1:1")
+    job.train_on(2)
+    job.on(lost).send_signal(signal.SIGKILL)
+    job.train_on(1)
+    left = {"node0": "node1", "node1": "node0"}[lost]
+    job.set_hosts(f"{left}:1", "node2:1")
+    job.train_on(2)
+    job.set_hosts("node2:1")
+    job.train_on(1)
+    output = job.output()
+    assert output.count("unitrain: emergency checkpoint: ") == 1, output
+    assert output.count("unitrain: hosts have changed: stopped after step ") == 2, output
+    again = begun_again(tmp_path)
+    assert again[0] <= 1, output
+    assert again[1:] == [0, 0], "with all ranks there, no step is done again"
+    assert_undisturbed(tmp_path, undisturbed)
+
+
+def test_a_host_that_can_not_be_reached_is_left_out(hosts: Cluster, tmp_path: Path, undisturbed: Path) -> None:
+    job = Elastic(hosts, tmp_path, "node0:1", "node1:1")
+    job.train_on(2)
+    job.set_hosts("node0:1", "node1:1", "nowhere:1")
+    job.train_on(2)
+    output = job.output()
+    assert "waited 40 s for rank 2 to be started" in output
+    assert begun_again(tmp_path) == [0]
+    assert_undisturbed(tmp_path, undisturbed)

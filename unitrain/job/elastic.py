@@ -1,0 +1,67 @@
+"""Goes on in another world under horovodrun's elastic driver, which starts no process again that has not failed.
+
+After the failure of a rank, and when hosts have been added or removed, the driver waits until every process has asked
+for its next rank or has ended. It takes each that ends with an error for a failure of its host, which it then leaves
+out. So survivors must not end: in place of each, its command is run again, by ``unitrain.launch.horovod_elastic``, and
+resumes from the checkpoint that was saved before. Nothing of the library's or the script's state has to be taken back
+to what it was, as it would if Horovod were initialised again in the same process.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
+
+from unitrain.launch import horovod_elastic
+from unitrain.launch.detect import Launch
+from unitrain.process import exit_now, flush, print_stderr
+
+_END_S = 1.0
+_started_in = os.getcwd()
+
+
+def end_for_others(launch: Launch, line: str, code: int = 1) -> NoReturn:
+    """End this process because of other ranks, from any thread, or have it go on in a world without them.
+
+    Args:
+        launch: how this process was started.
+        line: why, for stderr.
+        code: exit code.
+    """
+    if launch.elastic:
+        start_again(line)
+    exit_now(code, line)
+
+
+def start_again(line: str = "") -> NoReturn:
+    """Run this process's command again in its place, as soon as it has a new rank. From any thread.
+
+    Args:
+        line: why, for stderr.
+    """
+    if line:
+        print_stderr(line)
+    flush()
+    for worker in multiprocessing.active_children():  # a loader's would not notice: their parent stays
+        worker.kill()
+        worker.join(_END_S)
+    # What C++ libraries have opened would stay open, and other ranks would wait at it.
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        if descriptor > 2:
+            with suppress(OSError):  # that of the listing
+                os.set_inheritable(descriptor, False)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    first = Path("/proc/self/environ").read_bytes().split(b"\0")  # without what the script has changed
+    environ = dict(one.split(b"=", 1) for one in first if b"=" in one)
+    with suppress(OSError):
+        os.chdir(_started_in)
+    asking = [sys.executable, "-I", "-S", horovod_elastic.__file__, *sys.orig_argv]
+    try:
+        os.execve(sys.executable, asking, environ)
+    except OSError as error:
+        exit_now(1, f"unitrain: {sys.executable} could not be run again: {error}")
