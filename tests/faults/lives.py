@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import random
+import shlex
 import subprocess
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -13,13 +16,15 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from harness import ONE
+from harness import ONE, TORCHRUN, World
 from jobs import run_job
 from program import GLOBAL_BATCH, RANK_VARIABLES, SAMPLES
 
 PHASES = Path(__file__).parent / "phases.py"
-EPOCHS, PAUSE_S = 6, 0.03
+EPOCHS, PAUSE_S, RESTARTS = 6, 0.03, 5
 STEPS = EPOCHS * -(-SAMPLES // GLOBAL_BATCH)
+# A kill comes so many seconds after the first step of a start, or after its first process.
+MOST_S, MOST_START_S, AT_START = 2.5, 6.0, 0.15
 
 
 @pytest.fixture(scope="session")
@@ -99,3 +104,62 @@ def assert_undisturbed(folder: Path, undisturbed: Path) -> None:
         for one in (folder, undisturbed)
     )
     torch.testing.assert_close(trained, expected, rtol=0, atol=1e-9)
+
+
+@dataclass
+class Killer:
+    """Kills one rank of each start of a job but the last, and says how many the next one is to have."""
+
+    folder: Path
+    plan: tuple[int, ...]
+    drawn: random.Random
+    at_start: float = AT_START
+    """The probability that a kill comes before the first step."""
+    met: list[str] = field(default_factory=list)
+    """The phases in which the kills met their ranks."""
+
+    def __post_init__(self) -> None:
+        (self.folder / "ranks").write_text(str(self.plan[0]))
+
+    def run(self, process: subprocess.Popen[bytes]) -> None:
+        for following in self.plan[1:]:
+            before = {rank.pid for _, rank in ranks(self.folder)} if self.met else set()
+            known = set(lives(self.folder))
+            at_start = self.drawn.random() < self.at_start
+            moment = self.drawn.uniform(0, MOST_START_S if at_start else MOST_S)
+
+            def has_begun(at_start: bool = at_start, before: set[int] = before, known: set[int] = known) -> bool:
+                if at_start:
+                    return any(rank.pid not in before for _, rank in ranks(self.folder))
+                return any(life.steps for start, life in lives(self.folder).items() if start not in known)
+
+            while not has_begun():
+                if process.poll() is not None:
+                    return
+                time.sleep(0.05)
+            time.sleep(moment)
+            (self.folder / "ranks").write_text(str(following))
+            self._kill()
+
+    def _kill(self) -> None:
+        alive = sorted(ranks(self.folder), key=lambda rank: rank[0])
+        if alive:
+            number, process = self.drawn.choice(alive)
+            with suppress(psutil.NoSuchProcess):  # it has ended by itself
+                process.kill()
+                phase = self.folder / f"{number}.phase"
+                self.met.append(f"{phase.read_text().strip() if phase.exists() else 'start'} of rank {number}")
+        for phase in self.folder.glob("*.phase"):
+            phase.unlink()
+
+
+def restarting(world: World, folder: Path, plan: tuple[int, ...]) -> list[str]:
+    """Return a command that is started again when a rank is killed, with as many ranks as the file ``ranks`` says."""
+    command = world.command(plan[0], str(folder), str(EPOCHS), program=PHASES)
+    if len(set(plan)) == 1:
+        if world == TORCHRUN:
+            return [command[0], "--max-restarts", str(RESTARTS), *command[1:]]
+        return ["unitrain", "run", "--max-restarts", str(RESTARTS), "--", *command]
+    count = command.index(str(plan[0]))
+    line = f'{shlex.join(command[:count])} "$(cat ranks)" {shlex.join(command[count + 1 :])}'
+    return ["unitrain", "run", "--max-restarts", str(RESTARTS), "--", "bash", "-c", f"exec {line}"]

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from unitrain import rng
 from unitrain.checkpoint import epoch_end, fit, metric_states, saved, storage
-from unitrain.checkpoint.emergency import EmergencyCheckpoint
+from unitrain.checkpoint.emergency import EmergencyCheckpoint, is_here
 from unitrain.checkpoint.epoch_end import EpochEnd
 from unitrain.checkpoint.folder import METRICS, RUN, Saved, prune
 from unitrain.checkpoint.last_boundary import LastBoundary
@@ -26,7 +26,9 @@ from unitrain.checkpoint.mapped import MappedFiles
 from unitrain.checkpoint.parameter_names import Name, in_order, names_of
 from unitrain.checkpoint.shards import PREFIX, file_name, gather_shards, paths, read, separate
 from unitrain.checkpoint.snapshot import snapshot
-from unitrain.checkpoint.together import collect, write_own
+from unitrain.checkpoint.spool import Spool, collect, is_too_slow
+from unitrain.checkpoint.together import collect as collect_files
+from unitrain.checkpoint.together import write_own
 from unitrain.checkpoint.verifying import JointVerification
 from unitrain.communicator import Communicator
 from unitrain.config import StrategyConfig
@@ -41,6 +43,8 @@ from unitrain.training.step import TrainingStep
 from unitrain.training.streaming import Form, Held, Keys, outline, receive, receive_optimizer
 from unitrain.url import parsed
 
+# A checkpoint is this many times as large as its models, at most as a rule: Adam keeps two numbers for each parameter.
+_MOST_STATES = 3
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 
 # The saves in the background. They use executors, which refuse work once the main thread has ended: a script may end
@@ -125,39 +129,70 @@ class Checkpoint:
         self._continues_from: int | None = None
         self._best: int | None = None  # the step of the best checkpoint so far; on rank 0 only
         self._marked: int | None = None  # the step that was last saved as the best, or is being saved
+        self._resumed_best: int | None = None  # that of the best when the run was resumed
         self._began = False
         self._epoch_end: EpochEnd | None = None
         step.at_epoch_end = self._remember_epoch_end
-        communicator.on_main(self._open)
+        communicator.on_main(self._claim)
         self._watch = watch
         self._boundary: LastBoundary | None = None
-        place = parsed(folder)
         # Of sharded state, no rank has all. What a GPU has queued before a rank failed may still change the weights.
-        whole = not communicator.shards and communicator.device.type == "cpu" and isinstance(place, Path)
-        if watch is not None and settings.emergency_checkpoint == "auto" and whole:
-            self._prepare_for_emergencies(watch, Path(place))
+        whole = not communicator.shards and communicator.device.type == "cpu"
+        survives = watch is not None and settings.emergency_checkpoint == "auto" and whole
+        place = parsed(folder)
+        root = place if isinstance(place, Path) else None
+        self._spool = self._collect(root, may_spool=survives)
+        communicator.on_main(self._look)
+        if watch is not None and survives:
+            self._prepare_for_emergencies(watch, root)
 
-    def _prepare_for_emergencies(self, watch: Watch, root: Path) -> None:
+    def _collect(self, root: Path | None, *, may_spool: bool) -> Spool | None:
+        """Fetch an emergency checkpoint from where it was written first, if there is one. Collective.
+
+        Returns:
+            Where this run may write one first; None if it does not.
+        """
+        ranks, watch = self._communicator, self._watch
+        large = watch is not None and is_too_slow(_MOST_STATES * self._nbytes, watch.grace_s)
+        makes = may_spool and (root is None or large)
+        run = ranks.on_main(lambda: self._folder.run_id(make=makes))
+        if run is None:
+            return None
+        spool, members = Spool(run), watch.members if watch is not None else ()
+        here = root is None or not members or is_here(root, members, ranks.rank)
+        collect(ranks, members, self._folder, spool, is_here=here)
+        return spool
+
+    def _prepare_for_emergencies(self, watch: Watch, root: Path | None) -> None:
         self._boundary = LastBoundary(self._objects, self._modules().values(), self._communicator.pulse)
         self._step.at_boundary, self._step.before_change = self._boundary.record, self._boundary.leave
         watch.saver = EmergencyCheckpoint(
             root,
+            self._spool,
+            watch.grace_s,
             self._boundary,
             self._prepared,
             self._modules,
             lambda: (self._parts(), {"scaler": self._scaler_state(), "names": self._names()}),
             self._about,
             lambda: self._writing,
-            lambda: self._marked,
+            lambda: self._marked if self._marked is not None or root is not None else self._resumed_best,
             lambda: self._continues_from,
             self._folder.release,
             self._communicator.rank,
             watch.members,
         )
 
-    def _open(self) -> None:
+    @property
+    def _nbytes(self) -> int:
+        """Size of the modules' states."""
         tensors = [t for module in self._modules().values() for t in self._state(module).values()]
-        self._folder.claim(sum(t.nbytes for t in tensors if isinstance(t, Tensor)))
+        return sum(t.nbytes for t in tensors if isinstance(t, Tensor))
+
+    def _claim(self) -> None:
+        self._folder.claim(self._nbytes)
+
+    def _look(self) -> None:
         self._unclaimed = next(iter(self._folder.steps()), None)
         if self._unclaimed is not None:
             self._request_stop(StopReason())  # before the first step, unless resume or discard is called
@@ -298,13 +333,17 @@ class Checkpoint:
     def discard(self) -> None:
         """Remove all checkpoints of earlier runs from the folder. Collective."""
 
-        def remove() -> None:
+        def remove() -> str | None:
             for step in self._folder.steps():
                 self._folder.remove(step)
             self._folder.point_to_best(None)
+            self._folder.forget_run()
             self._unclaimed = self._best = None
+            return self._folder.run_id(make=self._spool is not None)
 
-        self._communicator.on_main(remove)
+        run = self._communicator.on_main(remove)
+        if self._spool is not None and run is not None:
+            self._spool.belong_to(run)
 
     def _report(self, writing: Future[None]) -> None:
         """Report a failure in the background to all ranks, which raise it at their next boundary."""
@@ -344,7 +383,7 @@ class Checkpoint:
         if begun is None:
             self._folder.write(number, parts, about)
         else:
-            others = partial(collect, begun, range(1, self._writers), self._settings.timeout_s)
+            others = partial(collect_files, begun, range(1, self._writers), self._settings.timeout_s)
             self._folder.write(number, parts, about, begun, others)
         self._best = best_step  # not before: what was the best is kept if this one can't be written
         self._folder.point_to_best(best_step)
@@ -441,7 +480,7 @@ class Checkpoint:
             loaded = metric_states.check(metrics, parts.get(METRICS), ranks.world_size, force=force)
             if changed and ranks.is_main:
                 print_stderr(f"unitrain: resuming with other settings: {'; '.join(changed)}")
-            ranks.on_main(lambda: self._continue_from(opened, is_newest=path is None))
+            self._resumed_best = ranks.on_main(lambda: self._continue_from(opened, is_newest=path is None))
             replaced = [] if self._step.global_step else self._replaced_options(parts)
             self._apply(parts, opened, files, held)
             if METRICS in parts:
@@ -473,11 +512,12 @@ class Checkpoint:
             for option in fit.replaced_options(name, optimizer.param_groups, parts[name]["param_groups"])
         ]
 
-    def _continue_from(self, opened: Saved | None, *, is_newest: bool) -> None:
+    def _continue_from(self, opened: Saved | None, *, is_newest: bool) -> int | None:
         self._unclaimed = None
         self._best = None if opened is None else saved.best_beside(opened, self._folder)
         if is_newest:
             self._folder.point_to_best(self._best)  # a kill may have come before this
+        return self._best
 
     def _apply(self, parts: dict[str, Any], opened: Saved | None, files: MappedFiles, held: Mapping[str, Held]) -> None:
         """Load the state. Collective.

@@ -10,14 +10,15 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from unitrain.checkpoint import manifest as manifests
 from unitrain.checkpoint import metric_states, storage
@@ -25,6 +26,7 @@ from unitrain.checkpoint.folder import RUN
 from unitrain.checkpoint.last_boundary import LastBoundary, Recorded
 from unitrain.checkpoint.lock import holder_of
 from unitrain.checkpoint.manifest import DamagedError
+from unitrain.checkpoint.spool import Spool, is_too_slow
 from unitrain.checkpoint.writing import check_part, write_part
 from unitrain.errors import CheckpointError
 from unitrain.job.hub import Member
@@ -42,14 +44,17 @@ class EmergencyCheckpoint:
     """Saves the state of the last boundary, as ``unitrain.job.emergency.Saver``.
 
     Args:
-        root: the folder of the checkpoints.
+        root: the folder of the checkpoints; None if it is in an object store.
+        spool: where they are written first if that takes too long.
+        seconds: time for the checkpoint.
         boundary: records the state.
         prepared: knows which modules have averaged weights now.
         modules: the original modules, by name.
         state: returns the states of all objects, and what else the run has: the scaler's, and parameters' names.
         about: returns what the manifest says, given the step of the best checkpoint.
         writing: the checkpoint that is being written in the background by this rank, if any.
-        best: the step that this run marked as the best last, if any.
+        best: the step that this run marked as the best last, if any; in an object store, that of the checkpoint that it
+            was resumed from, too.
         resumed_from: the step that the run was resumed from, if any.
         release: lets other processes use the folder.
         rank: this rank.
@@ -58,7 +63,9 @@ class EmergencyCheckpoint:
 
     def __init__(
         self,
-        root: Path,
+        root: Path | None,
+        spool: Spool | None,
+        seconds: float,
         boundary: LastBoundary,
         prepared: PreparedModules,
         modules: Callable[[], Mapping[str, nn.Module]],
@@ -71,7 +78,9 @@ class EmergencyCheckpoint:
         rank: int,
         members: tuple[Member, ...],
     ) -> None:
-        self._root = root.absolute()
+        self._root = None if root is None else root.absolute()
+        self._spool = spool
+        self._seconds = seconds
         self._boundary = boundary
         self._prepared = prepared
         self._modules = modules
@@ -90,28 +99,20 @@ class EmergencyCheckpoint:
         found = self._boundary.hold(patience_s)
         if isinstance(found, str):
             return None, found and f"rank {self._rank}: {found}"
-        if found.step == (self._resumed_from() or 0) or not self._is_here():
+        if found.step == (self._resumed_from() or 0):
             return None, ""
-        newest = next(map(storage.step_of, storage.found(self._root)), -1)
-        if newest >= found.step:
-            return None, f"{self._root} has one of step {newest}" if newest > found.step else ""
+        if self._root is not None:
+            if not is_here(self._root, self._members, self._rank):
+                return None, ""
+            newest = next(map(storage.step_of, storage.found(self._root)), -1)
+            if newest >= found.step:
+                return None, f"{self._root} has one of step {newest}" if newest > found.step else ""
         if self._prepared.swapped:
             return None, f"rank {self._rank}: the model had the weights of its average, after step {found.step}"
         if any(metric._update_count for metric in metric_states.metrics_in(self._modules()).values()):
             return None, "the states of metrics would be those of one rank only"
         self._recorded = found
         return found.step, ""
-
-    def _is_here(self) -> bool:
-        """Return whether the folder is the one that rank 0 saves to, and not one of the same name on another host."""
-        first, own = self._members[0], self._members[self._rank]
-        try:
-            holder = holder_of(self._root)
-        except CheckpointError:
-            return False
-        if holder is None:  # rank 0 has closed it, or not come that far
-            return self._root.is_dir() and own.host == first.host
-        return (holder.host, holder.pid, holder.started) == (first.host, first.pid, first.started)
 
     def release(self) -> None:
         """See ``Saver.release``."""
@@ -135,6 +136,7 @@ class EmergencyCheckpoint:
         print_stderr(
             f"unitrain: emergency checkpoint: rank {self._rank} has saved the state after step {self._recorded.step} "
             f"in {folder} ({time.monotonic() - began:.1f} s)."
+            + ("" if folder.parent == self._root else " The next start on this host moves it to the run's checkpoints.")
             + (" BatchNorm's running statistics are those of its samples." if statistics else "")
         )
 
@@ -143,8 +145,12 @@ class EmergencyCheckpoint:
 
         It is not synced to the disk, for which there may be no time: only a failure of the host could damage it.
         """
-        first, final = self._members[0], storage.folder_of(self._root, recorded.step)
-        temporary = self._root / f".{final.name}.emergency-{first.pid}-{first.started}.tmp"
+        states, run = self._state()
+        parts = self._boundary.applied_to(states, recorded)
+        parts[RUN] = {"steps": recorded.step, "random": [], **run}
+        root = self._place(sum(leaf.nbytes for leaf in tree_leaves(parts) if isinstance(leaf, Tensor)))
+        first, final = self._members[0], storage.folder_of(root, recorded.step)
+        temporary = root / f".{final.name}.emergency-{first.pid}-{first.started}.tmp"
         if os.path.lexists(final):
             return None
         try:
@@ -152,9 +158,6 @@ class EmergencyCheckpoint:
         except FileExistsError:
             return None
         try:
-            states, run = self._state()
-            parts = self._boundary.applied_to(states, recorded)
-            parts[RUN] = {"steps": recorded.step, "random": [], **run}
             with ThreadPoolExecutor(_THREADS, "emergency checkpoint") as threads:
                 files = dict(threads.map(partial(_write_file, temporary), parts.items()))
             about = {**self._about(self._best()), "emergency": True}
@@ -162,13 +165,30 @@ class EmergencyCheckpoint:
             changed = self._boundary.changed(recorded)
             if changed:
                 raise CheckpointError(changed)
-            if not self._is_here():
+            if self._root is not None and not is_here(self._root, self._members, self._rank):
                 raise CheckpointError(f"{self._root} was taken by another job")
             os.rename(temporary, final)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
         return final
+
+    def _place(self, nbytes: int) -> Path:
+        """Return where the checkpoint is written.
+
+        Raises:
+            CheckpointError: it can be written only to the spool, but not there either.
+        """
+        if self._root is not None and (self._spool is None or not is_too_slow(nbytes, self._seconds)):
+            return self._root
+        assert self._spool is not None
+        try:
+            self._spool.make(nbytes)
+        except (CheckpointError, OSError):
+            if self._root is None:
+                raise
+            return self._root  # the launcher may leave more time than it says
+        return self._spool.folder
 
     def _best(self) -> int | None:
         """Return the step of the best checkpoint.
@@ -177,6 +197,8 @@ class EmergencyCheckpoint:
             CheckpointError: rank 0 has not written it: the dicts of this state would know a best that is not there.
         """
         marked = self._marked()
+        if self._root is None:
+            return marked
         if marked is not None:
             until = time.monotonic() + _BEST_S
             while not (storage.folder_of(self._root, marked) / storage.MANIFEST).exists():
@@ -190,6 +212,18 @@ class EmergencyCheckpoint:
             except DamagedError:
                 continue
         return None
+
+
+def is_here(root: Path, members: Sequence[Member], rank: int) -> bool:
+    """Return whether a folder is the one that rank 0 saves to, and not one of the same name on another host."""
+    first, own = members[0], members[rank]
+    try:
+        holder = holder_of(root)
+    except CheckpointError:
+        return False
+    if holder is None:  # rank 0 has closed it, or not come that far
+        return root.is_dir() and own.host == first.host
+    return (holder.host, holder.pid, holder.started) == (first.host, first.pid, first.started)
 
 
 def _write_file(folder: Path, part: tuple[str, Any]) -> tuple[str, dict[str, Any]]:

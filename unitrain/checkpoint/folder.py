@@ -13,6 +13,8 @@ from unitrain.checkpoint.storage import Verify, verify_files
 from unitrain.errors import CheckpointError
 from unitrain.process import print_stderr
 
+RUN_ID = "run-id"
+"""The file that identifies a run, if emergency checkpoints of it may be elsewhere."""
 RUN = "_run"
 METRICS = "_metrics"
 """Parts of a checkpoint that are not an object's state."""
@@ -103,6 +105,19 @@ class Folder(Protocol):
             step: number of the step.
             verify: verifies files on a disk.
         """
+
+    def take(self, step: int, source: Path) -> None:
+        """Copy a verified checkpoint from another folder, unless there is one of this step. On any rank."""
+
+    def run_id(self, *, make: bool) -> str | None:
+        """Return what identifies the run whose checkpoints these are, or None if it has no identity.
+
+        Args:
+            make: give it one, if it has none.
+        """
+
+    def forget_run(self) -> None:
+        """Remove the identity: what is saved from now on is another run's."""
 
     def remove(self, step: int) -> None:
         """Remove a checkpoint, at once as others see it."""

@@ -6,14 +6,16 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from unitrain.checkpoint import manifest as manifests
 from unitrain.checkpoint import storage
-from unitrain.checkpoint.folder import NotACheckpointError, Others, Saved
+from unitrain.checkpoint.folder import RUN_ID, NotACheckpointError, Others, Saved
 from unitrain.checkpoint.lock import FolderLock
 from unitrain.checkpoint.manifest import Manifest
 from unitrain.checkpoint.mapped import MappedFiles
 from unitrain.checkpoint.storage import Verify, verify_files
+from unitrain.errors import CheckpointError
 
 
 class LocalFolder:
@@ -83,6 +85,29 @@ class LocalFolder:
     def open(self, step: int, verify: Verify = verify_files) -> Saved:
         """See ``Folder.open``."""
         return _opened(storage.folder_of(self._root, step), verify)
+
+    def take(self, step: int, source: Path) -> None:
+        """See ``Folder.take``."""
+        storage.take(self._root, step, source)
+
+    def run_id(self, *, make: bool) -> str | None:
+        """See ``Folder.run_id``."""
+        file = self._root / RUN_ID
+        try:
+            if make and not file.exists():
+                file.write_text(uuid4().hex)
+            return file.read_text()
+        except FileNotFoundError:
+            return None
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"{file} can't be read or written: {error}") from error
+
+    def forget_run(self) -> None:
+        """See ``Folder.forget_run``."""
+        try:
+            (self._root / RUN_ID).unlink(missing_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"{self._root / RUN_ID} can't be removed: {error}") from error
 
     def remove(self, step: int) -> None:
         """See ``Folder.remove``."""

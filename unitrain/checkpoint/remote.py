@@ -14,10 +14,11 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from unitrain.checkpoint import manifest as manifests
 from unitrain.checkpoint import storage
-from unitrain.checkpoint.folder import NotACheckpointError, Others, Saved
+from unitrain.checkpoint.folder import RUN_ID, NotACheckpointError, Others, Saved
 from unitrain.checkpoint.lease import Lease
 from unitrain.checkpoint.manifest import DamagedError, Manifest, folder_name
 from unitrain.checkpoint.mapped import MappedFiles
@@ -138,6 +139,30 @@ class RemoteFolder:
     def open(self, step: int, verify: Verify = verify_files) -> Saved:
         """See ``Folder.open``. Only rank 0 can verify what it has downloaded."""
         return _opened(self._files, self._complete().get(step, folder_name(step)))
+
+    def take(self, step: int, source: Path) -> None:
+        """See ``Folder.take``."""
+        if step in self._complete():
+            return
+        name = folder_name(step)
+        for file in manifests.read(source).files:
+            self._files.upload(source / file, f"{name}/{file}")
+        self._files.write(f"{name}/{manifests.NAME}", (source / manifests.NAME).read_bytes())
+
+    def run_id(self, *, make: bool) -> str | None:
+        """See ``Folder.run_id``."""
+        try:
+            return self._files.read(RUN_ID).decode(errors="replace")
+        except FileNotFoundError:
+            if not make:
+                return None
+        made = uuid4().hex
+        self._files.write(RUN_ID, made.encode())
+        return made
+
+    def forget_run(self) -> None:
+        """See ``Folder.forget_run``."""
+        self._files.remove(RUN_ID)
 
     def remove(self, step: int) -> None:
         """See ``Folder.remove``."""

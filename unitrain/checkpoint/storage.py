@@ -120,6 +120,28 @@ def write(
     return final
 
 
+def take(root: Path, step: int, source: Path) -> None:
+    """Copy a complete checkpoint from another folder, unless there is one of this step.
+
+    Raises:
+        CheckpointError: it can't be copied; nothing of it is left.
+    """
+    final = folder_of(root, step)
+    if os.path.lexists(final):
+        return
+    temporary = begin(root, step)
+    try:
+        for file in source.iterdir():
+            shutil.copyfile(file, temporary / file.name)
+            _sync_path(temporary / file.name)
+        _sync_path(temporary)
+        os.rename(temporary, final)
+        _sync_path(root)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise CheckpointError(f"{source} could not be copied to {final}: {_explain(error, root)}") from error
+
+
 def probe(root: Path, needed: int) -> None:
     """Check that a checkpoint can be written, at the start and not hours later.
 
