@@ -140,7 +140,7 @@ class HorovodBackend(Backend):
         """Have horovodrun's elastic driver tell rank 0 when hosts have been added or removed."""
         if self.rank == 0:
             manager = import_module("horovod.runner.elastic.worker").WorkerNotificationManager()
-            manager.register_listener(_Listener(changed))
+            manager.handle_hosts_updated = lambda timestamp, update: changed()
             manager.init()
 
     def all_reduce(self, tensor: Tensor, op: str, name: str) -> Wait:
@@ -173,16 +173,6 @@ class HorovodBackend(Backend):
 
     def _wait(self, handle: int) -> Any:
         return self._hvd.synchronize(handle)
-
-
-class _Listener:
-    """What horovodrun's elastic driver calls when its hosts have changed."""
-
-    def __init__(self, changed: Callable[[], None]) -> None:
-        self._changed = changed
-
-    def on_hosts_updated(self, timestamp: int, update: int) -> None:
-        self._changed()
 
 
 def _check_served(host: str, port: str) -> None:

@@ -20,6 +20,7 @@ import psutil
 import pytest
 from jobs import Job, run_job
 from program import RANK_VARIABLES
+from slurm import slurm_missing
 
 from unitrain.commands.toolchain import find_program
 
@@ -57,6 +58,8 @@ class World:
     @property
     def missing(self) -> str:
         """Why it can't run here, or an empty string."""
+        if self.launcher == "srun" and (reason := slurm_missing()):
+            return reason
         if "horovod" in (self.backend, self.launcher[:7]) and not _HAS_HOROVOD:
             return "horovod is not installed"
         return "mpirun is not installed" if self.launcher == "mpirun" and find_program("mpirun") is None else ""

@@ -13,6 +13,7 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 from textwrap import fill
+from typing import Any
 
 HEAD = """# Faults
 
@@ -25,10 +26,12 @@ over. The launcher `plain` stands for processes started with `RANK`, `WORLD_SIZE
 |---|---|
 | a rank, in a step or between two epochs | at most this step: another [saves][emergency] the one before |
 | a rank, while the others wait for it between a step and the next batch | the steps since the last checkpoint |
+| a rank, and then the host in whose [memory][memory] a survivor has saved | the steps since the last checkpoint |
 | all ranks, their only host, or the one rank of a job | the steps since the last checkpoint |
 | a rank of a sharded model, or on a GPU | the steps since the last checkpoint |
 
 [emergency]: reliability.md#emergency-checkpoints
+[memory]: reliability.md#where-it-is-written-first
 
 | fault | what happens |
 |---|---|
@@ -50,11 +53,30 @@ KILLS = (
     "1e-9."
 )
 
+SURVIVED = (
+    "In jobs without any checkpoint but those of survivors, {} ranks were killed, one in each start of a job but the "
+    "last. Each start went on by itself, and made at most one step again, which the one before had begun. Each sample "
+    "was used once an epoch, and the weights were equal to 1e-9 to those of one process."
+)
+
+
+def survived(ends: list[dict[str, Any]]) -> str:
+    """Return the table of kills that the survivors have outlived."""
+    latest = {(end["world"], *end["plan"]): end for end in ends if "killed" in end}
+    text = fill(SURVIVED.format(sum(end["killed"] for end in latest.values())), 120, break_on_hyphens=False)
+    rows = [
+        f"| {end['world']} | {', '.join(map(str, end['plan']))} | {'; '.join(end['phases'])} | {max(end['again'])} |"
+        for _, end in sorted(latest.items())
+    ]
+    head = ["| launcher-backend | ranks of each start | killed in | steps made again, at most |", "|---|---|---|---|"]
+    return "\n".join([text, "", *head, *rows])
+
 
 def main(file: Path) -> None:
     ends = [json.loads(line) for line in file.read_text().splitlines()]
     kills = [f"{end['kills']} times under {end['world']}" for end in ends if "kills" in end]
     print(f"{HEAD}\n{fill(KILLS.format(', '.join(kills)), 120, break_on_hyphens=False)}\n")
+    print(f"{survived(ends)}\n")
     print(f"Run on {os.cpu_count()} cores ({platform.machine()}), torch {version('torch')}.\n")
     print("| fault:rank:step or place | launcher-backend | seconds to the end | exit code | first message |")
     print("|---|---|---|---|---|")

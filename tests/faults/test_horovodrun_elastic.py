@@ -1,6 +1,6 @@
 """horovodrun's elastic driver: a host is lost and another one added, and the job goes on by itself, with as many steps.
 
-Three hosts (tests/cluster.py), of which the discovery script names those that the test wants.
+The discovery script names those hosts that the test wants, of three (tests/cluster.py), or names of this one.
 """
 
 from __future__ import annotations
@@ -11,21 +11,28 @@ import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 import pytest
 from cluster import Cluster, cluster
+from harness import PROGRAM, World, alone, assert_same_training, run
 from lives import EPOCHS, PHASES, assert_undisturbed, begun_again, lives, ranks, undisturbed
 
-__all__ = ["undisturbed"]  # the fixture
+__all__ = ["alone", "undisturbed"]  # the fixtures
 pytestmark = [
     pytest.mark.launcher,
-    pytest.mark.soak,
-    pytest.mark.timeout(400),
-    pytest.mark.xdist_group("cluster"),
     pytest.mark.skipif(find_spec("horovod") is None, reason="horovod is not installed"),
 ]
+Test = TypeVar("Test", bound=Callable[..., None])
 QUICK = {"UNITRAIN_HEARTBEAT_TIMEOUT_S": "5", "UNITRAIN_TIMEOUT_S": "40"}
+
+
+def cluster_test(test: Test) -> Test:
+    """Mark a test that needs a cluster, and takes minutes."""
+    for mark in (pytest.mark.soak, pytest.mark.timeout(400), pytest.mark.xdist_group("cluster")):
+        test = mark(test)
+    return test
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +98,33 @@ class Elastic:
         return str(output)
 
 
+class OnTwoNames(World):
+    """horovodrun with two names of this host, which it takes for two hosts."""
+
+    def command(self, ranks: int, *arguments: str, program: Path = PROGRAM) -> list[str]:
+        made = super().command(ranks, *arguments, program=program)
+        script = Path(arguments[0], "hosts.sh")
+        script.write_text("#!/bin/sh\necho localhost:1\necho 127.0.0.1:1\n")
+        script.chmod(0o755)
+        elastic = ["--min-np", "1", "--network-interface", "lo", "--host-discovery-script", str(script)]
+        return [made[0], *elastic, *made[1:]]
+
+
+def test_a_rank_is_lost(tmp_path: Path, alone: Path) -> None:
+    end = run(OnTwoNames("horovodrun", "horovod"), tmp_path, fault="kill:0:8")
+    assert end.job.code == 0, end.job.output
+    assert "unitrain: emergency checkpoint: rank 1 has saved the state after step 8" in end.job.output
+    assert end.job.output.count("began after step 8") == 1
+    assert_same_training(tmp_path, alone)
+
+
+def test_only_horovod_can(tmp_path: Path) -> None:
+    end = run(OnTwoNames("horovodrun", "ddp"), tmp_path)
+    assert end.job.code != 0
+    assert "backend 'ddp' can't go on with other hosts" in end.job.output
+
+
+@cluster_test
 @pytest.mark.parametrize("lost", ["node0", "node1"])
 def test_a_host_is_lost_and_another_added(lost: str, hosts: Cluster, tmp_path: Path, undisturbed: Path) -> None:
     job = Elastic(hosts, tmp_path, "node0:1", "node1:1")
@@ -111,6 +145,7 @@ def test_a_host_is_lost_and_another_added(lost: str, hosts: Cluster, tmp_path: P
     assert_undisturbed(tmp_path, undisturbed)
 
 
+@cluster_test
 def test_a_host_that_can_not_be_reached_is_left_out(hosts: Cluster, tmp_path: Path, undisturbed: Path) -> None:
     job = Elastic(hosts, tmp_path, "node0:1", "node1:1")
     job.train_on(2)

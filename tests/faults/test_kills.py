@@ -21,17 +21,21 @@ SAME, OTHER = (3, 3, 3, 3, 3), (2, 3, 2, 3, 1)
 SRUN = World("srun", "ddp")
 
 
+@pytest.fixture(scope="module")
+def slurm_environ(request: pytest.FixtureRequest) -> dict[str, str]:
+    """What srun needs to find the tests' SLURM, started before the first test, where it can be."""
+    if slurm_missing():
+        return {}
+    running: Slurm = request.getfixturevalue("slurm")
+    return {"SLURM_CONF": running.env["SLURM_CONF"]}
+
+
 @worlds(TORCHRUN, MPIRUN, MPIRUN_DDP, HOROVODRUN, SRUN)
 @pytest.mark.parametrize("plan", [SAME, OTHER], ids=["same", "other"])
 def test_a_kill_costs_at_most_a_step(
-    world: World, plan: tuple[int, ...], tmp_path: Path, undisturbed: Path, request: pytest.FixtureRequest
+    world: World, plan: tuple[int, ...], tmp_path: Path, undisturbed: Path, slurm_environ: dict[str, str]
 ) -> None:
-    environ = {"UNITRAIN_BACKEND": world.backend}
-    if world == SRUN:
-        if reason := slurm_missing():
-            pytest.skip(reason)
-        running: Slurm = request.getfixturevalue("slurm")
-        environ["SLURM_CONF"] = running.env["SLURM_CONF"]
+    environ = {"UNITRAIN_BACKEND": world.backend, **(slurm_environ if world == SRUN else {})}
     killer = Killer(tmp_path, plan, random.Random(f"{world} {plan}"))
     output = train(restarting(world, tmp_path, plan), tmp_path, environ, killer.run)
 

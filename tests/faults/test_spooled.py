@@ -44,7 +44,7 @@ def test_at_a_url(world: World, server: S3Server, tmp_path: Path, undisturbed: P
 @worlds(MPIRUN_DDP)
 def test_a_large_one_under_mpirun(world: World, tmp_path: Path, nothing_left: None) -> None:
     killer = Killer(tmp_path, PLAN, random.Random(2), at_start=0)
-    environ = {"UNITRAIN_BACKEND": world.backend, "TESTS_REST": str(2 * 10**7)}  # 160 MB
+    environ = {"UNITRAIN_BACKEND": world.backend, "TESTS_REST": str(13 * 10**6)}  # 104 MB
     output = train(restarting(world, tmp_path, PLAN), tmp_path, environ, killer.run)
     assert output.count(SPOOLED) == 2, output
     assert output.count("unitrain: moved the emergency checkpoint of step ") == 2, output
