@@ -155,6 +155,14 @@ def test_master_given_by_hand_under_other_launchers() -> None:
         assert (launch.rendezvous, launch.address) == ("tcp", "node0:29500")
 
 
+def test_hosts_that_come_and_go() -> None:
+    recorded = RECORDED["horovodrun-gloo"][0]
+    assert not detect(recorded).elastic
+    assert detect({**recorded, "HOROVOD_ELASTIC": "1", "HOROVOD_HOSTNAME": "node0"}).elastic
+    with pytest.raises(LaunchError, match="HOROVOD_HOSTNAME is not set, but must be set"):
+        detect({**{n: v for n, v in recorded.items() if n != "HOROVOD_HOSTNAME"}, "HOROVOD_ELASTIC": "1"})
+
+
 def test_override() -> None:
     inside_srun = RECORDED["torchrun-inside-srun"][0]
     assert detect({**inside_srun, "UNITRAIN_LAUNCHER": "python"}).world_size == 1

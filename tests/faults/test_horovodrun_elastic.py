@@ -118,12 +118,6 @@ def test_a_rank_is_lost(tmp_path: Path, alone: Path) -> None:
     assert_same_training(tmp_path, alone)
 
 
-def test_only_horovod_can(tmp_path: Path) -> None:
-    end = run(OnTwoNames("horovodrun", "ddp"), tmp_path)
-    assert end.job.code != 0
-    assert "backend 'ddp' can't go on with other hosts" in end.job.output
-
-
 @cluster_test
 @pytest.mark.parametrize("lost", ["node0", "node1"])
 def test_a_host_is_lost_and_another_added(lost: str, hosts: Cluster, tmp_path: Path, undisturbed: Path) -> None:
