@@ -55,8 +55,8 @@ KILLS = (
 
 SURVIVED = (
     "In jobs without any checkpoint but those of survivors, {} ranks were killed, one in each start of a job but the "
-    "last. Each start went on by itself, and made at most one step again, which the one before had begun. Each sample "
-    "was used once an epoch, and the weights were equal to 1e-9 to those of one process."
+    "last. Every job went on by itself to its end, and of the steps that a start had begun, the next one made at most "
+    "one again. Each sample was used once an epoch, and the weights were equal to 1e-9 to those of one process."
 )
 
 

@@ -123,8 +123,8 @@ class EmergencyCheckpoint:
         assert self._recorded is not None
         began = time.monotonic()
         under_way = self._writing()
-        if under_way is not None:
-            wait_for([under_way])  # it may be this very step's
+        if under_way is not None and self._root is not None:
+            wait_for([under_way])  # it may be this very step's; an upload would take too long
         try:
             folder = self._write(self._recorded)
         except Exception as error:  # pickling may raise any exception

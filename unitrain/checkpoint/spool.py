@@ -30,7 +30,8 @@ MEMORY = Path("/dev/shm")
 _RUN_ID = re.compile(r"[0-9a-f]{32}")
 # Slower than any disk that a model is trained from: what may take longer than the launcher leaves is spooled.
 _SLOWEST_DISK = 100 * 2**20
-_STALE_S = 7 * 24 * 3600.0
+_STALE_DAYS = 7
+_DAY_S = 24 * 3600
 
 
 def is_too_slow(nbytes: int, seconds: float) -> bool:
@@ -112,8 +113,8 @@ class Spool:
         """Remove what other runs have left here long ago."""
         for folder in self._all.iterdir() if self._is_own() else ():
             with suppress(OSError):
-                days = (time.time() - folder.stat().st_mtime) / (24 * 3600)
-                if time.time() - folder.stat().st_mtime > _STALE_S:
+                days = (time.time() - folder.stat().st_mtime) / _DAY_S
+                if folder != self.folder and days > _STALE_DAYS:
                     shutil.rmtree(folder)
                     print_stderr(
                         f"unitrain: removed {folder}, an emergency checkpoint of a run of {days:.0f} days ago."
