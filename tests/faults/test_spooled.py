@@ -41,6 +41,7 @@ def test_at_a_url(world: World, server: S3Server, tmp_path: Path, undisturbed: P
     assert_undisturbed(tmp_path, undisturbed)
 
 
+@pytest.mark.alone  # so much has to be written in 0.9 seconds
 @worlds(MPIRUN_DDP)
 def test_a_large_one_under_mpirun(world: World, tmp_path: Path, nothing_left: None) -> None:
     killer = Killer(tmp_path, PLAN, random.Random(2), at_start=0)
