@@ -45,7 +45,7 @@ def on_one_host(launcher: str, **changes: Any) -> list[Launch]:
 
 EXPECTED: dict[str, list[Launch]] = {
     "torchrun": on_one_host("torchrun", rendezvous="served", address="localhost:43729"),
-    "torchrun-restarted": on_one_host("torchrun", rendezvous="served", address="localhost:46191", restarts=1),
+    "torchrun-restarted": on_one_host("torchrun", rendezvous="served", address="localhost:46191"),
     "torchrun-two-nodes": [
         place(
             "torchrun",

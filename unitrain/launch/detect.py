@@ -55,8 +55,6 @@ class Launch:
     """The MPI that the launcher belongs to: Open MPI 4 (or older), Open MPI 5 (or newer) or MPICH (or Intel MPI)."""
     elastic: bool = False
     """Whether horovodrun goes on with other processes when one fails, and when hosts are added or removed."""
-    restarts: int = 0
-    """Number of times that torchrun has restarted the job."""
     also: tuple[str, ...] = ()
     """Other launchers whose variables are set too. They are ignored."""
     evidence: tuple[str, ...] = ()
@@ -141,6 +139,8 @@ class _Variables:
 
 
 def _read_torchrun(variables: _Variables) -> Launch:
+    if variables.launcher == "torchrun":
+        variables.integer("TORCHELASTIC_RESTART_COUNT")  # evidence that tells apart the processes of this host only
     served = variables.matching("TORCHELASTIC_USE_AGENT_STORE", "True|False", "True or False") == "True"
     return replace(
         variables.launch(
@@ -152,7 +152,6 @@ def _read_torchrun(variables: _Variables) -> Launch:
         ),
         rendezvous="served" if served else "tcp",
         address=variables.master(),
-        restarts=variables.integer("TORCHELASTIC_RESTART_COUNT") if variables.launcher == "torchrun" else 0,
     )
 
 

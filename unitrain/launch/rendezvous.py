@@ -23,6 +23,7 @@ from unitrain.errors import BackendError, CommunicationError, LaunchError
 from unitrain.launch.addresses import own_addresses, reach
 from unitrain.launch.detect import Launch
 from unitrain.launch.installed_mpi import point_to_installed_mpi
+from unitrain.launch.meeting import check_torchrun, meet_in_new_store, meet_in_served_store
 
 # A store lives as long as its process. MPI can be started only once, and if rank 0 closed a port and opened it again, a
 # rank that has not left the first store yet could connect to the second.
@@ -57,7 +58,7 @@ def rendezvous(launch: Launch, timeout_s: float) -> Store:
     timeout = timedelta(seconds=timeout_s)
     if launch not in _stores:
         _stores[launch] = _RENDEZVOUS[launch.rendezvous](launch, timeout)
-    store = PrefixStore(f"unitrain/{launch.restarts}/{next(_calls)}", _stores[launch])
+    store = PrefixStore(f"unitrain/{next(_calls)}", _stores[launch])
     store.set_timeout(timeout)
     return store
 
@@ -112,6 +113,8 @@ def _at_address(launch: Launch, timeout: timedelta) -> Store:
             f"({error.strerror}). Set MASTER_ADDR and MASTER_PORT to an address of rank 0's host that all hosts can "
             "reach."
         ) from error
+    if launch.rendezvous == "served":
+        check_torchrun(launch)
     opens = launch.rank == 0 and launch.rendezvous == "tcp"
     on_loopback = launch.rendezvous == "tcp" and launch.local_world_size == launch.world_size
     try:
@@ -123,7 +126,9 @@ def _at_address(launch: Launch, timeout: timedelta) -> Store:
             )
         else:
             store = _join(_LOOPBACK if on_loopback else host, int(port), launch, timeout)
-        _wait_for_all(store, launch, timeout)
+        if launch.rendezvous == "served":
+            return meet_in_served_store(store, launch, timeout)
+        meet_in_new_store(store, launch, timeout)
         return store
     except (DistError, OSError) as error:
         if opens and ("EADDRINUSE" in str(error) or getattr(error, "errno", None) == errno.EADDRINUSE):
@@ -179,33 +184,6 @@ def _listens(host: str, port: int) -> bool:
     except OSError:
         return False
     return True
-
-
-def _wait_for_all(store: TCPStore, launch: Launch, timeout: timedelta) -> None:
-    """Wait until every rank has connected; if not, name those that are missing, or a rank that came twice."""
-    keys = [f"unitrain/connected/{launch.restarts}/{rank}" for rank in range(launch.world_size)]
-    doubled = f"unitrain/doubled/{launch.restarts}"
-    # Not in a launcher's store, which may outlive the ranks.
-    if launch.rendezvous == "tcp" and store.add(f"unitrain/count/{launch.restarts}/{launch.rank}", 1) > 1:
-        store.set(doubled, str(launch.rank))
-        for key in keys:  # the others need not wait any longer
-            store.set(key, "")
-    store.set(keys[launch.rank], "")
-    try:
-        store.wait(keys, timeout)
-    except DistError as error:
-        missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
-        raise CommunicationError(
-            f"rank {launch.rank} of {launch.world_size} waited {timeout.total_seconds():g} s at {launch.address}, but "
-            f"rank {', '.join(missing)} did not connect. Check that all {launch.world_size} processes are running, and "
-            "that their hosts can reach that address (firewall, MASTER_ADDR)."
-        ) from error
-    if store.check([doubled]):
-        rank = store.get(doubled).decode()
-        raise LaunchError(
-            f"two processes have come to {launch.address} as rank {rank} of {launch.world_size}: give every process "
-            "its own RANK, and every job its own MASTER_PORT."
-        )
 
 
 def _through_mpi(launch: Launch, timeout: timedelta) -> Store:
