@@ -13,10 +13,11 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
@@ -41,7 +42,10 @@ TaskPlugin=task/none
 SelectType=select/cons_tres
 SlurmdParameters=config_overrides
 NodeName={nodes} NodeHostname={host} NodeAddr=127.0.0.1 Port={node_ports} CPUs=8
-PartitionName=all Nodes=ALL Default=YES
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=all Nodes=ALL Default=YES PriorityTier=1 GraceTime=60
+PartitionName=urgent Nodes=ALL PriorityTier=2 PreemptMode=off
 """
 NODES = ("127.0.0.1", "127.0.0.2")
 
@@ -52,6 +56,30 @@ class Slurm:
 
     srun: tuple[str, ...]
     env: dict[str, str]
+    _nodes: dict[str, subprocess.Popen[bytes]]
+
+    def call(self, *command: str) -> str:
+        """Run one of SLURM's programs, and return what it prints."""
+        done = subprocess.run(command, env=self.env, capture_output=True, text=True, check=True, timeout=60)
+        return done.stdout.strip()
+
+    def lose(self, node: str) -> None:
+        """Kill everything on a node, and have SLURM know it, as its health checks would after a while."""
+        tasks = [process for process in psutil.process_iter() if self._is_on(process, node)]
+        for process in [*(above for task in tasks for above in task.parents()), *tasks]:
+            with suppress(psutil.NoSuchProcess):
+                if process in tasks or process.name() == "slurmstepd":
+                    process.kill()
+        self._nodes[node].kill()
+        self._nodes[node].wait()
+        self.call("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=lost")
+
+    def _is_on(self, process: psutil.Process, node: str) -> bool:
+        try:
+            environ = process.environ()
+        except (psutil.Error, OSError):
+            return False
+        return (environ.get("SLURMD_NODENAME"), environ.get("SLURM_CONF")) == (node, self.env["SLURM_CONF"])
 
 
 def slurm_missing() -> str | None:
@@ -103,12 +131,13 @@ def local_slurm(folder: Path) -> Iterator[Slurm]:
         _start(running, folder, env, "munged", "--foreground", "--force", f"--socket={folder}/munge.socket", *munge)
         _wait_for((folder / "munge.socket").exists, folder)
         _start(running, folder, env, "slurmctld", "-D")
+        nodes = {}
         for node in NODES:
             (folder / f"spool-{node}").mkdir()
-            _start(running, folder, env, "slurmd", "-D", "-N", node)
+            nodes[node] = _start(running, folder, env, "slurmd", "-D", "-N", node)
         _wait_for(lambda: _idle_nodes(env) == len(NODES), folder)
         running.callback(subprocess.run, ["scancel", f"--user={user}"], env=env, check=False, timeout=30)
-        yield Slurm(srun=("srun",), env=env)
+        yield Slurm(srun=("srun",), env=env, _nodes=nodes)
 
 
 def _which(program: str) -> str | None:
@@ -124,10 +153,11 @@ def _free_ports(count: int) -> list[int]:
         return [each.getsockname()[1] for each in sockets]
 
 
-def _start(running: ExitStack, folder: Path, env: dict[str, str], program: str, *args: str) -> None:
+def _start(running: ExitStack, folder: Path, env: dict[str, str], program: str, *args: str) -> subprocess.Popen[bytes]:
     with open(folder / f"{program}.out", "ab") as output:
         process = subprocess.Popen([str(_which(program)), *args], env=env, stdout=output, stderr=output)
     running.callback(_stop, process)
+    return process
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
@@ -140,9 +170,8 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def _idle_nodes(env: dict[str, str]) -> int:
-    run = subprocess.run(
-        ["sinfo", "--noheader", "--states=idle", "--format=%D"], env=env, capture_output=True, text=True, check=False
-    )
+    command = ["sinfo", "--noheader", "--partition=all", "--states=idle", "--format=%D"]
+    run = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     return sum(int(line) for line in run.stdout.split() if line.isdigit())
 
 

@@ -9,6 +9,7 @@ evaluation, and, without a loader, the ends of optimizer steps.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -171,7 +172,8 @@ class Stopping:
         resubmit = self._signals.resubmit.get(number) if self._signals is not None else None
         where = f" and saved in {self._checkpoint.save_now()}" if self._checkpoint is not None else ""
         if self._is_main:
-            requeued = _requeue() if number == signal.SIGUSR1 and resubmit is None else ""
+            requeues = number == signal.SIGUSR1 or (number == signal.SIGTERM and _is_preempted())
+            requeued = _requeue() if requeues and resubmit is None else ""
             print_stdout(f"unitrain: stopped by {number.name} after step {self._pulse.step}{where}.{requeued}")
         if resubmit is not None:
             try:
@@ -280,6 +282,20 @@ def _is_submitits(handler: object) -> TypeGuard[Handler]:
     return own and str(getattr(handler, "__name__", "")).startswith("checkpoint_and")
 
 
+def _is_preempted() -> bool:
+    """Return whether SLURM is preempting this job, and has left it time to save.
+
+    SLURM requeues the job when that time is over, but takes a job that has ended before for a failed one.
+    """
+    if "SLURM_JOB_ID" not in os.environ:
+        return False
+    try:
+        shown = _scontrol("show", "job", os.environ["SLURM_JOB_ID"])
+    except (OSError, subprocess.SubprocessError):
+        return False
+    return re.search(r"\bPreemptTime=\d", shown) is not None
+
+
 def _requeue() -> str:
     """Requeue this SLURM job, and return a message about it; an empty string outside SLURM."""
     job = os.environ.get("SLURM_JOB_ID")
@@ -288,9 +304,14 @@ def _requeue() -> str:
     if "SLURM_ARRAY_JOB_ID" in os.environ:
         job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     try:
-        subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, timeout=_REQUEUE_S, check=True)
+        _scontrol("requeue", job)
     except subprocess.CalledProcessError as error:
         return f" SLURM did not requeue job {job}: {error.stderr.strip()}"
     except (OSError, subprocess.TimeoutExpired) as error:
         return f" SLURM did not requeue job {job}: {error}"
     return f" SLURM has requeued job {job}."
+
+
+def _scontrol(*arguments: str) -> str:
+    command = ["scontrol", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=_REQUEUE_S, check=True).stdout
