@@ -9,12 +9,13 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -61,16 +62,58 @@ class Cluster:
     ssh: Path
     _namespaces: tuple[str, ...]
     _switch: str
+    _sshds: dict[int, subprocess.Popen[str]] = field(default_factory=dict)
 
     def start(
-        self, host: int, command: Sequence[str], *, environ: Mapping[str, str] | None = None, cwd: Path | None = None
+        self,
+        host: int,
+        command: Sequence[str],
+        *,
+        environ: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+        output: Path | None = None,
     ) -> subprocess.Popen[str]:
-        """Start a command on a host, with its name and its addresses."""
+        """Start a command on a host, with its name and addresses. Its output goes to a pipe, or is added to a file."""
         given = {**os.environ, "PATH": f"{self.ssh}:{_PATH}", **(environ or {})}
-        return subprocess.Popen(
-            [*self._enter(host), *command],
-            env=given, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-        )  # fmt: skip
+        with output.open("a") if output else nullcontext(subprocess.PIPE) as stdout:
+            return subprocess.Popen(
+                [*self._enter(host), *command],
+                env=given, cwd=cwd, stdout=stdout, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+            )  # fmt: skip
+
+    def start_sshd(self, host: int) -> None:
+        """Start sshd on a host, and return when it can be reached."""
+        self._sshds[host] = self.start(host, ["/usr/sbin/sshd", "-D", "-e", "-f", str(self.ssh.parent / "sshd_config")])
+        deadline = time.monotonic() + 20
+        while True:
+            attempt = self.start(0, ["ssh", self.names[host], "hostname"])
+            said = attempt.communicate(timeout=30)[0]
+            if attempt.returncode == 0 and said.strip() == self.names[host]:
+                return
+            assert time.monotonic() < deadline, said
+            time.sleep(0.1)
+
+    def end_sshds(self) -> None:
+        """End sshd on all hosts."""
+        for daemon in self._sshds.values():
+            daemon.terminate()
+            daemon.communicate(timeout=20)
+
+    def cut_power(self, host: int) -> None:
+        """End everything on a host in the midst of what it does, without a word to the others."""
+        self.pull_cable(host)
+        self.kill_all(host)
+
+    def kill_all(self, host: int) -> None:
+        """Kill everything on a host, its sshd too. The others see its connections close."""
+        listed = ["ip", "netns", "pids", self._namespaces[host]]
+        while pids := subprocess.run(listed, capture_output=True, text=True, check=True).stdout.split():
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+            time.sleep(0.05)
+        if host in self._sshds:
+            self._sshds.pop(host).communicate()
 
     def pull_cable(self, host: int) -> None:
         """Take a host off the network, without a word to anybody."""
@@ -89,6 +132,12 @@ class Cluster:
         return ["ip", "netns", "exec", self._namespaces[host], *named]
 
 
+def cluster_missing() -> str | None:
+    """Return why there can be no cluster here, or None."""
+    programs = ("ip", "ssh", "ssh-keygen", "/usr/sbin/sshd")
+    return _MISSING if os.geteuid() != 0 or not all(map(shutil.which, programs)) else None
+
+
 @contextmanager
 def cluster(folder: Path, count: int, *, own_names_are_loopback: bool = False) -> Iterator[Cluster]:
     """Run a cluster until the block ends.
@@ -98,8 +147,9 @@ def cluster(folder: Path, count: int, *, own_names_are_loopback: bool = False) -
         count: number of hosts.
         own_names_are_loopback: let each host find its own name at 127.0.1.1, as Debian's installer has it.
     """
-    if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "ssh", "ssh-keygen", "/usr/sbin/sshd"))):
-        pytest.skip(_MISSING)
+    reason = cluster_missing()
+    if reason is not None:
+        pytest.skip(reason)
     prefix = f"unitrain-{os.getpid()}-{next(_clusters)}"
     switch, namespaces = f"{prefix}-switch", tuple(f"{prefix}-{host}" for host in range(count))
     names, addresses = tuple(f"node{i}" for i in range(count)), tuple(f"10.98.0.{i + 1}" for i in range(count))
@@ -136,11 +186,9 @@ def cluster(folder: Path, count: int, *, own_names_are_loopback: bool = False) -
             (etc / "hosts").write_text("\n".join([*lines, ""]))
         ssh = _write_ssh_files(folder)
         made = Cluster(names, addresses, ssh, namespaces, switch)
+        stack.callback(made.end_sshds)
         for host in range(count):
-            daemon = made.start(host, ["/usr/sbin/sshd", "-D", "-e", "-f", str(folder / "sshd_config")])
-            stack.callback(_end, daemon)
-        for host in range(count):
-            _wait_for_ssh(made, host)
+            made.start_sshd(host)
         yield made
 
 
@@ -166,19 +214,3 @@ def _write_ssh_files(folder: Path) -> Path:
     program.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {folder}/ssh_config "$@"\n')
     program.chmod(0o755)
     return program.parent
-
-
-def _wait_for_ssh(made: Cluster, host: int) -> None:
-    deadline = time.monotonic() + 20
-    while True:
-        attempt = made.start(0, ["ssh", made.names[host], "hostname"])
-        said = attempt.communicate(timeout=30)[0]
-        if attempt.returncode == 0 and said.strip() == made.names[host]:
-            return
-        assert time.monotonic() < deadline, said
-        time.sleep(0.1)
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    process.terminate()
-    process.communicate(timeout=20)

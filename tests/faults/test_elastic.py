@@ -1,0 +1,292 @@
+"""A job goes on by itself, on as many hosts as there are: torchrun --nnodes 1:2, and unitrain run with mpirun."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from cluster import Cluster, cluster
+from harness import ONE, PROGRAM, assert_same_training, run
+
+pytestmark = [pytest.mark.launcher, pytest.mark.xdist_group("cluster"), pytest.mark.soak]
+
+STEPS = 70
+TORCHRUN = ("torchrun", "--nnodes", "1:2", "--nproc-per-node", "2", "--max-restarts", "3", "--rdzv-backend", "c10d")
+NEW_STORES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+# torchrun counts a host out after 15 s of silence, then waits 30 s for others, and 60 s for an answer of its store.
+SOON = "keep_alive_interval=1,keep_alive_max_attempt=4,last_call_timeout=3,read_timeout=10"
+ENVIRON = {"UNITRAIN_HEARTBEAT_TIMEOUT_S": "4", "UNITRAIN_TIMEOUT_S": "40", "TESTS_PAUSE": "0.3"}
+PATIENCE_S = 120.0
+STORE = """
+import time
+from torch.distributed import TCPStore
+store = TCPStore("0.0.0.0", 29400, is_master=True, wait_for_workers=False)
+time.sleep(10**9)
+"""
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with impatient_cluster(tmp_path_factory.mktemp("cluster"), 3) as running:
+        yield running
+
+
+@contextmanager
+def impatient_cluster(folder: Path, count: int) -> Iterator[Cluster]:
+    """Run a cluster whose TCP gives up a silent host after 13 s, and not after 15 minutes."""
+    with cluster(folder, count, own_names_are_loopback=True) as hosts:
+        for host in range(count):
+            assert hosts.start(host, ["sysctl", "-qw", "net.ipv4.tcp_retries2=5"]).communicate(timeout=10)[0] == ""
+        yield hosts
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of an undisturbed run on one process."""
+    folder = tmp_path_factory.mktemp("alone")
+    end = run(ONE, folder, ranks=1, steps=STEPS)
+    assert end.job.code == 0, end.job.output
+    return folder
+
+
+@dataclass(frozen=True)
+class Part:
+    """The steps from a start of the ranks to the next."""
+
+    began: int
+    ranks: int
+    last: int
+    """The last step that was begun; those before it were complete."""
+
+
+@dataclass
+class Elastic:
+    """A job whose command is started on each host that takes part."""
+
+    hosts: Cluster
+    folder: Path
+    command: Sequence[str]
+    environ: Mapping[str, str]
+    started: dict[int, subprocess.Popen[str]] = field(default_factory=dict)
+
+    def start(self, *hosts: int, under: Sequence[str] = ()) -> None:
+        script = [str(PROGRAM), str(self.folder), str(STEPS), "none:0:0"]
+        for host in hosts:
+            self.started[host] = self.hosts.start(
+                host, [*under, *self.command, *script], environ={**ENVIRON, **self.environ}, cwd=self.folder,
+                output=self._log(host),
+            )  # fmt: skip
+
+    def _log(self, host: int) -> Path:
+        return self.folder / f"{self.hosts.names[host]}.log"
+
+    def said(self, host: int) -> str:
+        return self._log(host).read_text()
+
+    def parts(self) -> list[Part]:
+        steps: dict[int, list[int]] = defaultdict(list)
+        ranks: dict[int, int] = defaultdict(int)
+        for file in self.folder.glob("*.notes"):
+            began = int(file.name.split(".")[0])
+            ranks[began] += 1
+            steps[began] += [json.loads(line)["step"] for line in file.read_text().splitlines() if line.endswith("}")]
+        return [Part(began, ranks[began], max(steps[began], default=began)) for began in sorted(ranks)]
+
+    def wait(self, condition: Callable[[], object], what: str) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not condition():
+            said = "\n".join(self.said(host) for host in self.started)
+            assert time.monotonic() < deadline, f"{what}: {self.parts()}\n{said}"
+            time.sleep(0.1)
+
+    def trains(self, ranks: int) -> None:
+        """Wait until a start with this many ranks that comes after now, or is the first, has made some steps."""
+        before = len(self.parts())
+
+        def newest() -> bool:
+            made = self.parts()
+            return len(made) > before and made[-1].ranks == ranks and made[-1].last > made[-1].began + 2
+
+        self.wait(newest, f"it did not go on with {ranks} ranks")
+
+    def ranks_on(self, host: int) -> dict[int, psutil.Process]:
+        children = psutil.Process(self.started[host].pid).children(recursive=True)
+        return {int(one.environ()["RANK"]): one for one in children if str(PROGRAM) in one.cmdline()}
+
+    def cut_power(self, host: int) -> None:
+        self.hosts.cut_power(host)
+        self.started.pop(host).wait(10)
+
+    def ends(self, host: int) -> int:
+        return self.started[host].wait(PATIENCE_S)
+
+    def end(self) -> None:
+        for process in self.started.values():
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGTERM)
+                process.wait(60)
+
+    def assert_ends_as_if_nothing_had_happened(self, alone: Path) -> None:
+        codes = {host: self.ends(host) for host in self.started}
+        assert set(codes.values()) == {0}, "\n".join(map(self.said, codes))
+        made = self.parts()
+        for before, after in pairwise(made):
+            assert before.last <= after.began <= before.last + 1, f"at most one step is made again: {made}"
+        assert_same_training(self.folder, alone)
+        weights, expected = (
+            torch.load(one / f"checkpoints/step-{STEPS:010d}/model.pt") for one in (self.folder, alone)
+        )
+        for name, value in expected.items():
+            torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-9)
+
+
+@pytest.fixture
+def started(hosts: Cluster, tmp_path: Path) -> Iterator[Callable[..., Elastic]]:
+    """Makes a job of torchrun, whose store is at an endpoint. Ends it after the test."""
+    made: list[Elastic] = []
+
+    def make(endpoint: str, environ: Mapping[str, str] = NEW_STORES) -> Elastic:
+        torchrun = [*TORCHRUN, "--rdzv-endpoint", endpoint, "--rdzv-id", "job", "--rdzv-conf", SOON]
+        made.append(Elastic(hosts, tmp_path, torchrun, environ))
+        return made[-1]
+
+    yield make
+    for host in range(3):
+        hosts.plug_cable(host)
+    for job in made:
+        job.end()
+
+
+def test_a_rank_dies_a_host_is_lost_and_comes_back(
+    hosts: Cluster, started: Callable[..., Elastic], alone: Path
+) -> None:
+    job = started("node0:29600")
+    job.start(0, 1)
+    job.trains(4)
+    job.ranks_on(1)[3].kill()
+    job.trains(4)
+    job.cut_power(1)
+    job.trains(2)
+    hosts.plug_cable(1)
+    job.start(1)
+    job.trains(4)
+    job.assert_ends_as_if_nothing_had_happened(alone)
+    assert job.said(0).count("unitrain: emergency checkpoint: rank 0 has saved") == 2
+    assert job.said(0).count("unitrain: stopped by SIGTERM after step") == 1, "when torchrun started it with both hosts"
+
+
+def test_a_host_is_drained(hosts: Cluster, started: Callable[..., Elastic], alone: Path) -> None:
+    """torchrun gets a SIGTERM there, as before an eviction or when its node is needed."""
+    job = started("node0:29601")
+    job.start(0, 1)
+    job.trains(4)
+    job.started[1].terminate()
+    assert job.ends(1) != 0
+    assert "unitrain: stopped by SIGTERM after step" in job.said(0)
+    del job.started[1]
+    job.trains(2)
+    job.assert_ends_as_if_nothing_had_happened(alone)
+
+
+def test_a_cable_is_pulled_and_plugged_in_again(hosts: Cluster, started: Callable[..., Elastic], alone: Path) -> None:
+    """torchrun ends on the host that is cut off; unitrain run starts it again until it finds the others."""
+    job = started("node0:29602")
+    job.start(0)
+    job.start(1, under=[sys.executable, "-m", "unitrain.commands.cli", "run", "--max-restarts", "20", "--"])
+    job.trains(4)
+    hosts.pull_cable(1)
+    job.trains(2)
+    hosts.plug_cable(1)
+    job.trains(4)
+    job.assert_ends_as_if_nothing_had_happened(alone)
+
+
+@pytest.mark.parametrize("how", [Cluster.kill_all, Cluster.cut_power])
+def test_the_host_of_the_store_is_lost(
+    hosts: Cluster, started: Callable[..., Elastic], alone: Path, how: Callable[[Cluster, int], None]
+) -> None:
+    """torchrun can't go on anywhere: it ends soon, and the same command with another endpoint goes on."""
+    job = started("node0:29603")
+    job.start(0, 1)
+    job.trains(4)
+    began = time.monotonic()
+    how(hosts, 0)
+    job.started.pop(0).wait(10)
+    assert job.ends(1) != 0
+    assert time.monotonic() - began < 60, job.said(1)
+    assert "unitrain: emergency checkpoint: rank" in job.said(1)
+    other = started("node1:29604")
+    other.start(1)
+    other.trains(2)
+    other.assert_ends_as_if_nothing_had_happened(alone)
+
+
+@pytest.mark.parametrize("new_stores", [True, False])
+def test_the_first_host_is_lost_but_not_the_store(
+    hosts: Cluster, started: Callable[..., Elastic], alone: Path, new_stores: bool
+) -> None:
+    store = hosts.start(2, [sys.executable, "-c", STORE])
+    try:
+        job = started("node2:29400", NEW_STORES if new_stores else {})
+        job.start(0, 1)
+        job.trains(4)
+        job.cut_power(0)
+        job.trains(2)
+        hosts.plug_cable(0)
+        job.start(0)
+        if new_stores:
+            job.trains(4)
+            job.assert_ends_as_if_nothing_had_happened(alone)
+        else:
+            assert job.ends(1) != 0
+            assert "Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun is started" in job.said(1)
+            assert "but none could join it later" in job.said(0)
+            assert job.ends(0) != 0
+    finally:
+        store.kill()
+        store.communicate()
+
+
+# As on the page on reliability, with what it takes here: root, and an interpreter that is not on the PATH.
+START = f"""
+hosts= count=0
+for host in node0 node1; do
+    if ssh -o ConnectTimeout=5 $host true; then hosts=$hosts,$host:2 count=$((count + 2)); fi
+done
+exec mpirun --allow-run-as-root -x UNITRAIN_BACKEND=ddp -x UNITRAIN_TIMEOUT_S -x UNITRAIN_HEARTBEAT_TIMEOUT_S \\
+    -x TESTS_PAUSE --mca plm_rsh_args "-o ServerAliveInterval=2 -o ServerAliveCountMax=2" \\
+    -np $count -H ${{hosts#,}} {sys.executable} "$@"
+"""
+
+
+@pytest.mark.parametrize("how", [Cluster.kill_all, Cluster.cut_power])
+def test_mpirun_is_started_again_on_the_hosts_that_answer(
+    tmp_path: Path, alone: Path, how: Callable[[Cluster, int], None]
+) -> None:
+    (tmp_path / "start.sh").write_text(START)
+    (tmp_path / "cluster").mkdir()
+    run_it = [sys.executable, "-m", "unitrain.commands.cli", "run", "--max-restarts", "3", "--", "bash", "start.sh"]
+    with impatient_cluster(tmp_path / "cluster", 2) as hosts:
+        job = Elastic(hosts, tmp_path, run_it, {})
+        try:
+            job.start(0)
+            job.trains(4)
+            how(hosts, 1)
+            job.trains(2)
+            job.assert_ends_as_if_nothing_had_happened(alone)
+        finally:
+            job.end()
+    assert "restart 1 of 3" in job.said(0)
