@@ -176,6 +176,19 @@ def test_slow_links(tmp_path: Path) -> None:
 
 @pytest.mark.launcher
 @pytest.mark.soak
+@pytest.mark.xdist_group("cluster")
+def test_restarts(tmp_path: Path) -> None:
+    found = short("restarts", tmp_path)
+    assert found["left_out"] is None or os.geteuid() != 0
+    for case in found["cases"]:
+        assert set(case["ways"]) == {"by hand", "UniTrain"}
+        for one in case["ways"]["UniTrain"]:
+            assert one["loss"]["lost"] <= 1
+            assert one["return"]["lost"] == 0
+
+
+@pytest.mark.launcher
+@pytest.mark.soak
 def test_scaling(tmp_path: Path) -> None:
     found = short("scaling", tmp_path)
     assert list(found["worlds"]) == ["1", "2"]
