@@ -115,7 +115,9 @@ def test_a_rank_that_does_not_read_holds_up_nobody(job: Job) -> None:
 def test_a_limit_of_open_files_that_is_too_low() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     members = [Member(rank, "host", rank, 0) for rank in range(hard)]
-    with pytest.raises(LaunchError, match=rf"watches all {hard} ranks, .* may open only {hard} files: .*ulimit -Hn"):
+    with pytest.raises(
+        LaunchError, match=rf"connections to all {hard} ranks, .* may open only {hard} files: .*ulimit -Hn"
+    ):
         start_hub(members, KEY, timeout_s=1.0, heartbeat_timeout_s=1.0, one_host=True)
 
 

@@ -313,3 +313,21 @@ def test_first_address_that_can_be_reached(free_port: int) -> None:
         assert connection.getpeername() == server.getsockname()
     with pytest.raises(CommunicationError, match=rf"tried nowhere\.invalid, 127\.0\.0\.1, port {free_port}"):
         reach(["nowhere.invalid", "127.0.0.1"], free_port)
+
+
+@pytest.mark.parametrize("all_come", [True, False])
+def test_the_store_does_the_same_for_each_rank_however_many_there_are(free_port: int, all_come: bool) -> None:
+    """The last to come lets all go on; if some don't, one of those that wait finds out which, and tells the others."""
+    world_size = 12
+    launch = replace(rank_0_of_2(f"127.0.0.1:{free_port}"), world_size=world_size)
+    ranks = range(world_size) if all_come else range(3)
+    with ThreadPoolExecutor(world_size) as pool:
+        waiting = [pool.submit(rendezvous, replace(launch, rank=rank), 20.0 if all_come else 2.0) for rank in ranks]
+        errors = [one.exception() for one in waiting]
+    if all_come:
+        assert errors == [None] * world_size
+        store = waiting[0].result().underlying_store  # type: ignore[attr-defined]
+        assert store.num_keys() == world_size + 2
+    else:
+        said = "rank 3, 4, 5, 6, 7, 8, 9, 10 ... did not connect. Check that all 12 processes"
+        assert all(said in str(error) for error in errors), errors

@@ -5,24 +5,20 @@ One selector watches all connections, so that the work depends on what has arriv
 
 from __future__ import annotations
 
-import resource
 import selectors
 import socket
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
 
-from unitrain.errors import LaunchError
 from unitrain.job import messages
 from unitrain.job.admission import admit_ranks
 from unitrain.job.hub import Hub, Member, heartbeat_interval_s
 from unitrain.job.link import LENGTH, MOST_BYTES, close_in_children
 from unitrain.job.messages import Message, decode, encode
+from unitrain.launch.open_files import allow_connections
 
 _READ_BYTES = 2**16
-# File descriptors for everything else: how many rank 0 should have, and with how few it can't work.
-_OTHERS, _FEWEST_OTHERS = 512, 64
 _CHECKS_PER_HEARTBEAT = 4
 # A larger job is looked after so many times a second, and not for each message: to wake up costs more than a message.
 _SMALL_JOB = 125
@@ -51,7 +47,7 @@ def start_hub(
     Raises:
         LaunchError: this process may not open a connection to every rank.
     """
-    _allow_connections(len(members))
+    allow_connections(len(members))
     listener = _listen(one_host, len(members))
     close_in_children(listener)
     port: int = listener.getsockname()[1]
@@ -72,19 +68,6 @@ def _listen(one_host: bool, backlog: int) -> socket.socket:
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", 0), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
     return socket.create_server(("", 0), backlog=backlog)
-
-
-def _allow_connections(world_size: int) -> None:
-    """Raise this process's limit of open files if a connection to every rank needs that."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = sys.maxsize if hard == resource.RLIM_INFINITY else hard
-    if most < world_size + _FEWEST_OTHERS:
-        raise LaunchError(
-            f"rank 0 watches all {world_size} ranks, each through a connection, but may open only {most} files: raise "
-            f"the limit for the processes of the job (ulimit -Hn {world_size + _OTHERS}, or nofile in limits.conf)."
-        )
-    if soft != resource.RLIM_INFINITY and soft < world_size + _OTHERS:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, world_size + _OTHERS), hard))
 
 
 class _Connection:

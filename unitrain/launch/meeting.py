@@ -10,7 +10,7 @@ from datetime import timedelta
 import psutil
 from torch.distributed import DistError, PrefixStore, Store
 
-from unitrain.errors import CommunicationError, LaunchError
+from unitrain.errors import CommunicationError, LaunchError, listed
 from unitrain.launch.detect import Launch
 from unitrain.process import print_stderr
 
@@ -18,29 +18,35 @@ _REMEDY = (
     "Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun is started, on every host: the ranks then get a new "
     "address after each change of hosts."
 )
-_COMPLETE = "unitrain/complete"
+_GO_ON, _DOUBLED, _COMPLETE = "unitrain/go on", "unitrain/doubled", "unitrain/complete"
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.25
+_CALM = 1000  # ranks: that many may ask a store that often; more ask more rarely
+_ANSWER_S, _LAST_READ_S = 5.0, 1.0
 
 
 def meet_in_new_store(store: Store, launch: Launch, timeout: timedelta) -> None:
     """Wait until every rank has connected to the store that rank 0 has opened. Collective.
 
+    The last of them lets all go on: what the store does for a rank does not depend on their number.
+
     Raises:
         CommunicationError: some ranks did not connect; the message names them.
         LaunchError: two processes have come as one rank.
     """
-    doubled = "unitrain/doubled"
-    if store.add(_count(launch.rank), 1) > 1:
-        store.set(doubled, str(launch.rank))
-        for key in _keys(launch):  # the others need not wait any longer
-            store.set(key, "")
-    _connect_and_wait(store, launch, timeout)
-    if store.check([doubled]):
-        rank = store.get(doubled).decode()
-        raise LaunchError(
-            f"two processes have come to {launch.address} as rank {rank} of {launch.world_size}: give every process "
-            "its own RANK, and every job its own MASTER_PORT."
-        )
+    if not _arrive(store, launch):
+        store.set(_DOUBLED, str(launch.rank))
+        store.set(_GO_ON, "")  # the others need not wait any longer
+        raise _doubled(launch.rank, launch)
+    try:
+        store.wait([_GO_ON], timeout)
+    except DistError as error:
+        missing = _missing(store, launch)
+        _let_others_read(launch)
+        raise _incomplete(launch, timeout, missing) from error
+    if store.check([_DOUBLED]):
+        rank = int(store.get(_DOUBLED))
+        _let_others_read(launch)
+        raise _doubled(rank, launch)
 
 
 def meet_in_served_store(store: Store, launch: Launch, timeout: timedelta) -> Store:
@@ -59,7 +65,11 @@ def meet_in_served_store(store: Store, launch: Launch, timeout: timedelta) -> St
         drawn = secrets.token_hex(8)
         store.set(announcement, drawn)
         own = PrefixStore(drawn, store)
-        _connect_and_wait(own, launch, timeout)
+        _arrive(own, launch)
+        try:
+            own.wait([_GO_ON], timeout)
+        except DistError as error:
+            raise _incomplete(launch, timeout, _missing(own, launch)) from error
         own.set(_COMPLETE, "")
         return own
     deadline = time.monotonic() + timeout.total_seconds()
@@ -70,14 +80,12 @@ def meet_in_served_store(store: Store, launch: Launch, timeout: timedelta) -> St
         if newest != name:
             part, name = PrefixStore(newest, store), newest
             # Where an earlier process was this rank, all may have met without this one.
-            is_first = part.add(_count(launch.rank), 1) == 1
-            if is_first:
-                part.set(_connected(launch.rank), "")
+            is_first = _arrive(part, launch)
         elif part is not None and is_first and part.check([_COMPLETE]):
             return part
         time.sleep(pause_s)
-        pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
-    raise _incomplete(launch, timeout, ["0"] if part is None or not is_first else _missing(part, launch))
+        pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S * max(1, launch.world_size / _CALM))
+    raise _incomplete(launch, timeout, "rank 0" if part is None or not is_first else _missing(part, launch))
 
 
 def check_torchrun(launch: Launch) -> None:
@@ -110,33 +118,47 @@ def check_torchrun(launch: Launch) -> None:
         )
 
 
-def _count(rank: int) -> str:
-    return f"unitrain/count/{rank}"
+def _arrive(store: Store, launch: Launch) -> bool:
+    """Record that this rank has connected, and return whether it is the first process to come as this rank."""
+    if store.add(_arrival(launch.rank), 1) > 1:
+        return False
+    if store.add("unitrain/count", 1) >= launch.world_size:
+        store.set(_GO_ON, "")
+    return True
 
 
-def _connected(rank: int) -> str:
+def _arrival(rank: int) -> str:
     return f"unitrain/connected/{rank}"
 
 
-def _keys(launch: Launch) -> list[str]:
-    return [_connected(rank) for rank in range(launch.world_size)]
+def _let_others_read(launch: Launch) -> None:
+    """Keep the store open a little longer, before an error ends rank 0: the others are about to read what is wrong."""
+    if launch.rank == 0:
+        time.sleep(_LAST_READ_S)
 
 
-def _connect_and_wait(store: Store, launch: Launch, timeout: timedelta) -> None:
-    store.set(_connected(launch.rank), "")
+def _missing(store: Store, launch: Launch) -> str:
+    """Return which ranks have not connected. The first rank that asks looks for them, and tells the others."""
+    if store.add("unitrain/asked", 1) == 1:
+        missing = [rank for rank in range(launch.world_size) if not store.check([_arrival(rank)])]
+        store.set("unitrain/missing", f"rank {listed(missing)}")
     try:
-        store.wait(_keys(launch), timeout)
-    except DistError as error:
-        raise _incomplete(launch, timeout, _missing(store, launch)) from error
+        store.wait(["unitrain/missing"], timedelta(seconds=_ANSWER_S))
+    except DistError:
+        return "some ranks"
+    return store.get("unitrain/missing").decode()
 
 
-def _missing(store: Store, launch: Launch) -> list[str]:
-    return [str(rank) for rank, key in enumerate(_keys(launch)) if not store.check([key])]
+def _doubled(rank: int, launch: Launch) -> LaunchError:
+    return LaunchError(
+        f"two processes have come to {launch.address} as rank {rank} of {launch.world_size}: give every process its "
+        "own RANK, and every job its own MASTER_PORT."
+    )
 
 
-def _incomplete(launch: Launch, timeout: timedelta, missing: list[str]) -> CommunicationError:
+def _incomplete(launch: Launch, timeout: timedelta, missing: str) -> CommunicationError:
     return CommunicationError(
         f"rank {launch.rank} of {launch.world_size} waited {timeout.total_seconds():g} s at {launch.address}, but "
-        f"rank {', '.join(missing)} did not connect. Check that all {launch.world_size} processes are running, and "
-        "that their hosts can reach that address (firewall, MASTER_ADDR)."
+        f"{missing} did not connect. Check that all {launch.world_size} processes are running, and that their hosts "
+        "can reach that address (firewall, MASTER_ADDR)."
     )

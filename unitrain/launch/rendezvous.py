@@ -9,6 +9,7 @@ import itertools
 import json
 import secrets
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ from unitrain.launch.addresses import own_addresses, reach
 from unitrain.launch.detect import Launch
 from unitrain.launch.installed_mpi import point_to_installed_mpi
 from unitrain.launch.meeting import check_torchrun, meet_in_new_store, meet_in_served_store
+from unitrain.launch.open_files import allow_connections
 
 # A store lives as long as its process. MPI can be started only once, and if rank 0 closed a port and opened it again, a
 # rank that has not left the first store yet could connect to the second.
@@ -38,6 +40,9 @@ _HERE = "/unitrain/rank-{}"
 _MOST_BYTES = 2**16  # of rank 0's addresses
 _SECRET_BYTES = 32
 _LOOPBACK = "127.0.0.1"
+# As torch's client begins: a number that identifies the protocol, then a ping, whose number the store sends back.
+_PINGED = struct.pack("=I", 4711)
+_PING = struct.pack("=BIB", 0, 0x3C85F7CE, 13) + _PINGED
 
 
 def rendezvous(launch: Launch, timeout_s: float) -> Store:
@@ -117,6 +122,8 @@ def _at_address(launch: Launch, timeout: timedelta) -> Store:
         check_torchrun(launch)
     opens = launch.rank == 0 and launch.rendezvous == "tcp"
     on_loopback = launch.rendezvous == "tcp" and launch.local_world_size == launch.world_size
+    if opens:
+        allow_connections(launch.world_size)
     try:
         if opens and on_loopback:
             store = open_on_loopback(int(port), timeout)
@@ -168,7 +175,7 @@ def _join(host: str, port: int, launch: Launch, timeout: timedelta) -> TCPStore:
             joined.set_exception(error)
 
     threading.Thread(target=join, daemon=True).start()
-    if wait([joined], _ANSWER_S).not_done and _listens(host, port):
+    if wait([joined], _ANSWER_S).not_done and _listens(host, port) and not _is_store(host, port):
         raise LaunchError(
             f"the rendezvous address of {launch.launcher} is {host}:{port}, but another program than rank 0 listens "
             "there. End that program (ss -ltnp on that host shows it), or set MASTER_ADDR and MASTER_PORT to another "
@@ -184,6 +191,20 @@ def _listens(host: str, port: int) -> bool:
     except OSError:
         return False
     return True
+
+
+def _is_store(host: str, port: int) -> bool:
+    """Return whether a store of torch listens at an address.
+
+    Its client may need longer than this, since it looks up the names of both ends. Where the name server does not
+    know them, or is asked by thousands of ranks at once, that takes seconds.
+    """
+    try:
+        with socket.create_connection((host, port), 1.0) as connection:
+            connection.sendall(_PING)
+            return connection.recv(len(_PINGED)) == _PINGED
+    except OSError:
+        return False
 
 
 def _through_mpi(launch: Launch, timeout: timedelta) -> Store:
@@ -336,6 +357,7 @@ def _at_port_of_rank_0(launch: Launch, timeout: timedelta, share: Callable[[str 
     """
     one_host = launch.local_world_size == launch.world_size
     if launch.rank == 0:
+        allow_connections(launch.world_size)
         if one_host:
             store = open_on_loopback(0, timeout)
         else:
