@@ -25,50 +25,50 @@ MODELS: dict[str, tuple[Any, Any, str]] = {
     "frozen": (
         lambda: nn.Linear(2, 1),
         lambda: nn.Linear(2, 1).requires_grad_(False),
-        "tensor 0 is weight (1, 2) float32 requires_grad=True on rank {same}, and weight (1, 2) float32 "
+        "tensor 0 is weight (1, 2) float32 requires_grad=True on rank {same}; weight (1, 2) float32 "
         "requires_grad=False on rank {odd}. Build the same model on every rank, and freeze the same layers.",
     ),
     "fewer": (
         lambda: nn.Linear(2, 1),
         lambda: nn.Linear(2, 1, bias=False),
-        "tensor 1 is bias (1,) float32 requires_grad=True on rank {same}, and missing on rank {odd}. ",
+        "tensor 1 is bias (1,) float32 requires_grad=True on rank {same}; missing on rank {odd}. ",
     ),
     "order": (
         lambda: nn.ModuleDict({"a": nn.Linear(1, 1, bias=False), "b": nn.Linear(1, 1, bias=False)}),
         lambda: nn.ModuleDict({"b": nn.Linear(1, 1, bias=False), "a": nn.Linear(1, 1, bias=False)}),
-        "tensor 0 is a.weight (1, 1) float32 requires_grad=True on rank {same}, and b.weight ",
+        "tensor 0 is a.weight (1, 1) float32 requires_grad=True on rank {same}; b.weight ",
     ),
 }
 OPTIMIZERS: dict[str, tuple[Any, Any, str]] = {
     "lr": (
         lambda model: SGD(model.parameters(), lr=0.1),
         lambda model: SGD(model.parameters(), lr=0.2),
-        "lr of parameter group 0 is 0.1 on rank {same}, and 0.2 on rank {odd}. Make the same optimizer",
+        "lr of parameter group 0 is 0.1 on rank {same}; 0.2 on rank {odd}. Make the same optimizer",
     ),
     "lr as a tensor": (
         lambda model: SGD(model.parameters(), lr=torch.tensor(0.5)),
         lambda model: SGD(model.parameters(), lr=torch.tensor(0.25)),
-        "lr of parameter group 0 is 0.5 on rank {same}, and 0.25 on rank {odd}.",
+        "lr of parameter group 0 is 0.5 on rank {same}; 0.25 on rank {odd}.",
     ),
     "betas": (
         lambda model: Adam(model.parameters()),
         lambda model: Adam(model.parameters(), betas=(0.9, 0.9)),
-        "betas of parameter group 0 is (0.9, 0.999) on rank {same}, and (0.9, 0.9) on rank {odd}.",
+        "betas of parameter group 0 is (0.9, 0.999) on rank {same}; (0.9, 0.9) on rank {odd}.",
     ),
     "groups": (
         lambda model: SGD([{"params": [p]} for p in model.parameters()], lr=0.1),
         lambda model: SGD(model.parameters(), lr=0.1),
-        "parameter 0 of parameter group 1 is bias on rank {same}, and missing on rank {odd}.",
+        "parameter 0 of parameter group 1 is bias on rank {same}; missing on rank {odd}.",
     ),
     "order": (
         lambda model: SGD(model.parameters(), lr=0.1),
         swapped,
-        "parameter 0 of parameter group 0 is weight on rank {same}, and bias on rank {odd}.",
+        "parameter 0 of parameter group 0 is weight on rank {same}; bias on rank {odd}.",
     ),
     "class": (
         lambda model: Adam(model.parameters()),
         lambda model: AdamW(model.parameters()),
-        "the class is Adam on rank {same}, and AdamW on rank {odd}.",
+        "the class is Adam on rank {same}; AdamW on rank {odd}.",
     ),
 }
 

@@ -214,9 +214,9 @@ def test_gathered_rows_are_those_of_one_process(
         assert len(set(own.tolist())) == 1
         shape, keys, kinds = errors
         assert "int" not in shape
-        assert "float32[rows, 3] on rank 0, float32[rows, 4] on rank 1" in shape
-        assert "{'key0': float32[rows]} on rank 0, {'key1': float32[rows]} on rank 1" in keys
-        assert "float32[rows] on rank 0, a list on rank 1" in kinds
+        assert "float32[rows, 3] on rank 0; float32[rows, 4] on rank 1" in shape
+        assert "{'key0': float32[rows]} on rank 0; {'key1': float32[rows]} on rank 1" in keys
+        assert "float32[rows] on rank 0; a list on rank 1" in kinds
 
 
 def alone_in_a_batch(backend: str) -> str:

@@ -71,6 +71,9 @@ def test_the_same_data() -> None:
 
 
 def test_the_ranks_of_each_value_are_named() -> None:
+    """As many as fit into a line: ten thousand ranks may differ, each from all others."""
+    every = difference([{"seed": rank} for rank in range(10_000)])
+    assert every == ("seed", "0 on rank 0; 1 on rank 1; 2 on rank 2; 3 on rank 3; 9996 other values on the others")
     facts = [{"a": 1, "b": rank % 2} for rank in range(20)]
     assert difference(facts[:1]) is None
     assert difference(facts) == (

@@ -150,7 +150,7 @@ def different(_: int) -> str:
 
 def test_rows_of_different_shapes_are_refused_on_all_ranks() -> None:
     said = (
-        "the state value of a metric has rows of different dtypes or shapes: torch.float32[2, 3] on rank 0, "
+        "the state value of a metric has rows of different dtypes or shapes: torch.float32[2, 3] on rank 0; "
         "torch.float32[2, 4] on rank 1."
     )
     assert run_ranks(different, 0, nprocs=2) == [said] * 2

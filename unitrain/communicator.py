@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from unitrain import call_site, row_shards
 from unitrain.alone import Alone
 from unitrain.backend import Backend, Wait
-from unitrain.errors import CommunicationError, UnitrainError, UsageError
+from unitrain.errors import CommunicationError, UnitrainError, UsageError, by_rank
 from unitrain.object_codec import ObjectCodec, unreadable
 from unitrain.plain_data import chunks
 from unitrain.pulse import Pulse
@@ -315,7 +315,7 @@ class Communicator:
         digest = hashlib.blake2b(form.encode(), digest_size=8).digest()
         digests = self.all_gather_alike(torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(self.device))
         if (digests != digests[0]).any():
-            forms = ", ".join(f"{one} on rank {rank}" for rank, one in enumerate(self.all_gather_data(form)))
+            forms = by_rank(enumerate(self.all_gather_data(form)))
             raise UsageError(
                 f"all_gather needs tensors of the same shape and dtype on all ranks, but got {forms}: pad them, or use "
                 "all_gather_object."

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
+from itertools import islice
 
 
 class UnitrainError(Exception):
@@ -71,6 +72,20 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     """Return ``" Did you mean 'x'?"`` with the valid name closest to ``name``, or an empty string if none is close."""
     match = get_close_matches(name, list(valid), n=1)
     return f" Did you mean {match[0]!r}?" if match else ""
+
+
+_MOST_VALUES = 4
+
+
+def by_rank(values: Iterable[tuple[int, object]]) -> str:
+    """Return ranks and their values as text for a message: each value with its ranks, and not more than four values."""
+    ranks: dict[str, list[int]] = {}
+    for rank, value in values:
+        ranks.setdefault(str(value), []).append(rank)
+    shown = [f"{value} on rank {listed(its)}" for value, its in islice(ranks.items(), _MOST_VALUES)]
+    if len(ranks) > len(shown):
+        shown.append(f"{len(ranks) - len(shown)} other values on the others")
+    return "; ".join(shown)
 
 
 def listed(ranks: Sequence[int]) -> str:

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from unitrain.communicator import Communicator
-from unitrain.errors import UsageError
+from unitrain.errors import UsageError, by_rank
 
 
 class Gathering:
@@ -135,5 +135,7 @@ def _in_rows(leaf: Any, *, has_rows: bool, differentiable: bool) -> Any:
 def _check_same_forms(forms: list[str]) -> None:
     """Raise UsageError, on all ranks, if they give different structures, dtypes or shapes of a row."""
     if len(set(forms)) > 1:
-        given = ", ".join(f"{form} on rank {rank}" for rank, form in enumerate(forms))
-        raise UsageError(f"gather needs the same structure, dtypes and shapes of rows on all ranks, but got {given}.")
+        raise UsageError(
+            "gather needs the same structure, dtypes and shapes of rows on all ranks, but got "
+            f"{by_rank(enumerate(forms))}."
+        )

@@ -17,7 +17,7 @@ import torch
 from unitrain.backend import Backend
 from unitrain.communicator import Communicator
 from unitrain.config import Section, StrategyConfig
-from unitrain.errors import ConfigError, listed
+from unitrain.errors import ConfigError, by_rank
 from unitrain.job.hub import Member
 from unitrain.process import start_time
 
@@ -106,9 +106,7 @@ def difference(facts: Sequence[Mapping[str, Any]]) -> tuple[str, str] | None:
         facts: the values of each rank, by name.
     """
     for name in dict.fromkeys(name for one in facts for name in one):
-        ranks_by_value: dict[str, list[int]] = {}
-        for rank, one in enumerate(facts):
-            ranks_by_value.setdefault(repr(one.get(name)), []).append(rank)
-        if len(ranks_by_value) > 1:
-            return name, "; ".join(f"{value} on rank {listed(ranks)}" for value, ranks in ranks_by_value.items())
+        values = [repr(one.get(name)) for one in facts]
+        if len(set(values)) > 1:
+            return name, by_rank(enumerate(values))
     return None

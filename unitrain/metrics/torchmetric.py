@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from unitrain.communicator import Communicator
 from unitrain.data.loop import BatchInUse
-from unitrain.errors import UsageError
+from unitrain.errors import UsageError, by_rank
 
 M = TypeVar("M")
 
@@ -142,7 +142,7 @@ def _gathered_rows(
     if not kinds:
         return []
     if len(kinds) > 1:
-        given = ", ".join(f"{form[0]}{list(form[1])} on rank {rank}" for rank, form in enumerate(forms) if form)
+        given = by_rank((rank, f"{form[0]}{list(form[1])}") for rank, form in enumerate(forms) if form)
         raise UsageError(f"the state {name} of a metric has rows of different dtypes or shapes: {given}.")
     if not len(rows):
         dtype, row = kinds.pop()

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from unitrain.communicator import Communicator
-from unitrain.errors import CommunicationError, listed
+from unitrain.errors import CommunicationError, by_rank
 from unitrain.job.handshake import all_alike
 from unitrain.training.prepared import PreparedModules
 
@@ -76,8 +76,5 @@ def _check(communicator: Communicator, facts: Mapping[str, str], what: str, reme
     own = next((name for name in {**expected, **facts} if expected.get(name) != facts.get(name)), None)
     differences = communicator.all_gather_data(own)
     other, name = next((rank, name) for rank, name in enumerate(differences) if name is not None)
-    by_value: dict[str, list[int]] = {}
-    for rank, value in enumerate(communicator.all_gather_data(facts.get(name, _MISSING))):
-        by_value.setdefault(value, []).append(rank)
-    values = ", and ".join(f"{value} on rank {listed(ranks)}" for value, ranks in by_value.items())
+    values = by_rank(enumerate(communicator.all_gather_data(facts.get(name, _MISSING))))
     raise CommunicationError(f"the {what} of rank 0 and rank {other} differ: {name} is {values}. {remedy}")
