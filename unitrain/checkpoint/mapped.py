@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from unitrain.checkpoint.reading import open_regular
 
@@ -21,40 +22,49 @@ class MappedFiles:
     """Loads files, and releases their pages on demand."""
 
     def __init__(self) -> None:
+        self._paths: set[str] = set()
+        self._addresses: list[int] = []  # in files whose mappings have not been looked for yet
         self._ranges: set[tuple[int, int]] = set()
 
     def load(self, path: Path) -> Any:
         """Return the content of a file of torch, with tensors on the CPU. Raises any exception of ``torch.load``."""
         with open_regular(path) as file:
             is_mappable = zipfile.is_zipfile(file)  # and not of a torch before 1.6
-        with self._mapping(path):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=is_mappable)
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_mappable)
+        dense = [one for one in tree_leaves(content) if isinstance(one, torch.Tensor) and one.layout == torch.strided]
+        self._add(path, [one.untyped_storage() for one in dense if not one.is_meta])
+        return content
 
     def map(self, path: Path) -> torch.UntypedStorage:
         """Return the bytes of a file."""
-        with self._mapping(path):
-            size = path.stat().st_size
-            return torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8).untyped_storage()
+        size = path.stat().st_size
+        mapped = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8).untyped_storage()
+        self._add(path, [mapped])
+        return mapped
 
-    @contextmanager
-    def _mapping(self, path: Path) -> Iterator[None]:
-        before = _mappings(path)
-        yield
-        self._ranges |= _mappings(path) - before  # the script may have mapped the file itself, and changed its copy
+    def _add(self, path: Path, storages: Iterable[torch.UntypedStorage]) -> None:
+        self._paths.add(str(path.resolve()))
+        self._addresses += [storage.data_ptr() for storage in storages]
 
     def release(self) -> None:
         """Release the pages that have been read so far."""
+        if self._addresses:
+            # Once, and not for each file: the list of mappings grows with them.
+            self._ranges.update(_mappings(self._paths, sorted(self._addresses)))
+            self._addresses.clear()
         for start, end in self._ranges:
             _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_DONTNEED)
 
 
-def _mappings(path: Path) -> set[tuple[int, int]]:
-    """Return the addresses at which this process has mapped a file."""
-    resolved = str(path.resolve())
-    found = set()
+def _mappings(paths: set[str], addresses: list[int]) -> Iterator[tuple[int, int]]:
+    """Yield where files are mapped at one of these addresses, which are sorted.
+
+    A script may have mapped a file itself, elsewhere, and have changed its copy.
+    """
     for line in Path("/proc/self/maps").read_text().splitlines():
-        addresses, *fields = line.split(maxsplit=5)
-        if fields[-1] == resolved:
-            start, end = (int(address, 16) for address in addresses.split("-"))
-            found.add((start, end))
-    return found
+        found, *fields = line.split(maxsplit=5)
+        if fields[-1] in paths:
+            start, end = (int(address, 16) for address in found.split("-"))
+            at = bisect_left(addresses, start)
+            if at < len(addresses) and addresses[at] < end:
+                yield start, end

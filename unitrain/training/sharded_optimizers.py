@@ -10,6 +10,7 @@ the rows that they have updated.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from torch import Tensor
@@ -261,8 +262,8 @@ def evened(load: Sequence[int], rows: int, row: int) -> tuple[int, ...]:
         The number of rows of each rank.
     """
     ascending = sorted(load)
-    for ranks in range(1, len(load) + 1):  # that get any rows
-        level = (sum(ascending[:ranks]) + rows * row) // ranks
+    for ranks, so_far in enumerate(accumulate(ascending), 1):  # the number of ranks that get any rows, and their load
+        level = (so_far + rows * row) // ranks
         if ranks == len(load) or level <= ascending[ranks]:
             break
     counts = [max(0, (level - its) // row) for its in load]

@@ -7,8 +7,9 @@ sharded, each rank keeps its own shard, and never has more of it.
 from __future__ import annotations
 
 import copy
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import compress
+from itertools import accumulate, compress
 from typing import Any, TypeGuard
 
 import torch
@@ -65,13 +66,16 @@ class RowBlocks:
 
     def __init__(self, blocks: Sequence[Tensor]) -> None:
         self.blocks: Sequence[Tensor] = blocks
+        self._ends = list(accumulate(map(len, blocks)))
 
     def rows(self, start: int, end: int) -> Source:
         """Return views of rows; a tensor if they are in one block."""
-        found, first = [], 0
-        for block in self.blocks:
-            view = block[max(start - first, 0) : max(end - first, 0)]
-            first += len(block)
+        found = []
+        for at in range(bisect_right(self._ends, start), len(self.blocks)):
+            first = self._ends[at] - len(self.blocks[at])
+            if first >= end:
+                break
+            view = self.blocks[at][max(start - first, 0) : end - first]
             if len(view):
                 found.append(view)
         return found[0] if len(found) == 1 else RowBlocks(found)
@@ -278,22 +282,23 @@ def copy_own(
         source: the whole tensor, of any dtype.
         copied: called after each piece.
     """
-    for shard, rows in _by_shard(communicator, target, source):
-        if not shard.is_meta:
-            for piece, part in _pieces(shard, rows):
-                _fill(piece, part)
-                copied()
+    for shard, rows in _by_shard(communicator, target, source, own_only=True):
+        for piece, part in _pieces(shard, rows):
+            _fill(piece, part)
+            copied()
 
 
-def _by_shard(communicator: Communicator, target: Tensor, source: Source) -> Iterator[tuple[Tensor, Source]]:
-    """Yield the shards of a target that are not empty, and what is to become of them."""
+def _by_shard(
+    communicator: Communicator, target: Tensor, source: Source, *, own_only: bool = False
+) -> Iterator[tuple[Tensor, Source]]:
+    """Yield the shards of a target that are not empty, or only this rank's, and what is to become of them."""
     if source is target and not communicator.is_sharded(target):
         yield target, target
         return
     end = 0
     for shard in communicator.shards_of(target):
         start, end = end, end + len(shard) if shard.dim() else 0
-        if shard.numel():
+        if shard.numel() and not (own_only and shard.is_meta):
             yield shard, shard if source is target else source if shard is target else _rows(source, start, end)
 
 
