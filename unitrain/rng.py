@@ -160,7 +160,7 @@ def capture() -> dict[str, Any]:
     version, internal, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state = {
-        "python": [version, list(internal), gauss],
+        "python": [version, torch.tensor(internal), gauss],  # of thousands of ranks, lists would take long to send
         "numpy": [name, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, cached],
         "torch": torch.get_rng_state(),
     }
@@ -172,7 +172,8 @@ def capture() -> dict[str, Any]:
 def restore(state: dict[str, Any]) -> None:
     """Restore states that ``capture`` returned. If the number of GPUs differs, only the first ones are restored."""
     version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
+    # A list in checkpoints that were saved by UniTrain 0.1.
+    random.setstate((version, tuple(internal.tolist() if isinstance(internal, torch.Tensor) else internal), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
     torch.set_rng_state(state["torch"])
