@@ -6,8 +6,8 @@ Two processes train a tiny MLP as fast as they can, while the CPU time of the wa
 measured. A step can't lose more to them, since it communicates nothing for them. A run of ten minutes is assumed to
 compare the ranks once and to save 10 checkpoints of 100 MB.
 
-The hub's share of a core is measured for larger jobs, too. Their ranks are connections of one other process, which
-sends the heartbeats of a job of that size.
+The hub's share of a core is measured for larger jobs, too. Their ranks are connections of other processes, which
+send the heartbeats of a job of that size.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ import time
 from typing import TYPE_CHECKING
 
 import unitrain
-from shared.members import HEARTBEAT_TIMEOUT_S, can_have, hub_share
+from shared.members import HEARTBEAT_TIMEOUT_S, TIMEOUT_S, can_have, members, new_key, simulated
 from shared.processes import GLOO, HOROVOD_GLOO, HOROVOD_MPI, in_processes, startable, world_name
 from shared.report import Found, run, table
 from shared.workloads import mlp
 from unitrain.backend import load_backend
 from unitrain.job.handshake import handshake
 from unitrain.job.hub import heartbeat_interval_s
+from unitrain.job.hub_server import start_hub
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -67,6 +68,28 @@ def measure_world(seconds: float) -> Found | None:
             "hashing_s": time.perf_counter() - begin,
         }
         return found if strategy.is_main else None
+
+
+def hub_share(ranks: int, seconds: float) -> float:
+    """Return the share of a core that the hub of a job of so many ranks takes."""
+    key, interval_s = new_key(), heartbeat_interval_s(HEARTBEAT_TIMEOUT_S, ranks)
+    with simulated(range(ranks), ranks) as everyone:
+        port, hub = start_hub(
+            members(ranks), key, timeout_s=TIMEOUT_S, heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S, one_host=True
+        )
+        everyone.do("introduce", port, key)
+        everyone.begin("watch", interval_s + seconds)
+        time.sleep(interval_s)
+        clock = time.pthread_getcpuclockid(int(hub.ident or 0))
+        begin, used = time.perf_counter(), time.clock_gettime(clock)
+        time.sleep(seconds)
+        share = (time.clock_gettime(clock) - used) / (time.perf_counter() - begin)
+        assert hub.is_alive(), "the job has ended"
+        everyone.end()
+        everyone.do("leave")
+        everyone.do("hang_up")
+        hub.join()
+    return share
 
 
 def measure(short: bool) -> Found:

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from jobs import run_job
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+AT_MOST_LINEAR = ("O(1)", "O(log n)", "O(n)")
 
 
 def short(name: str, folder: Path) -> dict[str, Any]:
@@ -219,6 +221,32 @@ def test_watch(tmp_path: Path) -> None:
     assert 0 < share < 1
     assert 0 < costs["watching"] < 1
     assert costs["comparing_s"] > 0
+
+
+@pytest.mark.soak
+def test_members(tmp_path: Path) -> None:
+    found = short("members", tmp_path)
+    assert found["sizes"] == [8, 16, 32]
+    for stage, laws in found["laws"].items():
+        assert laws["bytes"]["law"] in AT_MOST_LINEAR, stage
+        assert laws["bytes"]["exponent"] < 1.1, stage
+    assert [one["keys"] for one in found["stages"]["meeting at the store"]] == [10, 18, 34]
+    assert all(one["told_s"] <= one["wall_s"] for one in found["stages"]["the end of a rank"])
+
+
+@pytest.mark.parametrize(
+    ("costs", "expected"),
+    [
+        ([5, 5.3, 4.8, 5.1], "O(1)"),
+        ([3, 6.1, 9, 12.2], "O(log n)"),
+        ([12, 103, 1010, 10_000], "O(n)"),
+        ([10, 20, 110, 1010], "O(n)"),
+        ([1, 98, 10_200, 1_000_000], "O(n²)"),
+    ],
+)
+def test_laws(costs: list[float], expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    assert import_module("shared.laws").law([10, 100, 1000, 10_000], costs) == expected
 
 
 @pytest.mark.launcher

@@ -1,0 +1,191 @@
+"""Rank 0 of a job whose other ranks are simulated: in every collective, they give what rank 0 gives.
+
+The code of rank 0 is real, down to the collectives. These take no time here, and are counted.
+"""
+
+from __future__ import annotations
+
+import hmac
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shared.members import Members
+from unitrain.backend import Backend, Wait
+from unitrain.checkpoint import Checkpoint
+from unitrain.checkpoint.shards import file_name
+from unitrain.checkpoint.together import write_own
+from unitrain.communicator import Communicator
+from unitrain.config import StrategyConfig
+from unitrain.data.shares import Shares
+from unitrain.launch.detect import Launch
+from unitrain.pulse import Pulse
+from unitrain.row_shards import RowShard
+from unitrain.training.precision import Precision
+from unitrain.training.preparation import Preparation
+from unitrain.training.prepared import PreparedModules
+from unitrain.training.step import TrainingStep
+from unitrain.training.streaming import leaves
+
+_CPU = torch.device("cpu")
+_ELEMENTS = 5
+
+
+class SimulatedBackend(Backend):
+    """Returns what all ranks would have given, and counts.
+
+    Attributes:
+        seconds: CPU time of the simulation itself.
+        calls: number of collectives, by kind.
+        received: bytes that the other ranks have given in them.
+        sent: bytes that rank 0 has broadcast.
+        secret: that of the job, with which the ranks sign what they prove; None after they have.
+    """
+
+    name = "simulated"
+
+    def __init__(self, config: StrategyConfig, launch: Launch) -> None:
+        super().__init__(config, launch, _CPU)
+        self.seconds = 0.0
+        self.calls = Counter[str]()
+        self.received = self.sent = 0
+        self.secret: bytes | None = None
+        self._nonces = b""
+
+    def start(self) -> tuple[int, int]:
+        """Return rank and world size."""
+        return self.rank, self.world_size
+
+    def all_reduce(self, tensor: Tensor, op: str, name: str) -> Wait:
+        """Reduce what all ranks give."""
+        return self._counted("all_reduce", tensor.nbytes, lambda: self._reduce(tensor, op, name))
+
+    def all_gather(self, tensor: Tensor, name: str) -> Callable[[], Tensor]:
+        """Return what all ranks give."""
+        bytes_of_others = tensor.nbytes * (self.world_size - 1)
+        return self._counted("all_gather", bytes_of_others, lambda: self._rows(tensor, name))
+
+    def broadcast(self, tensor: Tensor, src: int, name: str) -> Wait:
+        """Leave rank 0's tensor unchanged."""
+        self.sent += 0 if src else tensor.nbytes
+        return self._counted("broadcast", tensor.nbytes if src else 0, lambda: self._send(tensor, src, name))
+
+    def _counted(self, kind: str, received: int, action: Callable[[], Any]) -> Callable[[], Any]:
+        self.calls[kind] += 1
+        self.received += received
+
+        def wait() -> Any:
+            began = time.thread_time()
+            result = action()
+            self.seconds += time.thread_time() - began
+            return result
+
+        return wait
+
+    # What unitrain.job.verb_check and unitrain.job.authentication expect of ranks, others give what rank 0 does.
+
+    def _reduce(self, tensor: Tensor, op: str, name: str) -> None:
+        if name.startswith(f"self_test.{op}."):
+            everyone = torch.arange(_ELEMENTS) + (torch.arange(self.world_size) % 3).unsqueeze(1)
+            tensor.copy_({"sum": everyone.sum(0), "max": everyone.amax(0), "min": everyone.amin(0)}[op])
+        elif op == "sum":
+            tensor.mul_(self.world_size)
+
+    def _rows(self, tensor: Tensor, name: str) -> Tensor:
+        if name.startswith("self_test.gather."):
+            rows = torch.arange(self.world_size * _ELEMENTS).view(self.world_size, _ELEMENTS) % 251
+            return rows.to(tensor.dtype)
+        if self.secret is not None and tensor.numel() == 33:
+            self._nonces = tensor[1:].numpy().tobytes() * self.world_size
+        elif self.secret is not None and tensor.numel() == 32:
+            key, self.secret = hmac.digest(self.secret, self._nonces, "sha256"), None
+            signed = b"".join(hmac.digest(key, f"rank {rank}".encode(), "sha256") for rank in range(self.world_size))
+            return torch.frombuffer(bytearray(signed), dtype=torch.uint8).view(self.world_size, 32)
+        return tensor.unsqueeze(0).repeat(self.world_size, *[1] * tensor.dim())
+
+    def _send(self, tensor: Tensor, src: int, name: str) -> None:
+        if name.startswith("self_test."):
+            tensor.copy_((torch.arange(_ELEMENTS) * 7 + src) % 251)
+
+
+class SimulatedRank0:
+    """The parts of rank 0's strategy that prepare and save, in a job of simulated ranks.
+
+    Args:
+        launch: its place.
+        **settings: settings of the strategy.
+    """
+
+    def __init__(self, launch: Launch, **settings: Any) -> None:
+        self.config = StrategyConfig(backend="simulated", device="cpu", **settings)
+        self.launch = launch
+        self.backend = SimulatedBackend(self.config, launch)
+        pulse = Pulse()
+        self.communicator = Communicator(self.backend, pulse, key=b"k" * 32)
+        self._prepared = PreparedModules(distributed=True, shares=Shares(None, launch.world_size))
+        self.step = TrainingStep(self.communicator, self.backend, self._prepared, None, lambda: None, self.config)
+        precision = Precision(self.config.precision, _CPU)
+        self._preparation = Preparation(
+            self.communicator, self.backend, precision, self._prepared, self.step.register, self.step.in_use,
+            self.config,
+        )  # fmt: skip
+
+    def prepare(self, *objects: Any) -> tuple[Any, ...]:
+        """See ``Strategy.prepare``."""
+        return self._preparation.prepare(objects)
+
+    def train(self, loss: Tensor, optimizer: Optimizer) -> None:
+        """See ``Strategy.step``."""
+        self.step.backward(loss, (optimizer,))
+        self.step.update(optimizer)
+
+    def checkpoint(self, folder: Path, **objects: Any) -> Checkpoint:
+        """See ``Strategy.checkpoint``."""
+        return Checkpoint(
+            self.communicator, self._prepared, self.step, None, lambda reason: None, None, lambda: None,
+            lambda: None, self.config, folder, objects, config={}, keep=1, background=False,
+        )  # fmt: skip
+
+
+def written_by_others(rank_0: SimulatedRank0, checkpoint: Checkpoint, others: Members, folder: Path) -> None:
+    """Have the other ranks write their files of a checkpoint, which are in its folder as soon as that has begun."""
+    objects = vars(checkpoint)["_objects"]
+    shapes = {
+        name: [
+            (value.counts, tuple(value.local.shape[1:]), value.dtype)
+            for _, value in leaves(its.state_dict())
+            if isinstance(value, RowShard)
+        ]
+        for name, its in objects.items()
+    }
+    folder.mkdir()
+    others.do("call", _write, folder, shapes)
+    checkpoints = vars(checkpoint)["_folder"]
+    begin = checkpoints.begin
+
+    def begin_with_files(step: int) -> Path | None:
+        began = time.thread_time()
+        begun: Path | None = begin(step)
+        assert begun is not None
+        for path in folder.iterdir():
+            path.rename(begun / path.name)
+        rank_0.backend.seconds += time.thread_time() - began
+        return begun
+
+    checkpoints.begin = begin_with_files
+
+
+def _write(
+    rank: int, folder: Path, shapes: dict[str, list[tuple[Sequence[int], tuple[int, ...], torch.dtype]]]
+) -> None:
+    own = {
+        name: [torch.zeros(counts[rank], *rest, dtype=dtype) for counts, rest, dtype in its]
+        for name, its in shapes.items()
+    }
+    write_own(folder, rank, file_name(rank), own)
