@@ -182,6 +182,12 @@ def _add_conform(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     summary = "show what this machine has for distributed training, and the command that adds what is missing"
     parser = commands.add_parser("doctor", help=summary, description=_sentence(summary))
+    parser.add_argument(
+        "--hosts",
+        "-H",
+        metavar="LIST",
+        help="hosts of a job to look at over ssh: node1,node2 (or node1:8,node2:8); exit code 1 if one can't take part",
+    )
     parser.add_argument("--json", action="store_true", help="print a JSON object")
     parser.set_defaults(run=_run_doctor)
 
@@ -352,10 +358,9 @@ def _run_conform(arguments: argparse.Namespace) -> int:
 
 
 def _run_doctor(arguments: argparse.Namespace) -> int:
-    from unitrain.commands.doctor import doctor
+    from unitrain.commands.doctor.command import doctor
 
-    doctor(as_json=arguments.json)
-    return 0
+    return doctor(arguments.hosts, as_json=arguments.json)
 
 
 def _run_install_horovod(arguments: argparse.Namespace) -> int:

@@ -80,18 +80,20 @@ def output_of(*command: str | Path) -> str | None:
     return output if succeeded else None
 
 
-def attempt(*command: str | Path, environment: Mapping[str, str] | None = None) -> tuple[bool, str]:
+def attempt(
+    *command: str | Path, environment: Mapping[str, str] | None = None, timeout_s: float = _TIMEOUT_SECONDS
+) -> tuple[bool, str]:
     """Run a short ``command``. Return whether it succeeded, and what it printed to stdout and stderr.
 
     The default environment is that of this process, with ``search_path`` as PATH.
     """
     try:
         with running([str(part) for part in command], environment or {**os.environ, "PATH": search_path()}) as process:
-            output, _ = process.communicate(timeout=_TIMEOUT_SECONDS)
+            output, _ = process.communicate(timeout=timeout_s)
     except OSError as error:
         return False, str(error)
     except subprocess.TimeoutExpired:
-        return False, f"timed out after {_TIMEOUT_SECONDS:.0f} s"
+        return False, f"timed out after {timeout_s:.0f} s"
     if process.returncode != 0:
         return False, output or f"exit code {process.returncode}"
     return True, output

@@ -1,69 +1,23 @@
-"""``unitrain doctor``: shows what this machine has for distributed training, and how to install what is missing.
-
-Each probe returns one finding. A probe that raises gives a finding with status error.
-"""
+"""The probes of what is installed on this host: Python, torch, communication libraries, launchers."""
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import socket
 import sys
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from importlib import metadata
 from importlib.util import find_spec
-from typing import Any, Literal
-
-import psutil
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from unitrain.backend import backend_names
+from unitrain.commands.doctor.finding import Finding, Probe
 from unitrain.commands.horovod.check import find_horovod
-from unitrain.commands.toolchain import find_mpi, find_program, run_one
+from unitrain.commands.toolchain import attempt, find_mpi, find_program, run_one
 from unitrain.launch.detect import detect
 
-Status = Literal["ok", "absent", "warning", "error"]
-
-_STYLES: dict[Status, str] = {"ok": "green", "absent": "dim", "warning": "yellow", "error": "red"}
 _INSTALL_HOROVOD = "unitrain install-horovod"
-
-
-@dataclass(frozen=True)
-class Finding:
-    """The result of a probe."""
-
-    status: Status
-    """ok; absent (not installed, and optional); warning (works in part); error (broken)."""
-    summary: str
-    fix: str | None = None
-    """The command that installs or fixes it."""
-    details: dict[str, Any] = field(default_factory=dict)
-    """Details for the JSON output."""
-
-
-def doctor(*, as_json: bool = False) -> None:
-    """Print the findings as a table, or as a JSON object with a key per probe."""
-    findings = examine()
-    if as_json:
-        print(json.dumps({name: asdict(finding) for name, finding in findings.items()}, indent=2))
-    else:
-        _print_table(findings)
-
-
-def examine() -> dict[str, Finding]:
-    """Return the findings of all probes, by name, in the order of the table."""
-    return {name: _guarded(probe) for name, probe in PROBES.items()}
-
-
-def _guarded(probe: Callable[[], Finding]) -> Finding:
-    try:
-        return probe()
-    except Exception as error:  # a failing probe must not keep the others from running
-        return Finding("error", f"{type(error).__name__}: {error}")
+_SLURM_S = 15.0
 
 
 def _python() -> Finding:
@@ -176,7 +130,19 @@ def _horovod() -> Finding:
 def _launchers() -> Finding:
     programs = {name: find_program(name) for name in ("torchrun", "mpirun", "horovodrun", "srun")}
     details = {name: str(path) if path else None for name, path in programs.items()}
-    return Finding("ok", ", ".join(name for name, path in programs.items() if path), details=details)
+    summary = ", ".join(name for name, path in programs.items() if path)
+    if programs["srun"] is not None and (reason := _slurm_is_silent()):
+        summary = f"{summary}; but srun can't start anything, since SLURM's controller does not answer: {reason}"
+        configured = "configuration source" not in reason
+        fix = "sudo systemctl restart slurmctld" if configured else "export SLURM_CONF=/etc/slurm/slurm.conf"
+        return Finding("warning", summary, fix, details)
+    return Finding("ok", summary, details=details)
+
+
+def _slurm_is_silent() -> str | None:
+    """Return why SLURM's controller can't be reached, or None if it answers."""
+    answers, said = attempt("scontrol", "ping", timeout_s=_SLURM_S)
+    return None if answers and " UP" in said else said.strip().splitlines()[-1]
 
 
 def _launched_by() -> Finding:
@@ -203,29 +169,7 @@ def _recipes() -> Finding:
     return Finding("ok", "all dependencies of the recipes are installed", details={"missing": []})
 
 
-def _cpu() -> Finding:
-    usable, total = len(os.sched_getaffinity(0)), os.cpu_count()
-    return Finding("ok", f"{usable} of {total} cores usable", details={"usable": usable, "total": total})
-
-
-def _memory() -> Finding:
-    memory = psutil.virtual_memory()
-    summary = f"{memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB available"
-    return Finding("ok", summary, details={"available": memory.available, "total": memory.total})
-
-
-def _network() -> Finding:
-    states = psutil.net_if_stats()
-    interfaces = {
-        name: [address.address for address in addresses if address.family in (socket.AF_INET, socket.AF_INET6)]
-        for name, addresses in psutil.net_if_addrs().items()
-        if name in states and states[name].isup
-    }
-    summary = ", ".join(f"{name} {' '.join(addresses)}".strip() for name, addresses in interfaces.items())
-    return Finding("ok", summary or "no interface is up", details={"interfaces": interfaces})
-
-
-PROBES: dict[str, Callable[[], Finding]] = {
+SOFTWARE: dict[str, Probe] = {
     "unitrain": _unitrain,
     "python": _python,
     "torch": _torch,
@@ -239,20 +183,4 @@ PROBES: dict[str, Callable[[], Finding]] = {
     "launched_by": _launched_by,
     "backends": _backends,
     "recipes": _recipes,
-    "cpu": _cpu,
-    "memory": _memory,
-    "network": _network,
 }
-
-
-def _print_table(findings: dict[str, Finding]) -> None:
-    table = Table("component", "", "found", box=None, pad_edge=False)
-    for name, finding in findings.items():
-        table.add_row(name.replace("_", " "), Text(finding.status, _STYLES[finding.status]), Text(finding.summary))
-    console = Console()
-    console.print(table)
-    fixes = {finding.fix: name for name, finding in findings.items() if finding.fix}
-    if fixes:
-        console.print("\nTo install or fix:")
-        for fix, name in fixes.items():
-            console.print(Text(f"  {name.replace('_', ' ')}: {fix}"), soft_wrap=True)

@@ -1,0 +1,58 @@
+"""Runs the probes, each of which returns one finding, and prints the findings."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from unitrain.commands.doctor.finding import Finding, Probe, Status, guarded
+from unitrain.commands.doctor.hosts import examine_hosts
+from unitrain.commands.doctor.machine import MACHINE
+from unitrain.commands.doctor.software import SOFTWARE
+from unitrain.commands.launch import parse_hosts
+
+PROBES: dict[str, Probe] = {**SOFTWARE, **MACHINE}
+_STYLES: dict[Status, str] = {"ok": "green", "absent": "dim", "warning": "yellow", "error": "red"}
+
+
+def doctor(hosts: str | None = None, *, as_json: bool = False) -> int:
+    """Print the findings as a table, or as a JSON object with a key per probe. Return the exit code.
+
+    Args:
+        hosts: other hosts to look at, as ``unitrain launch`` takes them. The exit code is 1 if one can't take part.
+        as_json: print a JSON object.
+
+    Raises:
+        UsageError: ``hosts`` is no list of hosts.
+    """
+    others = [] if hosts is None else [host.name for host in parse_hosts(hosts)]
+    findings = examine()
+    found = examine_hosts(others)
+    findings.update({f"host {name}": finding for name, finding in found.items()})
+    if as_json:
+        print(json.dumps({name: asdict(finding) for name, finding in findings.items()}, indent=2))
+    else:
+        _print_table(findings)
+    return int(any(finding.status == "error" for finding in found.values()))
+
+
+def examine() -> dict[str, Finding]:
+    """Return the findings of all probes of this host, by name, in the order of the table."""
+    return {name: guarded(probe) for name, probe in PROBES.items()}
+
+
+def _print_table(findings: dict[str, Finding]) -> None:
+    table = Table("component", "", "found", box=None, pad_edge=False)
+    for name, finding in findings.items():
+        table.add_row(name.replace("_", " "), Text(finding.status, _STYLES[finding.status]), Text(finding.summary))
+    console = Console()
+    console.print(table)
+    fixes = {line: name for name, finding in findings.items() for line in (finding.fix or "").splitlines()}
+    if fixes:
+        console.print("\nTo install or fix:")
+        for fix, name in fixes.items():
+            console.print(Text(f"  {name.replace('_', ' ')}: {fix}"), soft_wrap=True)

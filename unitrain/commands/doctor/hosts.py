@@ -1,0 +1,192 @@
+"""The probes of other hosts, over ssh: can a job be started there, and would its ranks find one another and agree."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from unitrain.commands.doctor import report
+from unitrain.commands.doctor.finding import Finding, Status, guarded
+from unitrain.commands.doctor.host_name import addresses_of
+from unitrain.commands.toolchain import find_program
+from unitrain.launch.addresses import own_addresses
+
+_CONNECT_S = 5
+_MOST_S = 30.0
+_MOST_AT_ONCE = 32
+_CLOCK_S = 5.0
+
+
+class _Problem(NamedTuple):
+    """Something that is wrong with a host, and the commands that help."""
+
+    status: Status
+    text: str
+    fix: str
+
+
+class _Answer(NamedTuple):
+    """What the program has found on a host."""
+
+    report: dict[str, Any]
+    clock_ahead_s: float
+
+
+def examine_hosts(hosts: Sequence[str]) -> dict[str, Finding]:
+    """Return a finding for each host of a job that this host would start, by its name."""
+    with _listener() as listener, ThreadPoolExecutor(_MOST_AT_ONCE) as threads:
+        # Rank 0's host, to which all ranks connect, is taken for this one: a port of it stands for that of rank 0.
+        here = (own_addresses(), listener.getsockname()[1])
+        what = [{"here": here, "others": [other for other in hosts if other != host]} for host in hosts]
+        answers = dict(zip(hosts, threads.map(_ask, hosts, what), strict=True))
+    answering = {host for host, answer in answers.items() if isinstance(answer, _Answer)}
+    return {host: guarded(partial(_finding, host, answer, answering)) for host, answer in answers.items()}
+
+
+def _listener() -> socket.socket:
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, backlog=socket.SOMAXCONN, dualstack_ipv6=True)
+    return socket.create_server(("", 0), backlog=socket.SOMAXCONN)
+
+
+def _finding(host: str, answer: _Answer | _Problem, answering: Collection[str]) -> Finding:
+    """Return the finding on a host. What is wrong with another one, which does not answer, is not said again here."""
+    if isinstance(answer, _Problem):
+        return Finding(answer.status, answer.text, answer.fix)
+    found, ahead_s = answer
+    unreached = {other: why for other, why in found["unreached"].items() if other in answering}
+    problems = [*_versions(host, found["versions"]), *_network(host, found, unreached), *_clock(host, ahead_s)]
+    details = {**found, "clock_ahead_s": ahead_s}
+    if not problems:
+        summary = f"{found['host']}: reached by ssh, and has the versions and the time of this host"
+        return Finding("ok", summary, details=details)
+    worst: Status = "error" if any(one.status == "error" for one in problems) else "warning"
+    fixes = "\n".join(dict.fromkeys(one.fix for one in problems))
+    return Finding(worst, "; ".join(one.text for one in problems), fixes, details)
+
+
+def _ask(host: str, what: Mapping[str, Any]) -> _Answer | _Problem:
+    """Run the program on a host, and return its answer, or why it could not be run."""
+    program, python = find_program("ssh"), [sys.executable, "-", json.dumps(what)]
+    if program is None:
+        text = "ssh is not installed here, with which mpirun and horovodrun start processes on other hosts"
+        return _Problem("error", text, "sudo apt-get install openssh-client")
+    ssh = [str(program), "-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_S}", "--", host]
+    command = python if _is_here(host) else [*ssh, shlex.join(python)]
+    began = time.time()
+    try:
+        done = subprocess.run(
+            command, input=Path(report.__file__).read_text(), capture_output=True, text=True, errors="replace",
+            timeout=_MOST_S, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        text = f"ssh connects, but runs nothing within {_MOST_S:.0f} s"
+        return _Problem("error", text, f"ssh {host} true")
+    ended = time.time()
+    try:
+        found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+        there = float(found["time"])
+    except (LookupError, ValueError):
+        return _failure(host, done.returncode, done.stderr)
+    return _Answer(found, min(there - began, 0.0) + max(there - ended, 0.0))
+
+
+def _is_here(host: str) -> bool:
+    own = own_addresses()
+    if host in (own[-1], "localhost"):
+        return True
+    return any(address in own or ip_address(address).is_loopback for address in addresses_of(host))
+
+
+def _failure(host: str, code: int, said: str) -> _Problem:
+    """Return why ssh, or the program, has failed."""
+    last = said.strip().splitlines()[-1].strip() if said.strip() else f"exit code {code}"
+    if code == 255:
+        known = _connection_failure(host, said.lower())
+        return _Problem("error", *(known or (f"ssh fails: {last}", f"ssh -v {host} true")))
+    if code in (126, 127):
+        again = f"ssh {host} 'python3 -m venv {sys.prefix} && {sys.prefix}/bin/pip install {_wanted('unitrain')}'"
+        return _Problem("error", f"there is no {sys.executable}, the Python of this host", again)
+    return _Problem("error", f"{sys.executable} fails there: {last}", f"ssh {host} {sys.executable} --version")
+
+
+def _connection_failure(host: str, said: str) -> tuple[str, str] | None:
+    """Return what ssh says when it can't open a session, in other words, and the commands that help."""
+    if "could not resolve" in said:
+        return f"{host} can't be resolved here", f"echo 'ITS_ADDRESS {host}' | sudo tee -a /etc/hosts"
+    if "identification has changed" in said:
+        return "its ssh key is another than the one that is known here", f"ssh-keygen -R {host}"
+    if "host key verification failed" in said:
+        return "its ssh key is not known here yet", f"ssh-keyscan -H {host} >> ~/.ssh/known_hosts"
+    if "permission denied" in said:
+        make_key = "test -f ~/.ssh/id_ed25519 || ssh-keygen -t ed25519 -N '' -f ~/.ssh/id_ed25519"
+        return "ssh asks for a password, which launchers can't give", f"{make_key}\nssh-copy-id {host}"
+    if "no route to host" in said or "unreachable" in said:
+        return "there is no route to it from here", f"ip route get {next(iter(addresses_of(host)), host)}"
+    if "timed out" in said:
+        return f"it does not answer within {_CONNECT_S} s: it is down, or behind a firewall", f"ping -c 3 {host}"
+    if "refused" in said:
+        return "it runs no ssh server", f"sudo apt-get install openssh-server  # on {host}"
+    return None
+
+
+def _wanted(package: str) -> str:
+    return f"{package}=={report.versions()[package]}"
+
+
+def _versions(host: str, there: Mapping[str, str | None]) -> list[_Problem]:
+    problems = []
+    for name, own in report.versions().items():
+        its = there.get(name)
+        if name == "python":
+            if _minor(its) != _minor(own):
+                text, fix = f"Python is {its}, but {own} here", f"ssh {host} {sys.executable} --version"
+                problems.append(_Problem("warning", text, fix))
+        elif its != own:
+            text = f"{name} is {its or 'not installed'}, but {own or 'not installed'} here"
+            problems.append(_Problem("error", text, _installation(host, name, own)))
+    return problems
+
+
+def _minor(version: str | None) -> list[str]:
+    return (version or "").split(".")[:2]
+
+
+def _installation(host: str, name: str, version: str | None) -> str:
+    """Return the command that gives a host this host's version of a package."""
+    python = f"ssh {host} {sys.executable} -m"
+    if version is None:
+        return f"{python} pip uninstall -y {name}"
+    if name == "horovod":
+        return f"{python} unitrain.commands.cli install-horovod --force --version {version.partition('+')[0]}"
+    return f"{python} pip install {name}=={version}"
+
+
+def _network(host: str, found: Mapping[str, Any], unreached: Mapping[str, str]) -> list[_Problem]:
+    problems = []
+    if not found["reaches_back"]:
+        text = "it can't connect to this host, at none of its addresses: a firewall, or no route back"
+        problems.append(_Problem("error", text, f"ssh {host} ip route get {own_addresses()[0]}"))
+    for other, why in unreached.items():
+        problems.append(_Problem("error", f"it can't reach {other}: {why}", f"ssh {host} ping -c 3 {other}"))
+    if found["name_is_loopback"] and not _is_here(host):
+        text = f"its own name, {found['host']}, is a loopback address there, or none"
+        problems.append(_Problem("warning", text, f"ssh {host} {sys.executable} -m unitrain.commands.cli doctor"))
+    return problems
+
+
+def _clock(host: str, ahead_s: float) -> list[_Problem]:
+    if abs(ahead_s) < _CLOCK_S:
+        return []
+    text = f"its clock is {abs(ahead_s):,.0f} s {'ahead of' if ahead_s > 0 else 'behind'} this host's"
+    return [_Problem("warning", text, f"ssh -t {host} sudo timedatectl set-ntp true")]
