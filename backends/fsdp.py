@@ -17,13 +17,14 @@ from unitrain.config import Section, StrategyConfig
 from unitrain.device import devices_of
 from unitrain.errors import BackendError, ConfigError, UsageError
 from unitrain.launch.detect import Launch
-from unitrain.process import return_memory
+from unitrain.process import keep_no_memory, return_memory
 
 from .ddp_base import ProcessGroupBackend
 from .fsdp_settings import FSDPSettings
 
 if TYPE_CHECKING:  # importing it takes a while, which scripts with other backends need not wait for
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule
 
     from .fsdp_module import ShardedModule
 
@@ -80,6 +81,11 @@ class FSDPBackend(ProcessGroupBackend):
         if self.world_size > 1:
             from torch.distributed.device_mesh import init_device_mesh
 
+            if self.device.type == "cpu":
+                from .fsdp_gloo import LARGE
+
+                keep_no_memory(LARGE)  # units of the same sizes come and go, among shards
+
             shape = (self.world_size,) if self.replicas == 1 else (self.replicas, self.launch.local_world_size)
             names = ("shard",) if self.replicas == 1 else ("replicate", "shard")
             self._mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
@@ -132,12 +138,8 @@ class FSDPBackend(ProcessGroupBackend):
             compute_dtype=_DTYPES.get(self.config.precision),
             reduce_dtype=_DTYPES.get(self.config.compression),
             offload=self.offloads,
+            adapt=self._adapt,
         )
-        if "nccl" not in dist.get_backend():
-            from .fsdp_gloo import adapt
-
-            for unit in sharded.units:
-                adapt(unit, self.device)
         return_memory()  # the whole model's, of which glibc would keep most
         sharded.arm(self._armed)
         if not self.settings.reshard_after_forward:
@@ -146,6 +148,12 @@ class FSDPBackend(ProcessGroupBackend):
         self._owner.update({p: sharded for p in original.parameters() if p not in sharded.replicated})
         self._names.update({p: name for name, p in original.named_parameters()})
         return module
+
+    def _adapt(self, unit: FSDPModule) -> None:
+        if "nccl" not in dist.get_backend():
+            from .fsdp_gloo import adapt
+
+            adapt(unit, self.device)
 
     def copy_module(self, module: nn.Module) -> nn.Module:
         """Return a copy with whole weights. Collective."""

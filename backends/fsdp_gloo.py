@@ -2,13 +2,63 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+
+from unitrain.process import use_huge_pages
+
+from .gloo_exchange import exchange
+
+
+LARGE = 2**20
+"""Bytes of blocks that glibc is to return to the system when they are freed."""
+
+
+class Gather(AllGather):
+    """Gathers parameters straight into their memory, without a buffer for all of a unit.
+
+    fully_shard has it gather into a buffer, and copies that into the parameters afterwards. Here the buffer has this
+    rank's shards only: the rest of it is never touched, and takes no memory. The ranks exchange their shards when the
+    parameters have their memory.
+    """
+
+    def __init__(self) -> None:
+        self._group: dist.ProcessGroup | None = None
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory that has not been touched."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
+        """Do nothing yet."""
+        self._group = group
+
+    def fill(self, parameters: Sequence[Any], result: Any, world_size: int) -> None:
+        """Give parameters memory, and the shards of all ranks. What fully_shard does after the all-gather."""
+        assert self._group is not None
+        rank, buffer = self._group.rank(), result.all_gather_output
+        for parameter, numels, dtypes in zip(
+            parameters, result.param_all_gather_input_numels, result.param_all_gather_input_dtypes, strict=True
+        ):
+            parameter.init_all_gather_outputs(numels, dtypes, world_size, buffer.device)
+            parameter.alloc_all_gather_outputs()
+        # Not detach(): the graph, which needs the same values in the backward, would take them for changed ones.
+        whole = [tensor.data for parameter in parameters for tensor in parameter.all_gather_outputs]
+        for tensor in whole:
+            _prepare(tensor)
+        shards = [tensor.view(buffer.dtype).view(world_size, -1) for tensor in whole]
+        own = [one[rank] for one in shards]
+        torch._foreach_copy_(own, torch.split(buffer.view(world_size, -1)[rank], result.all_gather_input_split_sizes))
+        buffer.untyped_storage().resize_(0)  # fully_shard keeps it for a stream
+        exchange([own] * world_size, [[one[source] for one in shards] for source in range(world_size)], self._group)()
 
 
 class AllToAll(ReduceScatter):
@@ -16,16 +66,26 @@ class AllToAll(ReduceScatter):
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return memory for the input or the output."""
-        return torch.empty(*size, dtype=dtype, device=device)
+        return _prepare(torch.empty(*size, dtype=dtype, device=device))
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         """Sum the ranks' inputs, each rank a part of them. Frees the input, which fully_shard keeps for a stream."""
-        parts = torch.empty_like(input_tensor)
-        dist.all_to_all_single(parts, input_tensor, group=group)
+        given = input_tensor.view(group.size(), -1)
+        parts = _prepare(torch.empty_like(given))
+        wait = exchange([[part] for part in given], [[part] for part in parts], group)
+        parts[group.rank()].copy_(given[group.rank()])
+        wait()
         input_tensor.untyped_storage().resize_(0)
-        torch.sum(parts.view(group.size(), -1), 0, out=output_tensor)
+        torch.sum(parts, 0, out=output_tensor)
+
+
+def _prepare(tensor: Tensor) -> Tensor:
+    """Have huge pages for a large tensor of new memory, which is used for so short a time that to get it counts."""
+    if tensor.nbytes >= LARGE:
+        use_huge_pages(tensor.data_ptr(), tensor.nbytes)
+    return tensor
 
 
 def adapt(unit: FSDPModule, device: torch.device) -> None:
@@ -33,5 +93,9 @@ def adapt(unit: FSDPModule, device: torch.device) -> None:
     unit.set_force_sum_reduction_for_comms(True)  # gloo has no mean
     if device.type == "cpu":
         unit.set_custom_reduce_scatter(AllToAll())
+        gather = Gather()
+        unit.set_custom_all_gather(gather)
+        for group in unit._get_fsdp_state()._fsdp_param_groups:
+            group._all_gather_output_fn = gather.fill
         # The next unit could be gathered before this one's backward, but gloo would not do it meanwhile: it blocks.
         unit.set_modules_to_backward_prefetch([unit])

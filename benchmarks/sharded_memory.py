@@ -6,8 +6,9 @@ A transformer of 400 MB and Adam, on two and four processes. *Tensors* are the b
 the memory of the process (Linux's ``VmHWM`` and ``VmRSS``), in runs of its own. Both count from before the model is
 built, on the rank with the most. Weights, gradients and Adam's state are four times the weights: W. With fsdp, a step
 on N ranks may take 1.1 W / N and the largest unit; ``prepare`` a rank's share of the weights and the largest unit
-beyond the model that the script has built; ``resume`` the largest tensor beyond the state that it leaves. The batch is
-so small that activations hardly count.
+beyond the model that the script has built, of which nothing is there if it was built within ``strategy.deferred()``
+(then, the largest tensor counts, too); ``resume`` the largest tensor beyond the state that it leaves. The batch is so
+small that activations hardly count.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import gc
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,9 +36,11 @@ MB = 2**20
 # Layers, width, rows of the batch, their length.
 SIZE, SHORT_SIZE, SMALL = (20, 640, 1, 16), (16, 128, 1, 4), (2, 64, 1, 8)
 RANKS, SHORT_RANKS = (2, 4), (2,)
+WHOLE, DEFERRED = "fsdp", "fsdp, deferred"
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "ddp": ("torchrun", {"backend": "ddp"}),
-    "fsdp": ("torchrun", {"backend": "fsdp"}),
+    WHOLE: ("torchrun", {"backend": "fsdp"}),
+    DEFERRED: ("torchrun", {"backend": "fsdp"}),
     "ddp, shard_optimizer": ("torchrun", {"backend": "ddp", "shard_optimizer": True}),
     "horovod, shard_optimizer": ("mpirun", {"backend": "horovod", "shard_optimizer": True}),
 }
@@ -66,11 +70,13 @@ def most(strategy: unitrain.Strategy, found: dict[str, float]) -> dict[str, floa
     return {name: max(one[name] for one in ranks) for name in found} if strategy.is_main else None
 
 
-def train(settings: dict[str, Any], size: list[int], meter: str, folder: str) -> dict[str, float] | None:
+def train(
+    settings: dict[str, Any], size: list[int], meter: str, folder: str, deferred: bool
+) -> dict[str, float] | None:
     """Prepare a model, make two steps, save, and return the memory of each."""
     with unitrain.init(device="cpu", threads_per_process=1, **settings) as strategy:
-        prepare, steps = parts(strategy, size)
-        warm_up(strategy)
+        prepare, steps = parts(strategy, size, deferred)
+        warm_up(strategy, deferred)
         measured: Callable[[Callable[[], object]], Measured] = globals()[meter]
         peak, prepared = measured(prepare)
         step_peak, stepped = measured(steps)
@@ -80,24 +86,26 @@ def train(settings: dict[str, Any], size: list[int], meter: str, folder: str) ->
         return most(strategy, found)
 
 
-def resume(settings: dict[str, Any], size: list[int], folder: str) -> dict[str, float] | None:
+def resume(settings: dict[str, Any], size: list[int], folder: str, deferred: bool) -> dict[str, float] | None:
     """Return what is resident while what ``train`` has saved is resumed, beyond what is afterwards."""
     with unitrain.init(device="cpu", threads_per_process=1, **settings) as strategy:
-        prepare, _ = parts(strategy, size)
-        warm_up(strategy)
+        prepare, _ = parts(strategy, size, deferred)
+        warm_up(strategy, deferred)
         model, optimizer = prepare()
         peak, left = resident(strategy.checkpoint(folder, model=model, optimizer=optimizer).resume)
         return most(strategy, {"resume": peak - left})
 
 
-def parts(strategy: unitrain.Strategy, size: list[int]) -> tuple[Callable[[], Any], Callable[[], None]]:
+def parts(strategy: unitrain.Strategy, size: list[int], deferred: bool) -> tuple[Callable[[], Any], Callable[[], None]]:
     """Return a function that builds and prepares a model and its optimizer once, and one that makes two steps."""
     task = transformer(strategy.rank, *size)
     prepared: list[Any] = []
 
     def prepare() -> Any:
         if not prepared:
-            prepared.extend(strategy.prepare(*task.make()))
+            with strategy.deferred() if deferred else nullcontext():
+                made = task.make()
+            prepared.extend(strategy.prepare(*made))
         return prepared
 
     def steps() -> None:
@@ -108,9 +116,9 @@ def parts(strategy: unitrain.Strategy, size: list[int]) -> tuple[Callable[[], An
     return prepare, steps
 
 
-def warm_up(strategy: unitrain.Strategy) -> None:
+def warm_up(strategy: unitrain.Strategy, deferred: bool) -> None:
     """Train a tiny model, so that what torch loads when it is first used does not count."""
-    prepare, steps = parts(strategy, list(SMALL))
+    prepare, steps = parts(strategy, list(SMALL), deferred)
     prepare()
     steps()
 
@@ -134,7 +142,9 @@ def measure(short: bool) -> Found:
         found = {}
         for meter in METERS:
             with tempfile.TemporaryDirectory() as folder:
-                how: dict[str, Any] = {"settings": settings, "size": size, "folder": folder}
+                how: dict[str, Any] = {
+                    "settings": settings, "size": size, "folder": folder, "deferred": way == DEFERRED
+                }  # fmt: skip
                 found[meter] = in_processes(world, train, meter=meter, **how)
                 if meter == "resident":
                     found[meter].update(in_processes(world, resume, **how))
@@ -155,16 +165,18 @@ def tables(found: Found) -> str:
     for case in found["cases"]:
         ranks = case["world"][1]
         limits = {
-            "prepare": weights + weights / ranks + unit,
+            "prepare": weights / ranks + unit + (tensor if case["way"] == DEFERRED else weights),
             "step": 1.1 * 4 * weights / ranks + unit,
             "resume": tensor,
         }
         for meter in METERS:
             cells = {name: f"{value:.0f}" for name, value in case[meter].items()}
-            for name in limits if case["way"] == "fsdp" else ():
+            for name in limits if case["way"] in (WHOLE, DEFERRED) else ():
                 if name in cells:
                     cells[name] += f" of {limits[name]:.0f}"
-                    broken += [f"{name}, {meter}, {ranks} ranks"] if case[meter][name] > limits[name] else []
+                    broken += (
+                        [f"{case['way']}: {name}, {meter}, {ranks} ranks"] if case[meter][name] > limits[name] else []
+                    )
             columns = [cells.get(name, "") for name in ("prepare", "prepared", "step", "stepped", "resume")]
             rows.append([world_name(case["world"]), case["way"], meter, *columns])
     head = ["world", "way", "measured", "prepare", "left", "two steps", "left", "resume, beyond what it leaves"]

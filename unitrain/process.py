@@ -25,7 +25,7 @@ _libc = ctypes.CDLL(None)
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _NEVER = 2**31 - 1
 _LARGEST_FROM_HEAP = 32 * 2**20  # the largest value that glibc accepts
-_SMALLEST_MAPPED = 64 * 2**10
+_MADV_HUGEPAGE, _PAGE = 14, os.sysconf("SC_PAGESIZE")  # Linux
 
 
 def print_stdout(message: str) -> None:
@@ -164,15 +164,25 @@ def keep_memory() -> None:
         mallopt(_M_MMAP_THRESHOLD, _LARGEST_FROM_HEAP)
 
 
-def keep_no_memory() -> None:
-    """Have glibc return freed blocks of 64 KiB or more to the system at once, from now on.
+def keep_no_memory(smallest: int = 64 * 2**10) -> None:
+    """Have glibc return freed blocks of this size or more to the system at once, from now on.
 
-    For a process whose address space is limited: what the heap keeps between blocks in use counts too, and in trainings
-    near their limit that was more than half of it. Does nothing with other C libraries.
+    What the heap keeps lies between blocks in use. For a process whose address space is limited it counts too: in
+    trainings near their limit, it was more than half of it. And until glibc 2.38, no block of torch's fits into the gap
+    that one of the same size has left (its bug 14581), so where large blocks of the same few sizes come and go, among
+    others that stay, the heap grows to several times of what is in use. Does nothing with other C libraries.
+
+    Args:
+        smallest: number of bytes.
     """
     mallopt = getattr(_libc, "mallopt", None)
     if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, _SMALLEST_MAPPED)
+        mallopt(_M_MMAP_THRESHOLD, smallest)
+
+
+def use_huge_pages(address: int, size: int) -> None:
+    """Have the system back memory that has not been touched by huge pages, of which it needs to clear fewer."""
+    _libc.madvise(ctypes.c_void_p(-(-address // _PAGE) * _PAGE), ctypes.c_size_t(size), _MADV_HUGEPAGE)
 
 
 def return_memory() -> None:
