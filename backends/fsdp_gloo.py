@@ -15,7 +15,6 @@ from unitrain.process import use_huge_pages
 
 from .gloo_exchange import exchange
 
-
 LARGE = 2**20
 """Bytes of blocks that glibc is to return to the system when they are freed."""
 

@@ -14,9 +14,7 @@ from torch import Tensor
 from unitrain.backend import Wait
 
 
-def exchange(
-    sent: Sequence[Sequence[Tensor]], received: Sequence[Sequence[Tensor]], group: dist.ProcessGroup
-) -> Wait:
+def exchange(sent: Sequence[Sequence[Tensor]], received: Sequence[Sequence[Tensor]], group: dist.ProcessGroup) -> Wait:
     """Start to send tensors to each rank, and to receive tensors from each, and return a function that waits.
 
     Args:

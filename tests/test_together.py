@@ -17,6 +17,7 @@ from torch.optim import Adam
 import unitrain
 from unitrain import CheckpointError
 from unitrain.checkpoint import storage, together
+from unitrain.checkpoint.local import BegunOnDisk
 from unitrain.checkpoint.manifest import DamagedError
 
 
@@ -105,7 +106,7 @@ def test_every_rank_writes_its_own_and_no_bit_of_it_can_change_unnoticed(tmp_pat
 
 def test_a_rank_that_does_not_write_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"rank 1 has not written its shards within timeout_s \(0\.1 s\)"):
-        together.collect(tmp_path, [1], 0.1)
+        together.collect(BegunOnDisk(tmp_path), [1], 0.1)
 
 
 def save_in_memory() -> bool:
@@ -121,5 +122,5 @@ def save_in_memory() -> bool:
         return all(map(torch.equal, before.values(), strategy.export(model).state_dict().values()))
 
 
-def test_rank_0_writes_all_to_a_store() -> None:
+def test_rank_0_writes_all_to_a_store_that_it_alone_sees() -> None:
     assert run_ranks(save_in_memory) == [True, True]

@@ -16,6 +16,7 @@ import unitrain
 from unitrain import CheckpointError
 from unitrain.checkpoint import manifest, storage, verifying
 from unitrain.checkpoint.manifest import DamagedError
+from unitrain.checkpoint.shard_files import LocalShards
 from unitrain.checkpoint.verifying import JointVerification
 
 WIDTH = 150
@@ -104,7 +105,8 @@ def flip(folder: str) -> int:
             return 0
         files = manifest.read(path).files
         joint(path, files)
-        assert joint.shared == [path.resolve() / f"_shards-0000{rank}.pt" for rank in range(3)]
+        assert isinstance(joint.shards, LocalShards)
+        assert joint.shards.paths == [path.resolve() / f"_shards-0000{rank}.pt" for rank in range(3)]
         for name in files:
             content = (path / name).read_bytes()
             for _ in range(30):
@@ -149,3 +151,29 @@ def test_the_checkpoint_before_is_resumed_if_another_rank_finds_damage(tmp_path:
         assert "the checkpoint is damaged: " in said[1]
         assert "_shards-00001.pt: " in said[1]
         assert "does not exist, so it can't be resumed from" in said[2]
+
+
+def averages(folder: str, *, turned: bool) -> list[Tensor]:
+    """Save or, with the parameters in another order, resume. Return Adam's averages in the order of the model."""
+    with unitrain.init(backend="fsdp", device="cpu", timeout_s=30) as strategy:
+        model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+        parameters = list(model.parameters())
+        model, optimizer = strategy.prepare(model, Adam(parameters[::-1] if turned else parameters, lr=0.1))
+        checkpoint = strategy.checkpoint(folder, model=model, optimizer=optimizer)
+        if turned:
+            assert checkpoint.resume()
+        else:
+            strategy.step(model(torch.ones(2, 4)).square().mean(), optimizer)
+            checkpoint.save()
+            checkpoint.wait()
+        return [strategy.full_tensor(optimizer.state[p]["exp_avg"]).clone() for p in model.parameters()]
+
+
+def save_and_turn(folder: str) -> tuple[list[Tensor], list[Tensor]]:
+    return averages(folder, turned=False), averages(folder, turned=True)
+
+
+def test_shards_of_state_go_to_the_parameter_of_the_same_name(tmp_path: Path) -> None:
+    for saved, found in run_ranks(save_and_turn, str(tmp_path)):
+        assert not torch.equal(saved[0], saved[1])
+        assert_equal(found, saved)

@@ -119,7 +119,7 @@ def test_what_can_t_be_loaded_is_one_message_on_every_rank(tmp_path: Path) -> No
         assert "no does not exist" in no
         assert "body is not in the model; scale is missing; words.weight is (2,), but (13, 6) in the model; " in alone
         assert "and 11 more. Nothing was loaded" in alone
-        assert "is a URL, but load_weights reads files: download them first" in url
+        assert "s3://bucket/model" in url
         assert "load_weights needs a prepared model" in unprepared
 
 

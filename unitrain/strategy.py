@@ -597,11 +597,11 @@ class Strategy:
         Args:
             module: the model, as ``prepare`` returned it. It may have been built on the meta device.
             path: a file such as ``model.safetensors``, an index of several as Hugging Face writes them
-                (``model.safetensors.index.json``), or a folder with one of these.
+                (``model.safetensors.index.json``), or a folder with one of these; a path, or a URL that fsspec knows.
 
         Raises:
             CheckpointError: a file can't be read, or names or shapes are not the model's; on every rank.
-            UsageError: the model is not prepared, or the path is a URL.
+            UsageError: the model is not prepared.
 
         Example:
             >>> with torch.device("meta"):

@@ -16,19 +16,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unitrain import rng
-from unitrain.checkpoint import epoch_end, fit, metric_states, saved, storage
+from unitrain.checkpoint import epoch_end, fit, metric_states, saved
 from unitrain.checkpoint.emergency import EmergencyCheckpoint, is_here
 from unitrain.checkpoint.epoch_end import EpochEnd
-from unitrain.checkpoint.folder import METRICS, RUN, Saved, prune
+from unitrain.checkpoint.folder import METRICS, RUN, Begun, Saved, prune
 from unitrain.checkpoint.last_boundary import LastBoundary
 from unitrain.checkpoint.manifest import Manifest, folder_name
 from unitrain.checkpoint.mapped import MappedFiles
-from unitrain.checkpoint.parameter_names import Name, in_order, names_of
-from unitrain.checkpoint.shards import PREFIX, file_name, gather_shards, paths, read, separate
+from unitrain.checkpoint.parameter_names import Name, in_order, names_of, numbers_before, path_in_order
+from unitrain.checkpoint.shards import PREFIX, file_name, gather_shards, paths, put_blocks, separate
 from unitrain.checkpoint.snapshot import snapshot
-from unitrain.checkpoint.spool import Spool, collect, is_too_slow
-from unitrain.checkpoint.together import collect as collect_files
-from unitrain.checkpoint.together import write_own
+from unitrain.checkpoint.spool import Spool, is_too_slow
+from unitrain.checkpoint.spool import collect as collect_spooled
+from unitrain.checkpoint.together import begin, collect, write_own
 from unitrain.checkpoint.verifying import JointVerification
 from unitrain.communicator import Communicator
 from unitrain.config import StrategyConfig
@@ -40,7 +40,7 @@ from unitrain.rng import seed_rank
 from unitrain.training import batch_norm
 from unitrain.training.prepared import PreparedModules
 from unitrain.training.step import TrainingStep
-from unitrain.training.streaming import Form, Held, Keys, outline, receive, receive_optimizer
+from unitrain.training.streaming import Form, Held, Keys, outline, receive, receive_optimizer, rows_read
 from unitrain.url import parsed
 
 # A checkpoint is this many times as large as its models, at most as a rule: Adam keeps two numbers for each parameter.
@@ -160,7 +160,7 @@ class Checkpoint:
             return None
         spool, members = Spool(run), watch.members if watch is not None else ()
         here = root is None or not members or is_here(root, members, ranks.rank)
-        collect(ranks, members, self._folder, spool, is_here=here)
+        collect_spooled(ranks, members, self._folder, spool, is_here=here)
         return spool
 
     def _prepare_for_emergencies(self, watch: Watch, root: Path | None) -> None:
@@ -255,43 +255,37 @@ class Checkpoint:
             parts, begun = self._sharded_parts() if self._communicator.shards else (None, None)
             self._communicator.on_main(lambda: self._begin(parts, begun, randoms, states, ended, best=best))
 
-    def _sharded_parts(self) -> tuple[dict[str, Any], Path | None]:
-        """Return the states without shards, which each rank writes, and the folder where; or whole states. Collective.
+    def _sharded_parts(self) -> tuple[dict[str, Any], Begun | None]:
+        """Return states without shards, which each rank writes, and the checkpoint begun; or whole states. Collective.
 
-        Whole they are if rank 0 alone can write: to an object store, or to a folder that not all hosts see.
+        Whole they are if rank 0 alone can write: not all ranks see the folder, or the store wants few commits.
         """
-        begun = self._communicator.on_main(self._begin_folder)
-        if begun is None or not all(self._communicator.all_gather_data(Path(begun).is_dir())):
+        begun = begin(self._communicator, self._folder, self._step.global_step)
+        if begun is None:
             return gather_shards(self._communicator, self._parts()), None
         parts, own = separate(self._communicator, self._parts())
         rank = self._communicator.rank
-        name, folder = file_name(rank), Path(begun)
         if self._communicator.is_main:
-            parts[name] = own
+            parts[file_name(rank)] = own
         elif rank < self._writers:
-            self._write_own(folder, name, own)
-        return parts, folder
-
-    def _begin_folder(self) -> str | None:
-        self._folder.check()
-        begun = self._folder.begin(self._step.global_step)
-        return None if begun is None else str(begun)
+            self._write_own(begun, file_name(rank), own)
+        return parts, begun
 
     @property
     def _writers(self) -> int:
         """Number of ranks that together have all shards."""
         return self._communicator.world_size // self._communicator.replicas
 
-    def _write_own(self, folder: Path, name: str, own: dict[str, Any]) -> None:
+    def _write_own(self, begun: Begun, name: str, own: dict[str, Any]) -> None:
         """Write this rank's file, or start to write a snapshot of it in the background."""
-        rank = self._communicator.rank
+        rank, patience_s = self._communicator.rank, self._settings.timeout_s
         if self._writer is None:
-            write_own(folder, rank, name, own)
+            write_own(begun, rank, name, own, patience_s)
             return
         if self._writing is not None:
             wait([self._writing])  # rank 0 has finished, so this is about to
         self._snapshot = snapshot(own, self._snapshot)
-        self._submit(self._writer.submit(write_own, folder, rank, name, self._snapshot))
+        self._submit(self._writer.submit(write_own, begun, rank, name, self._snapshot, patience_s))
 
     def _submit(self, writing: Future[None]) -> None:
         self._writing = writing
@@ -301,7 +295,7 @@ class Checkpoint:
     def _begin(
         self,
         parts: dict[str, Any] | None,
-        begun: Path | None,
+        begun: Begun | None,
         randoms: list[dict[str, Any]],
         metrics: list[dict[str, Any]] | None,
         ended: EpochEnd | None,
@@ -373,18 +367,23 @@ class Checkpoint:
         if error is not None:
             raise CheckpointError(str(error)) from error
 
-    def _write(self, number: int, parts: dict[str, Any], best: bool, begun: Path | None) -> None:
+    def _write(self, number: int, parts: dict[str, Any], best: bool, begun: Begun | None) -> None:
         best_step = number if best else self._best
         about = self._about(best_step)
-        self._folder.check()
-        if not self._began:
-            self._remove_newer()
-            self._began = True
-        if begun is None:
-            self._folder.write(number, parts, about)
-        else:
-            others = partial(collect_files, begun, range(1, self._writers), self._settings.timeout_s)
-            self._folder.write(number, parts, about, begun, others)
+        try:
+            self._folder.check()
+            if not self._began:
+                self._remove_newer()
+                self._began = True
+            if begun is None:
+                self._folder.write(number, parts, about)
+            else:
+                others = partial(collect, begun, range(1, self._writers), self._settings.timeout_s)
+                self._folder.write(number, parts, about, begun, others)
+        except BaseException:
+            if begun is not None:
+                begun.give_up()
+            raise
         self._best = best_step  # not before: what was the best is kept if this one can't be written
         self._folder.point_to_best(best_step)
         prune(self._folder, self._keep, best_step)
@@ -442,20 +441,17 @@ class Checkpoint:
         opened: Saved | None = None
         joint = JointVerification(ranks) if ranks.shards else None
 
-        def open_newest() -> tuple[dict[str, Any], dict[str, Any], tuple[list[str], dict[str, Any]] | None] | None:
+        def open_newest() -> tuple[dict[str, Any], dict[str, Any], dict[str, list[Keys]]] | None:
             nonlocal opened
             self._finish_writing()  # what this run saves in the background may be what it goes back to
             try:
-                opened = saved.wanted(path, self._folder, storage.verify_files if joint is None else joint)
+                opened = saved.wanted(path, self._folder, joint)
             finally:
                 if joint is not None:
                     joint.end()
             if opened is None:
                 return None
-            shared = None
-            if joint is not None and joint.shared is not None:
-                shared = (list(map(str, joint.shared)), paths(opened.parts))
-            return opened.manifest.model_dump(), outline(opened.parts), shared
+            return opened.manifest.model_dump(), outline(opened.parts), paths(opened.parts)
 
         with ranks.pulse.within("checkpoint.resume"), self._prepared.training_weights():
             if joint is not None and not ranks.is_main:
@@ -463,9 +459,8 @@ class Checkpoint:
             found = ranks.on_main(open_newest)
             if found is None:
                 return False
-            manifest, parts = Manifest.model_validate(found[0]), found[1]
-            files = MappedFiles() if opened is None else opened.files
-            held = {} if found[2] is None else read(list(map(Path, found[2][0])), found[2][1], files)
+            manifest, parts, places = Manifest.model_validate(found[0]), found[1], found[2]
+            files = opened.files if opened is not None else MappedFiles() if joint is None else joint.files
             # All checks are made before anything is loaded, and come out the same on every rank.
             changed = fit.changed_settings(manifest, self._settings, self._config, self._objects)
             if changed and not force:
@@ -475,7 +470,10 @@ class Checkpoint:
                 )
             states = {name: part for name, part in parts.items() if name not in (RUN, METRICS)}
             fit.check_objects(self._objects, states, self._state, str(self._folder))
-            self._order_by_name(parts, opened)
+            self._order_by_name(parts, opened, places)
+            held = {} if joint is None else joint.blocks(places, parts, self._rows_read)
+            if opened is not None:
+                put_blocks(opened.parts, held)
             metrics = metric_states.metrics_in(self._modules())
             loaded = metric_states.check(metrics, parts.get(METRICS), ranks.world_size, force=force)
             if changed and ranks.is_main:
@@ -496,14 +494,26 @@ class Checkpoint:
                 )
         return True
 
-    def _order_by_name(self, parts: dict[str, Any], opened: Saved | None) -> None:
+    def _order_by_name(self, parts: dict[str, Any], opened: Saved | None, places: dict[str, list[Keys]]) -> None:
         """Put the state of each optimizer's parameters in the order that they have now."""
         for name, own in self._names().items():
             names = parts[RUN].get("names", {}).get(name)  # not in a checkpoint of before they were saved
             if own is not None and names is not None and names != own:
-                parts[name] = in_order(name, parts[name], names, own)
+                before = numbers_before(name, parts[name]["param_groups"], names, own)
+                parts[name] = in_order(parts[name], before)
                 if opened is not None:
-                    opened.parts[name] = in_order(name, opened.parts[name], names, own)
+                    opened.parts[name] = in_order(opened.parts[name], before)
+                if name in places:
+                    places[name] = [path_in_order(path, before) for path in places[name]]
+
+    def _rows_read(self, name: str, path: Keys, rows: int) -> range:
+        """Return which of so many rows of a saved tensor this rank reads."""
+        value, target = self._objects[name], None
+        if isinstance(value, nn.Module):
+            target = self._state(value).get(path[0])
+        elif isinstance(value, Optimizer) and path[0] == "state":
+            target = [p for group in value.param_groups for p in group["params"]][path[1]]
+        return rows_read(self._communicator, target, rows)
 
     def _replaced_options(self, parts: dict[str, Any]) -> list[str]:
         return [

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from unitrain.checkpoint import shards
 from unitrain.checkpoint.manifest import DamagedError, Manifest
 from unitrain.checkpoint.mapped import MappedFiles
-from unitrain.checkpoint.storage import Verify, verify_files
 from unitrain.errors import CheckpointError
 from unitrain.process import print_stderr
+
+if TYPE_CHECKING:
+    from unitrain.checkpoint.verifying import JointVerification
 
 RUN_ID = "run-id"
 """The file that identifies a run, if emergency checkpoints of it may be elsewhere."""
@@ -50,8 +52,31 @@ class Saved(NamedTuple):
             raise DamagedError(f"{name}: its shards do not fit its states: {error}") from error
 
 
+class Begun(Protocol):
+    """A checkpoint that several ranks write together, as one of them sees it."""
+
+    @property
+    def place(self) -> list[str]:
+        """What ``Folder.join`` finds it by on another rank."""
+
+    def is_ready(self) -> bool:
+        """Return whether files can be written. Raises CheckpointError if rank 0 has given it up."""
+
+    def write(self, parts: Mapping[str, Any]) -> dict[str, Any]:
+        """Write each part to a file, and return what the manifest says of the files."""
+
+    def tell(self, rank: int, said: str) -> None:
+        """Leave a text of a rank for rank 0."""
+
+    def told(self, rank: int) -> str | None:
+        """Take the text that a rank has left; None if there is none yet."""
+
+    def give_up(self) -> None:
+        """Let nobody wait for rank 0, which has failed before it has written anything. Raises no error."""
+
+
 class Folder(Protocol):
-    """The checkpoints of a run, by their steps. Used on rank 0. Its string is the path or the URL.
+    """The checkpoints of a run, by their steps. Used on rank 0, except ``join``. Its string is the path or the URL.
 
     All methods raise CheckpointError if the folder can't be read or written.
     """
@@ -74,15 +99,21 @@ class Folder(Protocol):
     def recover(self) -> None:
         """Bring back what a process that was killed had set aside for a new checkpoint of the same step."""
 
-    def begin(self, step: int) -> Path | None:
-        """Begin a checkpoint whose files several ranks write: return where, or None if only rank 0 can write here."""
+    def begin(self, step: int) -> Begun | None:
+        """Begin a checkpoint whose files several ranks write. Return None if only rank 0 can write here."""
+
+    def join(self, place: Sequence[str]) -> Begun | None:
+        """Return, on another rank, the checkpoint that rank 0 has begun at a place; None if this rank does not see it.
+
+        Raises CheckpointError, once, if it can't look.
+        """
 
     def write(
         self,
         step: int,
         parts: Mapping[str, Any],
         about: Mapping[str, Any],
-        begun: Path | None = None,
+        begun: Begun | None = None,
         others: Others = dict,
     ) -> None:
         """Write a checkpoint, which is complete or not there. Remove what killed processes left incomplete.
@@ -98,12 +129,12 @@ class Folder(Protocol):
     def manifest(self, step: int) -> Manifest:
         """Return the manifest of a checkpoint, or raise DamagedError."""
 
-    def open(self, step: int, verify: Verify = verify_files) -> Saved:
+    def open(self, step: int, joint: JointVerification | None = None) -> Saved:
         """Verify and open a checkpoint. Raises DamagedError if a file is missing or changed.
 
         Args:
             step: number of the step.
-            verify: verifies files on a disk.
+            joint: has other ranks verify files with shards, too.
         """
 
     def take(self, step: int, source: Path) -> None:

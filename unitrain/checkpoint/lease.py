@@ -12,7 +12,8 @@ from contextlib import suppress
 from unitrain.checkpoint.lock import LARGEST, NAME, Holder, Lock
 from unitrain.checkpoint.remote_files import RemoteFiles
 
-_EACH_WRITE_IS_A_COMMIT = ("hf",)
+EACH_WRITE_IS_A_COMMIT = ("hf",)
+"""Schemes of stores that are not to be written to often, nor by several processes at once."""
 
 
 class Lease(Lock):
@@ -24,18 +25,20 @@ class Lease(Lock):
 
     def __init__(self, files: RemoteFiles) -> None:
         self._files = files
-        self._beats = files.scheme not in _EACH_WRITE_IS_A_COMMIT
+        self._beats = files.scheme not in EACH_WRITE_IS_A_COMMIT
         super().__init__(files.url)
+
+    @property
+    def token(self) -> str:
+        """The token of this lock."""
+        return self._own.token
 
     @property
     def _remedy(self) -> str:
         return "" if self._beats else f" If it was killed, remove {self._files.name(NAME)}."
 
     def _read(self) -> Holder | None:
-        try:
-            return Holder.parsed(self._files.read(NAME)[:LARGEST])
-        except FileNotFoundError:
-            return None
+        return holder_at(self._files)
 
     def _write(self, text: bytes, *, replaces: bool) -> None:
         with suppress(FileExistsError):  # by another process, just now
@@ -64,3 +67,11 @@ class Lease(Lock):
 
     def _remove(self) -> None:
         self._files.remove(NAME)
+
+
+def holder_at(files: RemoteFiles) -> Holder | None:
+    """Return the holder of the lock of a folder, an unknown one if the object is damaged, or None."""
+    try:
+        return Holder.parsed(files.read(NAME)[:LARGEST])
+    except FileNotFoundError:
+        return None

@@ -3,19 +3,65 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 from unitrain.checkpoint import manifest as manifests
 from unitrain.checkpoint import storage
-from unitrain.checkpoint.folder import RUN_ID, NotACheckpointError, Others, Saved
+from unitrain.checkpoint.folder import RUN_ID, Begun, NotACheckpointError, Others, Saved
 from unitrain.checkpoint.lock import FolderLock
 from unitrain.checkpoint.manifest import Manifest
 from unitrain.checkpoint.mapped import MappedFiles
-from unitrain.checkpoint.storage import Verify, verify_files
+from unitrain.checkpoint.verifying import JointVerification
 from unitrain.errors import CheckpointError
+
+
+class BegunOnDisk:
+    """A ``Begun`` on a file system that all ranks see.
+
+    Args:
+        folder: its temporary folder, which rank 0 has made.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    @property
+    def place(self) -> list[str]:
+        """See ``Begun.place``."""
+        return [str(self._folder)]
+
+    def is_ready(self) -> bool:
+        """See ``Begun.is_ready``: the folder is there already."""
+        return True
+
+    def write(self, parts: Mapping[str, Any]) -> dict[str, Any]:
+        """See ``Begun.write``."""
+        return storage.write_files(self._folder, parts)
+
+    def tell(self, rank: int, said: str) -> None:
+        """See ``Begun.tell``."""
+        description = self._description(rank)
+        temporary = description.with_suffix(".tmp")
+        temporary.write_text(said)
+        os.replace(temporary, description)
+
+    def told(self, rank: int) -> str | None:
+        """See ``Begun.told``."""
+        try:
+            said = self._description(rank).read_text()
+        except FileNotFoundError:
+            return None
+        self._description(rank).unlink()
+        return said
+
+    def give_up(self) -> None:
+        """See ``Begun.give_up``: nobody waits."""
+
+    def _description(self, rank: int) -> Path:
+        return self._folder / f"rank-{rank}.json"
 
 
 class LocalFolder:
@@ -60,31 +106,38 @@ class LocalFolder:
         """See ``Folder.recover``."""
         storage.recover(self._root)
 
-    def begin(self, step: int) -> Path | None:
+    def begin(self, step: int) -> BegunOnDisk:
         """See ``Folder.begin``."""
+        self.check()
         storage.sweep(self._root)
-        return storage.begin(self._root.resolve(), step)
+        return BegunOnDisk(storage.begin(self._root.resolve(), step))
+
+    def join(self, place: Sequence[str]) -> BegunOnDisk | None:
+        """See ``Folder.join``."""
+        (folder,) = map(Path, place)
+        return BegunOnDisk(folder) if folder.is_dir() else None
 
     def write(
         self,
         step: int,
         parts: Mapping[str, Any],
         about: Mapping[str, Any],
-        begun: Path | None = None,
+        begun: Begun | None = None,
         others: Others = dict,
     ) -> None:
         """See ``Folder.write``."""
         if begun is None:
             storage.sweep(self._root)
-        storage.write(self._root, step, parts, about, begun=begun, others=others)
+        temporary = None if begun is None else Path(*begun.place)
+        storage.write(self._root, step, parts, about, begun=temporary, others=others)
 
     def manifest(self, step: int) -> Manifest:
         """See ``Folder.manifest``."""
         return manifests.read(storage.folder_of(self._root, step))
 
-    def open(self, step: int, verify: Verify = verify_files) -> Saved:
+    def open(self, step: int, joint: JointVerification | None = None) -> Saved:
         """See ``Folder.open``."""
-        return _opened(storage.folder_of(self._root, step), verify)
+        return _opened(storage.folder_of(self._root, step), joint)
 
     def take(self, step: int, source: Path) -> None:
         """See ``Folder.take``."""
@@ -118,8 +171,8 @@ class LocalFolder:
         storage.point_to_best(self._root, step)
 
 
-def checkpoint_in(folder: Path, verify: Verify = verify_files) -> Saved:
-    """Verify and open the checkpoint in a folder.
+def checkpoint_in(folder: Path, joint: JointVerification | None = None) -> Saved:
+    """Verify and open the checkpoint in a folder, all files on this rank unless ``joint`` is given.
 
     Raises:
         NotACheckpointError: there is none.
@@ -132,10 +185,10 @@ def checkpoint_in(folder: Path, verify: Verify = verify_files) -> Saved:
         raise NotACheckpointError(
             "is no checkpoint" if inside is None else f"contains checkpoints, such as {inside.name}, but is none itself"
         )
-    return _opened(folder, verify)
+    return _opened(folder, joint)
 
 
-def _opened(folder: Path, verify: Verify) -> Saved:
-    manifest = storage.verify(folder, verify)
-    files = MappedFiles()
+def _opened(folder: Path, joint: JointVerification | None) -> Saved:
+    manifest = storage.verify(folder, storage.verify_files if joint is None else joint)
+    files = MappedFiles() if joint is None or joint.shards is None else joint.files
     return Saved.of(manifest, storage.read(folder, manifest.files, files), files, str(folder))

@@ -30,20 +30,21 @@ def names_of(optimizer: Optimizer, modules: Mapping[str, nn.Module]) -> list[Nam
     return [name for name in found if name is not None] if all(found) else None
 
 
-def in_order(optimizer: str, state: Mapping[str, Any], saved: Sequence[Name], own: Sequence[Name]) -> dict[str, Any]:
-    """Return an optimizer's state with its parameters numbered in the order that they have in this run.
+def numbers_before(
+    optimizer: str, groups: Sequence[Mapping[str, Any]], saved: Sequence[Name], own: Sequence[Name]
+) -> list[int]:
+    """Return the number in a saved state of each parameter of this run.
 
     Args:
         optimizer: its name.
-        state: its state, or the outline of it, with parameter groups of as many parameters as this run's.
+        groups: the parameter groups of the state, with as many parameters as this run's.
         saved: the names of the parameters in the state.
         own: their names in this run.
 
     Raises:
         CheckpointError: a group has other parameters.
     """
-    groups: list[dict[str, Any]] = state["param_groups"]
-    before: list[int] = []  # the number in the state of each parameter of this run
+    before: list[int] = []
     for group in groups:
         numbers = {tuple(saved[number]): number for number in group["params"]}
         for name in own[len(before) : len(before) + len(group["params"])]:
@@ -53,9 +54,22 @@ def in_order(optimizer: str, state: Mapping[str, Any], saved: Sequence[Name], ow
                     "checkpoint: give the optimizer the same parameters. Nothing was loaded."
                 )
             before.append(numbers[tuple(name)])
+    return before
+
+
+def in_order(state: Mapping[str, Any], before: Sequence[int]) -> dict[str, Any]:
+    """Return an optimizer's state with its parameters numbered in the order that they have in this run.
+
+    Args:
+        state: its state, or the outline of it.
+        before: the number in it of each parameter of this run.
+    """
     numbered = count()
-    return {
-        **state,
-        "state": {now: state["state"][then] for now, then in enumerate(before) if then in state["state"]},
-        "param_groups": [{**group, "params": [next(numbered) for _ in group["params"]]} for group in groups],
-    }
+    groups = [{**group, "params": [next(numbered) for _ in group["params"]]} for group in state["param_groups"]]
+    states = {now: state["state"][then] for now, then in enumerate(before) if then in state["state"]}
+    return {**state, "state": states, "param_groups": groups}
+
+
+def path_in_order(path: tuple[Any, ...], before: Sequence[int]) -> tuple[Any, ...]:
+    """Return the path of a value in a state that ``in_order`` has numbered, given that in the state before."""
+    return (path[0], before.index(path[1]), *path[2:]) if path[0] == "state" else path

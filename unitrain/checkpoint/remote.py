@@ -1,33 +1,33 @@
 """The checkpoints of a run in an object store: the manifest is written last, and what has none is no checkpoint.
 
 Objects can't be renamed. So a step that is saved again gets a folder of its own, ``step-0000000120.2``, and the one
-before is removed when that is complete. Files are written and read through temporary files on the disk of rank 0.
+before is removed when that is complete. Files are written and read through temporary files on the disk of a rank.
 """
 
 from __future__ import annotations
 
 import re
-import shutil
-import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from unitrain.checkpoint import manifest as manifests
 from unitrain.checkpoint import storage
-from unitrain.checkpoint.folder import RUN_ID, NotACheckpointError, Others, Saved
-from unitrain.checkpoint.lease import Lease
-from unitrain.checkpoint.manifest import DamagedError, Manifest, folder_name
-from unitrain.checkpoint.mapped import MappedFiles
+from unitrain.checkpoint.folder import RUN_ID, Begun, NotACheckpointError, Others, Saved
+from unitrain.checkpoint.lease import EACH_WRITE_IS_A_COMMIT, Lease, holder_at
+from unitrain.checkpoint.manifest import Manifest, folder_name
 from unitrain.checkpoint.reading import reason
 from unitrain.checkpoint.remote_files import RemoteFiles
-from unitrain.checkpoint.storage import Verify, verify_files
-from unitrain.checkpoint.writing import check_part, write_part
+from unitrain.checkpoint.remote_reading import check_space, manifest_of, opened
+from unitrain.checkpoint.remote_writing import ANNOUNCED, BegunInStore, upload
 from unitrain.errors import CheckpointError
 from unitrain.process import print_stderr
+
+if TYPE_CHECKING:
+    from unitrain.checkpoint.verifying import JointVerification
 
 SILENT_S = 5.0
 """Libraries try for minutes to reach a server that does not answer, and say nothing meanwhile."""
@@ -45,10 +45,11 @@ class RemoteFolder:
         self._url = url.rstrip("/")
         self._lease: Lease | None = None
         self._connected: RemoteFiles | None = None
+        self._sees: bool | None = None  # what rank 0 writes; of another rank, when it has looked
 
     @property
     def _files(self) -> RemoteFiles:
-        if self._connected is None:  # on rank 0 only: others need no library, no credentials and no connection
+        if self._connected is None:  # others than rank 0 need no library and no connection, unless there are shards
             self._connected = RemoteFiles(self._url)
         return self._connected
 
@@ -58,7 +59,7 @@ class RemoteFolder:
     def claim(self, needed: int) -> None:
         """See ``Folder.claim``."""
         files = self._files
-        _check_space(needed, f"checkpoints can't be written to {self}")
+        check_space(needed, f"checkpoints can't be written to {self}")
         said = f"unitrain: {self} has not answered for {SILENT_S:g} s. It is tried again before this is an error."
         silence = threading.Timer(SILENT_S, lambda: print_stderr(said))
         silence.daemon = True
@@ -90,55 +91,67 @@ class RemoteFolder:
     def recover(self) -> None:
         """See ``Folder.recover``: nothing is ever set aside."""
 
-    def begin(self, step: int) -> Path | None:
-        """See ``Folder.begin``."""
-        return None
+    def begin(self, step: int) -> BegunInStore | None:
+        """See ``Folder.begin``. The server is not waited for here, but in the background."""
+        if self._lease is None or self._files.scheme in EACH_WRITE_IS_A_COMMIT:
+            return None
+        return BegunInStore(self._files, uuid4().hex, self._lease.token)
+
+    def join(self, place: Sequence[str]) -> BegunInStore | None:
+        """See ``Folder.join``: a rank that sees the lock of rank 0 sees the rest."""
+        token, lock = place
+        if self._sees is None:
+            self._sees = False
+            holder = holder_at(self._files)
+            self._sees = holder is not None and holder.token == lock
+        return BegunInStore(self._files, token, lock) if self._sees else None
 
     def write(
         self,
         step: int,
         parts: Mapping[str, Any],
         about: Mapping[str, Any],
-        begun: Path | None = None,
+        begun: Begun | None = None,
         others: Others = dict,
     ) -> None:
         """See ``Folder.write``."""
+        several = begun if isinstance(begun, BegunInStore) else None
         folders = self._folders()
         complete = self._complete(folders)
         for name in folders:
             if name not in complete.values():
                 self._remove(name)
+        for name in self._files.names():
+            if name.startswith(ANNOUNCED):
+                self._files.remove(name)
         before = complete.get(step)
         name = folder_name(step) if before is None else f"{folder_name(step)}.{_attempt(before) + 1}"
         try:
-            self._upload(name, step, parts, about)
+            if several is not None:
+                several.announce(name)
+            described = {**upload(self._files, name, parts), **others()}
+            self.check()  # another job may have taken the folder meanwhile
+            self._files.write(f"{name}/{manifests.NAME}", manifests.to_json(step, about, described).encode())
         except CheckpointError:
             raise
         except Exception as error:  # pickling may raise any exception
             why = self._files.reason(error) if isinstance(error, OSError) else reason(error)
             raise CheckpointError(f"checkpoint {self._files.name(name)} could not be written: {why}") from error
+        if several is not None:
+            several.end()
         if before is not None:
             self._remove(before)
 
-    def _upload(self, name: str, step: int, parts: Mapping[str, Any], about: Mapping[str, Any]) -> None:
-        described: dict[str, Any] = {}
-        with tempfile.TemporaryDirectory(prefix="unitrain-") as temporary:
-            for part, value in parts.items():
-                file = Path(temporary, f"{part}.pt")
-                described[file.name] = write_part(file, value)
-                check_part(file)
-                self._files.upload(file, f"{name}/{file.name}")
-                file.unlink()  # one part at a time is on the disk
-        self.check()  # another job may have taken the folder meanwhile
-        self._files.write(f"{name}/{manifests.NAME}", manifests.to_json(step, about, described).encode())
-
     def manifest(self, step: int) -> Manifest:
         """See ``Folder.manifest``."""
-        return _manifest(self._files, self._complete().get(step, folder_name(step)))
+        return manifest_of(self._at(step))
 
-    def open(self, step: int, verify: Verify = verify_files) -> Saved:
-        """See ``Folder.open``. Only rank 0 can verify what it has downloaded."""
-        return _opened(self._files, self._complete().get(step, folder_name(step)))
+    def open(self, step: int, joint: JointVerification | None = None) -> Saved:
+        """See ``Folder.open``."""
+        return opened(self._at(step), joint)
+
+    def _at(self, step: int) -> RemoteFiles:
+        return RemoteFiles(self._files.name(self._complete().get(step, folder_name(step))))
 
     def take(self, step: int, source: Path) -> None:
         """See ``Folder.take``."""
@@ -202,8 +215,8 @@ class RemoteFolder:
             self._files.remove(f"{name}/{file}")
 
 
-def checkpoint_under(url: str) -> Saved:
-    """Verify and open the checkpoint at a URL.
+def checkpoint_under(url: str, joint: JointVerification | None = None) -> Saved:
+    """Verify and open the checkpoint at a URL; with ``joint``, other ranks download files with shards, too.
 
     Raises:
         NotACheckpointError: there is none.
@@ -218,49 +231,10 @@ def checkpoint_under(url: str) -> Saved:
         raise NotACheckpointError(
             "is no checkpoint" if inside is None else f"contains checkpoints, such as {inside}, but is none itself"
         )
-    return _opened(files, "")
+    return opened(files, joint)
 
 
 def _attempt(name: str) -> int:
     """Return how many times a step had been saved when this folder was written."""
     match = _FOLDER.fullmatch(name)
     return int(match[2] or 1) if match else 0
-
-
-def _manifest(files: RemoteFiles, folder: str) -> Manifest:
-    name = f"{folder}/{manifests.NAME}".lstrip("/")
-    try:
-        if files.size(name) > manifests.LARGEST:
-            raise DamagedError(f"{files.name(name)} is no manifest: it is too large")
-        return manifests.parsed(files.read(name), files.name(folder))
-    except FileNotFoundError as error:
-        raise DamagedError(f"{files.name(name)} does not exist") from error
-
-
-def _opened(files: RemoteFiles, folder: str) -> Saved:
-    manifest, shown = _manifest(files, folder), files.name(folder)
-    mapped = MappedFiles()
-    _check_space(sum(file.size for file in manifest.files.values()), f"{shown} can't be read")
-    with tempfile.TemporaryDirectory(prefix="unitrain-") as temporary:
-        for name, expected in manifest.files.items():
-            remote = f"{folder}/{name}".lstrip("/")
-            try:
-                actual = files.size(remote)
-                if actual != expected.size:
-                    raise DamagedError(f"{files.name(remote)}: {actual} bytes instead of {expected.size}")
-                files.download(remote, Path(temporary, name))
-            except FileNotFoundError as error:
-                raise DamagedError(f"{files.name(remote)} does not exist") from error
-            storage.verify_file(Path(temporary, name), expected, files.name(remote))
-        parts = storage.read(Path(temporary), manifest.files, mapped, shown=shown)
-    # What is mapped stays on the disk until it is no longer used, although the files have no names any more.
-    return Saved.of(manifest, parts, mapped, shown)
-
-
-def _check_space(needed: int, what: str) -> None:
-    free = shutil.disk_usage(tempfile.gettempdir()).free
-    if free < needed:
-        raise CheckpointError(
-            f"{what}: it passes through temporary files in {tempfile.gettempdir()}, and needs at least {needed} bytes "
-            f"there, but {free} bytes are free. Free some space, or set TMPDIR to a folder on another disk."
-        )

@@ -69,6 +69,11 @@ class RemoteFiles:
         with self._explained("could not be read", name, passes=FileNotFoundError):
             return bytes(self._files.cat_file(self._path(name), **self._limit()))
 
+    def read_range(self, name: str, start: int, end: int) -> bytes:
+        """Return the bytes of a file between two positions, or raise FileNotFoundError."""
+        with self._explained("could not be read", name, passes=FileNotFoundError):
+            return bytes(self._files.cat_file(self._path(name), start=start, end=end, **self._limit(end - start)))
+
     def write(self, name: str, data: bytes, *, exclusive: bool = False) -> None:
         """Write a file. If ``exclusive``, it must not exist (FileExistsError), as the server decides."""
         with self._explained("could not be written", name, passes=FileExistsError if exclusive else None):

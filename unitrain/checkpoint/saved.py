@@ -10,7 +10,7 @@ from typing import TypeVar
 from unitrain.checkpoint.folder import Folder, NotACheckpointError, Saved
 from unitrain.checkpoint.local import LocalFolder, checkpoint_in
 from unitrain.checkpoint.manifest import DamagedError
-from unitrain.checkpoint.storage import Verify, verify_files
+from unitrain.checkpoint.verifying import JointVerification
 from unitrain.errors import CheckpointError
 from unitrain.process import print_stderr
 from unitrain.url import parsed
@@ -34,20 +34,20 @@ def folder_at(path: str | Path) -> Folder:
     return RemoteFolder(place)
 
 
-def wanted(path: str | Path | None, folder: Folder, verify: Verify = verify_files) -> Saved | None:
+def wanted(path: str | Path | None, folder: Folder, joint: JointVerification | None = None) -> Saved | None:
     """Return the checkpoint to resume from, or None if there is none.
 
     Args:
         path: of a checkpoint; ``"best"`` for the best; None for the newest.
         folder: that of this run's checkpoints.
-        verify: verifies files on a disk.
+        joint: has other ranks verify files with shards, too.
 
     Raises:
         CheckpointError: none is intact, is marked as the best or is in ``path``; or the one that is wanted is damaged.
     """
     if path is None:
-        return _newest(folder, partial(folder.open, verify=verify))
-    return _best(folder, verify) if path == BEST else _named(path, folder, verify)
+        return _newest(folder, partial(folder.open, joint=joint))
+    return _best(folder, joint) if path == BEST else _named(path, folder, joint)
 
 
 def best_beside(opened: Saved, folder: Folder) -> int | None:
@@ -79,7 +79,7 @@ def _newest(folder: Folder, read: Callable[[int], T]) -> T | None:
     return None
 
 
-def _best(folder: Folder, verify: Verify) -> Saved | None:
+def _best(folder: Folder, joint: JointVerification | None) -> Saved | None:
     """Return the checkpoint that is the best according to the newest manifest."""
     manifest = _newest(folder, folder.manifest)
     if manifest is None:
@@ -89,19 +89,19 @@ def _best(folder: Folder, verify: Verify) -> Saved | None:
             f"no checkpoint in {folder} is marked as the best: save(best=True) marks one. resume() takes the newest."
         )
     try:
-        return folder.open(manifest.best, verify)
+        return folder.open(manifest.best, joint)
     except DamagedError as error:
         raise CheckpointError(f"the best checkpoint is damaged: {error}") from error
 
 
-def _named(path: str | Path, folder: Folder, verify: Verify) -> Saved:
+def _named(path: str | Path, folder: Folder, joint: JointVerification | None) -> Saved:
     place = parsed(path)
     try:
         if isinstance(place, Path):
-            return checkpoint_in(place, verify)
+            return checkpoint_in(place, joint)
         from unitrain.checkpoint.remote import checkpoint_under
 
-        return checkpoint_under(place)
+        return checkpoint_under(place, joint)
     except NotACheckpointError as error:
         raise CheckpointError(
             f"{path} {error}, so it can't be resumed from. Name the folder of one checkpoint, {folder}/step-N, or None "

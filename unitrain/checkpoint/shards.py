@@ -8,19 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from unitrain.checkpoint.mapped import MappedFiles
 from unitrain.communicator import Communicator
 from unitrain.data.structure import rebuilt
-from unitrain.training.streaming import Keys, RowBlocks, leaves
+from unitrain.training.streaming import Form, Keys, RowBlocks, leaves
 
 PREFIX = "_shards-"
 """What the names of the files with shards begin with."""
+
+Content = Mapping[str, Sequence[Tensor | int]]
+"""What a file with shards has of each object; the number of rows in place of a tensor that this process has not."""
 
 
 def file_name(rank: int) -> str:
@@ -58,37 +59,69 @@ def separate(communicator: Communicator, parts: Mapping[str, Any]) -> tuple[dict
 
 def join(parts: Mapping[str, Any]) -> dict[str, Any]:
     """Return the states of objects with the blocks of all ranks in place of meta tensors, given all parts."""
-    files = [parts[name] for name in sorted(parts) if name.startswith(PREFIX)]
+    files: list[Content] = [parts[name] for name in sorted(parts) if name.startswith(PREFIX)]
     if not files:
         return dict(parts)
 
-    def blocks(name: str) -> Iterator[RowBlocks]:
-        yield from map(RowBlocks, zip(*(file.get(name, []) for file in files), strict=True))
-
-    def with_blocks(found: Iterator[RowBlocks], value: Any) -> Any:
-        return next(found) if isinstance(value, Tensor) and value.is_meta else value
+    def with_blocks(found: Iterator[Sequence[Tensor | int]], value: Any) -> Any:
+        return _blocks(next(found), Form(value)) if isinstance(value, Tensor) and value.is_meta else value
 
     objects = {name: state for name, state in parts.items() if not name.startswith(PREFIX)}
-    return {name: rebuilt(state, partial(with_blocks, blocks(name))) for name, state in objects.items()}
+    return {name: rebuilt(state, partial(with_blocks, _by_tensor(files, name))) for name, state in objects.items()}
+
+
+def _by_tensor(files: Sequence[Content], name: str) -> Iterator[Sequence[Tensor | int]]:
+    yield from zip(*(file.get(name, []) for file in files), strict=True)
+
+
+def _blocks(found: Sequence[Tensor | int], form: Form) -> RowBlocks:
+    """Return blocks; those that are not here are on the meta device."""
+    return RowBlocks(
+        [
+            one if isinstance(one, Tensor) else torch.empty((one, *form.shape[1:]), dtype=form.dtype, device="meta")
+            for one in found
+        ]
+    )
+
+
+def lengths(content: Content) -> dict[str, list[int]]:
+    """Return the number of rows of each tensor in a file."""
+    return {name: [one if isinstance(one, int) else len(one) for one in blocks] for name, blocks in content.items()}
 
 
 def paths(parts: Mapping[str, Any]) -> dict[str, list[Keys]]:
     """Return where the tensors are, in the states of joined parts, of which several ranks have written blocks."""
-    return {
+    found = {
         name: [path for path, value in leaves(state) if isinstance(value, RowBlocks)] for name, state in parts.items()
     }
+    return {name: places for name, places in found.items() if places}
 
 
-def read(
-    written_by_ranks: Sequence[Path], places: Mapping[str, Sequence[Keys]], files: MappedFiles
+def blocks_at(
+    places: Mapping[str, Sequence[Keys]], outlines: Mapping[str, Any], files: Sequence[Content]
 ) -> dict[str, dict[Keys, RowBlocks]]:
-    """Return the blocks in the files of all ranks, by objects and ``paths``; they are read when they are used."""
-    written = [files.load(path) for path in written_by_ranks]
-    return {
-        name: dict(zip(found, map(RowBlocks, zip(*(file[name] for file in written), strict=True)), strict=True))
-        for name, found in places.items()
-        if found
-    }
+    """Return the blocks in the files of all ranks, by objects and ``paths``.
+
+    Args:
+        places: the paths, in the order of the tensors in the files.
+        outlines: the outlines of the objects' states.
+        files: their contents.
+    """
+    held: dict[str, dict[Keys, RowBlocks]] = {}
+    for name, its in places.items():
+        forms = dict(leaves(outlines[name]))
+        held[name] = {
+            path: _blocks(found, forms[path]) for path, found in zip(its, _by_tensor(files, name), strict=True)
+        }
+    return held
+
+
+def put_blocks(parts: Mapping[str, Any], held: Mapping[str, Mapping[Keys, RowBlocks]]) -> None:
+    """Put blocks into the states of joined parts, some of which may have had none in memory."""
+    for name, its in held.items():
+        for path, value in leaves(parts[name]):
+            if path in its:
+                value.blocks = its[path].blocks
 
 
 def whole(state: Any) -> Any:

@@ -1,17 +1,28 @@
-"""The ranks verify the shards in a checkpoint together, each some files, if all of them see its folder."""
+"""The ranks verify the shards in a checkpoint together, each some files, if all of them see it."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from unitrain.checkpoint import manifest as manifests
 from unitrain.checkpoint import shards, storage
 from unitrain.checkpoint.manifest import DamagedError, Described
+from unitrain.checkpoint.mapped import MappedFiles
 from unitrain.checkpoint.reading import open_regular
+from unitrain.checkpoint.shard_files import LocalShards, RemoteShards, ShardFiles
 from unitrain.communicator import Communicator
+from unitrain.errors import CheckpointError
+from unitrain.training.streaming import Keys, RowBlocks
+
+if TYPE_CHECKING:
+    from unitrain.checkpoint.remote_files import RemoteFiles
+
+Rows = Callable[[str, Keys, int], range]
+"""Returns the rows that this rank reads of a tensor: of an object, at a path, that has so many."""
 
 
 def _manifest(folder: Path) -> str | None:
@@ -23,42 +34,72 @@ def _manifest(folder: Path) -> str | None:
         return None
 
 
+def _manifest_at(files: RemoteFiles) -> str | None:
+    """Return a digest of the manifest in an object store; None if this process can't read it."""
+    try:
+        return hashlib.sha256(files.read(manifests.NAME)).hexdigest()
+    except (FileNotFoundError, CheckpointError):
+        return None
+
+
 class JointVerification:
     """Rank 0 calls this to verify files, and ``end`` after the last call; meanwhile the others ``serve``.
 
-    A rank verifies the file with its shards, which it reads if there are as many ranks as when it was written. The
-    other files are read by rank 0 only, which verifies them.
+    Each rank verifies some of the files with shards: its own, which it reads, if there are as many ranks as when they
+    were written. From an object store, each downloads those that it verifies. The other files are read by rank 0 only,
+    which verifies them.
 
     Args:
         communicator: the communicator of this process.
 
     Attributes:
-        shared: the files with shards that were verified last, in the order of the ranks that wrote them; None if a rank
-            does not see them.
+        files: maps the files of the checkpoint that was verified last.
+        shards: its files with shards; None if there are none, or a rank does not see them.
     """
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
-        self.shared: Sequence[Path] | None = None
+        self.files: MappedFiles = MappedFiles()
+        self.shards: ShardFiles | None = None
 
     def __call__(self, folder: Path, files: Mapping[str, Described]) -> None:
         """Verify the files of a folder. See ``storage.verify_files``."""
         several = {name: expected for name, expected in files.items() if name.startswith(shards.PREFIX)}
         path = folder.resolve()
-        self.shared = None
+        self.shards = None
         storage.verify_files(folder, {name: expected for name, expected in files.items() if name not in several})
-        if not several:
-            return
-        described = {name: one.model_dump() for name, one in several.items()}
-        request = {"folder": str(path), "manifest": _manifest(path), "files": described}
-        answers = self._communicator.all_gather_data(self._answer(self._communicator.broadcast_data(request)))
-        if all(answer["sees"] for answer in answers):
-            self.shared = [path / name for name in sorted(several)]
-        else:
+        if several and not self._asked(str(path), _manifest(path), several, remote=False):
             storage.verify_files(folder, several)
-        for answer in answers:
-            if answer["error"] and self.shared is not None:
+
+    def download(self, files: RemoteFiles, several: Mapping[str, Described]) -> dict[str, Any] | None:
+        """Download and verify files with shards, each on one rank, and return their contents here, by name.
+
+        Args:
+            files: those of the checkpoint.
+            several: the files with shards, by name.
+
+        Returns:
+            None if there are none, or a rank can't read them.
+
+        Raises:
+            DamagedError: one is missing or changed.
+        """
+        self.shards = None
+        if several:
+            self._asked(files.url, _manifest_at(files), several, remote=True)
+        if self.shards is None:
+            return None
+        names = [name.removesuffix(".pt") for name in sorted(several)]
+        return dict(zip(names, self.shards.contents(), strict=True))
+
+    def _asked(self, place: str, manifest: str | None, files: Mapping[str, Described], *, remote: bool) -> bool:
+        """Have all ranks verify files, and return whether all see them."""
+        described = {name: one.model_dump() for name, one in files.items()}
+        request = {"place": place, "remote": remote, "manifest": manifest, "files": described}
+        for answer in self._answers(self._communicator.broadcast_data(request)):
+            if answer["error"] and self.shards is not None:
                 raise DamagedError(answer["error"])
+        return self.shards is not None
 
     def end(self) -> None:
         """Let the other ranks go on."""
@@ -67,19 +108,92 @@ class JointVerification:
     def serve(self) -> None:
         """Verify what rank 0 asks for, until it ends."""
         while (request := self._communicator.broadcast_data(None)) is not None:
-            self._communicator.all_gather_data(self._answer(request))
+            self._answers(request)
 
-    def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        folder, ranks = Path(request["folder"]), self._communicator
-        if _manifest(folder) != request["manifest"]:
-            return {"sees": False, "error": None}
-        own = {
-            name: Described(**expected)
-            for number, (name, expected) in enumerate(sorted(request["files"].items()))
-            if number % ranks.world_size == ranks.rank
-        }
+    def _answers(self, request: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return what each rank has found: whether it sees the files, and damage."""
+        self.files, self.shards = MappedFiles(), None
+        files = {name: Described(**expected) for name, expected in sorted(request["files"].items())}
+        # As many, one after the other: what a rank needs of tensors that are divided anew is mostly in these.
+        ranks = self._communicator
+        own = [number for number in range(len(files)) if number * ranks.world_size // len(files) == ranks.rank]
+        answer: dict[str, Any] = {"sees": True, "error": None, "rows": {}}
+        found: LocalShards | RemoteShards | None
         try:
-            storage.verify_files(folder, own)
+            found = self._remote(request, files, own) if request["remote"] else self._local(request, files, own)
         except DamagedError as error:
-            return {"sees": True, "error": str(error)}
-        return {"sees": True, "error": None}
+            found, answer["error"] = None, str(error)
+        else:
+            answer["sees"] = found is not None
+        if isinstance(found, RemoteShards):
+            answer["rows"] = found.own_rows()
+        answers = ranks.all_gather_data(answer)
+        if all(one["sees"] for one in answers):
+            if isinstance(found, RemoteShards):
+                found.rows = {number: rows for one in answers for number, rows in one["rows"].items()}
+            self.shards = found or LocalShards([], self.files)  # none is read: there is damage
+        return answers
+
+    def _local(self, request: dict[str, Any], files: Mapping[str, Described], own: Sequence[int]) -> LocalShards | None:
+        folder, names = Path(request["place"]), list(files)
+        if _manifest(folder) != request["manifest"]:
+            return None
+        storage.verify_files(folder, {names[number]: files[names[number]] for number in own})
+        return LocalShards([folder / name for name in names], self.files)
+
+    def _remote(
+        self, request: dict[str, Any], files: Mapping[str, Described], own: Sequence[int]
+    ) -> RemoteShards | None:
+        from unitrain.checkpoint.remote_files import RemoteFiles  # and fsspec
+
+        try:
+            store = RemoteFiles(request["place"])
+            if _manifest_at(store) != request["manifest"]:
+                return None
+            found = RemoteShards(store, files, self.files)
+            found.fetch(own)
+        except CheckpointError:
+            return None
+        return found
+
+    def blocks(
+        self, places: Mapping[str, Sequence[Keys]], outlines: Mapping[str, Any], rows: Rows
+    ) -> dict[str, dict[Keys, RowBlocks]]:
+        """Return the blocks in the files with shards, of which this rank has those with rows that it reads. Collective.
+
+        Args:
+            places: see ``shards.blocks_at``.
+            outlines: see ``shards.blocks_at``.
+            rows: the rows that this rank reads.
+
+        Raises:
+            CheckpointError: a file can't be read; on every rank.
+        """
+        if self.shards is None:
+            return {}
+        held = shards.blocks_at(places, outlines, self.shards.contents())
+        needed = {
+            number
+            for name, found in held.items()
+            for path, its in found.items()
+            for number in _overlapping(its, rows(name, path, its.form.shape[0]))
+        }
+        why = ""
+        try:
+            self.shards.fetch(needed)
+        except (DamagedError, CheckpointError) as error:
+            why = str(error)
+        failures = list(filter(None, self._communicator.all_gather_data(why)))
+        if failures:
+            raise CheckpointError(f"{failures[0]}. Nothing was loaded.")
+        return shards.blocks_at(places, outlines, self.shards.contents())
+
+
+def _overlapping(blocks: RowBlocks, rows: range) -> list[int]:
+    """Return the numbers of the blocks that have some of the rows."""
+    ends = list(accumulate(map(len, blocks.blocks)))
+    return [
+        number
+        for number, (start, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True))
+        if start < rows.stop and rows.start < end and start < end
+    ]

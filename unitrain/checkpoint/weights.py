@@ -2,70 +2,86 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
-from unitrain.checkpoint.mapped import MappedFiles
-from unitrain.checkpoint.safetensors import files_at, tensors_in
+from unitrain.checkpoint.weight_files import LocalWeights, WeightFiles
 from unitrain.communicator import Communicator
 from unitrain.errors import CheckpointError, UsageError
 from unitrain.training.prepared import PreparedModules
-from unitrain.training.streaming import Form, broadcast_tensors, copy_own, outline
-from unitrain.url import is_url
+from unitrain.training.streaming import Form, broadcast_tensors, rows_read
+from unitrain.url import parsed
 
 
 def load_weights(communicator: Communicator, prepared: PreparedModules, module: nn.Module, path: str | Path) -> None:
     """See ``Strategy.load_weights``."""
-    if is_url(path):
-        raise UsageError(f"{path} is a URL, but load_weights reads files: download them first, on every host.")
+    place = parsed(path)
     if module not in prepared:
         raise UsageError("load_weights needs a prepared model: call it after prepare().")
     plain = prepared.unwrap(module)
-    files = MappedFiles()
-    saved: dict[str, Tensor] = {}
+    files: WeightFiles | None = None
 
-    def read() -> tuple[list[str], dict[str, Form], list[str]]:
-        found = files_at(Path(path))
-        saved.update(_tensors_in(found, files))
-        return list(map(str, found)), outline(saved), [_digest(one) for one in found]
+    def read() -> tuple[list[str], list[str], dict[str, Form]]:
+        nonlocal files
+        files = _files_at(place)
+        return files.names, files.digests(), files.forms()
 
-    names, forms, digests = communicator.on_main(read)
+    names, digests, forms = communicator.on_main(read)
     targets = _targets(plain, forms, path)
-    if communicator.shards_parameters and _all_see(communicator, names, digests):
-        # Each reads its own part. What every rank needs whole is sent instead: a disk serves one reader faster.
-        if not communicator.is_main:
-            saved = _tensors_in([Path(name) for name in names], files)
-        for name, target in targets.items():
-            if communicator.is_sharded(target):
-                copy_own(communicator, target, saved[name], copied=files.release)
-        targets = {name: target for name, target in targets.items() if not communicator.is_sharded(target)}
-    sources = [saved[name] for name in targets] if communicator.is_main else []
-    broadcast_tensors(communicator, list(targets.values()), sources, sent=files.release)
+    if communicator.shards_parameters:
+        if files is None:
+            files = _seen(place, names, digests)
+        if all(communicator.all_gather_data(files is not None)):
+            assert files is not None
+            # Each reads its own part. What every rank needs whole is sent instead: a disk serves one reader faster.
+            for name, target in targets.items():
+                if communicator.is_sharded(target):
+                    _copy_rows(communicator, target, files, name)
+            targets = {name: target for name, target in targets.items() if not communicator.is_sharded(target)}
+    sources = map(files.whole, targets) if files is not None else iter(())
+    release = files.release if files is not None else lambda: None
+    broadcast_tensors(communicator, list(targets.values()), sources, sent=release)
     waiting = prepared.without_weights.pop(plain, None)
     if waiting is not None:
         waiting.end()
 
 
-def _tensors_in(paths: Sequence[Path], files: MappedFiles) -> dict[str, Tensor]:
-    return {name: tensor for path in paths for name, tensor in tensors_in(path, files).items()}
+def _files_at(place: Path | str) -> WeightFiles:
+    if isinstance(place, Path):
+        return LocalWeights.at(place)
+    from unitrain.checkpoint.remote_weights import RemoteWeights  # and fsspec
+
+    return RemoteWeights.at(place)
 
 
-def _all_see(communicator: Communicator, names: Sequence[str], digests: Sequence[str]) -> bool:
-    """Return whether every rank sees the same files. Collective."""
+def _seen(place: Path | str, names: list[str], digests: list[str]) -> WeightFiles | None:
+    """Return the files that rank 0 has found, on another rank; None if it does not see the same."""
     try:
-        own = [_digest(Path(name)) for name in names]
-    except OSError:
-        own = []
-    return all(communicator.all_gather_data(own == digests))
+        if isinstance(place, Path):
+            files: WeightFiles = LocalWeights(names)
+        else:
+            from unitrain.checkpoint.remote_weights import RemoteWeights  # and fsspec
+
+            files = RemoteWeights(names)
+        return files if files.digests() == digests else None
+    except CheckpointError:
+        return None
 
 
-def _digest(path: Path) -> str:
-    """Return a digest of a file's size and of the beginning of its header."""
-    with open(path, "rb") as file:
-        return hashlib.sha256(f"{path.stat().st_size} ".encode() + file.read(2**20)).hexdigest()
+@torch.no_grad()
+def _copy_rows(communicator: Communicator, target: Tensor, files: WeightFiles, name: str) -> None:
+    """Overwrite this rank's shard of a tensor, a piece at a time. Not collective."""
+    shard, first = communicator.to_local(target), rows_read(communicator, target, len(target)).start
+    if not shard.numel():
+        return
+    step = max(1, files.piece_bytes * len(shard) // shard.nbytes)
+    for start in range(0, len(shard), step):
+        part = shard[start : start + step]
+        part.copy_(files.rows(name, first + start, first + start + len(part)))
+        files.release()
 
 
 def _targets(module: nn.Module, saved: Mapping[str, Form], path: str | Path) -> dict[str, Tensor]:

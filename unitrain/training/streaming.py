@@ -14,6 +14,7 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from unitrain import plain_data
@@ -286,6 +287,27 @@ def copy_own(
         for piece, part in _pieces(shard, rows):
             _fill(piece, part)
             copied()
+
+
+def rows_read(communicator: Communicator, target: Tensor | None, rows: int) -> range:
+    """Return which rows of a tensor that several ranks have written this rank reads.
+
+    Args:
+        communicator: the communicator of this process.
+        target: what it is read into, or the parameter whose state it is; None if that is not known.
+        rows: the number of its rows.
+    """
+    counts = communicator.row_counts.get(target) if isinstance(target, Parameter) else None
+    if counts is not None:
+        start = sum(counts[: communicator.rank])
+        return range(start, start + counts[communicator.rank])
+    if communicator.is_sharded(target):
+        start = 0
+        for shard in communicator.shards_of(target):
+            if not shard.is_meta:
+                return range(start, start + len(shard))
+            start += len(shard)
+    return range(rows if communicator.is_main else 0)  # rank 0 sends it
 
 
 def _by_shard(
