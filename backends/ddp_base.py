@@ -89,6 +89,7 @@ class ProcessGroupBackend(Backend):
                     f"{str(error).strip().splitlines()[0]}{self._hint(library)}"
                 ) from error
         self._group = CoreGroup(timeout)
+        self.gathers_in_place: bool = self.device.type == "cpu"  # over gloo, which copies what it gathers
         return dist.get_rank(), dist.get_world_size()
 
     def _hint(self, library: str) -> str:
@@ -144,6 +145,10 @@ class ProcessGroupBackend(Backend):
     def all_gather(self, tensor: Tensor, name: str) -> Callable[[], Tensor]:
         """All-gather in the core's process group."""
         return self._group.all_gather(tensor)
+
+    def gather_in_place(self, parts: Sequence[Sequence[Tensor]], name: str) -> Wait:
+        """Exchange tensors in the core's process group."""
+        return self._group.gather_in_place(parts)
 
     def broadcast(self, tensor: Tensor, src: int, name: str) -> Wait:
         """Broadcast in the core's process group."""

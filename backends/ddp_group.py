@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from unitrain.backend import Wait
+
+from .gloo_exchange import exchange
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 # Newer releases of torch have renamed this function, and deprecate the old name.
@@ -59,6 +61,11 @@ class CoreGroup:
             return gathered
 
         return finish
+
+    def gather_in_place(self, parts: Sequence[Sequence[Tensor]]) -> Wait:
+        """See ``Backend.gather_in_place``."""
+        own = parts[self._group.rank()]
+        return exchange([own] * len(parts), parts, self._group)
 
     def broadcast(self, tensor: Tensor, src: int) -> Wait:
         """See ``Backend.broadcast``."""

@@ -20,6 +20,7 @@ WEIGHTS: list[tuple[Tensor, tuple[int, int, int]]] = [
     (torch.arange(48.0, dtype=torch.bfloat16).reshape(2, 3, 4, 2).to(memory_format=torch.channels_last), (1, 0, 1)),
     (torch.arange(4).to(torch.cfloat), (2, 1, 1)),
     (torch.arange(1000.0).reshape(10, 100), (3, 3, 4)),
+    (torch.arange(60000.0).reshape(100, 600), (40, 0, 60)),  # so large that it is gathered in place
 ]
 
 

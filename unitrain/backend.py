@@ -67,6 +67,8 @@ class Backend(ABC):
     """Whether, with several processes, ``wrap_model`` leaves each rank a part of each parameter (a shard)."""
     replicas: int = 1
     """Number of ranks that have the same shard."""
+    gathers_in_place: bool = False
+    """Whether ``gather_in_place`` is faster than to pack tensors for an ``all_gather``."""
     offloads: bool = False
     """Whether shards and their gradients are in host memory instead of on ``device``."""
 
@@ -147,6 +149,17 @@ class Backend(ABC):
         """Start to overwrite a contiguous uint8 tensor with that of rank ``src``. Return a function that waits."""
 
     # --------------------------------------------------------------------------------------------------- optional
+
+    def gather_in_place(self, parts: Sequence[Sequence[Tensor]], name: str) -> Wait:
+        """Start to overwrite tensors with those of the rank that has them. Return a function that waits.
+
+        Called if ``gathers_in_place``.
+
+        Args:
+            parts: for each rank, tensors that it has; contiguous, of dtype uint8, the same on all ranks but for values.
+            name: as in ``all_reduce``.
+        """
+        return lambda: None
 
     def close(self, *, failed: bool) -> None:
         """End communication.

@@ -59,6 +59,8 @@ class Communicator:
         closed: whether communication has ended.
         all_reduce_async: the backend's ``all_reduce``, for the core: in place, without checks.
         all_gather_async: the backend's ``all_gather``, for the core: without checks.
+        gather_in_place_async: the backend's ``gather_in_place``.
+        gathers_in_place: that of the backend.
         shards_parameters: whether ranks have parts of parameters.
         shards: whether ranks have parts of parameters, or of the state of optimizers only (``shard_optimizer``).
         row_counts: with the latter, how many rows of a parameter's state each rank has.
@@ -88,6 +90,7 @@ class Communicator:
         self.shards_parameters: bool = backend.shards and several
         self.shards: bool = (backend.shards or backend.config.shard_optimizer) and several
         self.row_counts: dict[Parameter, Sequence[int]] = {}
+        self.gathers_in_place: bool = backend.gathers_in_place
         self.replicas: int = backend.replicas
         self.offloads: bool = backend.offloads
         rows = self.shards and not self.shards_parameters
@@ -107,6 +110,9 @@ class Communicator:
         )
         self.all_gather_async: Callable[[Tensor, str], Callable[[], Tensor]] = (
             backend.all_gather if around is None else _with_waits(backend.all_gather, around)
+        )
+        self.gather_in_place_async: Callable[[Sequence[Sequence[Tensor]], str], Wait] = (
+            backend.gather_in_place if around is None else _with_waits(backend.gather_in_place, around)
         )
 
     def call_around_waits(self, around: Callable[[Callable[[], Any]], Any] | None) -> None:

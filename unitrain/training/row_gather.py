@@ -1,9 +1,11 @@
-"""``RowGather``: gives all ranks the rows of weights that each rank has updated, in flat buffers of bounded size."""
+"""``RowGather``: gives all ranks the rows of weights that each rank has updated.
+
+They go through flat buffers of bounded size; but large ones in place, where the backend does that faster.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -11,6 +13,8 @@ from torch import Tensor
 from unitrain.communicator import Communicator
 
 BUFFER_BYTES = 2**24  # of all ranks together; one buffer is on its way while the one before is unpacked
+
+_LARGE = 2**16  # bytes of a rank's rows of a weight; a message takes as long as a few times of this
 
 Rows = tuple[Tensor, Sequence[int]]
 """A weight whose rows are blocks of memory, and the number of rows of each rank."""
@@ -33,7 +37,13 @@ class RowGather:
         self._buckets: list[_Bucket] = []
         ranks, rank, device = communicator.world_size, communicator.rank, communicator.device
         open_ones: dict[torch.dtype, _Bucket] = {}
+        self._name = f"{name} in place"
+        self._in_place: list[list[Tensor]] = [[] for _ in range(ranks)]
         for weight, counts in weights:
+            if communicator.gathers_in_place and weight.device == device and weight.nbytes >= _LARGE * ranks:
+                for its, rows in zip(self._in_place, _rows(weight, counts), strict=True):
+                    its += [rows.view(torch.uint8)] if len(rows) else []
+                continue
             most = max(1, buffer_bytes // (ranks * weight.element_size()))
             for pieces in _pieces(weight, counts, most):
                 bucket = open_ones.get(weight.dtype)
@@ -45,12 +55,16 @@ class RowGather:
     @torch.no_grad()
     def __call__(self) -> None:
         """Overwrite the rows of other ranks by theirs. Collective."""
+        in_place: Callable[[], None] = lambda: None  # noqa: E731
+        if any(self._in_place):
+            in_place = self._communicator.gather_in_place_async(self._in_place, self._name)
         unpack: Callable[[], None] = lambda: None  # noqa: E731  (of the bucket before)
         for bucket in self._buckets:
             following = bucket.sent(self._communicator)
             unpack()
             unpack = following
         unpack()
+        in_place()
 
 
 class _Bucket:
@@ -90,14 +104,15 @@ class _Bucket:
         return unpack
 
 
-def _pieces(weight: Tensor, counts: Sequence[int], most: int) -> Iterable[list[Tensor]]:
-    """Yield flat views of a weight, one for each rank at a time, of at most ``most`` elements each."""
+def _rows(weight: Tensor, counts: Sequence[int]) -> list[Tensor]:
+    """Return a flat view of each rank's rows of a weight."""
     row = weight.numel() // len(weight)
     flat = weight.detach().as_strided((weight.numel(),), (1,))
-    ends = list(accumulate(count * row for count in counts))
-    starts = [0, *ends[:-1]]
-    for offset in range(0, max(counts) * row, most):
-        yield [
-            flat[min(start + offset, end) : min(start + offset + most, end)]
-            for start, end in zip(starts, ends, strict=True)
-        ]
+    return list(torch.split(flat, [count * row for count in counts]))
+
+
+def _pieces(weight: Tensor, counts: Sequence[int], most: int) -> Iterable[list[Tensor]]:
+    """Yield flat views of a weight, one for each rank at a time, of at most ``most`` elements each."""
+    rows = _rows(weight, counts)
+    for offset in range(0, max(map(len, rows)), most):
+        yield [its[offset : offset + most] for its in rows]
