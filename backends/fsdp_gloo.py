@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,44 +16,53 @@ from unitrain.process import use_huge_pages
 from .gloo_exchange import exchange
 
 LARGE = 2**20
-"""Bytes of blocks that glibc is to return to the system when they are freed."""
+"""Bytes of blocks that glibc returns to the system when they are freed, and of units that take several messages."""
 
 
 class Gather(AllGather):
-    """Gathers parameters straight into their memory, without a buffer for all of a unit.
+    """Gathers large units straight into their parameters' memory, without a buffer for all of a unit.
 
-    fully_shard has it gather into a buffer, and copies that into the parameters afterwards. Here the buffer has this
-    rank's shards only: the rest of it is never touched, and takes no memory. The ranks exchange their shards when the
-    parameters have their memory.
+    fully_shard has it gather into a buffer, and copies that into the parameters afterwards. Of a large unit, the buffer
+    only ever has this rank's shards: the rest of it is not touched, and takes no memory. The ranks exchange the shards
+    when the parameters have their memory. Small units go through the buffer: one message instead of many.
+
+    Args:
+        copy_out: what fully_shard does after the all-gather.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, copy_out: Callable[[Sequence[Any], Any, int], None]) -> None:
+        self._copy_out = copy_out
         self._group: dist.ProcessGroup | None = None
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory that has not been touched."""
+        """Return memory that has not been touched, if it is large."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
-        """Do nothing yet."""
+        """Gather a small unit."""
         self._group = group
+        if output_tensor.nbytes < LARGE:
+            # gloo's all-gather copies its result once more.
+            dist.all_to_all_single(output_tensor, input_tensor.repeat(group.size()), group=group)
 
     def fill(self, parameters: Sequence[Any], result: Any, world_size: int) -> None:
-        """Give parameters memory, and the shards of all ranks. What fully_shard does after the all-gather."""
+        """Give parameters memory, and the shards of all ranks."""
+        buffer = result.all_gather_output
+        if buffer.nbytes < LARGE:
+            self._copy_out(parameters, result, world_size)
+            return
         assert self._group is not None
-        rank, buffer = self._group.rank(), result.all_gather_output
         for parameter, numels, dtypes in zip(
             parameters, result.param_all_gather_input_numels, result.param_all_gather_input_dtypes, strict=True
         ):
             parameter.init_all_gather_outputs(numels, dtypes, world_size, buffer.device)
             parameter.alloc_all_gather_outputs()
         # Not detach(): the graph, which needs the same values in the backward, would take them for changed ones.
-        whole = [tensor.data for parameter in parameters for tensor in parameter.all_gather_outputs]
-        for tensor in whole:
-            _prepare(tensor)
+        whole = [_prepare(tensor.data) for parameter in parameters for tensor in parameter.all_gather_outputs]
         shards = [tensor.view(buffer.dtype).view(world_size, -1) for tensor in whole]
+        rank = self._group.rank()
         own = [one[rank] for one in shards]
         torch._foreach_copy_(own, torch.split(buffer.view(world_size, -1)[rank], result.all_gather_input_split_sizes))
         buffer.untyped_storage().resize_(0)  # fully_shard keeps it for a stream
@@ -71,13 +80,10 @@ class AllToAll(ReduceScatter):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         """Sum the ranks' inputs, each rank a part of them. Frees the input, which fully_shard keeps for a stream."""
-        given = input_tensor.view(group.size(), -1)
-        parts = _prepare(torch.empty_like(given))
-        wait = exchange([[part] for part in given], [[part] for part in parts], group)
-        parts[group.rank()].copy_(given[group.rank()])
-        wait()
+        parts = _prepare(torch.empty_like(input_tensor))
+        dist.all_to_all_single(parts, input_tensor, group=group)
         input_tensor.untyped_storage().resize_(0)
-        torch.sum(parts, 0, out=output_tensor)
+        torch.sum(parts.view(group.size(), -1), 0, out=output_tensor)
 
 
 def _prepare(tensor: Tensor) -> Tensor:
@@ -92,9 +98,9 @@ def adapt(unit: FSDPModule, device: torch.device) -> None:
     unit.set_force_sum_reduction_for_comms(True)  # gloo has no mean
     if device.type == "cpu":
         unit.set_custom_reduce_scatter(AllToAll())
-        gather = Gather()
-        unit.set_custom_all_gather(gather)
-        for group in unit._get_fsdp_state()._fsdp_param_groups:
+        for group in unit._get_fsdp_state()._fsdp_param_groups:  # one, or none
+            gather = Gather(group._all_gather_output_fn)
+            unit.set_custom_all_gather(gather)
             group._all_gather_output_fn = gather.fill
         # The next unit could be gathered before this one's backward, but gloo would not do it meanwhile: it blocks.
         unit.set_modules_to_backward_prefetch([unit])
