@@ -12,7 +12,7 @@ from torch import Tensor
 
 from unitrain.backend import Wait
 
-from .gloo_exchange import exchange
+from .ddp_exchange import exchange
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 # Newer releases of torch have renamed this function, and deprecate the old name.

@@ -13,7 +13,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 
 from unitrain.process import use_huge_pages
 
-from .gloo_exchange import exchange
+from .ddp_exchange import exchange
 
 LARGE = 2**20
 """Bytes of blocks that glibc returns to the system when they are freed, and of units that take several messages."""
