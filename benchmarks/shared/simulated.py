@@ -19,6 +19,8 @@ from torch.optim import Optimizer
 from shared.members import Members
 from unitrain.backend import Backend, Wait
 from unitrain.checkpoint import Checkpoint
+from unitrain.checkpoint.folder import Begun
+from unitrain.checkpoint.local import BegunOnDisk
 from unitrain.checkpoint.shards import file_name
 from unitrain.checkpoint.together import write_own
 from unitrain.communicator import Communicator
@@ -169,12 +171,12 @@ def written_by_others(rank_0: SimulatedRank0, checkpoint: Checkpoint, others: Me
     checkpoints = vars(checkpoint)["_folder"]
     begin = checkpoints.begin
 
-    def begin_with_files(step: int) -> Path | None:
+    def begin_with_files(step: int) -> Begun | None:
         began = time.thread_time()
-        begun: Path | None = begin(step)
+        begun: Begun | None = begin(step)
         assert begun is not None
         for path in folder.iterdir():
-            path.rename(begun / path.name)
+            path.rename(Path(begun.place[0], path.name))
         rank_0.backend.seconds += time.thread_time() - began
         return begun
 
@@ -188,4 +190,4 @@ def _write(
         name: [torch.zeros(counts[rank], *rest, dtype=dtype) for counts, rest, dtype in its]
         for name, its in shapes.items()
     }
-    write_own(folder, rank, file_name(rank), own)
+    write_own(BegunOnDisk(folder), rank, file_name(rank), own, patience_s=0.0)
