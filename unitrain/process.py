@@ -182,7 +182,8 @@ def keep_no_memory(smallest: int = 64 * 2**10) -> None:
 
 def use_huge_pages(address: int, size: int) -> None:
     """Have the system back memory that has not been touched by huge pages, of which it needs to clear fewer."""
-    _libc.madvise(ctypes.c_void_p(-(-address // _PAGE) * _PAGE), ctypes.c_size_t(size), _MADV_HUGEPAGE)
+    start = -(-address // _PAGE) * _PAGE
+    _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(address + size - start), _MADV_HUGEPAGE)
 
 
 def return_memory() -> None:

@@ -43,7 +43,7 @@ class LiveTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _count(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        if tensor.device.type == "cpu" and self._sizes.get(storage) != storage.nbytes():
+        if storage.device.type == "cpu" and self._sizes.get(storage) != storage.nbytes():
             self._sizes[storage] = storage.nbytes()
             self.peak = max(self.peak, self.bytes)
 

@@ -19,30 +19,35 @@ _MADV_DONTNEED = 4  # Linux: the pages are read from the file again if they are 
 
 
 class MappedFiles:
-    """Loads files, and releases their pages on demand."""
+    """Loads files, and releases their pages on demand. They stay mapped as long as this object lives."""
 
     def __init__(self) -> None:
         self._paths: set[str] = set()
         self._addresses: list[int] = []  # in files whose mappings have not been looked for yet
         self._ranges: set[tuple[int, int]] = set()
+        # Where a file was mapped, something else may be: to release its pages would overwrite it by zeros.
+        self._contents: list[Any] = []
 
     def load(self, path: Path) -> Any:
         """Return the content of a file of torch, with tensors on the CPU. Raises any exception of ``torch.load``."""
         with open_regular(path) as file:
             is_mappable = zipfile.is_zipfile(file)  # and not of a torch before 1.6
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_mappable)
-        dense = [one for one in tree_leaves(content) if isinstance(one, torch.Tensor) and one.layout == torch.strided]
-        self._add(path, [one.untyped_storage() for one in dense if not one.is_meta])
+        if is_mappable:
+            found = [one for one in tree_leaves(content) if isinstance(one, torch.Tensor)]
+            strided = [one for one in found if one.layout == torch.strided and not one.is_meta]
+            self._keep(path, content, [one.untyped_storage() for one in strided])
         return content
 
     def map(self, path: Path) -> torch.UntypedStorage:
         """Return the bytes of a file."""
         size = path.stat().st_size
         mapped = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8).untyped_storage()
-        self._add(path, [mapped])
+        self._keep(path, mapped, [mapped])
         return mapped
 
-    def _add(self, path: Path, storages: Iterable[torch.UntypedStorage]) -> None:
+    def _keep(self, path: Path, content: Any, storages: Iterable[torch.UntypedStorage]) -> None:
+        self._contents.append(content)
         self._paths.add(str(path.resolve()))
         self._addresses += [storage.data_ptr() for storage in storages]
 

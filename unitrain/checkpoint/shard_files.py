@@ -38,10 +38,13 @@ class LocalShards:
     def __init__(self, paths: Sequence[Path], mapped: MappedFiles) -> None:
         self.paths = paths
         self._mapped = mapped
+        self._contents: list[Content] | None = None
 
     def contents(self) -> list[Content]:
         """See ``ShardFiles.contents``."""
-        return [self._mapped.load(path) for path in self.paths]
+        if self._contents is None:
+            self._contents = [self._mapped.load(path) for path in self.paths]
+        return self._contents
 
     def fetch(self, numbers: Iterable[int]) -> None:
         """See ``ShardFiles.fetch``: all are here."""
