@@ -287,7 +287,7 @@ def test_other_hosts(tmp_path: Path) -> None:
             daemon = hosts.start(host, sshd)
             daemons.callback(daemon.communicate)
             daemons.callback(daemon.terminate)
-        hosts.pull_cable(5)
+        hosts.start(0, ["ip", "route", "add", "unreachable", hosts.addresses[5]]).communicate()
         (Path("/etc/netns") / hosts._namespaces[6] / "hosts").write_text(
             "127.0.1.1 node6\n" + "".join(f"10.98.0.{i + 1} node{i}\n" for i in range(6))
         )

@@ -14,7 +14,7 @@ _LAWS: dict[str, Callable[[float], float]] = {
 }
 AT_MOST_LINEAR = ("O(1)", "O(log n)", "O(n)")
 # A law that needs fewer operations is preferred if its error is larger than the smallest by no more than this.
-_NOISE = 0.05
+_NOISE = 0.1
 
 
 def law(sizes: Sequence[int], costs: Sequence[float]) -> str:
