@@ -297,7 +297,7 @@ def test_other_hosts(tmp_path: Path) -> None:
     assert asked.returncode == 1, said
     found = {name.removeprefix("host "): one for name, one in json.loads(said).items() if name.startswith("host ")}
     expected = {
-        "node0": ("ok", "node0: reached", None),
+        "node0": ("ok", "node0: this host", None),
         "node1": ("ok", "node1: reached by ssh", None),
         "node2": ("warning", "its clock is 3,600 s ahead of this host's", "timedatectl"),
         "node3": (

@@ -68,7 +68,8 @@ def _finding(host: str, answer: _Answer | _Problem, answering: Collection[str]) 
     problems = [*_versions(host, found["versions"]), *_network(host, found, unreached), *_clock(host, ahead_s)]
     details = {**found, "clock_ahead_s": ahead_s}
     if not problems:
-        summary = f"{found['host']}: reached by ssh, and has the versions and the time of this host"
+        there = "this host" if _is_here(host) else "reached by ssh, and has the versions and the time of this host"
+        summary = f"{found['host']}: {there}"
         return Finding("ok", summary, details=details)
     worst: Status = "error" if any(one.status == "error" for one in problems) else "warning"
     fixes = "\n".join(dict.fromkeys(one.fix for one in problems))
