@@ -157,7 +157,7 @@ class SimulatedRank0:
 
 def written_by_others(rank_0: SimulatedRank0, checkpoint: Checkpoint, others: Members, folder: Path) -> None:
     """Have the other ranks write their files of a checkpoint, which are in its folder as soon as that has begun."""
-    objects = vars(checkpoint)["_objects"]
+    objects = vars(checkpoint)["_state"].objects
     shapes = {
         name: [
             (value.counts, tuple(value.local.shape[1:]), value.dtype)

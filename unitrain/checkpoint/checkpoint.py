@@ -7,24 +7,21 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from unitrain import rng
-from unitrain.checkpoint import epoch_end, fit, metric_states, saved
+from unitrain.checkpoint import epoch_end, fit, loading, metric_states, saved
 from unitrain.checkpoint.emergency import EmergencyCheckpoint, is_here
 from unitrain.checkpoint.epoch_end import EpochEnd
 from unitrain.checkpoint.folder import METRICS, RUN, Begun, Saved, prune
 from unitrain.checkpoint.last_boundary import LastBoundary
 from unitrain.checkpoint.manifest import Manifest, folder_name
 from unitrain.checkpoint.mapped import MappedFiles
-from unitrain.checkpoint.parameter_names import Name, in_order, names_of, numbers_before, path_in_order
-from unitrain.checkpoint.shards import PREFIX, file_name, gather_shards, paths, put_blocks, separate
+from unitrain.checkpoint.run_state import RunState
+from unitrain.checkpoint.shards import file_name, gather_shards, paths, put_blocks, separate
 from unitrain.checkpoint.snapshot import snapshot
 from unitrain.checkpoint.spool import Spool, is_too_slow
 from unitrain.checkpoint.spool import collect as collect_spooled
@@ -40,7 +37,7 @@ from unitrain.rng import seed_rank
 from unitrain.training import batch_norm
 from unitrain.training.prepared import PreparedModules
 from unitrain.training.step import TrainingStep
-from unitrain.training.streaming import Form, Held, Keys, outline, receive, receive_optimizer, rows_read
+from unitrain.training.streaming import Keys, outline
 from unitrain.url import parsed
 
 # A checkpoint is this many times as large as its models, at most as a rule: Adam keeps two numbers for each parameter.
@@ -99,26 +96,16 @@ class Checkpoint:
         keep: int,
         background: bool,
     ) -> None:
-        for name, value in objects.items():
-            if not isinstance(value, dict) and not callable(getattr(value, "load_state_dict", None)):
-                raise UsageError(
-                    f"checkpoint: {name} is a {type(value).__name__}, which has no load_state_dict: pass an object "
-                    "with state_dict and load_state_dict, or a dict."
-                )
-            if name in (RUN, METRICS, "") or name.startswith(PREFIX) or "/" in name or "\0" in name:
-                raise UsageError(f"checkpoint: {name!r} can't be the name of an object, which is that of a file, too.")
         if keep < 1:
             raise UsageError(f"checkpoint: keep is {keep}, but must be at least 1.")
         self._communicator = communicator
-        self._prepared = prepared
         self._step = step
-        self._scaler = scaler
+        self._state = RunState(objects, prepared, scaler, communicator, settings, config)
         self._request_stop = request_stop
         self._restored = restored
         self._released = released
         self._settings = settings
         self._folder = saved.folder_at(folder)
-        self._objects = objects
         self._config = dict(config)
         self._keep = keep
         writes = communicator.is_main or communicator.shards
@@ -153,7 +140,7 @@ class Checkpoint:
             Where this run may write one first; None if it does not.
         """
         ranks, watch = self._communicator, self._watch
-        large = watch is not None and is_too_slow(_MOST_STATES * self._nbytes, watch.grace_s)
+        large = watch is not None and is_too_slow(_MOST_STATES * self._state.nbytes, watch.grace_s)
         makes = may_spool and (root is None or large)
         run = ranks.on_main(lambda: self._folder.run_id(make=makes))
         if run is None:
@@ -164,17 +151,14 @@ class Checkpoint:
         return spool
 
     def _prepare_for_emergencies(self, watch: Watch, root: Path | None) -> None:
-        self._boundary = LastBoundary(self._objects, self._modules().values(), self._communicator.pulse)
+        self._boundary = LastBoundary(self._state.objects, self._state.modules.values(), self._communicator.pulse)
         self._step.at_boundary, self._step.before_change = self._boundary.record, self._boundary.leave
         watch.saver = EmergencyCheckpoint(
             root,
             self._spool,
             watch.grace_s,
             self._boundary,
-            self._prepared,
-            self._modules,
-            lambda: (self._parts(), {"scaler": self._scaler_state(), "names": self._names()}),
-            self._about,
+            self._state,
             lambda: self._writing,
             lambda: self._marked if self._marked is not None or root is not None else self._resumed_best,
             lambda: self._continues_from,
@@ -183,14 +167,8 @@ class Checkpoint:
             watch.members,
         )
 
-    @property
-    def _nbytes(self) -> int:
-        """Size of the modules' states."""
-        tensors = [t for module in self._modules().values() for t in self._state(module).values()]
-        return sum(t.nbytes for t in tensors if isinstance(t, Tensor))
-
     def _claim(self) -> None:
-        self._folder.claim(self._nbytes)
+        self._folder.claim(self._state.nbytes)
 
     def _look(self) -> None:
         self._unclaimed = next(iter(self._folder.steps()), None)
@@ -228,17 +206,17 @@ class Checkpoint:
         return self._communicator.on_main(lambda: self._folder.name(self._step.global_step))
 
     def _remember_epoch_end(self) -> None:
-        self._epoch_end = epoch_end.remember(self._objects, self._state, self._step.global_step)
+        self._epoch_end = epoch_end.remember(self._state.objects, self._state.of, self._step.global_step)
         if self._boundary is not None:
             self._boundary.record(self._epoch_end)
 
     def _save(self, *, best: bool = False, ended: EpochEnd | None = None) -> None:
-        with self._communicator.pulse.within("checkpoint.save"), self._prepared.training_weights():
+        with self._communicator.pulse.within("checkpoint.save"), self._state.prepared.training_weights():
             if self._boundary is not None and ended is None:
                 self._boundary.record()
             self.wait()
-            modules = self._modules()
-            batch_norm.average_statistics(list(modules.values()), self._communicator, self._prepared.shares)
+            modules = self._state.modules
+            batch_norm.average_statistics(list(modules.values()), self._communicator, self._state.prepared.shares)
             random = rng.capture() if ended is None else ended.random
             gathered = self._communicator.all_gather_object((bool(best), random))
             marks, randoms = [mark for mark, _ in gathered], [random for _, random in gathered]
@@ -262,8 +240,8 @@ class Checkpoint:
         """
         begun = begin(self._communicator, self._folder, self._step.global_step)
         if begun is None:
-            return gather_shards(self._communicator, self._parts()), None
-        parts, own = separate(self._communicator, self._parts())
+            return gather_shards(self._communicator, self._state.parts()), None
+        parts, own = separate(self._communicator, self._state.parts())
         rank = self._communicator.rank
         if self._communicator.is_main:
             parts[file_name(rank)] = own
@@ -304,10 +282,10 @@ class Checkpoint:
     ) -> None:
         """Write the state, or start to write a snapshot of it in the background."""
         number = self._step.global_step
-        parts = self._parts() if parts is None else parts
+        parts = self._state.parts() if parts is None else parts
         if ended is not None:
             parts = ended.applied_to(parts)
-        parts[RUN] = {"steps": number, "scaler": self._scaler_state(), "random": randoms, "names": self._names()}
+        parts[RUN] = self._state.run(number, randoms)
         if metrics is not None:
             parts[METRICS] = metrics
         if self._writer is None:
@@ -369,7 +347,7 @@ class Checkpoint:
 
     def _write(self, number: int, parts: dict[str, Any], best: bool, begun: Begun | None) -> None:
         best_step = number if best else self._best
-        about = self._about(best_step)
+        about = self._state.about(best_step)
         try:
             self._folder.check()
             if not self._began:
@@ -387,38 +365,6 @@ class Checkpoint:
         self._best = best_step  # not before: what was the best is kept if this one can't be written
         self._folder.point_to_best(best_step)
         prune(self._folder, self._keep, best_step)
-
-    def _names(self) -> dict[str, list[Name] | None]:
-        """Return the names of the parameters of each optimizer."""
-        return {name: names_of(value, self._modules()) for name, value in self._optimizers().items()}
-
-    def _optimizers(self) -> dict[str, Optimizer]:
-        return {name: value for name, value in self._objects.items() if isinstance(value, Optimizer)}
-
-    def _about(self, best: int | None) -> dict[str, Any]:
-        return {
-            "best": best,
-            "unitrain": version("unitrain"),
-            "torch": torch.__version__,
-            "world_size": self._communicator.world_size,
-            "strategy": self._settings.model_dump(mode="json"),
-            "config": self._config,
-        }
-
-    def _modules(self) -> dict[str, nn.Module]:
-        named = self._objects.items()
-        return {name: self._prepared.unwrap(value) for name, value in named if isinstance(value, nn.Module)}
-
-    def _parts(self) -> dict[str, Any]:
-        return {name: self._state(value) for name, value in self._objects.items()}
-
-    def _state(self, value: Any) -> Any:
-        if isinstance(value, nn.Module):
-            return self._prepared.unwrap(value).state_dict()
-        return value if isinstance(value, dict) else value.state_dict()
-
-    def _scaler_state(self) -> dict[str, Any] | None:
-        return None if self._scaler is None else self._scaler.state_dict()
 
     # ----------------------------------------------------------------------------------------------------- resume
 
@@ -453,7 +399,7 @@ class Checkpoint:
                 return None
             return opened.manifest.model_dump(), outline(opened.parts), paths(opened.parts)
 
-        with ranks.pulse.within("checkpoint.resume"), self._prepared.training_weights():
+        with ranks.pulse.within("checkpoint.resume"), self._state.prepared.training_weights():
             if joint is not None and not ranks.is_main:
                 joint.serve()
             found = ranks.on_main(open_newest)
@@ -462,25 +408,25 @@ class Checkpoint:
             manifest, parts, places = Manifest.model_validate(found[0]), found[1], found[2]
             files = opened.files if opened is not None else MappedFiles() if joint is None else joint.files
             # All checks are made before anything is loaded, and come out the same on every rank.
-            changed = fit.changed_settings(manifest, self._settings, self._config, self._objects)
+            changed = fit.changed_settings(manifest, self._settings, self._config, self._state.objects)
             if changed and not force:
                 raise CheckpointError(
                     f"the run in {self._folder} was trained with other settings: {'; '.join(changed)}. Use the same "
                     "settings, or resume(force=True), or start a new run in another folder. Nothing was loaded."
                 )
             states = {name: part for name, part in parts.items() if name not in (RUN, METRICS)}
-            fit.check_objects(self._objects, states, self._state, str(self._folder))
-            self._order_by_name(parts, opened, places)
-            held = {} if joint is None else joint.blocks(places, parts, self._rows_read)
+            fit.check_objects(self._state.objects, states, self._state.of, str(self._folder))
+            loading.order_by_name(self._state, parts, opened, places)
+            held = {} if joint is None else joint.blocks(places, parts, partial(loading.rows_of, ranks, self._state))
             if opened is not None:
                 put_blocks(opened.parts, held)
-            metrics = metric_states.metrics_in(self._modules())
+            metrics = metric_states.metrics_in(self._state.modules)
             loaded = metric_states.check(metrics, parts.get(METRICS), ranks.world_size, force=force)
             if changed and ranks.is_main:
                 print_stderr(f"unitrain: resuming with other settings: {'; '.join(changed)}")
             self._resumed_best = ranks.on_main(lambda: self._continue_from(opened, is_newest=path is None))
-            replaced = [] if self._step.global_step else self._replaced_options(parts)
-            self._apply(parts, opened, files, held)
+            replaced = [] if self._step.global_step else loading.replaced_options(self._state, parts)
+            self._go_on_from(loading.load(ranks, self._state, parts, opened, held, files.release))
             if METRICS in parts:
                 source = opened.parts[METRICS] if opened is not None else None
                 metric_states.load(ranks, metrics, loaded, parts[METRICS], source)
@@ -494,34 +440,6 @@ class Checkpoint:
                 )
         return True
 
-    def _order_by_name(self, parts: dict[str, Any], opened: Saved | None, places: dict[str, list[Keys]]) -> None:
-        """Put the state of each optimizer's parameters in the order that they have now."""
-        for name, own in self._names().items():
-            names = parts[RUN].get("names", {}).get(name)  # not in a checkpoint of before they were saved
-            if own is not None and names is not None and names != own:
-                before = numbers_before(name, parts[name]["param_groups"], names, own)
-                parts[name] = in_order(parts[name], before)
-                if opened is not None:
-                    opened.parts[name] = in_order(opened.parts[name], before)
-                if name in places:
-                    places[name] = [path_in_order(path, before) for path in places[name]]
-
-    def _rows_read(self, name: str, path: Keys, rows: int) -> range:
-        """Return which of so many rows of a saved tensor this rank reads."""
-        value, target = self._objects[name], None
-        if isinstance(value, nn.Module):
-            target = self._state(value).get(path[0])
-        elif isinstance(value, Optimizer) and path[0] == "state":
-            target = [p for group in value.param_groups for p in group["params"]][path[1]]
-        return rows_read(self._communicator, target, rows)
-
-    def _replaced_options(self, parts: dict[str, Any]) -> list[str]:
-        return [
-            option
-            for name, optimizer in self._optimizers().items()
-            for option in fit.replaced_options(name, optimizer.param_groups, parts[name]["param_groups"])
-        ]
-
     def _continue_from(self, opened: Saved | None, *, is_newest: bool) -> int | None:
         self._unclaimed = None
         self._best = None if opened is None else saved.best_beside(opened, self._folder)
@@ -529,45 +447,13 @@ class Checkpoint:
             self._folder.point_to_best(self._best)  # a kill may have come before this
         return self._best
 
-    def _apply(self, parts: dict[str, Any], opened: Saved | None, files: MappedFiles, held: Mapping[str, Held]) -> None:
-        """Load the state. Collective.
-
-        Args:
-            parts: the outlines of all parts.
-            opened: the checkpoint; on rank 0 only.
-            files: those that this rank has mapped.
-            held: by part, what this rank can read.
-        """
-        ranks, sent = self._communicator, files.release
-
-        def source(name: str) -> Any:
-            return opened.parts[name] if opened is not None else None
-
-        # Loaders first: they refuse other data before the model is changed.
-        for name in sorted(self._objects, key=lambda n: (isinstance(self._objects[n], (nn.Module, Optimizer)), n)):
-            value = self._objects[name]
-            if isinstance(value, Optimizer):
-                receive_optimizer(ranks, value, parts[name], source(name), sent=sent, held=held.get(name, {}))
-                value._opt_called = True  # type: ignore[attr-defined]  # else schedulers warn that it never stepped
-                continue
-            own = self._state(value) if isinstance(value, nn.Module) else None
-            state = receive(ranks, parts[name], source(name), own=own, sent=sent, held=held.get(name, {}))
-            if isinstance(value, nn.Module):
-                self._prepared.unwrap(value).load_state_dict(state)
-            elif isinstance(value, dict):
-                value.update(state)
-            else:
-                value.load_state_dict(state)
-
-        def new(path: Keys, form: Form) -> Tensor:
-            return form.empty(_META if path[0] == "random" and path[1] != ranks.rank else _CPU)
-
-        run = receive(ranks, parts[RUN], source(RUN), new=new, sent=sent)
+    def _go_on_from(self, run: Mapping[str, Any]) -> None:
+        """Restore the state of the run itself."""
+        ranks = self._communicator
         self._step.global_step = self._continues_from = run["steps"]
         self._marked = None
         self._began = False  # later checkpoints are those of a branch that this run leaves
-        if self._scaler is not None and run["scaler"] is not None:
-            self._scaler.load_state_dict(run["scaler"])
+        self._state.load_scaler(run["scaler"])
         if len(run["random"]) == ranks.world_size:
             rng.restore(run["random"][ranks.rank])
         else:

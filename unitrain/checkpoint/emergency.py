@@ -10,14 +10,14 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from unitrain.checkpoint import manifest as manifests
@@ -26,13 +26,13 @@ from unitrain.checkpoint.folder import RUN
 from unitrain.checkpoint.last_boundary import LastBoundary, Recorded
 from unitrain.checkpoint.lock import holder_of
 from unitrain.checkpoint.manifest import DamagedError
+from unitrain.checkpoint.run_state import RunState
 from unitrain.checkpoint.spool import Spool, is_too_slow
 from unitrain.checkpoint.writing import check_part, write_part
 from unitrain.errors import CheckpointError
 from unitrain.job.hub import Member
 from unitrain.process import print_stderr
 from unitrain.training.batch_norm import is_unsynchronised
-from unitrain.training.prepared import PreparedModules
 
 _THREADS = 4
 # How long rank 0 may need for what it writes in the background.
@@ -48,10 +48,7 @@ class EmergencyCheckpoint:
         spool: where they are written first if that takes too long.
         seconds: time for the checkpoint.
         boundary: records the state.
-        prepared: knows which modules have averaged weights now.
-        modules: the original modules, by name.
-        state: returns the states of all objects, and what else the run has: the scaler's, and parameters' names.
-        about: returns what the manifest says, given the step of the best checkpoint.
+        state: the run's.
         writing: the checkpoint that is being written in the background by this rank, if any.
         best: the step that this run marked as the best last, if any; in an object store, that of the checkpoint that it
             was resumed from, too.
@@ -67,10 +64,7 @@ class EmergencyCheckpoint:
         spool: Spool | None,
         seconds: float,
         boundary: LastBoundary,
-        prepared: PreparedModules,
-        modules: Callable[[], Mapping[str, nn.Module]],
-        state: Callable[[], tuple[dict[str, Any], dict[str, Any]]],
-        about: Callable[[int | None], dict[str, Any]],
+        state: RunState,
         writing: Callable[[], Future[None] | None],
         best: Callable[[], int | None],
         resumed_from: Callable[[], int | None],
@@ -82,10 +76,7 @@ class EmergencyCheckpoint:
         self._spool = spool
         self._seconds = seconds
         self._boundary = boundary
-        self._prepared = prepared
-        self._modules = modules
         self._state = state
-        self._about = about
         self._writing = writing
         self._marked = best
         self._resumed_from = resumed_from
@@ -107,9 +98,9 @@ class EmergencyCheckpoint:
             newest = next(map(storage.step_of, storage.found(self._root)), -1)
             if newest >= found.step:
                 return None, f"{self._root} has one of step {newest}" if newest > found.step else ""
-        if self._prepared.swapped:
+        if self._state.prepared.swapped:
             return None, f"rank {self._rank}: the model had the weights of its average, after step {found.step}"
-        if any(metric._update_count for metric in metric_states.metrics_in(self._modules()).values()):
+        if any(metric._update_count for metric in metric_states.metrics_in(self._state.modules).values()):
             return None, "the states of metrics would be those of one rank only"
         self._recorded = found
         return found.step, ""
@@ -132,7 +123,9 @@ class EmergencyCheckpoint:
             return
         if folder is None:
             return
-        statistics = any(is_unsynchronised(layer) for module in self._modules().values() for layer in module.modules())
+        statistics = any(
+            is_unsynchronised(layer) for module in self._state.modules.values() for layer in module.modules()
+        )
         print_stderr(
             f"unitrain: emergency checkpoint: rank {self._rank} has saved the state after step {self._recorded.step} "
             f"in {folder} ({time.monotonic() - began:.1f} s)."
@@ -145,9 +138,8 @@ class EmergencyCheckpoint:
 
         It is not synced to the disk, for which there may be no time: only a failure of the host could damage it.
         """
-        states, run = self._state()
-        parts = self._boundary.applied_to(states, recorded)
-        parts[RUN] = {"steps": recorded.step, "random": [], **run}
+        parts = self._boundary.applied_to(self._state.parts(), recorded)
+        parts[RUN] = self._state.run(recorded.step, random=[])
         root = self._place(sum(leaf.nbytes for leaf in tree_leaves(parts) if isinstance(leaf, Tensor)))
         first, final = self._members[0], storage.folder_of(root, recorded.step)
         temporary = root / f".{final.name}.emergency-{first.pid}-{first.started}.tmp"
@@ -160,7 +152,7 @@ class EmergencyCheckpoint:
         try:
             with ThreadPoolExecutor(_THREADS, "emergency checkpoint") as threads:
                 files = dict(threads.map(partial(_write_file, temporary), parts.items()))
-            about = {**self._about(self._best()), "emergency": True}
+            about = {**self._state.about(self._best()), "emergency": True}
             (temporary / storage.MANIFEST).write_text(manifests.to_json(recorded.step, about, files))
             changed = self._boundary.changed(recorded)
             if changed:
