@@ -20,11 +20,10 @@ from unitrain.launch.detect import Launch
 from unitrain.process import keep_no_memory, return_memory
 
 from .ddp_base import ProcessGroupBackend
-from .fsdp_settings import FSDPSettings
+from .fsdp_settings import LARGE, FSDPSettings
 
 if TYPE_CHECKING:  # importing it takes a while, which scripts with other backends need not wait for
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import FSDPModule
 
     from .fsdp_module import ShardedModule
 
@@ -82,8 +81,6 @@ class FSDPBackend(ProcessGroupBackend):
             from torch.distributed.device_mesh import init_device_mesh
 
             if self.device.type == "cpu":
-                from .fsdp_gloo import LARGE
-
                 keep_no_memory(LARGE)  # units of the same sizes come and go, among shards
 
             shape = (self.world_size,) if self.replicas == 1 else (self.replicas, self.launch.local_world_size)
@@ -126,6 +123,7 @@ class FSDPBackend(ProcessGroupBackend):
             )
         if not any(True for _ in original.parameters()):
             return module.to(self.device)
+        from .fsdp_gloo import adapt
         from .fsdp_module import ShardedModule
 
         sharded = ShardedModule(
@@ -138,7 +136,7 @@ class FSDPBackend(ProcessGroupBackend):
             compute_dtype=_DTYPES.get(self.config.precision),
             reduce_dtype=_DTYPES.get(self.config.compression),
             offload=self.offloads,
-            adapt=self._adapt,
+            adapt=None if "nccl" in dist.get_backend() else partial(adapt, device=self.device),
         )
         return_memory()  # the whole model's, of which glibc would keep most
         sharded.arm(self._armed)
@@ -148,12 +146,6 @@ class FSDPBackend(ProcessGroupBackend):
         self._owner.update({p: sharded for p in original.parameters() if p not in sharded.replicated})
         self._names.update({p: name for name, p in original.named_parameters()})
         return module
-
-    def _adapt(self, unit: FSDPModule) -> None:
-        if "nccl" not in dist.get_backend():
-            from .fsdp_gloo import adapt
-
-            adapt(unit, self.device)
 
     def copy_module(self, module: nn.Module) -> nn.Module:
         """Return a copy with whole weights. Collective."""

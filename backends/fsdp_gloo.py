@@ -14,9 +14,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from unitrain.process import use_huge_pages
 
 from .ddp_exchange import exchange
-
-LARGE = 2**20
-"""Bytes of blocks that glibc returns to the system when they are freed, and of units that take several messages."""
+from .fsdp_settings import LARGE
 
 
 class Gather(AllGather):

@@ -32,7 +32,7 @@ class ShardedModule:
         compute_dtype: the dtype of autocast, in which weights are gathered where autocast would convert them.
         reduce_dtype: the dtype in which gradients are reduced; None for their own.
         offload: keep shards and their gradients in host memory.
-        adapt: called with each unit before it communicates.
+        adapt: called with each unit before it communicates; None if nothing is to be adapted.
 
     Attributes:
         root: the module, whose class fully_shard has changed to a subclass of it and of ``FSDPModule``.
@@ -51,7 +51,7 @@ class ShardedModule:
         compute_dtype: torch.dtype | None,
         reduce_dtype: torch.dtype | None,
         offload: bool,
-        adapt: Callable[[FSDPModule], None],
+        adapt: Callable[[FSDPModule], None] | None,
     ) -> None:
         before = dict(module.named_parameters())
         self._skeleton = without_weights(module)
@@ -90,7 +90,7 @@ class ShardedModule:
         self.root: FSDPModule = module
         self._module: nn.Module = module
         self.units: list[FSDPModule] = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
-        for one in self.units:
+        for one in self.units if adapt is not None else ():
             adapt(one)
         module._get_fsdp_state()._lazy_init()  # now: else the first module that is called would be taken for the root
         self._held: dict[Tensor, Any] = {one.sharded_param: one for one in self._make_leaves()}

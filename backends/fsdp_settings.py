@@ -8,6 +8,9 @@ from pydantic import Field, field_validator
 
 from unitrain.config import Section
 
+LARGE = 2**20
+"""Bytes of blocks that glibc returns to the system when they are freed, and of units that take several messages."""
+
 
 class FSDPSettings(Section):
     """Settings of the backend fsdp (torch's fully_shard)."""

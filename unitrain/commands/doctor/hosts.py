@@ -163,14 +163,14 @@ def _minor(version: str | None) -> list[str]:
     return (version or "").split(".")[:2]
 
 
-def _installation(host: str, name: str, version: str | None) -> str:
+def _installation(host: str, package: str, version: str | None) -> str:
     """Return the command that gives a host this host's version of a package."""
     python = f"ssh {host} {sys.executable} -m"
     if version is None:
-        return f"{python} pip uninstall -y {name}"
-    if name == "horovod":
+        return f"{python} pip uninstall -y {package}"
+    if package == "horovod":
         return f"{python} unitrain.commands.cli install-horovod --force --version {version.partition('+')[0]}"
-    return f"{python} pip install {name}=={version}"
+    return f"{python} pip install {package}=={version}"
 
 
 def _network(host: str, found: Mapping[str, Any], unreached: Mapping[str, str]) -> list[_Problem]:
