@@ -90,8 +90,9 @@ class ShardedModule:
         self.root: FSDPModule = module
         self._module: nn.Module = module
         self.units: list[FSDPModule] = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
-        for one in self.units if adapt is not None else ():
-            adapt(one)
+        if adapt is not None:
+            for one in self.units:
+                adapt(one)
         module._get_fsdp_state()._lazy_init()  # now: else the first module that is called would be taken for the root
         self._held: dict[Tensor, Any] = {one.sharded_param: one for one in self._make_leaves()}
         for name, parameter in module.named_parameters():
