@@ -97,7 +97,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     ("name", "backend"),
     [
         pytest.param("torchrun", "ddp", marks=pytest.mark.soak),
-        pytest.param("mpirun", "horovod", marks=HOROVOD),
+        pytest.param("mpirun", "horovod", marks=[HOROVOD, pytest.mark.soak]),
         pytest.param("torchrun 3", "ddp", marks=pytest.mark.soak),
     ],
 )

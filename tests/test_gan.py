@@ -61,7 +61,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     [
         pytest.param("torchrun", "ddp", marks=pytest.mark.soak),
         pytest.param("torchrun", "fsdp", marks=pytest.mark.soak),  # test_conformance.py has several optimizers
-        pytest.param("mpirun", "horovod", marks=HOROVOD),
+        pytest.param("mpirun", "horovod", marks=[HOROVOD, pytest.mark.soak]),
     ],
 )
 def test_training_is_that_of_one_process(alone: list[dict[str, Any]], tmp_path: Path, name: str, backend: str) -> None:

@@ -60,6 +60,7 @@ def submit(folder: Path, cluster: str, then: str, environ: dict[str, str]) -> Jo
     return run_job([sys.executable, "driver.py"], folder, environ={"CUDA_VISIBLE_DEVICES": "", **environ}, deadline=150)
 
 
+@pytest.mark.soak
 def test_a_job_of_submitit_is_saved_and_then_requeued(tmp_path: Path) -> None:
     job = submit(tmp_path, "local", PREEMPT, {})
     logs = "".join(path.read_text() for path in sorted((tmp_path / "logs").glob("*_log.*")))

@@ -69,8 +69,8 @@ def run(hosts: Cluster, way: str, port: int, *arguments: str) -> str:
     return said
 
 
-WAYS = ["torchrun-c10d", "mpirun-horovod"]
-MORE = ["torchrun-static", "mpirun-ddp", "horovodrun-gloo", "horovodrun-mpi"]
+WAYS = ["torchrun-c10d"]
+MORE = ["mpirun-horovod", "torchrun-static", "mpirun-ddp", "horovodrun-gloo", "horovodrun-mpi"]
 
 
 @pytest.mark.parametrize("way", [*WAYS, *(pytest.param(way, marks=pytest.mark.soak) for way in MORE)])

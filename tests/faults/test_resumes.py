@@ -43,7 +43,7 @@ def test_three_ranks_then_two_then_one(world: World, tmp_path: Path, alone: Path
     assert sum(losses(alone)[-9:]) < 0.7 * sum(losses(alone)[:9]), "a run that learns nothing proves nothing"
 
 
-@worlds(HOROVODRUN)
+@worlds(soak=[HOROVODRUN])
 def test_one_rank_then_two_then_three_then_one(world: World, tmp_path: Path, alone: Path) -> None:
     for part, ranks, last in ((ONE, 1, 9), (TORCHRUN, 2, 18), (world, 3, 29)):
         end = run(part, tmp_path, ranks=ranks, fault=f"kill:{ranks - 1}:{last}")
