@@ -174,7 +174,7 @@ class _Ranks:
         self._connections = dict(zip(self._ranks, made, strict=True))
         self._received = dict.fromkeys(self._ranks, b"")
         waiting = set(self._ranks)
-        for rank, message in self._messages(lambda: bool(waiting)):
+        for rank, message in self._messages(waiting):
             if isinstance(message, messages.Welcome):
                 waiting.discard(rank)
 
@@ -206,7 +206,7 @@ class _Ranks:
         """
         left = set(self._ranks)
         told = ended = 0.0
-        for rank, message in self._messages(lambda: bool(left)):
+        for rank, message in self._messages(left):
             match message:
                 case messages.Verdict():
                     told = time.monotonic()
@@ -225,7 +225,7 @@ class _Ranks:
         for rank in self._ranks:
             self._send(rank, messages.Leave())
         left = set(self._ranks)
-        for rank, message in self._messages(lambda: bool(left)):
+        for rank, message in self._messages(left):
             if isinstance(message, messages.Leave):
                 left.discard(rank)
 
@@ -270,15 +270,17 @@ class _Ranks:
                 selector.register(connection, selectors.EVENT_READ, rank)
             yield selector
 
-    def _messages(self, going_on: Callable[[], bool]) -> Iterator[tuple[int, Message]]:
-        """Yield what the hub sends to each rank."""
+    def _messages(self, waiting: set[int]) -> Iterator[tuple[int, Message]]:
+        """Yield what the hub sends to each rank, until no rank is waiting any more."""
         with self._selector() as selector:
-            while going_on():
+            while waiting:
                 for key, _ in selector.select(TIMEOUT_S):
                     rank: int = key.data
                     data = self._connections[rank].recv(2**16)
                     if not data:
-                        raise RuntimeError(f"the hub has closed the connection of rank {rank}")
+                        if rank in waiting:
+                            raise RuntimeError(f"the hub has closed the connection of rank {rank}")
+                        selector.unregister(key.fileobj)  # it ends when all have left
                     yield from ((rank, message) for message in self._decoded(rank, data))
 
     def _decoded(self, rank: int, data: bytes) -> Iterator[Message]:
