@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from jobs import Job, run_job
 from program import RANK_VARIABLES
 from slurm import slurm_missing
@@ -227,8 +228,13 @@ def samples(folder: Path) -> list[tuple[int, int]]:
 @pytest.fixture(scope="session")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of an uninterrupted run on one process."""
+    return train_alone(tmp_path_factory, STEPS)
+
+
+def train_alone(tmp_path_factory: pytest.TempPathFactory, steps: int) -> Path:
+    """Make so many steps on one process, and return the folder."""
     folder = tmp_path_factory.mktemp("alone")
-    end = run(ONE, folder, ranks=1)
+    end = run(ONE, folder, ranks=1, steps=steps)
     assert end.job.code == 0, end.job.output
     return folder
 
@@ -237,6 +243,9 @@ def assert_same_training(folder: Path, alone: Path) -> None:
     """Assert that the parts of a run together equal the uninterrupted run."""
     assert samples(folder) == samples(alone), "each sample once an epoch"
     assert losses(folder) == pytest.approx(losses(alone), rel=0, abs=1e-9)
+    last = saved(alone)[-1]
+    trained, expected = (torch.load(one / "checkpoints" / last / "model.pt") for one in (folder, alone))
+    torch.testing.assert_close(trained, expected, rtol=0, atol=1e-9)
 
 
 def saved(folder: Path) -> list[str]:

@@ -8,14 +8,12 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 from harness import (
     HOROVODRUN,
     MPIRUN,
     MPIRUN_DDP,
     ONE,
     PLAIN,
-    STEPS,
     TORCHRUN,
     World,
     alone,
@@ -44,9 +42,6 @@ def assert_goes_on(world: World, folder: Path, alone: Path, ranks: int) -> None:
     began = int(re.findall(r"began after step (\d+)", end.job.output)[0])
     assert began >= last, f"step {last} was begun, so those before it were complete"
     assert_same_training(folder, alone)
-    weights, expected = (torch.load(one / f"checkpoints/step-{STEPS:010d}/model.pt") for one in (folder, alone))
-    for name, value in expected.items():
-        torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-9)
 
 
 @worlds(TORCHRUN, soak=[PLAIN, MPIRUN, MPIRUN_DDP, HOROVODRUN])

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import ONE, PROGRAM, QUICK, assert_same_training, notes, run
+from harness import PROGRAM, QUICK, assert_same_training, notes, train_alone
 from slurm import NODES, Slurm, local_slurm, slurm_missing
 
 pytestmark = [pytest.mark.launcher, pytest.mark.xdist_group("slurm"), pytest.mark.soak]
@@ -38,10 +38,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of an undisturbed run on one process."""
-    folder = tmp_path_factory.mktemp("alone")
-    end = run(ONE, folder, ranks=1, steps=STEPS)
-    assert end.job.code == 0, end.job.output
-    return folder
+    return train_alone(tmp_path_factory, STEPS)
 
 
 class Job:
@@ -80,11 +77,6 @@ class Job:
     def ends_well(self, alone: Path) -> None:
         self.wait(lambda: "JobState=COMPLETED" in self.shown(), "it did not end well")
         assert_same_training(self._folder, alone)
-        weights, expected = (
-            torch.load(one / f"checkpoints/step-{STEPS:010d}/model.pt") for one in (self._folder, alone)
-        )
-        for name, value in expected.items():
-            torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-9)
 
     @property
     def starts(self) -> list[int]:
