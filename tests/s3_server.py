@@ -11,7 +11,9 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from uuid import uuid4
 
+import fsspec
 import pytest
 
 _STARTS_S = 60
@@ -81,3 +83,12 @@ def server() -> Iterator[S3Server]:
     server = S3Server()
     yield server
     server.kill()
+
+
+@pytest.fixture
+def s3_url(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A URL of a folder that does not exist yet."""
+    for name, value in server.environ.items():
+        monkeypatch.setenv(name, value)
+    fsspec.get_filesystem_class("s3").clear_instance_cache()  # connected to the server of another module
+    return f"s3://bucket/{uuid4().hex}"

@@ -12,11 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from uuid import uuid4
 
-import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import _registry
-from s3_server import S3Server
 from torch import nn
 
 import unitrain
@@ -32,11 +30,8 @@ ELSEWHERE: dict[str, Any] = {"host": "elsewhere", "pids": "pid:[1]", "pid": os.g
 
 
 @pytest.fixture
-def files(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> RemoteFiles:
-    for name, value in server.environ.items():
-        monkeypatch.setenv(name, value)
-    fsspec.get_filesystem_class("s3").clear_instance_cache()  # connected to the server of another module
-    return RemoteFiles(f"s3://bucket/{uuid4().hex}")
+def files(s3_url: str) -> RemoteFiles:
+    return RemoteFiles(s3_url)
 
 
 @pytest.fixture

@@ -30,19 +30,10 @@ from unitrain.checkpoint.remote_files import RemoteFiles
 pytestmark = pytest.mark.usefixtures("server")
 
 
-@pytest.fixture
-def s3(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A URL of a folder that does not exist yet."""
-    for name, value in server.environ.items():
-        monkeypatch.setenv(name, value)
-    fsspec.get_filesystem_class("s3").clear_instance_cache()  # connected to the server of another module
-    return f"s3://bucket/{uuid4().hex}"
-
-
 @pytest.fixture(params=["s3", "memory"])
 def url(request: pytest.FixtureRequest) -> str:
     """A URL of a folder that does not exist yet, in each store."""
-    return str(request.getfixturevalue("s3")) if request.param == "s3" else f"memory://{uuid4().hex}"
+    return str(request.getfixturevalue("s3_url")) if request.param == "s3" else f"memory://{uuid4().hex}"
 
 
 @pytest.fixture(autouse=True)
@@ -306,12 +297,12 @@ def test_single_files(strategy: Strategy, url: str) -> None:
     assert objects(url) == ["last.pt", "text.pt"]
 
 
-def test_a_file_in_several_parts_is_whole(strategy: Strategy, s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_in_several_parts_is_whole(strategy: Strategy, s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("s3fs.core.calculate_chunksize", lambda *args, **keywords: 5 * 2**20)  # the smallest of S3
     value = torch.arange(4_000_000)
-    strategy.save(value, f"{s3}/large.pt")
-    assert get(f"{s3}/large.pt")[-22:-18] == b"PK\x05\x06"
-    assert torch.equal(strategy.load(f"{s3}/large.pt"), value)
+    strategy.save(value, f"{s3_url}/large.pt")
+    assert get(f"{s3_url}/large.pt")[-22:-18] == b"PK\x05\x06"
+    assert torch.equal(strategy.load(f"{s3_url}/large.pt"), value)
 
 
 # ------------------------------------------------------------------------------------------- what can't be used
@@ -328,23 +319,23 @@ def test_a_library_that_is_missing_is_named(strategy: Strategy, monkeypatch: pyt
 
 
 def test_credentials_that_are_missing_or_wrong_are_named(
-    strategy: Strategy, server: S3Server, s3: str, monkeypatch: pytest.MonkeyPatch
+    strategy: Strategy, server: S3Server, s3_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = r"\. Check the credentials \(AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, ~/\.aws, or the role"
     server.request("POST", "/moto-api/reset-auth", b"0")
     try:
-        with pytest.raises(CheckpointError, match=rf"{s3} can't be listed: PermissionError: .*{said}"):
-            strategy.checkpoint(s3, model=nn.Linear(1, 1))
+        with pytest.raises(CheckpointError, match=rf"{s3_url} can't be listed: PermissionError: .*{said}"):
+            strategy.checkpoint(s3_url, model=nn.Linear(1, 1))
     finally:
         server.request("POST", "/moto-api/reset-auth", b"inf")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     fsspec.get_filesystem_class("s3").clear_instance_cache()
     with pytest.raises(CheckpointError, match=rf"NoCredentialsError: Unable to locate credentials{said}"):
-        strategy.checkpoint(s3, model=nn.Linear(1, 1))
+        strategy.checkpoint(s3_url, model=nn.Linear(1, 1))
 
 
-@pytest.mark.usefixtures("s3")
+@pytest.mark.usefixtures("s3_url")
 def test_a_bucket_that_is_missing_is_named_and_not_made(strategy: Strategy, server: S3Server) -> None:
     said = r"s3://mybuckte/run/\.lock could not be written: FileNotFoundError: The specified bucket does not exist"
     with pytest.raises(CheckpointError, match=said):
@@ -355,7 +346,7 @@ def test_a_bucket_that_is_missing_is_named_and_not_made(strategy: Strategy, serv
 def test_a_server_that_does_not_answer_is_named_and_not_waited_for_for_ever(
     strategy: Strategy,
     server: S3Server,
-    s3: str,
+    s3_url: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -363,17 +354,17 @@ def test_a_server_that_does_not_answer_is_named_and_not_waited_for_for_ever(
     server.pause()
     going_on = threading.Timer(1.5, server.go_on)
     going_on.start()
-    Run(strategy, s3).checkpoint.close()
+    Run(strategy, s3_url).checkpoint.close()
     going_on.join()
-    assert f"unitrain: {s3} has not answered for 0.5 s. It is tried again before" in capsys.readouterr().err
-    run = Run(strategy, f"{s3}-2", background=True)
+    assert f"unitrain: {s3_url} has not answered for 0.5 s. It is tried again before" in capsys.readouterr().err
+    run = Run(strategy, f"{s3_url}-2", background=True)
     monkeypatch.setattr(remote_files, "PATIENCE_S", 1.0)
     server.pause()
     try:
         with pytest.raises(CheckpointError, match=r"\.lock could not be read: the server has not answered, or was"):
             run.save(1)
         with pytest.raises(CheckpointError, match=r"value\.pt could not be written: the server has not answered, or"):
-            strategy.save(1, f"{s3}/value.pt")
+            strategy.save(1, f"{s3_url}/value.pt")
     finally:
         server.go_on()
 

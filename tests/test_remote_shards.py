@@ -6,13 +6,11 @@ import random
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import fsspec
 import pytest
 import torch
 from ranks import run_ranks
-from s3_server import S3Server
 from torch import Tensor, nn
 from torch.optim import Adam
 
@@ -23,14 +21,6 @@ from unitrain.checkpoint.remote_files import RemoteFiles
 
 pytestmark = pytest.mark.usefixtures("server")
 WIDTH = 40
-
-
-@pytest.fixture
-def url(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
-    for name, value in server.environ.items():
-        monkeypatch.setenv(name, value)
-    fsspec.get_filesystem_class("s3").clear_instance_cache()  # connected to the server of another module
-    return f"s3://bucket/{uuid4().hex}"
 
 
 def objects(url: str) -> dict[str, bytes]:
@@ -113,26 +103,26 @@ ROWS: dict[str, Any] = {"backend": "ddp", "shard_optimizer": True}
 SHARDS = [f"_shards-{rank:05d}.pt" for rank in range(3)]
 
 
-def test_each_rank_writes_and_reads_its_own(url: str) -> None:
-    expected = run_ranks(save, url, FSDP, True, nprocs=3)[0]
-    names = set(objects(url))
+def test_each_rank_writes_and_reads_its_own(s3_url: str) -> None:
+    expected = run_ranks(save, s3_url, FSDP, True, nprocs=3)[0]
+    names = set(objects(s3_url))
     for step in (1, 2):
         folder = f"step-000000000{step}"
         found = {name.removeprefix(f"{folder}/") for name in names if name.startswith(folder)}
         assert found == {"_run.pt", "manifest.json", "model.pt", "optimizer.pt", *SHARDS}
     assert ".lock" not in names
 
-    for rank, (step, downloaded, state) in enumerate(run_ranks(resume, url, FSDP, nprocs=3)):
+    for rank, (step, downloaded, state) in enumerate(run_ranks(resume, s3_url, FSDP, nprocs=3)):
         assert step == 2
         assert [name for name in downloaded if name in SHARDS] == [SHARDS[rank]]
         assert (downloaded == [SHARDS[rank]]) == (rank > 0)
         assert_equal(state, expected)
-    for step, downloaded, state in run_ranks(resume, url, FSDP):
+    for step, downloaded, state in run_ranks(resume, s3_url, FSDP):
         assert step == 2
         assert len(downloaded) == len(set(downloaded))
         assert_equal(state, expected)
     # Rank 0 sends weights that are not divided now, so it needs all; the other one needs its rows of Adam's state.
-    (step, downloaded, state), (_, fewer, other) = run_ranks(resume, url, ROWS)
+    (step, downloaded, state), (_, fewer, other) = run_ranks(resume, s3_url, ROWS)
     assert step == 2
     assert set(SHARDS) < set(downloaded)
     assert set(fewer) <= set(SHARDS)
@@ -140,19 +130,19 @@ def test_each_rank_writes_and_reads_its_own(url: str) -> None:
     assert_equal(other, expected)
 
     # A change in what another rank than 0 verifies: the checkpoint before is taken.
-    content = objects(url)[f"step-0000000002/{SHARDS[2]}"]
+    content = objects(s3_url)[f"step-0000000002/{SHARDS[2]}"]
     changed = bytearray(content)
     changed[random.Random(0).randrange(len(changed))] ^= 1
-    put(f"{url}/step-0000000002/{SHARDS[2]}", bytes(changed))
-    assert [step for step, _, _ in run_ranks(resume, url, FSDP, nprocs=3)] == [1, 1, 1]
+    put(f"{s3_url}/step-0000000002/{SHARDS[2]}", bytes(changed))
+    assert [step for step, _, _ in run_ranks(resume, s3_url, FSDP, nprocs=3)] == [1, 1, 1]
 
 
-def test_rows_of_an_optimizer_are_written_by_each_rank_before_save_returns(url: str) -> None:
-    expected = run_ranks(save, url, ROWS, False)[0]
-    assert f"step-0000000002/{SHARDS[1]}" in objects(url)
+def test_rows_of_an_optimizer_are_written_by_each_rank_before_save_returns(s3_url: str) -> None:
+    expected = run_ranks(save, s3_url, ROWS, False)[0]
+    assert f"step-0000000002/{SHARDS[1]}" in objects(s3_url)
     with unitrain.init(backend="single", device="cpu") as strategy:
         model, optimizer = strategy.prepare(*made())
-        assert strategy.checkpoint(url, model=model, optimizer=optimizer).resume()
+        assert strategy.checkpoint(s3_url, model=model, optimizer=optimizer).resume()
         assert strategy.global_step == 2
         assert_equal(whole(strategy, model, optimizer), expected)
 
@@ -185,7 +175,7 @@ def load(url: str, backend: str) -> tuple[int, dict[str, Tensor]]:
         return sum(sizes), strategy.export(model).state_dict()
 
 
-def test_weights_at_a_url_are_read_by_the_ranks_that_need_them(url: str, tmp_path: Path) -> None:
+def test_weights_at_a_url_are_read_by_the_ranks_that_need_them(s3_url: str, tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
     torch.manual_seed(0)
     weights = {
@@ -193,9 +183,9 @@ def test_weights_at_a_url_are_read_by_the_ranks_that_need_them(url: str, tmp_pat
     }  # fmt: skip
     safetensors.save_file(weights, tmp_path / "model.safetensors")
     content = (tmp_path / "model.safetensors").read_bytes()
-    put(f"{url}/model.safetensors", content)
+    put(f"{s3_url}/model.safetensors", content)
     for backend, parts in (("fsdp", 2), ("ddp", 1)):
-        first, second = run_ranks(load, url, backend)
+        first, second = run_ranks(load, s3_url, backend)
         assert first[0] - 2**20 < len(content) / parts + 10_000
         assert backend == "fsdp" or second[0] == 0
         for _, found in (first, second):
