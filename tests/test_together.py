@@ -40,7 +40,10 @@ def save(folder: str, steps: int, failing: tuple[int, str] | None = None, backgr
                 if failing is not None and step == steps and strategy.rank == failing[0]:
                     vars(storage)["write_files"] = fail_by(failing[1])
                 checkpoint.save()
-            checkpoint.wait()
+            if failing is None:
+                checkpoint.wait()
+            else:
+                checkpoint.resume()  # waits, too
         except CheckpointError as error:
             return str(error)
     return ""

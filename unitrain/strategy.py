@@ -15,6 +15,7 @@ from typing_extensions import TypeVarTuple, Unpack
 
 from unitrain.backend import Backend
 from unitrain.checkpoint import Checkpoint, files
+from unitrain.checkpoint.run_state import RunState
 from unitrain.communicator import Communicator, ReduceOp
 from unitrain.config import StrategyConfig
 from unitrain.data import Loader
@@ -640,34 +641,24 @@ class Strategy:
             CheckpointError: the folder can't be written to, has too little space, or is in use by another job; on every
                 rank.
         """
-        if self._checkpoint is not None:
+        if self._checkpoint is not None and not self._checkpoint.closed:
             raise UsageError("a strategy has one checkpoint: pass all objects to it, or call its close() first.")
+        scaler, ranks = self._precision.scaler, self._communicator
         self._checkpoint = Checkpoint(
-            self._communicator,
-            self._prepared,
+            ranks,
+            RunState(objects, self._prepared, scaler, ranks, self.config, config or {}),
             self._step,
-            self._precision.scaler,
-            self._job.stopping.request,
+            self._job.stopping,
             self._job.watch,
-            self._keep_random_states,
-            self._release_checkpoint,
-            self.config,
             folder,
-            objects,
-            config=config or {},
             keep=keep,
             background=background,
+            restored=self._keep_random_states,
         )
-        # Without a checkpoint there is nothing to save, and signals keep their usual effect.
-        self._job.stopping.listen(self._checkpoint)
         return self._checkpoint
 
     def _keep_random_states(self) -> None:
         self._preparation.ranks_differ = True
-
-    def _release_checkpoint(self) -> None:
-        self._checkpoint = None
-        self._job.stopping.close()
 
     def unwrap(self, module: nn.Module) -> nn.Module:
         """Return the original module of a prepared or compiled one."""

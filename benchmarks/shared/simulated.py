@@ -21,11 +21,13 @@ from unitrain.backend import Backend, Wait
 from unitrain.checkpoint import Checkpoint
 from unitrain.checkpoint.folder import Begun
 from unitrain.checkpoint.local import BegunOnDisk
+from unitrain.checkpoint.run_state import RunState
 from unitrain.checkpoint.shards import file_name
 from unitrain.checkpoint.together import write_own
 from unitrain.communicator import Communicator
 from unitrain.config import StrategyConfig
 from unitrain.data.shares import Shares
+from unitrain.job.stopping import Boundaries, Stopping
 from unitrain.launch.detect import Launch
 from unitrain.pulse import Pulse
 from unitrain.row_shards import RowShard
@@ -149,10 +151,18 @@ class SimulatedRank0:
 
     def checkpoint(self, folder: Path, **objects: Any) -> Checkpoint:
         """See ``Strategy.checkpoint``."""
+        pulse = self.communicator.pulse
         return Checkpoint(
-            self.communicator, self._prepared, self.step, None, lambda reason: None, None, lambda: None,
-            lambda: None, self.config, folder, objects, config={}, keep=1, background=False,
-        )  # fmt: skip
+            self.communicator,
+            RunState(objects, self._prepared, None, self.communicator, self.config, {}),
+            self.step,
+            Stopping(Boundaries(pulse), pulse, None, is_main=True),
+            None,
+            folder,
+            keep=1,
+            background=False,
+            restored=lambda: None,
+        )
 
 
 def written_by_others(rank_0: SimulatedRank0, checkpoint: Checkpoint, others: Members, folder: Path) -> None:

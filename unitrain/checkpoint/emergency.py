@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from unitrain.checkpoint.lock import holder_of
 from unitrain.checkpoint.manifest import DamagedError
 from unitrain.checkpoint.run_state import RunState
 from unitrain.checkpoint.spool import Spool, is_too_slow
+from unitrain.checkpoint.writer import Writer
 from unitrain.checkpoint.writing import check_part, write_part
 from unitrain.errors import CheckpointError
 from unitrain.job.hub import Member
@@ -49,11 +50,7 @@ class EmergencyCheckpoint:
         seconds: time for the checkpoint.
         boundary: records the state.
         state: the run's.
-        writing: the checkpoint that is being written in the background by this rank, if any.
-        best: the step that this run marked as the best last, if any; in an object store, that of the checkpoint that it
-            was resumed from, too.
-        resumed_from: the step that the run was resumed from, if any.
-        release: lets other processes use the folder.
+        writer: writes the run's other checkpoints.
         rank: this rank.
         members: the processes of the job, of which the first holds the folder.
     """
@@ -65,10 +62,7 @@ class EmergencyCheckpoint:
         seconds: float,
         boundary: LastBoundary,
         state: RunState,
-        writing: Callable[[], Future[None] | None],
-        best: Callable[[], int | None],
-        resumed_from: Callable[[], int | None],
-        release: Callable[[], None],
+        writer: Writer,
         rank: int,
         members: tuple[Member, ...],
     ) -> None:
@@ -77,10 +71,7 @@ class EmergencyCheckpoint:
         self._seconds = seconds
         self._boundary = boundary
         self._state = state
-        self._writing = writing
-        self._marked = best
-        self._resumed_from = resumed_from
-        self._release = release
+        self._writer = writer
         self._rank = rank
         self._members = members
         self._recorded: Recorded | None = None
@@ -90,7 +81,7 @@ class EmergencyCheckpoint:
         found = self._boundary.hold(patience_s)
         if isinstance(found, str):
             return None, found and f"rank {self._rank}: {found}"
-        if found.step == (self._resumed_from() or 0):
+        if found.step == (self._writer.resumed_from or 0):
             return None, ""
         if self._root is not None:
             if not is_here(self._root, self._members, self._rank):
@@ -107,13 +98,13 @@ class EmergencyCheckpoint:
 
     def release(self) -> None:
         """See ``Saver.release``."""
-        self._release()
+        self._writer.folder.release()
 
     def save(self) -> None:
         """See ``Saver.save``."""
         assert self._recorded is not None
         began = time.monotonic()
-        under_way = self._writing()
+        under_way = self._writer.under_way
         if under_way is not None and self._root is not None:
             wait_for([under_way])  # it may be this very step's; an upload would take too long
         try:
@@ -188,9 +179,9 @@ class EmergencyCheckpoint:
         Raises:
             CheckpointError: rank 0 has not written it: the dicts of this state would know a best that is not there.
         """
-        marked = self._marked()
+        marked = self._writer.marked
         if self._root is None:
-            return marked
+            return self._writer.resumed_best if marked is None else marked
         if marked is not None:
             until = time.monotonic() + _BEST_S
             while not (storage.folder_of(self._root, marked) / storage.MANIFEST).exists():

@@ -33,6 +33,8 @@ class RunState:
     Attributes:
         objects: as given.
         prepared: as given.
+        settings: as given.
+        config: as given.
 
     Raises:
         UsageError: an object has no state, or its name can't be that of a file.
@@ -59,8 +61,8 @@ class RunState:
         self.prepared: PreparedModules = prepared
         self._scaler = scaler
         self._world_size = communicator.world_size
-        self._settings = settings
-        self._config = dict(config)
+        self.settings: StrategyConfig = settings
+        self.config: dict[str, Any] = dict(config)
 
     @property
     def modules(self) -> dict[str, nn.Module]:
@@ -116,6 +118,6 @@ class RunState:
             "unitrain": version("unitrain"),
             "torch": torch.__version__,
             "world_size": self._world_size,
-            "strategy": self._settings.model_dump(mode="json"),
-            "config": self._config,
+            "strategy": self.settings.model_dump(mode="json"),
+            "config": self.config,
         }

@@ -1,0 +1,168 @@
+"""``Writer``: writes the checkpoints of a run one after another, in the background if that is wanted."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
+from typing import Any
+
+from unitrain.checkpoint.folder import Begun, Folder, prune
+from unitrain.checkpoint.run_state import RunState
+from unitrain.checkpoint.snapshot import snapshot
+from unitrain.checkpoint.together import collect, write_own
+from unitrain.errors import CheckpointError
+
+# What is being written in the background. This uses executors, which refuse work once the main thread has ended: a
+# script may end with a save, so its end is waited for before that. A forked process has no thread that would end its
+# parent's.
+_writing: set[Future[None]] = set()
+threading._register_atexit(lambda: wait(_writing))  # type: ignore[attr-defined]
+os.register_at_fork(after_in_child=_writing.clear)
+
+
+class Writer:
+    """Writes checkpoints of a run, and keeps the newest and the best. Rank 0 writes; of shards, each rank its own.
+
+    Args:
+        folder: that of the checkpoints.
+        state: the run's, for the manifests.
+        keep: number of checkpoints to keep, beside the best.
+        background: whether this rank writes while training continues.
+        patience_s: how long ranks that write a checkpoint together wait for one another, in seconds.
+        failed: called, in the background, when rank 0 could not write a checkpoint.
+
+    Attributes:
+        folder: as given.
+        resumed_from: the step that the run was resumed from, if any.
+        resumed_best: the step of the best checkpoint when the run was resumed, if any.
+        marked: the step that this run saved as the best last, or is saving, if any.
+    """
+
+    def __init__(
+        self,
+        folder: Folder,
+        state: RunState,
+        keep: int,
+        *,
+        background: bool,
+        patience_s: float,
+        failed: Callable[[], None],
+    ) -> None:
+        self.folder: Folder = folder
+        self._state = state
+        self._keep = keep
+        self._patience_s = patience_s
+        self._failed = failed
+        self._thread = ThreadPoolExecutor(1, "checkpoint") if background else None
+        self._under_way: Future[None] | None = None
+        self._snapshot: dict[str, Any] | None = None
+        self._best: int | None = None  # the step of the best checkpoint that is complete; on rank 0 only
+        self._began = False
+        self.resumed_from: int | None = None
+        self.resumed_best: int | None = None
+        self.marked: int | None = None
+
+    @property
+    def under_way(self) -> Future[None] | None:
+        """What is written in the background, or was written last and is not finished yet."""
+        return self._under_way
+
+    def write(self, step: int, parts: dict[str, Any], begun: Begun | None, writers: int, *, best: bool) -> None:
+        """Write a checkpoint, or start to write a snapshot of it in the background. On rank 0.
+
+        Args:
+            step: number of the step.
+            parts: states by name.
+            begun: the checkpoint, if several ranks write it together.
+            writers: their number, with rank 0.
+            best: whether it is the best so far.
+        """
+        if self._thread is None:
+            self._write(step, parts, begun, writers, best)
+            return
+        self._snapshot = snapshot(parts, self._snapshot)
+        writing = self._thread.submit(self._write, step, self._snapshot, begun, writers, best)
+        self._started(writing)
+        writing.add_done_callback(self._report)
+
+    def write_own(self, begun: Begun, rank: int, name: str, own: dict[str, Any]) -> None:
+        """Write this rank's file of a checkpoint, or start to write a snapshot of it in the background.
+
+        Args:
+            begun: the checkpoint.
+            rank: this rank, which is not 0.
+            name: of the file.
+            own: its contents.
+        """
+        if self._thread is None:
+            write_own(begun, rank, name, own, self._patience_s)
+            return
+        if self._under_way is not None:
+            wait([self._under_way])  # rank 0 has finished, so this is about to
+        self._snapshot = snapshot(own, self._snapshot)
+        self._started(self._thread.submit(write_own, begun, rank, name, self._snapshot, self._patience_s))
+
+    def _started(self, writing: Future[None]) -> None:
+        self._under_way = writing
+        _writing.add(writing)
+        writing.add_done_callback(_writing.discard)
+
+    def _report(self, writing: Future[None]) -> None:
+        if writing.exception() is not None:
+            self._failed()
+
+    def _write(self, step: int, parts: dict[str, Any], begun: Begun | None, writers: int, best: bool) -> None:
+        best_step = step if best else self._best
+        about = self._state.about(best_step)
+        try:
+            self.folder.check()
+            if not self._began:
+                self._remove_newer()
+                self._began = True
+            if begun is None:
+                self.folder.write(step, parts, about)
+            else:
+                others = partial(collect, begun, range(1, writers), self._patience_s)
+                self.folder.write(step, parts, about, begun, others)
+        except BaseException:
+            if begun is not None:
+                begun.give_up()
+            raise
+        self._best = best_step  # not before: what was the best is kept if this one can't be written
+        self.folder.point_to_best(best_step)
+        prune(self.folder, self._keep, best_step)
+
+    def _remove_newer(self) -> None:
+        """Remove checkpoints newer than the one that was resumed: later ones of this run would not be the newest."""
+        for step in self.folder.steps():
+            if self.resumed_from is not None and step > self.resumed_from:
+                self.folder.remove(step)
+
+    def finish(self) -> None:
+        """Wait until the checkpoint in the background is written.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        writing, self._under_way = self._under_way, None
+        error = None if writing is None else writing.exception()
+        if error is not None:
+            raise CheckpointError(str(error)) from error
+
+    def go_on_from(self, step: int) -> None:
+        """Continue with the checkpoint of a step, as a branch of its own: later checkpoints are another's."""
+        self.resumed_from = step
+        self.marked = None
+        self._began = False
+
+    def use_best(self, step: int | None) -> None:
+        """Keep the checkpoint of a step as the best; None if there is none. On rank 0."""
+        self._best = step
+
+    def close(self, *, wait: bool) -> None:
+        """End the background, after what is under way, which is waited for if ``wait`` is set."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=wait)
