@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch.utils.data import Sampler, default_collate
+from torch.utils.data import Sampler
 
 from unitrain import call_site
 from unitrain.communicator import Communicator
@@ -16,10 +16,9 @@ from unitrain.data.fingerprint import check_same_data, fingerprint
 from unitrain.data.iterable import Iterable, is_sharded
 from unitrain.data.loop import Iteration, LoopListener
 from unitrain.data.map_style import MapStyle
-from unitrain.data.samplers import BatchSamplerOrder, Orders, OwnOrder, SamplerOrder
 from unitrain.data.settings import LoaderSettings
-from unitrain.data.sharding import BatchPlan, EpochPlan, MicroBatch
-from unitrain.data.workers import with_defaults
+from unitrain.data.sharding import MicroBatch
+from unitrain.data.sources import Sources
 from unitrain.errors import CheckpointError, ConfigError, DataError, UsageError
 from unitrain.job.handshake import difference_between_ranks
 
@@ -115,14 +114,12 @@ class Loader:
         self._communicator = communicator
         self._listener = listener
         self._config = config
-        self._local_world_size = local_world_size
         self._seed = config.seed
         self._compared = False
         self._identity = object()
         self._iteration: Iteration | None = None
         self.epoch = 0
         self._given = given
-        self._sample_seeding = sample_seeding
         self._source: Iterable | MapStyle
         self._reads_shards = given.is_iterable and (is_sharded(self.dataset) if sharded is None else sharded)
         if self._reads_shards and config.shares is not None and communicator.world_size > 1:
@@ -130,63 +127,16 @@ class Loader:
                 f"a sharded {type(self.dataset).__name__} can't be split by shares, since it yields a part of its own "
                 "on each rank: pass sharded=False if every rank can read all of it, or set strategy.shares to null."
             )
+        self._sources = Sources(communicator, config, local_world_size, sample_seeding=sample_seeding)
         if given.is_iterable:
-            self._source = self._iterable(given, self._reads_shards)
+            self._source = self._sources.iterable(given, self._shares, sharded=self._reads_shards)
         elif sharded is not None:
             raise ConfigError("sharded is for iterable datasets only: the loader always shards map-style datasets.")
         else:
             self._source = self._map_style(given)
 
-    def _iterable(self, given: LoaderSettings, sharded: bool) -> Iterable:
-        settings = self._with_defaults(given, most_workers=8 if sharded else 1)
-        collate = settings.pop("collate_fn", default_collate)
-        return Iterable(
-            self._communicator, self.dataset, self._epoch_plan(given, 0), collate, sharded=sharded, settings=settings
-        )
-
     def _map_style(self, given: LoaderSettings) -> MapStyle:
-        ranks = self._communicator
-        orders: Orders
-        if given.batch_sampler is not None:
-            plan = BatchPlan((), self._config.accumulate, ranks.rank, ranks.world_size, shares=self._shares)
-            orders = BatchSamplerOrder(plan, given.batch_sampler)
-        elif given.sampler is not None:
-            orders = SamplerOrder(self._epoch_plan(given, 0), given.sampler)
-        else:
-            orders = OwnOrder(self._epoch_plan(given, len(self.dataset)), given.shuffle)
-        settings = self._with_defaults(given, most_workers=8)
-        collate = settings.pop("collate_fn", default_collate)
-        source = MapStyle(self.dataset, orders, collate, seeded=self._sample_seeding, settings=settings)
-        planned = source.plan(self._seed, 0)
-        if planned.steps == 0:
-            raise DataError(
-                f"the loader has no batches: {planned.samples} samples, a global batch size of "
-                f"{self.global_batch_size}, drop_last={given.drop_last}. Use more data or a smaller batch size."
-            )
-        return source
-
-    def _with_defaults(self, given: LoaderSettings, most_workers: int) -> dict[str, Any]:
-        return with_defaults(
-            given.passed_on,
-            self.dataset,
-            self._communicator.device,
-            self._config,
-            local_world_size=self._local_world_size,
-            most_workers=most_workers,
-        )
-
-    def _epoch_plan(self, given: LoaderSettings, samples: int) -> EpochPlan:
-        ranks = self._communicator
-        accumulate = given.micro_batches(self._shares, self._config.accumulate)
-        return EpochPlan(
-            samples,
-            given.samples_per_step(ranks.world_size, accumulate),
-            accumulate,
-            ranks.rank,
-            ranks.world_size,
-            given.drop_last,
-            shares=self._shares,
-        )
+        return self._sources.map_style(given, self._shares, self._seed)
 
     def check_splits(self) -> None:
         """Raise UsageError unless ``split`` and ``first_batch`` can be called."""
