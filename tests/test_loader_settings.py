@@ -67,13 +67,6 @@ def test_wrong_datasets(strategy: Strategy, dataset: Any, message: str) -> None:
         strategy.dataloader(dataset, batch_size=2)
 
 
-def test_drop_last_of_everything(strategy: Strategy) -> None:
-    with pytest.raises(DataError, match="3 samples, a global batch size of 4, drop_last=True"):
-        strategy.dataloader([1, 2, 3], batch_size=4, drop_last=True)
-    with pytest.raises(DataError, match=r"the loader has no batches: its batch sampler yields none\."):
-        strategy.dataloader([1, 2, 3], batch_sampler=[])
-
-
 def double(samples: list[int]) -> Tensor:
     return 2 * torch.tensor(samples)
 

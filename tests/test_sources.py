@@ -1,0 +1,14 @@
+"""What a loader reads from has batches, or the loader says why not."""
+
+from __future__ import annotations
+
+import pytest
+
+from unitrain import DataError, Strategy
+
+
+def test_a_loader_without_batches_is_refused(strategy: Strategy) -> None:
+    with pytest.raises(DataError, match="3 samples, a global batch size of 4, drop_last=True"):
+        strategy.dataloader([1, 2, 3], batch_size=4, drop_last=True)
+    with pytest.raises(DataError, match=r"the loader has no batches: its batch sampler yields none\."):
+        strategy.dataloader([1, 2, 3], batch_sampler=[])
