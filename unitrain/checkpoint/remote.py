@@ -16,12 +16,13 @@ from uuid import uuid4
 
 from unitrain.checkpoint import manifest as manifests
 from unitrain.checkpoint import storage
+from unitrain.checkpoint.download import check_space
 from unitrain.checkpoint.folder import RUN_ID, Begun, NotACheckpointError, Others, Saved
 from unitrain.checkpoint.lease import EACH_WRITE_IS_A_COMMIT, Lease, holder_at
 from unitrain.checkpoint.manifest import Manifest, folder_name
 from unitrain.checkpoint.reading import reason
 from unitrain.checkpoint.remote_files import RemoteFiles
-from unitrain.checkpoint.remote_reading import check_space, manifest_of, opened
+from unitrain.checkpoint.remote_reading import manifest_of, opened
 from unitrain.checkpoint.remote_writing import ANNOUNCED, BegunInStore, upload
 from unitrain.errors import CheckpointError
 from unitrain.process import print_stderr

@@ -1,21 +1,16 @@
-"""Reads a checkpoint in an object store: its files are downloaded, verified, and mapped without names."""
+"""Opens a checkpoint in an object store."""
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-from collections.abc import Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from unitrain.checkpoint import manifest as manifests
-from unitrain.checkpoint import storage
+from unitrain.checkpoint.download import download
 from unitrain.checkpoint.folder import Saved
-from unitrain.checkpoint.manifest import DamagedError, Described, Manifest
+from unitrain.checkpoint.manifest import DamagedError, Manifest
 from unitrain.checkpoint.mapped import MappedFiles
 from unitrain.checkpoint.remote_files import RemoteFiles
 from unitrain.checkpoint.shards import PREFIX
-from unitrain.errors import CheckpointError
 
 if TYPE_CHECKING:
     from unitrain.checkpoint.verifying import JointVerification
@@ -45,40 +40,3 @@ def opened(files: RemoteFiles, joint: JointVerification | None = None) -> Saved:
     alone = {name: one for name, one in manifest.files.items() if found is None or name not in several}
     parts = {**download(files, alone, mapped), **(found or {})}
     return Saved.of(manifest, parts, mapped, files.url)
-
-
-def download(files: RemoteFiles, described: Mapping[str, Described], mapped: MappedFiles) -> dict[str, Any]:
-    """Download files of a checkpoint, verify them, and return their contents by name, without ending.
-
-    What is mapped stays on the disk until it is no longer used, although the files have no names any more.
-
-    Raises:
-        DamagedError: one is missing or changed.
-    """
-    check_space(sum(file.size for file in described.values()), f"{files.url} can't be read")
-    with tempfile.TemporaryDirectory(prefix="unitrain-") as temporary:
-        for name, expected in described.items():
-            try:
-                actual = files.size(name)
-                if actual != expected.size:
-                    raise DamagedError(f"{files.name(name)}: {actual} bytes instead of {expected.size}")
-                files.download(name, Path(temporary, name))
-            except FileNotFoundError as error:
-                raise DamagedError(f"{files.name(name)} does not exist") from error
-            storage.verify_file(Path(temporary, name), expected, files.name(name))
-        return storage.read(Path(temporary), described, mapped, shown=files.url)
-
-
-def check_space(needed: int, what: str) -> None:
-    """Check that so many bytes fit into the folder of temporary files.
-
-    Args:
-        needed: the number of bytes.
-        what: what is not possible otherwise, for the message.
-    """
-    free = shutil.disk_usage(tempfile.gettempdir()).free
-    if free < needed:
-        raise CheckpointError(
-            f"{what}: it passes through temporary files in {tempfile.gettempdir()}, and needs at least {needed} bytes "
-            f"there, but {free} bytes are free. Free some space, or set TMPDIR to a folder on another disk."
-        )

@@ -75,7 +75,7 @@ class RemoteShards:
 
     def fetch(self, numbers: Iterable[int]) -> None:
         """See ``ShardFiles.fetch``."""
-        from unitrain.checkpoint.remote_reading import download  # and fsspec
+        from unitrain.checkpoint.download import download  # and fsspec
 
         new = {number: self._described[number] for number in sorted(set(numbers) - self._own.keys())}
         found = download(self._files, dict(new.values()), self._mapped)
