@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from unitrain.backend import Backend, Wait
+from unitrain.backend import Backend, Divided, Wait
 from unitrain.config import StrategyConfig
 from unitrain.errors import CommunicationError, ConfigError
 from unitrain.launch.detect import Launch
@@ -146,9 +146,9 @@ class ProcessGroupBackend(Backend):
         """All-gather in the core's process group."""
         return self._group.all_gather(tensor)
 
-    def gather_in_place(self, parts: Sequence[Sequence[Tensor]], name: str) -> Wait:
-        """Exchange tensors in the core's process group."""
-        return self._group.gather_in_place(parts)
+    def gather_in_place(self, tensors: Sequence[Divided], name: str) -> Wait:
+        """Exchange parts of tensors in the core's process group."""
+        return self._group.gather_in_place(tensors)
 
     def broadcast(self, tensor: Tensor, src: int, name: str) -> Wait:
         """Broadcast in the core's process group."""

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unitrain.backend import Wait
+from unitrain.backend import Divided, Wait
 
 from .ddp_exchange import exchange
 
@@ -62,8 +62,9 @@ class CoreGroup:
 
         return finish
 
-    def gather_in_place(self, parts: Sequence[Sequence[Tensor]]) -> Wait:
+    def gather_in_place(self, tensors: Sequence[Divided]) -> Wait:
         """See ``Backend.gather_in_place``."""
+        parts = [[part for part in its if len(part)] for its in zip(*(tensor.parts for tensor in tensors), strict=True)]
         own = parts[self._group.rank()]
         return exchange([own] * len(parts), parts, self._group)
 

@@ -6,7 +6,7 @@ import ctypes
 import os
 import socket
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.metadata import version
 from multiprocessing.util import Finalize
@@ -16,7 +16,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from unitrain.backend import Backend, Wait
+from unitrain.backend import Backend, Divided, Wait
 from unitrain.config import Section, StrategyConfig
 from unitrain.errors import BackendError, ConfigError, LaunchError
 from unitrain.launch.detect import Launch
@@ -134,6 +134,7 @@ class HorovodBackend(Backend):
         elif any(os.environ.get(name) != value for name, value in variables.items()):
             message = "Horovod is initialised once per process: it keeps the settings of the first strategy."
             warnings.warn(message, UserWarning, stacklevel=7)
+        self.gathers_in_place: bool = self.device.type == "cpu"  # not tried with NCCL
         return self._hvd.rank(), self._hvd.size()
 
     def watch_hosts(self, changed: Callable[[], None]) -> None:
@@ -165,6 +166,23 @@ class HorovodBackend(Backend):
         """All-gather along a new first dimension."""
         handle = self._hvd.allgather_async(tensor.unsqueeze(0), name=name)
         return lambda: cast(Tensor, self._wait(handle))
+
+    def gather_in_place(self, tensors: Sequence[Divided], name: str) -> Wait:
+        """All-gather into the tensors. Horovod packs those that are ready at the same time into one message."""
+        # The public function has Horovod allocate what is returned.
+        gather, world = self._hvd.mpi_ops._allgather_async, self._hvd.global_process_set
+        handles = []
+        for i, (whole, parts) in enumerate(tensors):
+            own = parts[self.rank]
+            if self.authenticated:  # MPI forbids to send from memory that it receives into
+                own = own.clone()
+            handles.append(gather(own, whole, f"{name}.{i}", world))
+
+        def wait() -> None:
+            for handle in handles:
+                self._wait(handle)
+
+        return wait
 
     def broadcast(self, tensor: Tensor, src: int, name: str) -> Wait:
         """Broadcast in place."""

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,15 @@ GROUP = "unitrain.backends"
 
 Wait = Callable[[], None]
 """Returned by an asynchronous collective. Call it to wait for the result."""
+
+
+class Divided(NamedTuple):
+    """A tensor of which each rank has a part, one after the other."""
+
+    whole: Tensor
+    """Flat, contiguous, of dtype uint8, and of less than 2 GiB."""
+    parts: Sequence[Tensor]
+    """Views of it, one for each rank; a rank may have nothing."""
 
 
 class Backend(ABC):
@@ -150,13 +159,13 @@ class Backend(ABC):
 
     # --------------------------------------------------------------------------------------------------- optional
 
-    def gather_in_place(self, parts: Sequence[Sequence[Tensor]], name: str) -> Wait:
-        """Start to overwrite tensors with those of the rank that has them. Return a function that waits.
+    def gather_in_place(self, tensors: Sequence[Divided], name: str) -> Wait:
+        """Start to overwrite parts of tensors with those of the ranks that have them. Return a function that waits.
 
         Called if ``gathers_in_place``.
 
         Args:
-            parts: for each rank, tensors that it has; contiguous, of dtype uint8, the same on all ranks but for values.
+            tensors: the same on all ranks but for values.
             name: as in ``all_reduce``.
         """
         return lambda: None

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 
 from unitrain import call_site, row_shards
 from unitrain.alone import Alone
-from unitrain.backend import Backend, Wait
+from unitrain.backend import Backend, Divided, Wait
 from unitrain.errors import CommunicationError, UnitrainError, UsageError, by_rank
 from unitrain.object_codec import ObjectCodec, unreadable
 from unitrain.plain_data import chunks
@@ -111,7 +111,7 @@ class Communicator:
         self.all_gather_async: Callable[[Tensor, str], Callable[[], Tensor]] = (
             backend.all_gather if around is None else _with_waits(backend.all_gather, around)
         )
-        self.gather_in_place_async: Callable[[Sequence[Sequence[Tensor]], str], Wait] = (
+        self.gather_in_place_async: Callable[[Sequence[Divided], str], Wait] = (
             backend.gather_in_place if around is None else _with_waits(backend.gather_in_place, around)
         )
 

@@ -1,6 +1,6 @@
 """``RowGather``: gives all ranks the rows of weights that each rank has updated.
 
-They go through flat buffers of bounded size; but large ones in place, where the backend does that faster.
+They go through flat buffers of bounded size; but those of large weights in place, where the backend does that faster.
 """
 
 from __future__ import annotations
@@ -10,11 +10,14 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from unitrain.backend import Divided
 from unitrain.communicator import Communicator
 
-BUFFER_BYTES = 2**24  # of all ranks together; one buffer is on its way while the one before is unpacked
-
-_LARGE = 2**16  # bytes of a rank's rows of a weight; a message takes as long as a few times of this
+# Of all ranks together; one message is on its way while the one before is unpacked.
+BUFFER_BYTES = 2**24
+IN_PLACE_BYTES = 2**27  # Horovod packs as much into one message
+LARGE = 2**16  # of a rank's rows of a weight, on average; a message takes as long as a few times of this
+TOO_LARGE = 2**31  # of a weight, to be gathered in place: MPI counts in 32 bits
 
 Rows = tuple[Tensor, Sequence[int]]
 """A weight whose rows are blocks of memory, and the number of rows of each rank."""
@@ -27,44 +30,58 @@ class RowGather:
         communicator: the communicator of this process.
         weights: the same on all ranks, except for their values. Their memory must not move.
         name: identifies the collectives; the same on all ranks.
-        buffer_bytes: maximum size of a buffer.
     """
 
-    def __init__(
-        self, communicator: Communicator, weights: Iterable[Rows], name: str, buffer_bytes: int = BUFFER_BYTES
-    ) -> None:
+    def __init__(self, communicator: Communicator, weights: Iterable[Rows], name: str) -> None:
         self._communicator = communicator
-        self._buckets: list[_Bucket] = []
+        self._messages: list[_InPlace | _Bucket] = []
         ranks, rank, device = communicator.world_size, communicator.rank, communicator.device
         open_ones: dict[torch.dtype, _Bucket] = {}
-        self._name = f"{name} in place"
-        self._in_place: list[list[Tensor]] = [[] for _ in range(ranks)]
+        in_place: _InPlace | None = None
         for weight, counts in weights:
-            if communicator.gathers_in_place and weight.device == device and weight.nbytes >= _LARGE * ranks:
-                for its, rows in zip(self._in_place, _rows(weight, counts), strict=True):
-                    its += [rows.view(torch.uint8)] if len(rows) else []
+            large = LARGE * ranks <= weight.nbytes < TOO_LARGE
+            if communicator.gathers_in_place and weight.device == device and large:
+                if in_place is None or in_place.bytes + weight.nbytes > IN_PLACE_BYTES:
+                    in_place = _InPlace(f"{name}.{len(self._messages)}")
+                    self._messages.append(in_place)
+                in_place.add(weight, counts)
                 continue
-            most = max(1, buffer_bytes // (ranks * weight.element_size()))
+            most = max(1, BUFFER_BYTES // (ranks * weight.element_size()))
             for pieces in _pieces(weight, counts, most):
                 bucket = open_ones.get(weight.dtype)
                 if bucket is None or bucket.length + max(map(len, pieces)) > most:
-                    bucket = open_ones[weight.dtype] = _Bucket(f"{name}.{len(self._buckets)}", rank, ranks, device)
-                    self._buckets.append(bucket)
+                    bucket = open_ones[weight.dtype] = _Bucket(f"{name}.{len(self._messages)}", rank, ranks, device)
+                    self._messages.append(bucket)
                 bucket.add(pieces)
 
     @torch.no_grad()
     def __call__(self) -> None:
         """Overwrite the rows of other ranks by theirs. Collective."""
-        in_place: Callable[[], None] = lambda: None  # noqa: E731
-        if any(self._in_place):
-            in_place = self._communicator.gather_in_place_async(self._in_place, self._name)
-        unpack: Callable[[], None] = lambda: None  # noqa: E731  (of the bucket before)
-        for bucket in self._buckets:
-            following = bucket.sent(self._communicator)
-            unpack()
-            unpack = following
-        unpack()
-        in_place()
+        finish: Callable[[], None] = lambda: None  # noqa: E731  (what was sent before)
+        for one in self._messages:
+            following = one.sent(self._communicator)
+            finish()
+            finish = following
+        finish()
+
+
+class _InPlace:
+    """Weights that are gathered in place in one call."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._weights: list[Divided] = []
+        self.bytes = 0  # of all ranks
+
+    def add(self, weight: Tensor, counts: Sequence[int]) -> None:
+        """Add a weight, given the number of rows of each rank."""
+        parts = [rows.view(torch.uint8) for rows in _rows(weight, counts)]
+        self._weights.append(Divided(_flat(weight).view(torch.uint8), parts))
+        self.bytes += weight.nbytes
+
+    def sent(self, communicator: Communicator) -> Callable[[], None]:
+        """Start to gather, and return a function that waits."""
+        return communicator.gather_in_place_async(self._weights, self._name)
 
 
 class _Bucket:
@@ -107,8 +124,12 @@ class _Bucket:
 def _rows(weight: Tensor, counts: Sequence[int]) -> list[Tensor]:
     """Return a flat view of each rank's rows of a weight."""
     row = weight.numel() // len(weight)
-    flat = weight.detach().as_strided((weight.numel(),), (1,))
-    return list(torch.split(flat, [count * row for count in counts]))
+    return list(torch.split(_flat(weight), [count * row for count in counts]))
+
+
+def _flat(weight: Tensor) -> Tensor:
+    """Return a flat view of a weight's memory."""
+    return weight.detach().as_strided((weight.numel(),), (1,))
 
 
 def _pieces(weight: Tensor, counts: Sequence[int], most: int) -> Iterable[list[Tensor]]:
