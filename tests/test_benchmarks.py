@@ -92,6 +92,13 @@ def test_sharded_optimizer(tmp_path: Path) -> None:
 
 @pytest.mark.launcher
 @pytest.mark.soak
+def test_reduce_scatter(tmp_path: Path) -> None:
+    for (launcher, _), ways in short("reduce_scatter", tmp_path)["worlds"]:
+        assert len(ways) == (5 if launcher == "torchrun" else 4)
+
+
+@pytest.mark.launcher
+@pytest.mark.soak
 def test_accumulation(tmp_path: Path) -> None:
     for _, ways in short("accumulation", tmp_path)["worlds"]:
         assert all(ways["by hand, each synchronised"]["reductions"])
