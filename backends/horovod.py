@@ -10,10 +10,9 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.metadata import version
 from multiprocessing.util import Finalize
-from typing import Annotated, Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, cast
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from unitrain.backend import Backend, Divided, Wait
@@ -22,6 +21,9 @@ from unitrain.errors import BackendError, ConfigError, LaunchError
 from unitrain.launch.detect import Launch
 from unitrain.launch.installed_mpi import point_to_installed_mpi
 from unitrain.launch.rendezvous import await_all, mpi_family
+
+from .horovod_gather import start_gathers
+from .horovod_settings import HorovodSettings
 
 _LAUNCHERS = ("horovodrun", "mpirun")
 _SERVER = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
@@ -33,17 +35,6 @@ _WIDER = {
     torch.int16: torch.int32,
     torch.uint8: torch.int32,
 }
-
-
-class HorovodSettings(Section):
-    """Settings of the backend horovod."""
-
-    controller: Literal["auto", "mpi", "gloo"] = "auto"
-    """Controller that coordinates Horovod's processes; auto: chosen by the launcher."""
-    fusion_threshold_mb: Annotated[float, Field(ge=0, le=2**20)] | None = None
-    """Size of Horovod's fusion buffer in MiB; null: HOROVOD_FUSION_THRESHOLD, else Horovod's default of 128."""
-    cycle_time_ms: Annotated[float, Field(gt=0, le=60_000)] | None = None
-    """Milliseconds between Horovod's cycles; null: HOROVOD_CYCLE_TIME, else Horovod's default of 1."""
 
 
 class HorovodBackend(Backend):
@@ -168,15 +159,9 @@ class HorovodBackend(Backend):
         return lambda: cast(Tensor, self._wait(handle))
 
     def gather_in_place(self, tensors: Sequence[Divided], name: str) -> Wait:
-        """All-gather into the tensors. Horovod packs those that are ready at the same time into one message."""
-        # The public function has Horovod allocate what is returned.
-        gather, world = self._hvd.mpi_ops._allgather_async, self._hvd.global_process_set
-        handles = []
-        for i, (whole, parts) in enumerate(tensors):
-            own = parts[self.rank]
-            if self.authenticated:  # MPI forbids to send from memory that it receives into
-                own = own.clone()
-            handles.append(gather(own, whole, f"{name}.{i}", world))
+        """All-gather into the tensors."""
+        # MPI forbids to send from memory that it receives into.
+        handles = start_gathers(self._hvd, tensors, self.rank, name, copies=self.authenticated)
 
         def wait() -> None:
             for handle in handles:
