@@ -167,7 +167,7 @@ def test_a_recommendation_holds_the_settings_and_how_to_start_them(tmp_path: Pat
     read = parse_command_line(Recommended, ["--config", str(file)], prog="train.py", description="Train.")
     assert read.strategy == StrategyConfig(backend="ddp", threads_per_process=2, ddp={"bucket_cap_mb": 1.0})
     said = file.read_text()
-    assert "python -m torch.distributed.run --standalone --nproc-per-node 2 train.py --model 'a b' --config" in said
+    assert "torchrun --standalone --nproc-per-node 2 train.py --model 'a b' --config" in said
     assert "UNITRAIN_BACKEND=ddp UNITRAIN_THREADS_PER_PROCESS=2 UNITRAIN_DDP__BUCKET_CAP_MB=1.0" in said
 
 

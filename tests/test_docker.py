@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from host_commands import blocks_for
 
 ROOT = Path(__file__).parent.parent
 DOCKERFILES = sorted(ROOT.glob("docker/*.Dockerfile"))
@@ -110,6 +112,21 @@ def test_compose_reads_its_files(compose: Path) -> None:
         ["docker-compose", "--file", compose, "config", "--quiet"], capture_output=True, text=True, check=False
     )
     assert read.returncode == 0, read.stderr
+
+
+@pytest.mark.skipif(shutil.which("docker") is None, reason="needs docker's client: apt-get install docker-cli")
+@pytest.mark.parametrize(("options", "fault"), [("", "the Docker daemon"), ("--no-such-option", "unknown flag")])
+def test_docker_reads_the_commands_of_the_page(options: str, fault: str) -> None:
+    """They come as far as looking for an engine, which an option that docker does not know does not."""
+    [block] = blocks_for(Path(__file__))
+    for line in block.text.splitlines():
+        docker, verb, *words = shlex.split(line)
+        done = subprocess.run(
+            [docker, verb, *options.split(), *words], env={**os.environ, "DOCKER_HOST": "unix:///nonexistent"},
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert fault in done.stderr
+        assert "deprecated" not in done.stderr
 
 
 @pytest.mark.skipif(

@@ -9,9 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from page_blocks import ROOT, blocks
 
 from unitrain.commands.cli import main
-from unitrain.commands.launch import Host, parse_hosts
+from unitrain.commands.launch import parse_hosts
+from unitrain.commands.launchers import Host
 
 HOSTS = ["--hosts", "node0:2,node1:3"]
 
@@ -48,7 +50,7 @@ def test_bad_arguments(arguments: list[str], message: str, capsys: pytest.Captur
 
 
 def test_a_launcher_that_is_not_installed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unitrain.commands.launch.find_program", lambda name: None)
+    monkeypatch.setattr("unitrain.commands.launchers.find_program", lambda name: None)
     assert main(["launch", "--launcher", "srun", "train.py"]) == 1
     assert "srun is not installed here: it is SLURM's" in capsys.readouterr().err
 
@@ -78,6 +80,16 @@ def test_mpirun_passes_settings_to_other_hosts(
     monkeypatch.setenv("UNITRAIN_BACKEND", "ddp")
     [line] = printed(capsys, "--launcher", "mpirun", *HOSTS)
     assert line.startswith("mpirun -np 5 -H node0:2,node1:3 --bind-to none -x UNITRAIN_BACKEND python train.py")
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "mpirun", "horovodrun"])
+def test_the_page_of_a_launcher_shows_what_it_prints(launcher: str, capsys: pytest.CaptureFixture[str]) -> None:
+    page = "".join(block.text for block in blocks(ROOT / "docs" / "launchers" / f"{launcher}.md"))
+    for where in (["--processes", "2"], ["--hosts", "node1:8,node2:8"]):
+        assert main(["launch", "--dry-run", "--launcher", launcher, *where, "train.py"]) == 0
+        printed = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("#")]
+        assert printed
+        assert set(printed) <= set(page.splitlines())
 
 
 @pytest.mark.launcher

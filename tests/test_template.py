@@ -14,14 +14,15 @@ from typing import Any
 import kubeflow.training
 import kubernetes_validate
 import pytest
-import torch
 import yaml
+from host_commands import blocks_for
 from slurm import Slurm
+from trained import TRAINS, Weights, assert_trained, expected
 
 from unitrain.commands.cli import main
 from unitrain.commands.template import KINDS, Job, default_name, template
 
-TRAINS = Path(__file__).parent / "programs" / "trains.py"
+__all__ = ["expected"]  # the fixture
 # The programs of this environment are found first, as those of an activated one.
 PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 # What a shell, YAML, Compose and Kubernetes each would like to change.
@@ -36,26 +37,6 @@ def free_port() -> int:
 
 def job(target: Path = Path("recipes/resnet.py"), *flags: str, hosts: int = 2, processes: int = 1) -> Job:
     return Job(target, flags, name="a-job", hosts=hosts, processes=processes, gpus=False, image="unitrain:cpu")
-
-
-@pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
-    """Return the weights that a single process trains."""
-    folder = tmp_path_factory.mktemp("expected")
-    subprocess.run([sys.executable, str(TRAINS), str(folder)], check=True, timeout=120)
-    return trained(folder, world_size=1)
-
-
-def trained(folder: Path, world_size: int) -> dict[str, torch.Tensor]:
-    saved = torch.load(folder / "trained.pt")
-    assert saved["world_size"] == world_size
-    weights: dict[str, torch.Tensor] = saved["model"]
-    return weights
-
-
-def assert_same(weights: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    for name, value in expected.items():
-        torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-9)
 
 
 # ----------------------------------------------------------------------------------------------------- the command
@@ -130,7 +111,7 @@ def in_shell_of_kubernetes(words: list[str]) -> list[str]:
     return [word.replace("$$(", "$(") for word in words]
 
 
-def test_pytorchjob(expected: dict[str, torch.Tensor], tmp_path: Path) -> None:
+def test_pytorchjob(expected: Weights, tmp_path: Path) -> None:
     """torchrun in each pod, with the variables that the operator sets (1.7 and newer)."""
     spec = checked("pytorchjob", "KubeflowOrgV1PyTorchJob", target=TRAINS, hosts=3)["spec"]
     replicas = spec["pytorchReplicaSpecs"]
@@ -155,10 +136,10 @@ def test_pytorchjob(expected: dict[str, torch.Tensor], tmp_path: Path) -> None:
         subprocess.Popen(command, env={**os.environ, **given, "PET_NODE_RANK": rank, "RANK": rank}) for rank in "01"
     ]
     assert [pod.wait(120) for pod in pods] == [0, 0]
-    assert_same(trained(tmp_path, world_size=2), expected)
+    assert_trained(tmp_path, expected, world_size=2)
 
 
-def test_mpijob(expected: dict[str, torch.Tensor], tmp_path: Path) -> None:
+def test_mpijob(expected: Weights, tmp_path: Path) -> None:
     """Mpirun in the launcher, with the hosts in the file that the operator names."""
     spec = checked("mpijob", "KubeflowOrgV1MPIJob", target=TRAINS, processes=2)["spec"]
     assert spec["slotsPerWorker"] == spec["mpiReplicaSpecs"]["Worker"]["replicas"] == 2
@@ -170,7 +151,7 @@ def test_mpijob(expected: dict[str, torch.Tensor], tmp_path: Path) -> None:
     as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     command = in_shell_of_kubernetes(container["command"])
     subprocess.run(command, env={**os.environ, **given, **as_root}, check=True, timeout=120)
-    assert_same(trained(tmp_path, world_size=2), expected)
+    assert_trained(tmp_path, expected, world_size=2)
 
 
 # ------------------------------------------------------------------------------------------------------------ Compose
@@ -203,7 +184,7 @@ def test_compose(gpus: bool, tmp_path: Path) -> None:
 
 @pytest.mark.launcher
 @pytest.mark.xdist_group("slurm")
-def test_slurm(slurm: Slurm, expected: dict[str, torch.Tensor], tmp_path: Path) -> None:
+def test_slurm(slurm: Slurm, expected: Weights, tmp_path: Path) -> None:
     script, log = tmp_path / "job.sh", tmp_path / "job.log"
     script.write_text(template("slurm", job(TRAINS, str(tmp_path))))
     environ = {**slurm.env, "PATH": PATH}
@@ -211,7 +192,7 @@ def test_slurm(slurm: Slurm, expected: dict[str, torch.Tensor], tmp_path: Path) 
         ["sbatch", "--wait", "--oversubscribe", f"--output={log}", str(script)],
         env=environ, cwd=tmp_path, check=True, timeout=120,
     )  # fmt: skip
-    assert_same(trained(tmp_path, world_size=2), expected)
+    assert_trained(tmp_path, expected, world_size=2)
 
 
 @pytest.mark.launcher
@@ -233,13 +214,32 @@ def test_slurm_takes_odd_flags(slurm: Slurm, tmp_path: Path) -> None:
 
 @pytest.mark.launcher
 @pytest.mark.parametrize("killed_at", [None, pytest.param("8", marks=pytest.mark.soak)])
-def test_ray(killed_at: str | None, expected: dict[str, torch.Tensor], tmp_path: Path) -> None:
+def test_ray(killed_at: str | None, expected: Weights, tmp_path: Path) -> None:
     """Ray Train's processes, and its process group. One that is killed is started again, and goes on."""
-    script = tmp_path / "on_ray.py"
     # As a user would, from the folder of the script.
     shutil.copy(TRAINS, tmp_path / "trains.py")
     flags = [str(tmp_path), *([killed_at] if killed_at else [])]
-    script.write_text(template("ray", job(Path("trains.py"), *flags, hosts=1, processes=2)))
+    drive(template("ray", job(Path("trains.py"), *flags, hosts=1, processes=2)), tmp_path)
+    assert (tmp_path / "killed").exists() == (killed_at is not None)
+    assert_trained(tmp_path, expected, world_size=2)
+
+
+@pytest.mark.launcher
+@pytest.mark.soak
+def test_what_the_page_of_ray_shows(expected: Weights, tmp_path: Path) -> None:
+    [block] = blocks_for(Path(__file__))
+    shown = block.text.replace("num_workers=8, use_gpu=True", "num_workers=2, use_gpu=False")
+    assert shown != block.text
+    argv = ["train.py", str(tmp_path)]
+    main = f"import runpy, sys\n\ndef main():\n    sys.argv = {argv}\n    runpy.run_path({str(TRAINS)!r})\n"
+    drive(f"{main}\n{shown}", tmp_path)
+    assert_trained(tmp_path, expected, world_size=2)
+
+
+def drive(text: str, folder: Path) -> None:
+    """Run a driver of Ray in a folder."""
+    script = folder / "on_ray.py"
+    script.write_text(text)
     environ = {
         **os.environ,
         "RAY_TMPDIR": "/tmp",
@@ -249,14 +249,6 @@ def test_ray(killed_at: str | None, expected: dict[str, torch.Tensor], tmp_path:
         "RAY_DEDUP_LOGS": "0",
     }
     done = subprocess.run(
-        [sys.executable, str(script)],
-        cwd=tmp_path,
-        env=environ,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=280,
+        [sys.executable, str(script)], cwd=folder, env=environ, capture_output=True, text=True, check=False, timeout=280
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert (tmp_path / "killed").exists() == (killed_at is not None)
-    assert_same(trained(tmp_path, world_size=2), expected)

@@ -16,7 +16,8 @@ from typing import TypeVar
 import psutil
 import pytest
 from cluster import Cluster, cluster
-from harness import PROGRAM, World, alone, assert_same_training, run
+from harness import PROGRAM, TIMEOUT_S, World, alone, assert_same_training, run
+from host_commands import blocks_for, host_commands
 from lives import EPOCHS, PHASES, assert_undisturbed, begun_again, lives, ranks, undisturbed
 
 __all__ = ["alone", "undisturbed"]  # the fixtures
@@ -25,6 +26,7 @@ pytestmark = [
     pytest.mark.skipif(find_spec("horovod") is None, reason="horovod is not installed"),
 ]
 Test = TypeVar("Test", bound=Callable[..., None])
+COMMAND, SSH_CONFIG = (block.text for block in blocks_for(Path(__file__)))
 QUICK = {"UNITRAIN_HEARTBEAT_TIMEOUT_S": "5", "UNITRAIN_TIMEOUT_S": "40"}
 
 
@@ -38,6 +40,8 @@ def cluster_test(test: Test) -> Test:
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with cluster(tmp_path_factory.mktemp("cluster"), 3) as running:
+        with (running.ssh.parent / "ssh_config").open("a") as config:
+            config.write(SSH_CONFIG)
         yield running
 
 
@@ -50,13 +54,10 @@ class Elastic:
         self.set_hosts(*slots)
         (folder / "hosts.sh").write_text(f"#!/bin/sh\nexec cat {folder}/hosts\n")
         (folder / "hosts.sh").chmod(0o755)
-        discovery = ["--min-np", "1", "--max-np", "4", "--host-discovery-script", str(folder / "hosts.sh")]
-        self.process = hosts.start(
-            0,
-            ["horovodrun", "--gloo", "-np", "2", *discovery, "python", str(PHASES), str(folder), str(EPOCHS)],
-            environ={**QUICK, "TESTS_PAUSE": "0.1", "OMP_NUM_THREADS": "1"},
-            cwd=folder,
-        )
+        script = [str(PHASES), str(folder), str(EPOCHS)]
+        [(host, command)] = host_commands(COMMAND, hosts.names, script, processes=1)
+        environ = {**QUICK, "TESTS_PAUSE": "0.1", "OMP_NUM_THREADS": "1"}
+        self.process = hosts.start(host, command, environ=environ, cwd=folder)
 
     def set_hosts(self, *slots: str) -> None:
         """Have the discovery script print these from now on."""
@@ -118,6 +119,17 @@ def test_a_rank_is_lost(tmp_path: Path, alone: Path) -> None:
     assert_same_training(tmp_path, alone)
 
 
+@pytest.mark.soak
+def test_a_rank_is_lost_while_horovod_initialises_it(tmp_path: Path, alone: Path) -> None:
+    """Others don't learn of it there. They give up before Horovod does, which would abort them."""
+    program = Path(__file__).parent / "killed_in_horovod.py"
+    end = run(OnTwoNames("horovodrun", "horovod"), tmp_path, program=program)
+    assert end.job.code == 0, end.job.output
+    assert "stopped because the ranks have not all joined the job within 12 s (timeout_s is 8)" in end.job.output
+    assert end.seconds < 2 * TIMEOUT_S + 20
+    assert_same_training(tmp_path, alone)
+
+
 @cluster_test
 @pytest.mark.parametrize("lost", ["node0", "node1"])
 def test_a_host_is_lost_and_another_added(lost: str, hosts: Cluster, tmp_path: Path, undisturbed: Path) -> None:
@@ -148,4 +160,36 @@ def test_a_host_that_can_not_be_reached_is_left_out(hosts: Cluster, tmp_path: Pa
     output = job.output()
     assert "waited 40 s for rank 2 to be started" in output
     assert begun_again(tmp_path) == [0]
+    assert_undisturbed(tmp_path, undisturbed)
+
+
+@cluster_test
+@pytest.mark.parametrize("lost", ["node1"])
+def test_a_cable_is_pulled(lost: str, hosts: Cluster, tmp_path: Path, undisturbed: Path) -> None:
+    """The host of horovodrun goes on, and the ranks of the other one end."""
+    job = Elastic(hosts, tmp_path, "node0:1", "node1:1")
+    job.train_on(2)
+    cut_off = job.on(lost)
+    hosts.pull_cable(1)
+    try:
+        job.train_on(1)
+        cut_off.wait(120)
+        output = job.output()
+    finally:
+        hosts.plug_cable(1)
+    assert "on node1" in output
+    assert begun_again(tmp_path)[0] <= 1, output
+    assert_undisturbed(tmp_path, undisturbed)
+
+
+@cluster_test
+def test_a_cable_is_plugged_in_again_before_ssh_gives_up(hosts: Cluster, tmp_path: Path, undisturbed: Path) -> None:
+    job = Elastic(hosts, tmp_path, "node0:1", "node1:1")
+    job.train_on(2)
+    hosts.pull_cable(1)
+    time.sleep(9)  # more than UNITRAIN_HEARTBEAT_TIMEOUT_S, and less than ssh's patience
+    hosts.plug_cable(1)
+    job.train_on(2)
+    output = job.output()
+    assert begun_again(tmp_path)[0] <= 1, output
     assert_undisturbed(tmp_path, undisturbed)

@@ -36,7 +36,8 @@ def main(folder: Path, killed_at: int | None) -> None:
                     os.kill(os.getpid(), signal.SIGKILL)
             checkpoint.save()
         places = strategy.all_gather_object((strategy.local_rank, strategy.node_rank, socket.gethostname()))
-        strategy.save({"model": model, "places": places, "world_size": strategy.world_size}, folder / "trained.pt")
+        said = {"backend": strategy.config.backend, "places": places, "world_size": strategy.world_size}
+        strategy.save({"model": model, **said}, folder / "trained.pt")
 
 
 main(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else None)

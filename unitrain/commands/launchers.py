@@ -1,12 +1,31 @@
-"""The launchers that are available on this host, and their command lines."""
+"""The launchers: which of them are available on this host, and the command lines that start a script with them."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from unitrain.commands.toolchain import find_mpi, find_program, small_mpi_environment
+from unitrain.errors import BackendError, UsageError
+
+_TORCHRUN_PORT = 29400
+_NEEDED = {
+    "mpirun": "pip install 'unitrain[mpi]' brings one",
+    "horovodrun": "unitrain install-horovod adds it",
+    "srun": "it is SLURM's, on the hosts of its cluster",
+}
+# For small runs on this host: horovodrun calls mpirun otherwise, and srun would wait for a step that runs already.
+_LOCAL = {"horovodrun": ["--gloo"], "srun": ["--overlap"]}
+
+
+@dataclass(frozen=True)
+class Host:
+    """A host of a job, and the number of processes on it."""
+
+    name: str
+    processes: int
 
 
 def local_launchers() -> list[str]:
@@ -25,22 +44,79 @@ def launch_command(launcher: str, processes: int, arguments: Sequence[str]) -> l
     """Return the command that runs ``python ARGUMENTS`` in several processes on this host.
 
     Args:
-        launcher: one of ``local_launchers()``. horovodrun uses its gloo controller, since with MPI it calls mpirun.
+        launcher: one of ``local_launchers()``. horovodrun uses its gloo controller.
         processes: number of processes.
         arguments: a script, or ``-m`` and a module, with its arguments.
     """
-    count = str(processes)
+    if launcher == "python":
+        return [sys.executable, *arguments]
+    [[program, *options]] = launcher_options(launcher, [], processes)
     if launcher == "torchrun":
-        return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", count, *arguments]
-    starts: dict[str, list[str]] = {
-        "python": [],
-        "mpirun": [str(find_program("mpirun")), "-np", count],
-        "horovodrun": [str(find_program("horovodrun")), "--gloo", "-np", count],
-        "srun": ["srun", "--overlap", "-n", count],
-    }
-    return [*starts[launcher], sys.executable, *arguments]
+        return [program, *options, *arguments]
+    return [program, *_LOCAL.get(launcher, []), *options, sys.executable, *arguments]
 
 
 def launch_environment() -> dict[str, str]:
     """Return the environment for small local runs: this one, without UniTrain's variables."""
     return {name: value for name, value in small_mpi_environment().items() if not name.startswith("UNITRAIN_")}
+
+
+def launcher_options(launcher: str, hosts: Sequence[Host], processes: int) -> list[list[str]]:
+    """Return a launcher with its options, without what it starts; torchrun, once for each host.
+
+    Args:
+        launcher: torchrun, mpirun, horovodrun or srun.
+        hosts: the hosts; none for this host only.
+        processes: number of processes on this host, if there are no hosts.
+
+    Raises:
+        UsageError: the launcher can't start such a job.
+        BackendError: it is not installed here.
+    """
+    if launcher == "torchrun":
+        return _torchrun(hosts, processes)
+    if find_program(launcher) is None:
+        raise BackendError(f"{launcher} is not installed here: {_NEEDED[launcher]}.")
+    if launcher == "srun":
+        return [_srun(hosts, processes)]
+    total = sum(host.processes for host in hosts) or processes
+    where = ",".join(f"{host.name}:{host.processes}" for host in hosts)
+    if launcher == "horovodrun":
+        return [["horovodrun", "-np", str(total), *(["-H", where] if hosts else [])]]
+    return [_mpirun(where, total)]
+
+
+def _torchrun(hosts: Sequence[Host], processes: int) -> list[list[str]]:
+    if not hosts:
+        return [["torchrun", "--standalone", "--nproc-per-node", str(processes)]]
+    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{hosts[0].name}:{_TORCHRUN_PORT}"]
+    return [
+        ["torchrun", "--nnodes", str(len(hosts)), "--nproc-per-node", str(host.processes), *meeting] for host in hosts
+    ]
+
+
+def _srun(hosts: Sequence[Host], processes: int) -> list[str]:
+    if not hosts:
+        return ["srun", "--ntasks", str(processes)]
+    each = {host.processes for host in hosts}
+    if len(each) > 1:
+        raise UsageError(
+            f"srun starts the same number of processes on every host, but --hosts asks for {sorted(each)}: give every "
+            "host the same number, or use mpirun or horovodrun."
+        )
+    names = ",".join(host.name for host in hosts)
+    return ["srun", "--nodes", str(len(hosts)), "--nodelist", names, "--ntasks-per-node", str(each.pop())]
+
+
+def _mpirun(where: str, total: int) -> list[str]:
+    """Return mpirun with the options of the installed one. Variables reach other hosts only if they are named."""
+    mpi = find_mpi()
+    if mpi is None:
+        raise BackendError(f"mpirun does not work here: unitrain doctor shows why, and {_NEEDED['mpirun']}.")
+    names = sorted(name for name in os.environ if name.startswith("UNITRAIN_")) if where else []
+    if mpi.implementation.startswith("Open MPI"):
+        # It would bind each of two processes to one core.
+        unbound = ["--bind-to", "none", *(word for name in names for word in ("-x", name))]
+        return ["mpirun", "-np", str(total), *(["-H", where] if where else []), *unbound]
+    passed = ["-genvlist", ",".join(names)] if names else []
+    return ["mpirun", "-np", str(total), *(["-hosts", where] if where else []), *passed]

@@ -7,11 +7,24 @@ from __future__ import annotations
 
 import http.client
 import os
+import select
+import socket
 import sys
+import time
 
 # In the order of the driver's answer.
 VARIABLES = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
 _NO_PLACE = -1
+# A host may be off the network for a moment.
+_REACH_S, _ATTEMPT_S, _RETRY_S = 60.0, 10.0, 1.0
+_PATIENCE_S = 60.0
+# The answer may take long. A driver that is gone is noticed after 40 seconds of silence.
+_KEEPALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
+_WAITS = (
+    "unitrain: {host}, local rank {local_rank}: horovodrun has given no new rank for {seconds:g} s. It waits until "
+    "each process of the job has asked for one, or has ended. If a host was cut off, that is when ssh gives up: set "
+    "ServerAliveInterval 5 in ~/.ssh/config where horovodrun runs."
+)
 
 
 def next_place(server: str, host: str, local_rank: str) -> dict[str, str] | None:
@@ -28,20 +41,46 @@ def next_place(server: str, host: str, local_rank: str) -> dict[str, str] | None
     Raises:
         ConnectionError: the driver has ended, or does not answer.
     """
-    connection = http.client.HTTPConnection(server)
+    connection = _connected(server)
     try:
         connection.request("GET", f"/rank_and_size/{host}:{local_rank}")
+        if not select.select([connection.sock], [], [], _PATIENCE_S)[0]:
+            print(_WAITS.format(host=host, local_rank=local_rank, seconds=_PATIENCE_S), file=sys.stderr, flush=True)
         response = connection.getresponse()
         numbers = [int(number) for number in response.read().split(b",")]
         if response.status != http.client.OK or len(numbers) != len(VARIABLES):
             raise ValueError(f"it answered {response.status}")
     except (OSError, http.client.HTTPException, ValueError) as error:
-        raise ConnectionError(f"horovodrun gave no new rank at {server}: {error or type(error).__name__}") from error
+        raise _no_rank(server, error) from error
     finally:
         connection.close()
     if numbers[0] == _NO_PLACE:
         return None
     return {f"HOROVOD_{name}": str(number) for name, number in zip(VARIABLES, numbers, strict=True)}
+
+
+def _connected(server: str) -> http.client.HTTPConnection:
+    """Return a connection to the driver's server, which may be out of reach for a while, but not closed."""
+    deadline = time.monotonic() + _REACH_S
+    while True:
+        connection = http.client.HTTPConnection(server, timeout=_ATTEMPT_S)
+        try:
+            connection.connect()
+            break
+        except OSError as error:
+            connection.close()
+            if isinstance(error, ConnectionRefusedError) or time.monotonic() > deadline:
+                raise _no_rank(server, error) from error
+            time.sleep(_RETRY_S)
+    connection.sock.settimeout(None)
+    connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEPALIVE.items():
+        connection.sock.setsockopt(socket.IPPROTO_TCP, option, value)
+    return connection
+
+
+def _no_rank(server: str, error: Exception) -> ConnectionError:
+    return ConnectionError(f"horovodrun gave no new rank at {server}: {error or type(error).__name__}")
 
 
 def main(command: list[str]) -> None:

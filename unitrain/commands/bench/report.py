@@ -129,5 +129,4 @@ def recommendation(best: Measurement, recipe: Path, flags: Sequence[str], file: 
 def start_command(candidate: Candidate, arguments: Sequence[str]) -> str:
     """Return the command that starts ``python ARGUMENTS`` as a candidate, as one would type it."""
     command = launch_command(candidate.world.launcher, candidate.world.size, arguments)
-    program, *rest = ["python" if word == sys.executable else word for word in command]
-    return shlex.join([Path(program).name, *rest])
+    return shlex.join("python" if word == sys.executable else word for word in command)
