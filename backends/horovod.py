@@ -110,7 +110,7 @@ class HorovodBackend(Backend):
         """Initialise Horovod, once per process."""
         self._hvd = _import_horovod()
         self._ops = {"sum": self._hvd.Sum, "max": self._hvd.Max, "min": self._hvd.Min}
-        variables = _variables(self.config, _controller(self.config, self.launch))
+        variables = _variables(self.config, self.launch)
         if not self._hvd.is_initialized():
             os.environ.update(variables)
             if self.launch.mpi:
@@ -196,12 +196,14 @@ def _check_served(host: str, port: str) -> None:
         ) from error
 
 
-def _variables(config: StrategyConfig, controller: str) -> dict[str, str]:
+def _variables(config: StrategyConfig, launch: Launch) -> dict[str, str]:
     """Return the environment variables to initialise Horovod with. Those that the user has set take precedence."""
-    seconds = config.timeout_s
+    controller, seconds = _controller(config, launch), config.timeout_s
+    # If a rank does not come, gloo aborts the others. Under the elastic driver, the start watch has them go on before.
+    gloo_s = 2 * seconds if launch.elastic else seconds
     unless_set = {
         "HOROVOD_CPU_OPERATIONS": controller,
-        "HOROVOD_GLOO_TIMEOUT_SECONDS": str(max(1, int(seconds))),
+        "HOROVOD_GLOO_TIMEOUT_SECONDS": str(max(1, int(gloo_s))),
         "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(max(1, int(seconds))),
         "HOROVOD_STALL_CHECK_TIME_SECONDS": str(max(1, min(60, int(seconds) // 2))),
     }

@@ -17,7 +17,8 @@ from trained import TRAINS, Weights, assert_trained, expected
 __all__ = ["expected"]  # the fixture
 pytestmark = [pytest.mark.launcher, pytest.mark.xdist_group("cluster")]
 
-BLOCKS = blocks_for(Path(__file__))
+BLOCKS = [block for block in blocks_for(Path(__file__)) if "train.py" in block.text]
+[DOCTOR] = [block for block in blocks_for(Path(__file__)) if "doctor" in block.text]
 NUMBERED = next(block.text for block in BLOCKS if "--node-rank" in block.text)
 ENDS_S = 90
 
@@ -99,3 +100,9 @@ def test_hosts_that_find_their_own_names_at_the_addresses_that_others_know(
     with cluster(tmp_path / "cluster", 2) as hosts:
         run(hosts, block.text, [str(TRAINS), str(tmp_path)])
     assert_trained(tmp_path, expected, world_size=4)
+
+
+@pytest.mark.soak
+def test_the_doctor_finds_nothing_that_keeps_hosts_from_training(tmp_path: Path) -> None:
+    with cluster(tmp_path, 2) as hosts:
+        run(hosts, DOCTOR.text, [])
