@@ -14,6 +14,7 @@ from page_blocks import ROOT, blocks
 from unitrain.commands.cli import main
 from unitrain.commands.launch import parse_hosts
 from unitrain.commands.launchers import Host
+from unitrain.commands.toolchain import Mpi
 
 HOSTS = ["--hosts", "node0:2,node1:3"]
 
@@ -79,7 +80,7 @@ def test_mpirun_passes_settings_to_other_hosts(
 ) -> None:
     monkeypatch.setenv("UNITRAIN_BACKEND", "ddp")
     [line] = printed(capsys, "--launcher", "mpirun", *HOSTS)
-    assert line.startswith("mpirun -np 5 -H node0:2,node1:3 --bind-to none -x UNITRAIN_BACKEND python train.py")
+    assert line.startswith("mpirun -np 5 -H node0:2,node1:3 --bind-to none -x PATH -x UNITRAIN_BACKEND python train.py")
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "mpirun", "horovodrun"])
@@ -90,6 +91,14 @@ def test_the_page_of_a_launcher_shows_what_it_prints(launcher: str, capsys: pyte
         printed = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("#")]
         assert printed
         assert set(printed) <= set(page.splitlines())
+
+
+def test_the_options_of_mpich(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It passes all variables by itself, and knows neither -H nor -x."""
+    monkeypatch.setattr("unitrain.commands.launchers.find_mpi", lambda: Mpi("MPICH", "4", Path("mpirun"), None))
+    monkeypatch.setenv("UNITRAIN_BACKEND", "ddp")
+    [line] = printed(capsys, "--launcher", "mpirun", *HOSTS)
+    assert line.startswith("mpirun -np 5 -hosts node0:2,node1:3 python train.py")
 
 
 @pytest.mark.launcher

@@ -9,7 +9,9 @@ import sys
 import time
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
+hvd: Any = import_module("horovod.torch")
 PROGRAM = Path(__file__).parent / "program.py"
 fault = Path(sys.argv[1]) / "fault"
 
@@ -20,5 +22,5 @@ def killed() -> None:
 
 
 if os.environ["HOROVOD_RANK"] == "1" and not fault.exists():
-    import_module("horovod.torch").init = killed
+    hvd.init = killed
 runpy.run_path(str(PROGRAM), run_name="__main__")

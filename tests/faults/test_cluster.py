@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import re
+import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from cluster import Cluster, cluster
 from harness import HEARTBEAT_S, PROGRAM, QUICK, notes
 from host_commands import AS_ROOT, blocks_for, host_commands
-from page_blocks import Block
 from trained import TRAINS, Weights, assert_trained, expected
 
 __all__ = ["expected"]  # the fixture
 pytestmark = [pytest.mark.launcher, pytest.mark.xdist_group("cluster")]
 
-BLOCKS = [block for block in blocks_for(Path(__file__)) if "train.py" in block.text]
-[DOCTOR] = [block for block in blocks_for(Path(__file__)) if "doctor" in block.text]
-NUMBERED = next(block.text for block in BLOCKS if "--node-rank" in block.text)
+BLOCKS = {block.place: block.text for block in blocks_for(Path(__file__))}
+NUMBERED, DOCTOR, MPICH = (
+    next(place for place, text in BLOCKS.items() if part in text) for part in ("--node-rank", "doctor", " -hosts")
+)
+STARTS = [place for place in BLOCKS if place not in (DOCTOR, MPICH)]
 ENDS_S = 90
 
 
@@ -30,11 +32,11 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield running
 
 
-def run(hosts: Cluster, text: str, script: Sequence[str]) -> None:
-    """Run a job of two processes on each host to its end."""
+def run(hosts: Cluster, place: str, *script: str) -> None:
+    """Run the block of a page, with two processes on each host, to its end."""
     jobs = [
         hosts.start(host, command, environ=AS_ROOT, cwd=Path("/"))
-        for host, command in host_commands(text, hosts.names, script)
+        for host, command in host_commands(BLOCKS[place], hosts.names, script)
     ]
     try:
         said = "".join(job.communicate(timeout=ENDS_S)[0] for job in jobs)
@@ -44,22 +46,30 @@ def run(hosts: Cluster, text: str, script: Sequence[str]) -> None:
     assert [job.returncode for job in jobs] == [0] * len(jobs), said
 
 
-def of_pages(*quick: str) -> pytest.MarkDecorator:
-    """Parametrise a test by blocks: the first of these pages always, the others in ``make soak`` only."""
-    first = [next(block for block in BLOCKS if page in block.place) for page in quick]
-    return pytest.mark.parametrize(
-        "block",
-        [pytest.param(one, id=one.place, marks=[] if one in first else [pytest.mark.soak]) for one in BLOCKS],
-    )
-
-
-@of_pages("torchrun.md")
-def test_two_hosts_train_as_one_process_does(hosts: Cluster, block: Block, expected: Weights, tmp_path: Path) -> None:
-    run(hosts, block.text, [str(TRAINS), str(tmp_path)])
+@pytest.mark.parametrize(
+    "place",
+    [pytest.param(one, marks=[] if "torchrun" in one and one != NUMBERED else pytest.mark.soak) for one in STARTS],
+)
+def test_two_hosts_train_as_one_process_does(hosts: Cluster, place: str, expected: Weights, tmp_path: Path) -> None:
+    run(hosts, place, str(TRAINS), str(tmp_path))
     saved = assert_trained(tmp_path, expected, world_size=4)
     assert saved["places"] == [(0, 0, "node0"), (1, 0, "node0"), (0, 1, "node1"), (1, 1, "node1")]
-    wanted = re.search(r"UNITRAIN_BACKEND.(\w+)", block.text)
-    assert saved["backend"] == (wanted[1] if wanted else "ddp" if "torchrun" in block.text else "horovod")
+    wanted = re.search(r"UNITRAIN_BACKEND=(\w+)", BLOCKS[place])
+    assert saved["backend"] == (wanted[1] if wanted else "ddp" if "torchrun" in place else "horovod")
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(shutil.which("mpiexec.mpich") is None, reason="MPICH is not installed: apt-get install mpich")
+def test_mpich(hosts: Cluster, expected: Weights, tmp_path: Path) -> None:
+    """With an address of rank 0's host, since mpi4py here is for Open MPI."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "mpirun").symlink_to(str(shutil.which("mpiexec.mpich")))
+    master = {"MASTER_ADDR": "node0", "MASTER_PORT": "29450"}
+    [(host, [program, *words])] = host_commands(BLOCKS[MPICH], hosts.names, [str(TRAINS), str(tmp_path)])
+    job = hosts.start(host, [str(programs / program), *words], environ=master, cwd=Path("/"))
+    assert job.wait(ENDS_S) == 0, job.communicate()[0]
+    assert_trained(tmp_path, expected, world_size=4)
 
 
 def test_a_host_whose_cable_is_pulled(hosts: Cluster, tmp_path: Path) -> None:
@@ -67,7 +77,7 @@ def test_a_host_whose_cable_is_pulled(hosts: Cluster, tmp_path: Path) -> None:
     script = [str(PROGRAM), str(tmp_path), "1000", "none:0:0"]
     jobs = [
         hosts.start(host, command, environ={**QUICK, "TESTS_PAUSE": "0.1"})
-        for host, command in host_commands(NUMBERED, hosts.names, script)
+        for host, command in host_commands(BLOCKS[NUMBERED], hosts.names, script)
     ]
     try:
         deadline = time.monotonic() + ENDS_S
@@ -92,17 +102,17 @@ def test_a_host_whose_cable_is_pulled(hosts: Cluster, tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-@of_pages()
+@pytest.mark.parametrize("place", STARTS)
 def test_hosts_that_find_their_own_names_at_the_addresses_that_others_know(
-    block: Block, expected: Weights, tmp_path: Path
+    place: str, expected: Weights, tmp_path: Path
 ) -> None:
     (tmp_path / "cluster").mkdir()
     with cluster(tmp_path / "cluster", 2) as hosts:
-        run(hosts, block.text, [str(TRAINS), str(tmp_path)])
+        run(hosts, place, str(TRAINS), str(tmp_path))
     assert_trained(tmp_path, expected, world_size=4)
 
 
 @pytest.mark.soak
 def test_the_doctor_finds_nothing_that_keeps_hosts_from_training(tmp_path: Path) -> None:
     with cluster(tmp_path, 2) as hosts:
-        run(hosts, DOCTOR.text, [])
+        run(hosts, DOCTOR)

@@ -30,7 +30,8 @@ pytestmark = [pytest.mark.launcher, pytest.mark.xdist_group("cluster"), pytest.m
 STEPS = 70
 HOSTS = ("node0", "node1")
 ELASTIC, STORE, START, AGAIN = (block.text for block in blocks_for(Path(__file__)))
-[(_, (_, NEW_STORES)), (_, TORCHRUN), _] = host_commands(ELASTIC, HOSTS, [])
+EXPORT, TORCHRUN = (words for _, words in host_commands(ELASTIC, HOSTS[:1], []))
+NEW_STORES = dict([EXPORT[1].split("=")])
 ENDPOINT = TORCHRUN.index("--rdzv-endpoint") + 1
 # torchrun counts a host out after 15 s of silence, then waits 30 s for others, and 60 s for an answer of its store.
 SOON = "keep_alive_interval=1,keep_alive_max_attempt=4,last_call_timeout=3,read_timeout=10"
@@ -152,7 +153,7 @@ def started(hosts: Cluster, tmp_path: Path) -> Iterator[Callable[..., Elastic]]:
 
     def make(endpoint: str, *, new_stores: bool = True) -> Elastic:
         torchrun = [*TORCHRUN[:ENDPOINT], endpoint, *TORCHRUN[ENDPOINT + 1 :], "--rdzv-conf", SOON]
-        made.append(Elastic(hosts, tmp_path, torchrun, dict([NEW_STORES.split("=")] if new_stores else [])))
+        made.append(Elastic(hosts, tmp_path, torchrun, NEW_STORES if new_stores else {}))
         return made[-1]
 
     yield make

@@ -5,8 +5,10 @@ The discovery script names those hosts that the test wants, of three (tests/clus
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -17,8 +19,10 @@ import psutil
 import pytest
 from cluster import Cluster, cluster
 from harness import PROGRAM, TIMEOUT_S, World, alone, assert_same_training, run
-from host_commands import blocks_for, host_commands
+from host_commands import blocks_for, host_commands, on_hosts
 from lives import EPOCHS, PHASES, assert_undisturbed, begun_again, lives, ranks, undisturbed
+
+from unitrain.launch import horovod_elastic
 
 __all__ = ["alone", "undisturbed"]  # the fixtures
 pytestmark = [
@@ -26,7 +30,15 @@ pytestmark = [
     pytest.mark.skipif(find_spec("horovod") is None, reason="horovod is not installed"),
 ]
 Test = TypeVar("Test", bound=Callable[..., None])
-COMMAND, SSH_CONFIG = (block.text for block in blocks_for(Path(__file__)))
+COMMAND, SCRIPT, SSH_CONFIG = (block.text for block in blocks_for(Path(__file__)))
+SILENT = """
+import socket, time
+server = socket.create_server(("", 29450))
+print("open", flush=True)
+asking = server.accept()
+print("asked", flush=True)
+time.sleep(1000)
+"""
 QUICK = {"UNITRAIN_HEARTBEAT_TIMEOUT_S": "5", "UNITRAIN_TIMEOUT_S": "40"}
 
 
@@ -52,8 +64,6 @@ class Elastic:
         self.folder = folder
         self._known: set[int] = set()
         self.set_hosts(*slots)
-        (folder / "hosts.sh").write_text(f"#!/bin/sh\nexec cat {folder}/hosts\n")
-        (folder / "hosts.sh").chmod(0o755)
         script = [str(PHASES), str(folder), str(EPOCHS)]
         [(host, command)] = host_commands(COMMAND, hosts.names, script, processes=1)
         environ = {**QUICK, "TESTS_PAUSE": "0.1", "OMP_NUM_THREADS": "1"}
@@ -61,8 +71,14 @@ class Elastic:
 
     def set_hosts(self, *slots: str) -> None:
         """Have the discovery script print these from now on."""
-        (self.folder / "hosts.new").write_text("".join(f"{one}\n" for one in slots))
-        (self.folder / "hosts.new").replace(self.folder / "hosts")
+        self.set_script("#!/bin/sh\n" + "".join(f"echo {one}\n" for one in slots))
+
+    def set_script(self, text: str) -> None:
+        """Have this as the discovery script from now on."""
+        script = self.folder / "hosts.new"
+        script.write_text(text)
+        script.chmod(0o755)
+        script.replace(self.folder / "hosts.sh")
 
     def on(self, host: str) -> psutil.Process:
         """Return a rank of a host."""
@@ -164,12 +180,15 @@ def test_a_host_that_can_not_be_reached_is_left_out(hosts: Cluster, tmp_path: Pa
 
 
 @cluster_test
-@pytest.mark.parametrize("lost", ["node1"])
-def test_a_cable_is_pulled(lost: str, hosts: Cluster, tmp_path: Path, undisturbed: Path) -> None:
-    """The host of horovodrun goes on, and the ranks of the other one end."""
-    job = Elastic(hosts, tmp_path, "node0:1", "node1:1")
+@pytest.mark.parametrize("first", ["node0", "node1"])
+def test_a_cable_is_pulled(first: str, hosts: Cluster, tmp_path: Path, undisturbed: Path) -> None:
+    """The host of horovodrun goes on, and the ranks of the other one end. Rank 0, on the first, may be on either."""
+    job = Elastic(hosts, tmp_path, f"{first}:1")
+    time.sleep(5)  # horovodrun looks every second, and waits for another host
+    job.set_script(on_hosts(SCRIPT, hosts.names, processes=1))
     job.train_on(2)
-    cut_off = job.on(lost)
+    assert job.on(first).environ()["HOROVOD_RANK"] == "0"
+    cut_off = job.on("node1")
     hosts.pull_cable(1)
     try:
         job.train_on(1)
@@ -177,7 +196,7 @@ def test_a_cable_is_pulled(lost: str, hosts: Cluster, tmp_path: Path, undisturbe
         output = job.output()
     finally:
         hosts.plug_cable(1)
-    assert "on node1" in output
+    assert re.search(r"unitrain: rank \d on node0 \(pid \d+\): stopped because rank \d on node1 ", output), output
     assert begun_again(tmp_path)[0] <= 1, output
     assert_undisturbed(tmp_path, undisturbed)
 
@@ -193,3 +212,25 @@ def test_a_cable_is_plugged_in_again_before_ssh_gives_up(hosts: Cluster, tmp_pat
     output = job.output()
     assert begun_again(tmp_path)[0] <= 1, output
     assert_undisturbed(tmp_path, undisturbed)
+
+
+@cluster_test
+def test_a_rank_whose_host_is_cut_off_while_it_waits_for_horovodrun(hosts: Cluster) -> None:
+    server = hosts.start(0, [sys.executable, "-c", SILENT])
+    assert server.stdout
+    assert server.stdout.readline() == "open\n"
+    address = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "node0", "HOROVOD_GLOO_RENDEZVOUS_PORT": "29450"}
+    place = {"HOROVOD_HOSTNAME": "node1", "HOROVOD_LOCAL_RANK": "0"}
+    waiting = hosts.start(1, [sys.executable, horovod_elastic.__file__, "true"], environ={**address, **place})
+    try:
+        assert server.stdout.readline() == "asked\n"
+        time.sleep(1)
+        hosts.pull_cable(1)
+        said = waiting.communicate(timeout=90)[0]
+    finally:
+        hosts.plug_cable(1)
+        for process in (server, waiting):
+            process.kill()
+            process.communicate()
+    assert waiting.returncode == 1, said
+    assert "unitrain: node1, local rank 0: horovodrun gave no new rank at node0:29450" in said

@@ -109,14 +109,15 @@ def _srun(hosts: Sequence[Host], processes: int) -> list[str]:
 
 
 def _mpirun(where: str, total: int) -> list[str]:
-    """Return mpirun with the options of the installed one. Variables reach other hosts only if they are named."""
+    """Return mpirun with the options of the installed one."""
     mpi = find_mpi()
     if mpi is None:
         raise BackendError(f"mpirun does not work here: unitrain doctor shows why, and {_NEEDED['mpirun']}.")
-    names = sorted(name for name in os.environ if name.startswith("UNITRAIN_")) if where else []
-    if mpi.implementation.startswith("Open MPI"):
-        # It would bind each of two processes to one core.
-        unbound = ["--bind-to", "none", *(word for name in names for word in ("-x", name))]
-        return ["mpirun", "-np", str(total), *(["-H", where] if where else []), *unbound]
-    passed = ["-genvlist", ",".join(names)] if names else []
-    return ["mpirun", "-np", str(total), *(["-hosts", where] if where else []), *passed]
+    start = ["mpirun", "-np", str(total)]
+    if not mpi.implementation.startswith("Open MPI"):
+        return [*start, *(["-hosts", where] if where else [])]
+    # Open MPI binds each of two processes to one core, and passes no variables to other hosts, where it looks for
+    # python in the PATH of ssh.
+    settings = sorted(name for name in os.environ if name.startswith("UNITRAIN_"))
+    passed = [word for name in ["PATH", *settings] for word in ("-x", name)]
+    return [*start, *(["-H", where] if where else []), "--bind-to", "none", *(passed if where else [])]
