@@ -18,8 +18,7 @@ _NO_PLACE = -1
 # A host may be off the network for a moment.
 _REACH_S, _ATTEMPT_S, _RETRY_S = 60.0, 10.0, 1.0
 _PATIENCE_S = 60.0
-# The answer may take long. A driver that is gone is noticed after 40 seconds of silence.
-_KEEPALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
+_PROBE_S, _PROBES = 10, 3
 _WAITS = (
     "unitrain: {host}, local rank {local_rank}: horovodrun has given no new rank for {seconds:g} s. It waits until "
     "each process of the job has asked for one, or has ended. If a host was cut off, that is when ssh gives up: set "
@@ -72,10 +71,12 @@ def _connected(server: str) -> http.client.HTTPConnection:
             if isinstance(error, ConnectionRefusedError) or time.monotonic() > deadline:
                 raise _no_rank(server, error) from error
             time.sleep(_RETRY_S)
+    # The answer may take long, so TCP finds out whether the server's host is still there.
     connection.sock.settimeout(None)
     connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in _KEEPALIVE.items():
-        connection.sock.setsockopt(socket.IPPROTO_TCP, option, value)
+    connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_S)
+    connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_S)
+    connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
     return connection
 
 
