@@ -253,18 +253,20 @@ def test_the_first_host_is_lost_but_not_the_store(
         store.communicate()
 
 
-# What mpirun takes to the ranks of other hosts without an option.
-PASSED = "UNITRAIN_BACKEND=ddp;UNITRAIN_TIMEOUT_S;UNITRAIN_HEARTBEAT_TIMEOUT_S;TESTS_PAUSE"
+# The settings of these tests, which mpirun takes to other hosts only if they are named.
+PASSED = ("PATH", "UNITRAIN_BACKEND=ddp", "UNITRAIN_TIMEOUT_S", "UNITRAIN_HEARTBEAT_TIMEOUT_S", "TESTS_PAUSE")
 
 
 @pytest.mark.parametrize("how", [Cluster.kill_all, Cluster.cut_power])
 def test_mpirun_is_started_again_on_the_hosts_that_answer(
     tmp_path: Path, alone: Path, how: Callable[[Cluster, int], None]
 ) -> None:
-    (tmp_path / "start.sh").write_text(on_hosts(START, HOSTS).replace("train.py", '"$@"'))
+    assert "-x PATH" in START
+    start = on_hosts(START, HOSTS).replace("-x PATH", " ".join(f"-x {name}" for name in PASSED))
+    (tmp_path / "start.sh").write_text(start.replace("train.py", '"$@"'))
     (tmp_path / "cluster").mkdir()
     with impatient_cluster(tmp_path / "cluster", 2) as hosts:
-        job = Elastic(hosts, tmp_path, shlex.split(AGAIN), {**AS_ROOT, "OMPI_MCA_mca_base_env_list": PASSED})
+        job = Elastic(hosts, tmp_path, shlex.split(AGAIN), AS_ROOT)
         try:
             job.start(0)
             job.trains(4)
