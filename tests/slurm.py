@@ -1,6 +1,7 @@
 """A real SLURM cluster on this machine, for tests with ``srun``: munged, slurmctld, slurmd.
 
-It needs no root, no fixed port and nothing outside its folder. Its two nodes are both this host.
+It needs no root, no fixed port and nothing outside its folder, so that several can run at once. Its two nodes are both
+this host, and have more CPUs than it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ import pytest
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
 START_S = 60.0
+MOST_FIRST_JOB = 60_000_000  # SLURM's ids end at 67 million
 
+# The ranks of a step meet at a port that follows from the id of the job: with FirstJobId, jobs of two clusters on this
+# machine have different ones. The backfill scheduler, which alone starts heterogeneous jobs, runs every 30 s otherwise.
 # Nodes are named by addresses because nothing else has their names looked up, and ranks on two nodes meet at the
 # first one's name.
 CONFIG = """
@@ -41,10 +45,13 @@ ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
 SlurmdParameters=config_overrides
-NodeName={nodes} NodeHostname={host} NodeAddr=127.0.0.1 Port={node_ports} CPUs=8
+SchedulerParameters=bf_interval=1
+FirstJobId={first_job}
+NodeName={nodes} NodeHostname={host} NodeAddr=127.0.0.1 Port={node_ports} CPUs=64
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 PartitionName=all Nodes=ALL Default=YES PriorityTier=1 GraceTime=60
+PartitionName=abrupt Nodes=ALL PriorityTier=1 GraceTime=0
 PartitionName=urgent Nodes=ALL PriorityTier=2 PreemptMode=off
 """
 NODES = ("127.0.0.1", "127.0.0.2")
@@ -116,6 +123,7 @@ def local_slurm(folder: Path) -> Iterator[Slurm]:
             host=socket.gethostname(),
             user=user,
             controller_port=controller_port,
+            first_job=1 + secrets.randbelow(MOST_FIRST_JOB),
             nodes=",".join(NODES),
             node_ports=",".join(map(str, node_ports)),
         )
