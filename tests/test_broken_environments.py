@@ -29,13 +29,16 @@ JOBS = {name: environments[-1] for name, environments in RECORDED.items() if det
 JOBS |= {"env": BY_HAND, "env-one-host": ON_ONE_HOST, "mpirun with a master": {**JOBS["openmpi-4"], **MASTER}}
 
 WRONG = (None, "", "abc", "-1", "1.5", "²", "9" * 8, "9" * 40)
-HOSTS = {"MASTER_ADDR", "HOROVOD_GLOO_RENDEZVOUS_ADDR", "SLURM_STEP_NODELIST"}
+GROUPS = {f"SLURM_JOB_NODELIST_{word}_GROUP_{number}" for word in ("HET", "PACK") for number in range(2)}
+HOSTS = {"MASTER_ADDR", "HOROVOD_GLOO_RENDEZVOUS_ADDR", "SLURM_STEP_NODELIST", *GROUPS}
 """Variables that name a host, or several."""
-UNBOUNDED = {"SLURM_JOB_ID", "SLURM_STEP_ID"}
+LEADERS = {"SLURM_JOB_ID_HET_GROUP_0", "SLURM_JOB_ID_PACK_GROUP_0"}
+UNBOUNDED = {"SLURM_JOB_ID", "SLURM_STEP_ID", *LEADERS}
 """Variables that may hold any number of up to ten digits."""
 FREE = {"PMIX_NAMESPACE"}
 """Variables that must be there, with any text."""
-OPTIONAL = {"SLURM_STEP_RESV_PORTS", "SLURM_STEP_NUM_TASKS", "HOROVOD_CPU_OPERATIONS"}
+OPTIONAL = {"SLURM_STEP_RESV_PORTS", "SLURM_STEP_NUM_TASKS", "HOROVOD_CPU_OPERATIONS", "SLURM_HET_SIZE"}
+OPTIONAL |= LEADERS  # one of them is enough
 """Variables that need not be there."""
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from unitrain.errors import LaunchError
 from unitrain.launch.detect import LAUNCHERS, Launch, detect
-from unitrain.launch.slurm import PORTS, first_host, step_port
+from unitrain.launch.slurm import PORTS, first_host_of_groups, hosts, step_port
 
 RECORDED: dict[str, list[dict[str, str]]] = {
     path.stem: json.loads(path.read_text())["environments"]
@@ -41,6 +41,23 @@ def place(launcher: str, rank: int, world_size: int = 2, **changes: Any) -> Laun
 
 def on_one_host(launcher: str, **changes: Any) -> list[Launch]:
     return [place(launcher, rank, **changes) for rank in range(2)]
+
+
+def on_two_nodes(**changes: Any) -> list[Launch]:
+    """Return the launch of three tasks that srun has started on two nodes."""
+    return [
+        place(
+            "srun",
+            rank,
+            3,
+            local_rank=rank % 2,
+            local_world_size=2 - rank // 2,
+            node_rank=rank // 2,
+            rendezvous="tcp",
+            **changes,
+        )
+        for rank in range(3)
+    ]
 
 
 EXPECTED: dict[str, list[Launch]] = {
@@ -68,16 +85,14 @@ EXPECTED: dict[str, list[Launch]] = {
     "openmpi-5": on_one_host("mpirun", rendezvous="mpi", mpi="Open MPI 5"),
     "mpich": on_one_host("mpirun", rendezvous="mpi", mpi="MPICH"),
     "intel-mpi": on_one_host("mpirun", rendezvous="mpi", mpi="MPICH"),
-    "srun": on_one_host("srun", rendezvous="tcp", address="127.0.0.1:20160"),
-    "srun-pmi2": on_one_host("srun", rendezvous="tcp", address="127.0.0.1:20192"),
-    "srun-resv-ports": on_one_host("srun", rendezvous="tcp", address="127.0.0.1:21013"),
-    "srun-inside-sbatch": on_one_host("srun", rendezvous="tcp", address="127.0.0.1:20256"),
-    "srun-inside-srun-pty": on_one_host("srun", rendezvous="tcp", address="127.0.0.1:21003"),
-    "srun-two-nodes": [
-        place("srun", 0, 3, local_world_size=2, rendezvous="tcp", address="node0:20176"),
-        place("srun", 1, 3, local_world_size=2, rendezvous="tcp", address="node0:20176"),
-        place("srun", 2, 3, local_rank=0, local_world_size=1, node_rank=1, rendezvous="tcp", address="node0:20176"),
-    ],
+    "srun": on_one_host("srun", rendezvous="tcp", address="127.0.0.1:21010", step="10.0"),
+    "srun-pmi2": on_one_host("srun", rendezvous="tcp", address="127.0.0.1:21212", step="12.0"),
+    "srun-resv-ports": on_one_host("srun", rendezvous="tcp", address="127.0.0.1:21013", step="26.0"),
+    "srun-inside-sbatch": on_one_host("srun", rendezvous="tcp", address="127.0.0.1:21616", step="16.0"),
+    "srun-inside-srun-pty": on_one_host("srun", rendezvous="tcp", address="127.0.0.1:21003", step="21.1"),
+    "srun-two-nodes": on_two_nodes(address="node0:21111", step="11.0"),
+    "srun-heterogeneous": on_two_nodes(address="node1:23030", step="30.0"),
+    "srun-het-group": on_two_nodes(address="node1:23232", step="32.0"),
     "srun-pty": [Launch("python")],
     "sbatch": [Launch("python")],
     "salloc": [Launch("python")],
@@ -217,23 +232,48 @@ def test_detection_imports_no_engine() -> None:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "host"),
+    ("nodes", "expected"),
     [
         ("node0", "node0"),
-        ("node0,node1", "node0"),
-        ("gpu[03-05,9],cpu1", "gpu03"),
-        ("gpu[9,3-5]", "gpu9"),
-        ("rack[1-2]n[01-16]-ib", "rack1n01-ib"),
-        ("login.example.org,gpu[1-2]", "login.example.org"),
+        ("node0,node1", "node0 node1"),
+        ("gpu[03-05,9],cpu1", "gpu03 gpu04 gpu05 gpu9 cpu1"),
+        ("gpu[9,098-100]", "gpu9 gpu098 gpu099 gpu100"),
+        ("rack[1-2]n[01-02]-ib", "rack1n01-ib rack1n02-ib rack2n01-ib rack2n02-ib"),
+        ("login.example.org,gpu[1-2]", "login.example.org gpu1 gpu2"),
+        ("", ""),
+        ("gpu[", "gpu"),
+        ("gpu[x-y]", "gpux-y"),
     ],
 )
-def test_first_host(nodes: str, host: str) -> None:
-    assert first_host(nodes) == host
+def test_hosts(nodes: str, expected: str) -> None:
+    assert hosts(nodes) == expected.split()
+
+
+def test_rank_0_of_a_heterogeneous_step_is_on_a_host_of_its_first_group() -> None:
+    groups = ["gpu[7-8]", "cpu[1-9]", "big1"]
+    assert first_host_of_groups("cpu[1-9],gpu[7-8]", groups) == "gpu7"
+    assert first_host_of_groups("big1,cpu[4-6]", groups) == "cpu4"
+    assert first_host_of_groups("gpu8", groups) == "gpu8"
+    assert first_host_of_groups("other", groups) is None
+
+
+def test_variables_of_another_heterogeneous_job_are_ignored() -> None:
+    own = RECORDED["srun-two-nodes"][0]
+    stale = {"SLURM_HET_SIZE": "2", "SLURM_JOB_ID_HET_GROUP_0": "7", "SLURM_JOB_NODELIST_HET_GROUP_0": "node1"}
+    assert detect({**own, **stale}).address == detect(own).address
+
+
+def test_where_rank_0_is_may_be_unknown() -> None:
+    environ = {**RECORDED["srun-two-nodes"][0], "SLURM_DISTRIBUTION": "arbitrary"}
+    assert detect(environ).address is None
+    assert detect({**environ, "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}).address == "node1:29500"
+    assert detect({**RECORDED["srun"][0], "SLURM_DISTRIBUTION": "arbitrary"}).address == "127.0.0.1:21010"
 
 
 def test_step_port() -> None:
-    ports = [step_port(job, step) for job in range(1000, 1010) for step in range(10)]
+    ports = [step_port(job, step) for job in range(1000, 1010) for step in range(101)]
     assert len(set(ports)) == len(ports)
+    assert len({step_port(job, 0) for job in range(10_000)}) == 10_000
     assert all(port in PORTS for port in ports)
     assert step_port(2**31, 2**31) in PORTS
     assert step_port(7, 0, "12000-12003") == step_port(7, 0, "12000,12007") == 12000

@@ -8,14 +8,15 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
 from torch.distributed import Store, TCPStore
 
-from unitrain.errors import CommunicationError
+from unitrain.errors import CommunicationError, LaunchError
 from unitrain.launch.detect import Launch
-from unitrain.launch.meeting import meet_in_served_store
+from unitrain.launch.meeting import meet_in_new_store, meet_in_served_store
 
 LONG_S = 20.0
 
@@ -93,6 +94,18 @@ def test_rank_0_that_does_not_come_is_named(served: TCPStore) -> None:
     ranks.come(1, timeout_s=0.5)
     assert "rank 1 of 2 waited 0.5 s" in ranks.error(1)
     assert "but rank 0 did not connect." in ranks.error(1)
+
+
+def test_a_rank_of_another_step_of_slurm_is_refused_and_not_counted(served: TCPStore) -> None:
+    launch = Launch("srun", world_size=2, rendezvous="tcp", address="node1:20000", step="7.0")
+    with ThreadPoolExecutor(1) as pool:
+        rank_0 = pool.submit(meet_in_new_store, served, launch, timedelta(seconds=LONG_S))
+        store = TCPStore("127.0.0.1", served.port, is_master=False)
+        other = replace(launch, rank=1, step="7.1")
+        with pytest.raises(LaunchError, match=r"rank 1 of step 7\.1 .* node1:20000, where the ranks of step 7\.0 meet"):
+            meet_in_new_store(store, other, timedelta(seconds=LONG_S))
+        meet_in_new_store(store, replace(launch, rank=1), timedelta(seconds=LONG_S))
+        rank_0.result()
 
 
 CHILD = """

@@ -23,7 +23,7 @@ from ipaddress import ip_address
 from typing import Literal
 
 from unitrain.errors import LaunchError, nearest
-from unitrain.launch.slurm import MOST_IDS, first_host, in_step, step_port
+from unitrain.launch.slurm import MOST_IDS, first_host_of_groups, hosts, in_step, step_port
 
 OVERRIDE = "UNITRAIN_LAUNCHER"
 
@@ -50,7 +50,10 @@ class Launch:
     """How the ranks find one another: a TCP store that rank 0 opens (tcp) or that the launcher keeps open (served),
     MPI (mpi), horovodrun's key-value server (horovod), or none needed (alone)."""
     address: str | None = None
-    """Address of the rendezvous, as host:port; None with MPI, through which rank 0 broadcasts it."""
+    """Address of the rendezvous, as host:port; None with MPI, through which rank 0 broadcasts it, and where SLURM does
+    not tell it."""
+    step: str | None = None
+    """SLURM's ids of job and step, as JOB.STEP, which tell apart jobs that come to one address; None without srun."""
     mpi: str | None = None
     """The MPI that the launcher belongs to: Open MPI 4 (or older), Open MPI 5 (or newer) or MPICH (or Intel MPI)."""
     elastic: bool = False
@@ -223,21 +226,47 @@ def _read_srun(variables: _Variables) -> Launch:
         # They differ in a batch script that was submitted from inside a step, and has inherited the step's variables.
         tasks = variables.used["SLURM_NTASKS"]
         variables.matching("SLURM_STEP_NUM_TASKS", re.escape(tasks), f"{tasks!r}, the value of SLURM_NTASKS")
-    wanted = "a list of nodes, like node[1-4]"
-    nodes = variables.string("SLURM_STEP_NODELIST", wanted)
-    if not _is_host(first_host(nodes)):
-        raise variables.error("SLURM_STEP_NODELIST", wanted)
+    nodes = _nodes(variables, "SLURM_STEP_NODELIST")
     job = variables.integer("SLURM_JOB_ID", 0, MOST_IDS)
     step = variables.integer("SLURM_STEP_ID", 0, MOST_IDS)
+    launch = replace(launch, step=f"{job}.{step}")
     if variables.has_master:
         return replace(launch, rendezvous="tcp", address=variables.master())
     # A node's name may not resolve outside SLURM, so it is used only if there are several nodes.
-    host = first_host(nodes) if launch.local_world_size < launch.world_size else "127.0.0.1"
+    several = launch.local_world_size < launch.world_size
+    if several and variables.environ.get("SLURM_DISTRIBUTION") == "arbitrary":
+        return replace(launch, rendezvous="tcp")
+    host = _host_of_rank_0(variables, nodes, job) if several else "127.0.0.1"
     reserved = None
-    if "SLURM_STEP_RESV_PORTS" in variables.environ:
+    # Each group of a heterogeneous job has ports of its own.
+    if "SLURM_STEP_RESV_PORTS" in variables.environ and "SLURM_HET_SIZE" not in variables.environ:
         reserved = variables.matching("SLURM_STEP_RESV_PORTS", r"\d{1,5}([-,]\d{1,5})*", "ports, like 12000-12001")
     port = step_port(job, step, reserved)
     return replace(launch, rendezvous="tcp", address=f"{host}:{port}")
+
+
+def _nodes(variables: _Variables, name: str) -> str:
+    wanted = "a list of nodes, like node[1-4]"
+    nodes = variables.string(name, wanted)
+    if not _is_host(next(iter(hosts(nodes)), "")):
+        raise variables.error(name, wanted)
+    return nodes
+
+
+def _host_of_rank_0(variables: _Variables, nodes: str, job: int) -> str:
+    """Return the host of a step of several nodes on which rank 0 is: the first, except in a heterogeneous job."""
+    if "SLURM_HET_SIZE" not in variables.environ:
+        return hosts(nodes)[0]
+    # Up to SLURM 22.05, srun without an allocation uses the older word.
+    words = [word for word in ("HET", "PACK") if f"SLURM_JOB_ID_{word}_GROUP_0" in variables.environ] or ["HET"]
+    leader = variables.integer(f"SLURM_JOB_ID_{words[0]}_GROUP_0", 0, MOST_IDS)
+    if leader != job:  # the variables are those of another job, from inside which this one was submitted
+        return hosts(nodes)[0]
+    names = [f"SLURM_JOB_NODELIST_{words[0]}_GROUP_{n}" for n in range(variables.integer("SLURM_HET_SIZE", 1))]
+    host = first_host_of_groups(nodes, [_nodes(variables, name) for name in names])
+    if host is None:
+        raise variables.error(names[0], "a list of nodes, of which this step has some")
+    return host
 
 
 def _read_env(variables: _Variables) -> Launch:

@@ -19,6 +19,7 @@ _REMEDY = (
     "address after each change of hosts."
 )
 _GO_ON, _DOUBLED, _COMPLETE = "unitrain/go on", "unitrain/doubled", "unitrain/complete"
+_STEP = "unitrain/step"
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.25
 _CALM = 1000  # ranks: that many may ask a store that often; more ask more rarely
 _ANSWER_S, _LAST_READ_S = 5.0, 1.0
@@ -31,8 +32,10 @@ def meet_in_new_store(store: Store, launch: Launch, timeout: timedelta) -> None:
 
     Raises:
         CommunicationError: some ranks did not connect; the message names them.
-        LaunchError: two processes have come as one rank.
+        LaunchError: two processes have come as one rank, or rank 0 belongs to another step of SLURM.
     """
+    if launch.step is not None:
+        _check_step(store, launch, timeout)
     if not _arrive(store, launch):
         store.set(_DOUBLED, str(launch.rank))
         store.set(_GO_ON, "")  # the others need not wait any longer
@@ -115,6 +118,24 @@ def check_torchrun(launch: Launch) -> None:
         print_stderr(
             f"unitrain: torchrun may start this job on {hosts[1]} to {hosts[2]} hosts, but none could join it later. "
             f"{_REMEDY}"
+        )
+
+
+def _check_step(store: Store, launch: Launch, timeout: timedelta) -> None:
+    """Check that the store is that of this rank's step, before this rank is counted among those of another."""
+    if launch.rank == 0:
+        store.set(_STEP, str(launch.step))
+        return
+    try:
+        store.wait([_STEP], timeout)
+    except DistError as error:
+        raise _incomplete(launch, timeout, "rank 0") from error
+    other = store.get(_STEP).decode()
+    if other != launch.step:
+        raise LaunchError(
+            f"rank {launch.rank} of step {launch.step} of SLURM has come to {launch.address}, where the ranks of step "
+            f"{other} meet. Unset MASTER_ADDR and MASTER_PORT, so that each step has an address of its own, or give "
+            "every srun another MASTER_PORT."
         )
 
 

@@ -108,7 +108,13 @@ def _alone(launch: Launch, timeout: timedelta) -> Store:
 
 def _at_address(launch: Launch, timeout: timedelta) -> Store:
     """Connect to the launch's address, where rank 0 opens the store unless the launcher keeps one open."""
-    address = str(launch.address)
+    if launch.address is None:
+        raise LaunchError(
+            "with srun --distribution=arbitrary, SLURM does not say on which host rank 0 is. Set MASTER_ADDR to that "
+            "host, the first line of SLURM_HOSTFILE, and MASTER_PORT to a port that is free there, or leave out the "
+            "option."
+        )
+    address = launch.address
     host, _, port = address.rpartition(":")
     try:
         socket.getaddrinfo(host, port)
