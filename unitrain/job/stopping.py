@@ -197,6 +197,9 @@ class Stopping:
 class StopSignals:
     """Calls ``request`` in a thread on SIGTERM, SIGINT and SIGUSR1. A second signal ends the process.
 
+    Under SLURM, a second SIGTERM does not: SLURM sends one of its own when a job that was warned comes to its end, and
+    leaves time to save until SIGKILL.
+
     The thread reads the interpreter's wake-up descriptor, since Python runs signal handlers only when the main thread
     has returned from a collective. Handlers that the script has installed are left in place, except for submitit's.
 
@@ -237,6 +240,8 @@ class StopSignals:
                 if not first_at:
                     first_at = time.monotonic()
                     self._request(number)
+                elif number == signal.SIGTERM and _slurm_job() is not None:
+                    continue  # SLURM's: the time is up, or a step beside this one has requeued the job. SIGKILL follows
                 elif time.monotonic() - first_at > _SAME_SIGNAL_S:
                     name = signal.Signals(number).name
                     exit_now(128 + number, f"unitrain: received a second {name}: exiting at once.")
@@ -282,15 +287,26 @@ def _is_submitits(handler: object) -> TypeGuard[Handler]:
     return own and str(getattr(handler, "__name__", "")).startswith("checkpoint_and")
 
 
+def _slurm_job() -> str | None:
+    """Return the name of this SLURM job, or None outside SLURM.
+
+    The id of one task of a job array is that of the array as well.
+    """
+    if "SLURM_ARRAY_JOB_ID" in os.environ:
+        return f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+    return os.environ.get("SLURM_JOB_ID")
+
+
 def _is_preempted() -> bool:
     """Return whether SLURM is preempting this job, and has left it time to save.
 
     SLURM requeues the job when that time is over, but takes a job that has ended before for a failed one.
     """
-    if "SLURM_JOB_ID" not in os.environ:
+    job = _slurm_job()
+    if job is None:
         return False
     try:
-        shown = _scontrol("show", "job", os.environ["SLURM_JOB_ID"])
+        shown = _scontrol("show", "job", job)
     except (OSError, subprocess.SubprocessError):
         return False
     return re.search(r"\bPreemptTime=\d", shown) is not None
@@ -298,15 +314,14 @@ def _is_preempted() -> bool:
 
 def _requeue() -> str:
     """Requeue this SLURM job, and return a message about it; an empty string outside SLURM."""
-    job = os.environ.get("SLURM_JOB_ID")
+    job = _slurm_job()
     if job is None:
         return ""
-    if "SLURM_ARRAY_JOB_ID" in os.environ:
-        job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     try:
         _scontrol("requeue", job)
     except subprocess.CalledProcessError as error:
-        return f" SLURM did not requeue job {job}: {error.stderr.strip()}"
+        if "pending execution" not in error.stderr:  # another step of this job has requeued it
+            return f" SLURM did not requeue job {job}: {error.stderr.strip()}"
     except (OSError, subprocess.TimeoutExpired) as error:
         return f" SLURM did not requeue job {job}: {error}"
     return f" SLURM has requeued job {job}."
