@@ -1,93 +1,25 @@
-"""Jobs of SLURM that lose a node, are preempted, or have nodes of different sizes, in a real SLURM (tests/slurm.py)."""
+"""Jobs of SLURM that lose a node, are preempted, killed or requeued, in a real SLURM (tests/slurm.py)."""
 
 from __future__ import annotations
 
-import os
 import re
+import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from harness import PROGRAM, QUICK, assert_same_training, notes, train_alone
-from slurm import NODES, Slurm, local_slurm, slurm_missing
+from batch import ENDS_S, PATH, Job, alone, assert_requeued_itself, cluster, slow_at_first
+from slurm import NODES, Slurm
 
-pytestmark = [pytest.mark.launcher, pytest.mark.xdist_group("slurm"), pytest.mark.soak]
+__all__ = ["alone", "cluster"]  # fixtures
+pytestmark = [pytest.mark.launcher, pytest.mark.xdist_group("slurm"), pytest.mark.soak, pytest.mark.timeout(900)]
 
-BIN = Path(sys.executable).parent
 TRAINS = Path(__file__).parent.parent / "programs" / "trains.py"
-STEPS = 70
-ENDS_S = 300.0  # SLURM starts a requeued job after two minutes
-
-
-@pytest.fixture
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
-    """A SLURM of its own, whose nodes a test may lose."""
-    reason = slurm_missing()
-    if reason is not None:
-        pytest.skip(reason)
-    with local_slurm(tmp_path_factory.mktemp("slurm")) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of an undisturbed run on one process."""
-    return train_alone(tmp_path_factory, STEPS)
-
-
-class Job:
-    """A batch job that trains."""
-
-    def __init__(self, slurm: Slurm, folder: Path, *options: str, script: str) -> None:
-        self._slurm = slurm
-        self._folder = folder
-        self._log = folder / "job.log"
-        train = f"{sys.executable} {PROGRAM} {folder} {STEPS} none:0:0"
-        (folder / "job.sh").write_text(f"#!/bin/bash\n{script.replace('TRAIN', train)}")
-        environ = {**slurm.env, **QUICK, "TESTS_PAUSE": "0.3", "UNITRAIN_TIMEOUT_S": "60", "UNITRAIN_BACKEND": "ddp"}
-        environ["PATH"] = f"{BIN}:{os.environ['PATH']}"
-        made = subprocess.run(
-            ["sbatch", "--parsable", "--open-mode=append", f"--output={self._log}", *options, "job.sh"],
-            env=environ, cwd=folder, capture_output=True, text=True, check=True, timeout=60,
-        )  # fmt: skip
-        self.number = made.stdout.strip()
-
-    @property
-    def said(self) -> str:
-        return self._log.read_text() if self._log.exists() else ""
-
-    def shown(self) -> str:
-        return self._slurm.call("scontrol", "show", "job", self.number)
-
-    def wait(self, condition: Callable[[], object], what: str) -> None:
-        deadline = time.monotonic() + ENDS_S
-        while not condition():
-            assert time.monotonic() < deadline, f"{what}\n{self.shown()}\n{self.said}"
-            time.sleep(0.2)
-
-    def makes_step(self, step: int) -> None:
-        self.wait(lambda: any(note["step"] >= step for note in notes(self._folder)), f"it did not come to step {step}")
-
-    def ends_well(self, alone: Path) -> None:
-        self.wait(lambda: "JobState=COMPLETED" in self.shown(), "it did not end well")
-        assert_same_training(self._folder, alone)
-
-    @property
-    def starts(self) -> list[int]:
-        """After which steps it has begun."""
-        return [int(step) for step in re.findall(r"began after step (\d+)", self.said)]
-
-    @property
-    def sizes(self) -> list[int]:
-        """With how many ranks it has begun, in order."""
-        files = [file.name.split(".") for file in self._folder.glob("*.notes")]
-        return [sum(int(name[0]) == began for name in files) for began in self.starts]
+TWO_BY_TWO = ("--nodes=2", "--ntasks-per-node=2")
 
 
 ON_WHAT_IS_LEFT = """
@@ -101,7 +33,7 @@ exec unitrain run --max-restarts 3 -- bash step.sh
 
 
 def test_an_allocation_shrinks(cluster: Slurm, tmp_path: Path, alone: Path) -> None:
-    job = Job(cluster, tmp_path, "--nodes=2", "--ntasks-per-node=2", "--no-kill", script=ON_WHAT_IS_LEFT)
+    job = Job.submit(cluster, tmp_path, *TWO_BY_TWO, "--no-kill", script=ON_WHAT_IS_LEFT)
     job.makes_step(5)
     cluster.lose(NODES[1])
     job.ends_well(alone)
@@ -112,22 +44,69 @@ def test_an_allocation_shrinks(cluster: Slurm, tmp_path: Path, alone: Path) -> N
 @pytest.mark.parametrize("lost", NODES)  # the first has the batch script
 def test_a_job_is_requeued_when_a_node_fails(cluster: Slurm, tmp_path: Path, alone: Path, lost: str) -> None:
     # With --ntasks-per-node for sbatch, SLURM would wait for two nodes.
-    job = Job(cluster, tmp_path, "--nodes=1-2", "--exclusive", "--requeue", script="srun --ntasks-per-node 2 TRAIN")
+    options = ("--nodes=1-2", "--exclusive", "--requeue")
+    job = Job.submit(cluster, tmp_path, *options, script="srun --ntasks-per-node 2 TRAIN")
     job.makes_step(5)
     cluster.lose(lost)
+    job.is_requeued(1)
     job.ends_well(alone)
     assert job.sizes == [4, 2]
-    assert "Restarts=1" in job.shown()
+
+
+def preempt(cluster: Slurm) -> None:
+    """Submit a job that needs all nodes, and comes before the others."""
+    options = ("--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null")
+    cluster.call("sbatch", *options, "--wrap=sleep 1")
 
 
 def test_a_preempted_job_goes_on_later(cluster: Slurm, tmp_path: Path, alone: Path) -> None:
-    job = Job(cluster, tmp_path, "--nodes=2", "--ntasks-per-node=2", "--requeue", "--exclusive", script="srun TRAIN")
+    job = Job.submit(cluster, tmp_path, *TWO_BY_TWO, "--requeue", "--exclusive", script="srun TRAIN")
     job.makes_step(5)
-    cluster.call("sbatch", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
+    preempt(cluster)
+    job.is_requeued(1)
     job.ends_well(alone)
     said = rf"unitrain: stopped by SIGTERM after step \d+ and saved in \S+ SLURM has requeued job {job.number}\."
     assert re.search(said, job.said)
     assert job.sizes == [4, 4]
+
+
+def test_a_job_that_is_ended_without_a_grace_time_goes_on_where_it_was(
+    cluster: Slurm, tmp_path: Path, alone: Path
+) -> None:
+    """SLURM sends SIGTERM all the same, and SIGKILL after its KillWait; only a SIGKILL at once loses steps."""
+    options = (*TWO_BY_TWO, "--requeue", "--exclusive", "--partition=abrupt")
+    job = Job.submit(cluster, tmp_path, *options, script="srun TRAIN")
+    job.makes_step(8)
+    cluster.call("scontrol", "requeue", job.number)
+    job.is_requeued(1)
+    job.makes_step(19)
+    preempt(cluster)
+    job.is_requeued(2)
+    job.makes_step(33)
+    cluster.call("scancel", "--signal=KILL", "--full", job.number)
+    job.wait(lambda: "JobState=CANCELLED" in job.shown(), "it was not cancelled")
+    cluster.call("scontrol", "requeue", job.number)
+    job.is_requeued(3)
+    job.makes_step(47)
+    job.signal_ranks(signal.SIGKILL)  # as the kernel does when memory runs out
+    job.wait(lambda: "JobState=FAILED" in job.shown(), "it was not killed")
+    cluster.call("scontrol", "requeue", job.number)
+    job.is_requeued(4)
+    job.ends_well(alone)
+    assert job.sizes == [4] * 5
+    stopped = [int(step) for step in re.findall(r"stopped by SIGTERM after step (\d+) and saved in", job.said)]
+    assert job.starts[:4] == [0, *stopped]
+    assert job.starts[4] in (45, 50), "the last save before the kill"
+    assert "has requeued" not in job.said, "SLURM itself, or its user, has"
+
+
+def test_a_batch_script_passes_the_signal_on(cluster: Slurm, tmp_path: Path, alone: Path) -> None:
+    """The signal comes within a minute of 30 s. That the tasks get it themselves is in test_slurm_page.py."""
+    options = (*TWO_BY_TWO, "--requeue", "--time=2", "--signal=B:USR1@60")
+    job = Job.submit(cluster, tmp_path, *options, script="exec srun TRAIN", more=slow_at_first(tmp_path))
+    job.is_requeued(1)
+    job.ends_well(alone)
+    assert_requeued_itself(job)
 
 
 LAYOUTS = {
@@ -146,7 +125,7 @@ def test_layouts(slurm: Slurm, tmp_path: Path, layout: str) -> None:
     command, ranks = LAYOUTS[layout]
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    environ = {**slurm.env, "PATH": f"{BIN}:{os.environ['PATH']}"}
+    environ = {**slurm.env, "PATH": PATH}
     trained: list[dict[str, Any]] = []
     for start in (sys.executable, command.format(python=sys.executable, port=port)):
         folder = tmp_path / str(len(trained))
