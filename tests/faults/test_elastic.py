@@ -153,6 +153,8 @@ def started(hosts: Cluster, tmp_path: Path) -> Iterator[Callable[..., Elastic]]:
 
     def make(endpoint: str, *, new_stores: bool = True) -> Elastic:
         torchrun = [*TORCHRUN[:ENDPOINT], endpoint, *TORCHRUN[ENDPOINT + 1 :], "--rdzv-conf", SOON]
+        if not new_stores:  # each restart is refused
+            torchrun += ["--max-restarts", "3"]
         made.append(Elastic(hosts, tmp_path, torchrun, NEW_STORES if new_stores else {}))
         return made[-1]
 
