@@ -653,12 +653,9 @@ class Strategy:
             folder,
             keep=keep,
             background=background,
-            restored=self._keep_random_states,
+            restored=self._preparation.keep_random_states,
         )
         return self._checkpoint
-
-    def _keep_random_states(self) -> None:
-        self._preparation.ranks_differ = True
 
     def unwrap(self, module: nn.Module) -> nn.Module:
         """Return the original module of a prepared or compiled one."""
@@ -694,8 +691,9 @@ class Strategy:
         finally:
             job.outlast()
             job.stopping.close()
-            if self._checkpoint is not None:  # the run fails
-                self._checkpoint.abandon()
+            if self._checkpoint is not None:
+                self._checkpoint.abandon()  # if the run fails
+                self._checkpoint = None  # it has wrapped models, with what they communicate by
             self._step.close()
             self._prepared.release()
             self._communicator.close(failed=job.failed)

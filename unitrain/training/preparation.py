@@ -36,9 +36,6 @@ class Preparation:
         register: called with each optimizer.
         in_use: the batch that the script works on.
         config: the settings.
-
-    Attributes:
-        ranks_differ: whether the ranks draw different random numbers, as from the first ``prepare`` or ``resume`` on.
     """
 
     def __init__(
@@ -58,7 +55,7 @@ class Preparation:
         self._register = register
         self._in_use = in_use
         self._config = config
-        self.ranks_differ: bool = False
+        self._ranks_differ = False  # in the random numbers that they draw
 
     def prepare(self, objects: Sequence[Any]) -> tuple[Any, ...]:
         """See ``Strategy.prepare``. Modules are prepared first, so that their parameters are known to optimizers."""
@@ -75,12 +72,16 @@ class Preparation:
         for one in objects:
             if isinstance(one, Optimizer):
                 self._optimizer(one)
-        if not self.ranks_differ:
-            self.ranks_differ = True
+        if not self._ranks_differ:
+            self._ranks_differ = True
             # From here on, random numbers (dropout) differ between ranks; rank 0's are those of a single process.
             if self._communicator.rank > 0:
                 seed_rank(self._config.seed, self._communicator.rank)
         return tuple(done.get(i, one) for i, one in enumerate(objects))
+
+    def keep_random_states(self) -> None:
+        """Record that the ranks' random number generators have been restored: ``prepare`` seeds them no more."""
+        self._ranks_differ = True
 
     def _module(self, module: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
         if module in self._prepared:
