@@ -226,8 +226,7 @@ class Checkpoint:
                 self._folder.remove(step)
             self._folder.point_to_best(None)
             self._folder.forget_run()
-            self._unclaimed = None
-            self._writer.use_best(None)
+            self._unclaimed = self._writer.best = None
             return self._folder.run_id(make=self._spool is not None)
 
         run = self._communicator.on_main(remove)
@@ -307,8 +306,7 @@ class Checkpoint:
 
     def _keep_best(self, opened: Opened, *, is_newest: bool) -> int | None:
         self._unclaimed = None
-        best = None if opened.saved is None else saved.best_beside(opened.saved, self._folder)
-        self._writer.use_best(best)
+        self._writer.best = best = None if opened.saved is None else saved.best_beside(opened.saved, self._folder)
         if is_newest:
             self._folder.point_to_best(best)  # a kill may have come before this
         return best

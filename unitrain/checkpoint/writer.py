@@ -36,6 +36,8 @@ class Writer:
 
     Attributes:
         folder: as given.
+        under_way: what is written in the background, or was written last and is not finished yet.
+        best: the step of the best checkpoint that is complete, if any; on rank 0 only.
         resumed_from: the step that the run was resumed from, if any.
         resumed_best: the step of the best checkpoint when the run was resumed, if any.
         marked: the step that this run saved as the best last, or is saving, if any.
@@ -57,18 +59,13 @@ class Writer:
         self._patience_s = patience_s
         self._failed = failed
         self._thread = ThreadPoolExecutor(1, "checkpoint") if background else None
-        self._under_way: Future[None] | None = None
         self._snapshot: dict[str, Any] | None = None
-        self._best: int | None = None  # the step of the best checkpoint that is complete; on rank 0 only
         self._began = False
+        self.under_way: Future[None] | None = None
+        self.best: int | None = None
         self.resumed_from: int | None = None
         self.resumed_best: int | None = None
         self.marked: int | None = None
-
-    @property
-    def under_way(self) -> Future[None] | None:
-        """What is written in the background, or was written last and is not finished yet."""
-        return self._under_way
 
     def write(self, step: int, parts: dict[str, Any], begun: Begun | None, writers: int, *, best: bool) -> None:
         """Write a checkpoint, or start to write a snapshot of it in the background. On rank 0.
@@ -100,13 +97,13 @@ class Writer:
         if self._thread is None:
             write_own(begun, rank, name, own, self._patience_s)
             return
-        if self._under_way is not None:
-            wait([self._under_way])  # rank 0 has finished, so this is about to
+        if self.under_way is not None:
+            wait([self.under_way])  # rank 0 has finished, so this is about to
         self._snapshot = snapshot(own, self._snapshot)
         self._started(self._thread.submit(write_own, begun, rank, name, self._snapshot, self._patience_s))
 
     def _started(self, writing: Future[None]) -> None:
-        self._under_way = writing
+        self.under_way = writing
         _writing.add(writing)
         writing.add_done_callback(_writing.discard)
 
@@ -115,7 +112,7 @@ class Writer:
             self._failed()
 
     def _write(self, step: int, parts: dict[str, Any], begun: Begun | None, writers: int, best: bool) -> None:
-        best_step = step if best else self._best
+        best_step = step if best else self.best
         about = self._state.about(best_step)
         try:
             self.folder.check()
@@ -131,7 +128,7 @@ class Writer:
             if begun is not None:
                 begun.give_up()
             raise
-        self._best = best_step  # not before: what was the best is kept if this one can't be written
+        self.best = best_step  # not before: what was the best is kept if this one can't be written
         self.folder.point_to_best(best_step)
         prune(self.folder, self._keep, best_step)
 
@@ -147,7 +144,7 @@ class Writer:
         Raises:
             CheckpointError: it could not be written.
         """
-        writing, self._under_way = self._under_way, None
+        writing, self.under_way = self.under_way, None
         error = None if writing is None else writing.exception()
         if error is not None:
             raise CheckpointError(str(error)) from error
@@ -157,10 +154,6 @@ class Writer:
         self.resumed_from = step
         self.marked = None
         self._began = False
-
-    def use_best(self, step: int | None) -> None:
-        """Keep the checkpoint of a step as the best; None if there is none. On rank 0."""
-        self._best = step
 
     def close(self, *, wait: bool) -> None:
         """End the background, after what is under way, which is waited for if ``wait`` is set."""
