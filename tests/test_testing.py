@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import os
 import signal
 import time
@@ -113,6 +114,20 @@ def test_a_duty_that_kills_its_rank_fails_itself() -> None:
     assert outcomes["fine"] == ""
     assert list(outcomes) == ["fine", "die_on_rank_1"]
     assert "was killed by SIGKILL" in outcomes["die_on_rank_1"]
+
+
+def crash_on_rank_1(world: World) -> None:
+    faulthandler.enable()
+    if rank() == 1:
+        signal.raise_signal(signal.SIGSEGV)
+    time.sleep(60)
+
+
+def test_a_crash_says_where() -> None:
+    why = outcomes_of(duty(crash_on_rank_1))["crash_on_rank_1"]
+    assert "was killed by SIGSEGV" in why
+    assert "in crash_on_rank_1" in why
+    assert "Extension modules" not in why  # so long that the stack might not be shown
 
 
 def end_badly(world: World) -> None:

@@ -13,12 +13,13 @@ from ranks import run_ranks
 
 import unitrain
 
+HEARTBEAT_TIMEOUT_S = 1.0
 AT_THE_PROMPT_S = 3.0
 
 
 def stopped_in_pdb(timeout_s: float) -> float:
     """Stop rank 1 at a prompt that is answered later, and return how long it stood there."""
-    strategy = unitrain.init(heartbeat_timeout_s=1.0, timeout_s=timeout_s)
+    strategy = unitrain.init(heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S, timeout_s=timeout_s)
     began = time.monotonic()
     if strategy.rank == 1:
         answers, typed = os.pipe()
@@ -32,7 +33,7 @@ def stopped_in_pdb(timeout_s: float) -> float:
 
 
 def test_pdb_in_one_rank_sends_heartbeats_and_is_waited_for() -> None:
-    assert min(run_ranks(stopped_in_pdb, 60.0)) >= AT_THE_PROMPT_S
+    assert min(run_ranks(stopped_in_pdb, 60.0)) > 2 * HEARTBEAT_TIMEOUT_S  # the ranks' clocks start moments apart
 
 
 def test_pdb_is_limited_by_the_timeout_of_collectives() -> None:

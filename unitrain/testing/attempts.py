@@ -25,7 +25,9 @@ from unitrain.testing.worlds import World
 
 LIMIT_S = 60.0
 """Time limit of one duty, in seconds. Most take a tenth of a second."""
-_SHOWN_CHARACTERS = 3000
+_SHOWN_CHARACTERS = 8000
+# The last line that Python prints when a process crashes. It is long, and no help.
+_EXTENSION_MODULES = re.compile(r"^Extension modules: .*\(total: \d+\)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,8 @@ class _Attempt:
             except (OSError, EOFError, pickle.UnpicklingError):  # the rank was killed, perhaps while writing
                 reports.append(None)
             path = folder / f"output {rank}"
-            output.append(path.read_text(errors="replace").strip() if path.exists() else "")
+            text = path.read_text(errors="replace") if path.exists() else ""
+            output.append(_EXTENSION_MODULES.sub("", text).strip())
         return _Attempt(reports, output)
 
     @property
