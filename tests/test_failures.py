@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -206,6 +207,17 @@ def test_a_wrong_setting_is_told_by_rank_0(tmp_path: Path) -> None:
     assert ends[0].err.startswith("unitrain: error: backend 'dpp' is not installed. Did you mean 'ddp'?")
     assert len(ends[0].err.splitlines()) == 1
     assert ends[1].err == ""
+
+
+@pytest.mark.parametrize(("rank", "messages"), [(1, 0), (2, 1)])
+def test_what_only_some_hosts_can_t_do_is_told_by_one_rank_of_each(tmp_path: Path, rank: int, messages: int) -> None:
+    """Ranks 0 and 1 are on the first host, rank 2 is on the second. srun does not end the others."""
+    recorded = json.loads(Path(__file__).with_name("launch_environments").joinpath("srun-two-nodes.json").read_text())
+    environ = {**os.environ, **recorded["environments"][rank], "MASTER_ADDR": "nowhere.invalid", "MASTER_PORT": "29500"}
+    (tmp_path / "script.py").write_text("import unitrain; unitrain.init()")
+    [end] = _run([sys.executable, str(tmp_path / "script.py")], [environ], None)
+    assert end.code == 2
+    assert end.err.count("unitrain: error: the rendezvous address of srun is nowhere.invalid:29500, but") == messages
 
 
 def test_nonfinite_loss_ends_every_rank_with_3(tmp_path: Path) -> None:

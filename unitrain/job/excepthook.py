@@ -58,8 +58,10 @@ class _FailureHook:
         code = error.exit_code if isinstance(error, UnitrainError) else 130 if kind is KeyboardInterrupt else 1
         # A wrong setting is wrong on every rank. Its message names it, so the line of the script does not matter.
         # So is a missing library, found before the ranks have met.
-        on_all_ranks = isinstance(error, (ConfigError, LaunchError)) or (
-            job is None and isinstance(error, BackendError)
+        on_all_ranks = (
+            isinstance(error, ConfigError)
+            or (isinstance(error, LaunchError) and error.on_all_ranks)
+            or (isinstance(error, BackendError) and job is None)
         )
         if on_all_ranks and launch.rank > 0 and watch is None:
             # srun passes the same arguments to all tasks, and does not end the remaining ones.

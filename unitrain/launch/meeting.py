@@ -37,9 +37,10 @@ def meet_in_new_store(store: Store, launch: Launch, timeout: timedelta) -> None:
     if launch.step is not None:
         _check_step(store, launch, timeout)
     if not _arrive(store, launch):
+        others_read = not store.check([_GO_ON])
         store.set(_DOUBLED, str(launch.rank))
         store.set(_GO_ON, "")  # the others need not wait any longer
-        raise _doubled(launch.rank, launch)
+        raise _doubled(launch.rank, launch, on_all_ranks=others_read)
     try:
         store.wait([_GO_ON], timeout)
     except DistError as error:
@@ -49,7 +50,7 @@ def meet_in_new_store(store: Store, launch: Launch, timeout: timedelta) -> None:
     if store.check([_DOUBLED]):
         rank = int(store.get(_DOUBLED))
         _let_others_read(launch)
-        raise _doubled(rank, launch)
+        raise _doubled(rank, launch, on_all_ranks=True)
 
 
 def meet_in_served_store(store: Store, launch: Launch, timeout: timedelta) -> Store:
@@ -111,7 +112,8 @@ def check_torchrun(launch: Launch) -> None:
     if launch.node_rank and int(str(launch.address).rpartition(":")[2]) in ports:
         raise LaunchError(
             f"torchrun has sent rank {launch.rank} to {launch.address}, a store that it opened itself when this host "
-            f"was the first of the job, but rank 0 is on another host now, and waits elsewhere. {_REMEDY}"
+            f"was the first of the job, but rank 0 is on another host now, and waits elsewhere. {_REMEDY}",
+            on_all_ranks=launch.local_rank > 0,
         )
     hosts = re.search(r"--nnodes[= ](\d+):(\d+)", command)
     if launch.rank == 0 and hosts is not None and hosts[1] != hosts[2]:
@@ -135,7 +137,8 @@ def _check_step(store: Store, launch: Launch, timeout: timedelta) -> None:
         raise LaunchError(
             f"rank {launch.rank} of step {launch.step} of SLURM has come to {launch.address}, where the ranks of step "
             f"{other} meet. Unset MASTER_ADDR and MASTER_PORT, so that each step has an address of its own, or give "
-            "every srun another MASTER_PORT."
+            "every srun another MASTER_PORT.",
+            on_all_ranks=launch.local_rank > 0,
         )
 
 
@@ -170,10 +173,11 @@ def _missing(store: Store, launch: Launch) -> str:
     return store.get("unitrain/missing").decode()
 
 
-def _doubled(rank: int, launch: Launch) -> LaunchError:
+def _doubled(rank: int, launch: Launch, *, on_all_ranks: bool) -> LaunchError:
     return LaunchError(
         f"two processes have come to {launch.address} as rank {rank} of {launch.world_size}: give every process its "
-        "own RANK, and every job its own MASTER_PORT."
+        "own RANK, and every job its own MASTER_PORT.",
+        on_all_ranks=on_all_ranks,
     )
 
 

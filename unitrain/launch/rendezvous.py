@@ -122,7 +122,8 @@ def _at_address(launch: Launch, timeout: timedelta) -> Store:
         raise LaunchError(
             f"the rendezvous address of {launch.launcher} is {address}, but host {host!r} can't be resolved here "
             f"({error.strerror}). Set MASTER_ADDR and MASTER_PORT to an address of rank 0's host that all hosts can "
-            "reach."
+            "reach.",
+            on_all_ranks=launch.local_rank > 0,
         ) from error
     if launch.rendezvous == "served":
         check_torchrun(launch)
@@ -185,7 +186,8 @@ def _join(host: str, port: int, launch: Launch, timeout: timedelta) -> TCPStore:
         raise LaunchError(
             f"the rendezvous address of {launch.launcher} is {host}:{port}, but another program than rank 0 listens "
             "there. End that program (ss -ltnp on that host shows it), or set MASTER_ADDR and MASTER_PORT to another "
-            "address."
+            "address.",
+            on_all_ranks=launch.local_rank > 0,
         )
     return joined.result()
 
