@@ -19,8 +19,8 @@ from unitrain.backend import Backend, Divided, Wait
 from unitrain.config import Section, StrategyConfig
 from unitrain.errors import BackendError, ConfigError, LaunchError
 from unitrain.launch.detect import Launch
-from unitrain.launch.installed_mpi import point_to_installed_mpi
-from unitrain.launch.rendezvous import await_all, mpi_family
+from unitrain.launch.horovodrun_server import await_all
+from unitrain.launch.mpi import mpi_family, point_to_installed_mpi
 
 from .horovod_gather import start_gathers
 from .horovod_settings import HorovodSettings

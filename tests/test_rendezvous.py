@@ -106,7 +106,7 @@ def test_mpirun_without_mpi4py(script: list[str]) -> None:
 def test_a_failing_rank_ends_the_job_of_mpirun(script: list[str]) -> None:
     began = time.monotonic()
     assert run([*MPIRUN, *script, "fail"]).returncode == 7
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 60
 
 
 @pytest.mark.launcher

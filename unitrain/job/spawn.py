@@ -23,7 +23,7 @@ import torch
 from unitrain.errors import CommunicationError, UnitrainError, UsageError
 from unitrain.job import excepthook
 from unitrain.launch.detect import OVERRIDE
-from unitrain.launch.rendezvous import open_on_loopback
+from unitrain.launch.tcp_store import open_on_loopback
 from unitrain.process import end_with_parent, exit_now
 
 # How long the others get after a rank has called sys.exit (unitrain.Stopped, say): they usually do the same.

@@ -1,0 +1,99 @@
+"""Opens torch's TCPStore, and connects to one without waiting for longer than was asked."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+import time
+from concurrent.futures import Future, wait
+from datetime import timedelta
+
+from torch.distributed import TCPStore
+
+from unitrain.errors import CommunicationError, LaunchError
+from unitrain.launch.detect import Launch
+
+LOOPBACK = "127.0.0.1"
+_ANSWER_S, _RETRY_S = 5.0, 0.1
+# As torch's client begins: a number that identifies the protocol, then a ping, whose number the store sends back.
+_PINGED = struct.pack("=I", 4711)
+_PING = struct.pack("=BIB", 0, 0x3C85F7CE, 13) + _PINGED
+
+
+def open_on_loopback(port: int, timeout: timedelta = timedelta(minutes=5)) -> TCPStore:
+    """Return a new store for the processes of this host; other hosts can't reach it.
+
+    Args:
+        port: its port; 0 for a free one.
+        timeout: of waits at the store.
+
+    Raises:
+        OSError: the port is in use.
+    """
+    listener = socket.create_server((LOOPBACK, port), backlog=socket.SOMAXCONN)
+    port = listener.getsockname()[1]
+    return TCPStore(
+        LOOPBACK, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+
+
+def join_store(host: str, port: int, launch: Launch, timeout: timedelta) -> TCPStore:
+    """Return a client of the store at an address, waiting until it is open.
+
+    If nothing listens at the address, torch's client waits for up to twice its timeout and prints many lines. If a
+    program listens that never answers, it waits forever. So it is started in a thread, once something listens.
+
+    Raises:
+        CommunicationError: nothing listened there in time.
+        LaunchError: another program listens there.
+    """
+    deadline = time.monotonic() + timeout.total_seconds()
+    while not _listens(host, port):
+        if time.monotonic() > deadline:
+            raise CommunicationError(
+                f"rank {launch.rank} of {launch.world_size} waited {timeout.total_seconds():g} s for rank 0 at "
+                f"{host}:{port}, but nothing listens there. Check that rank 0 is running, and that this host can reach "
+                "that address (firewall, MASTER_ADDR)."
+            )
+        time.sleep(_RETRY_S)
+    joined: Future[TCPStore] = Future()
+
+    def join() -> None:
+        try:
+            joined.set_result(TCPStore(host, port, launch.world_size, timeout=timeout, wait_for_workers=False))
+        except BaseException as error:  # of any kind: otherwise the future would never be done
+            joined.set_exception(error)
+
+    threading.Thread(target=join, daemon=True).start()
+    if wait([joined], _ANSWER_S).not_done and _listens(host, port) and not _is_store(host, port):
+        raise LaunchError(
+            f"the rendezvous address of {launch.launcher} is {host}:{port}, but another program than rank 0 listens "
+            "there. End that program (ss -ltnp on that host shows it), or set MASTER_ADDR and MASTER_PORT to another "
+            "address.",
+            on_all_ranks=launch.local_rank > 0,
+        )
+    return joined.result()
+
+
+def _listens(host: str, port: int) -> bool:
+    """Return whether a connection is accepted at an address."""
+    try:
+        socket.create_connection((host, port), 1.0).close()
+    except OSError:
+        return False
+    return True
+
+
+def _is_store(host: str, port: int) -> bool:
+    """Return whether a store of torch listens at an address.
+
+    Its client may need longer than this, since it looks up the names of both ends. Where the name server does not
+    know them, or is asked by thousands of ranks at once, that takes seconds.
+    """
+    try:
+        with socket.create_connection((host, port), 1.0) as connection:
+            connection.sendall(_PING)
+            return connection.recv(len(_PINGED)) == _PINGED
+    except OSError:
+        return False
