@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -104,9 +103,7 @@ def test_mpirun_without_mpi4py(script: list[str]) -> None:
 
 @pytest.mark.launcher
 def test_a_failing_rank_ends_the_job_of_mpirun(script: list[str]) -> None:
-    began = time.monotonic()
-    assert run([*MPIRUN, *script, "fail"]).returncode == 7
-    assert time.monotonic() - began < 60
+    assert run([*MPIRUN, *script, "fail"]).returncode == 7  # MPI_Finalize would wait for it without end
 
 
 @pytest.mark.launcher
