@@ -24,6 +24,8 @@ BIN := $(abspath $(VENV))/bin
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --root-user-action=ignore
 # What a test or a launcher starts is looked for in the environment first.
 export PATH := $(BIN):$(PATH)
+# The tests start a thousand processes, and each would compile the package.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help train test soak coverage bench lint hooks dist docs clean
