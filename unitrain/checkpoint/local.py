@@ -14,6 +14,7 @@ from unitrain.checkpoint.folder import RUN_ID, Begun, NotACheckpointError, Other
 from unitrain.checkpoint.lock import FolderLock
 from unitrain.checkpoint.manifest import Manifest
 from unitrain.checkpoint.mapped import MappedFiles
+from unitrain.checkpoint.shards import PREFIX
 from unitrain.checkpoint.verifying import JointVerification
 from unitrain.errors import CheckpointError
 
@@ -190,5 +191,8 @@ def checkpoint_in(folder: Path, joint: JointVerification | None = None) -> Saved
 
 def _opened(folder: Path, joint: JointVerification | None) -> Saved:
     manifest = storage.verify(folder, storage.verify_files if joint is None else joint)
-    files = MappedFiles() if joint is None or joint.shards is None else joint.files
-    return Saved.of(manifest, storage.read(folder, manifest.files, files), files, str(folder))
+    if joint is None or joint.shards is None:
+        files = MappedFiles()
+        return Saved.of(manifest, storage.read(folder, manifest.files, files), files, str(folder))
+    whole = storage.read(folder, [name for name in manifest.files if not name.startswith(PREFIX)], joint.files)
+    return Saved.of(manifest, {**whole, **joint.shards.contents()}, joint.files, str(folder))

@@ -13,7 +13,8 @@ from unitrain.checkpoint import shards, storage
 from unitrain.checkpoint.manifest import DamagedError, Described
 from unitrain.checkpoint.mapped import MappedFiles
 from unitrain.checkpoint.reading import open_regular
-from unitrain.checkpoint.shard_files import LocalShards, RemoteShards, ShardFiles
+from unitrain.checkpoint.shard_files import ShardFiles
+from unitrain.checkpoint.shards import Content
 from unitrain.communicator import Communicator
 from unitrain.errors import CheckpointError
 from unitrain.training.streaming import Keys, RowBlocks
@@ -45,9 +46,9 @@ def _manifest_at(files: RemoteFiles) -> str | None:
 class JointVerification:
     """Rank 0 calls this to verify files, and ``end`` after the last call; meanwhile the others ``serve``.
 
-    Each rank verifies some of the files with shards: its own, which it reads, if there are as many ranks as when they
-    were written. From an object store, each downloads those that it verifies. The other files are read by rank 0 only,
-    which verifies them.
+    Each rank verifies and opens some of the files with shards: its own, which it reads, if there are as many ranks as
+    when they were written. It learns from the others how many rows theirs have, and opens those of which it needs some.
+    From an object store, it downloads what it opens. Files without shards are read by rank 0 only, which verifies them.
 
     Args:
         communicator: the communicator of this process.
@@ -71,7 +72,7 @@ class JointVerification:
         if several and not self._asked(str(path), _manifest(path), several, remote=False):
             storage.verify_files(folder, several)
 
-    def download(self, files: RemoteFiles, several: Mapping[str, Described]) -> dict[str, Any] | None:
+    def download(self, files: RemoteFiles, several: Mapping[str, Described]) -> Mapping[str, Any] | None:
         """Download and verify files with shards, each on one rank, and return their contents here, by name.
 
         Args:
@@ -87,10 +88,7 @@ class JointVerification:
         self.shards = None
         if several:
             self._asked(files.url, _manifest_at(files), several, remote=True)
-        if self.shards is None:
-            return None
-        names = [name.removesuffix(".pt") for name in sorted(several)]
-        return dict(zip(names, self.shards.contents(), strict=True))
+        return None if self.shards is None else self.shards.contents()
 
     def _asked(self, place: str, manifest: str | None, files: Mapping[str, Described], *, remote: bool) -> bool:
         """Have all ranks verify files, and return whether all see them."""
@@ -118,43 +116,46 @@ class JointVerification:
         ranks = self._communicator
         own = [number for number in range(len(files)) if number * ranks.world_size // len(files) == ranks.rank]
         answer: dict[str, Any] = {"sees": True, "error": None, "rows": {}}
-        found: LocalShards | RemoteShards | None
+        found = None
         try:
-            found = self._remote(request, files, own) if request["remote"] else self._local(request, files, own)
+            found = self._remote(request, files) if request["remote"] else self._local(request, files, own)
+            if found is not None:
+                found.fetch(own)
+                answer["rows"] = found.loaded_rows()
         except DamagedError as error:
-            found, answer["error"] = None, str(error)
-        else:
-            answer["sees"] = found is not None
-        if isinstance(found, RemoteShards):
-            answer["rows"] = found.own_rows()
+            answer["error"] = str(error)
+        except CheckpointError:  # rank 0 reads them all, and raises it
+            found = None
+        answer["sees"] = found is not None or answer["error"] is not None
         answers = ranks.all_gather_data(answer)
         if all(one["sees"] for one in answers):
-            if isinstance(found, RemoteShards):
-                found.rows = {number: rows for one in answers for number, rows in one["rows"].items()}
-            self.shards = found or LocalShards([], self.files)  # none is read: there is damage
+            self.shards = found or ShardFiles([], lambda names: {})  # none is read: there is damage
+            self.shards.rows = {name: rows for one in answers for name, rows in one["rows"].items()}
         return answers
 
-    def _local(self, request: dict[str, Any], files: Mapping[str, Described], own: Sequence[int]) -> LocalShards | None:
+    def _local(self, request: dict[str, Any], files: Mapping[str, Described], own: Sequence[int]) -> ShardFiles | None:
         folder, names = Path(request["place"]), list(files)
         if _manifest(folder) != request["manifest"]:
             return None
         storage.verify_files(folder, {names[number]: files[names[number]] for number in own})
-        return LocalShards([folder / name for name in names], self.files)
 
-    def _remote(
-        self, request: dict[str, Any], files: Mapping[str, Described], own: Sequence[int]
-    ) -> RemoteShards | None:
-        from unitrain.checkpoint.remote_files import RemoteFiles  # and fsspec
+        def load(names: Sequence[str]) -> dict[str, Content]:
+            return storage.read(folder, [f"{name}.pt" for name in names], self.files)
 
-        try:
-            store = RemoteFiles(request["place"])
-            if _manifest_at(store) != request["manifest"]:
-                return None
-            found = RemoteShards(store, files, self.files)
-            found.fetch(own)
-        except CheckpointError:
+        return ShardFiles([name.removesuffix(".pt") for name in names], load)
+
+    def _remote(self, request: dict[str, Any], files: Mapping[str, Described]) -> ShardFiles | None:
+        from unitrain.checkpoint.download import download  # and fsspec
+        from unitrain.checkpoint.remote_files import RemoteFiles
+
+        store = RemoteFiles(request["place"])
+        if _manifest_at(store) != request["manifest"]:
             return None
-        return found
+
+        def load(names: Sequence[str]) -> dict[str, Content]:
+            return download(store, {f"{name}.pt": files[f"{name}.pt"] for name in names}, self.files)
+
+        return ShardFiles([name.removesuffix(".pt") for name in files], load)
 
     def blocks(
         self, places: Mapping[str, Sequence[Keys]], outlines: Mapping[str, Any], rows: Rows
@@ -171,7 +172,7 @@ class JointVerification:
         """
         if self.shards is None:
             return {}
-        held = shards.blocks_at(places, outlines, self.shards.contents())
+        held = shards.blocks_at(places, outlines, list(self.shards.contents().values()))
         needed = {
             number
             for name, found in held.items()
@@ -186,7 +187,7 @@ class JointVerification:
         failures = list(filter(None, self._communicator.all_gather_data(why)))
         if failures:
             raise CheckpointError(f"{failures[0]}. Nothing was loaded.")
-        return shards.blocks_at(places, outlines, self.shards.contents())
+        return shards.blocks_at(places, outlines, list(self.shards.contents().values()))
 
 
 def _overlapping(blocks: RowBlocks, rows: range) -> list[int]:
