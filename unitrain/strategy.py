@@ -85,7 +85,8 @@ class Strategy:
         self.world_size: int = self._communicator.world_size
         self.is_main: bool = self._communicator.is_main
         self.node_rank: int = self._job.node_rank
-        self._precision = Precision(config.precision, self.device)
+        sharded = self._communicator if self._communicator.shards_parameters else None
+        self._precision = Precision(config.precision, self.device, sharded)
         shares = Shares(config.shares if isinstance(config.shares, tuple) else None, self.world_size)
         self._prepared = PreparedModules(distributed=self.world_size > 1, shares=shares)
         pass_boundary = self._job.stopping.pass_boundary

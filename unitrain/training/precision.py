@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp.autocast_mode import is_autocast_available
 
+from unitrain.communicator import Communicator
 from unitrain.config import Precision as PrecisionName
 from unitrain.device import devices_of
 
@@ -79,15 +80,26 @@ def _inputs_to_double(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, A
 class Precision:
     """The precision of a run: fp32, fp64, or float32 weights with autocast to bf16 or fp16.
 
+    Args:
+        name: the setting.
+        device: the device of this process.
+        sharded: the communicator, if each rank has a part of every parameter.
+
     Attributes:
         scaler: the GradScaler of fp16, else None.
     """
 
-    def __init__(self, name: PrecisionName, device: torch.device) -> None:
+    def __init__(self, name: PrecisionName, device: torch.device, sharded: Communicator | None = None) -> None:
         self._device_type = device.type
         self._name = name
         self._dtype = AUTOCAST_DTYPE.get(name)
-        self.scaler: torch.amp.GradScaler | None = torch.amp.GradScaler(device.type) if name == "fp16" else None
+        self.scaler: torch.amp.GradScaler | None = None
+        if name == "fp16" and sharded is not None:
+            from unitrain.training.sharded_scaler import ShardedScaler
+
+            self.scaler = ShardedScaler(sharded)
+        elif name == "fp16":
+            self.scaler = torch.amp.GradScaler(device.type)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context manager in which to compute a loss. It does nothing in fp32 and fp64."""
