@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_waits import GPU_0, Waits, communicator_on_gpu
 from ranks import run_ranks
 from torch import nn
 from torch.optim import SGD
@@ -92,3 +93,15 @@ def test_shards_are_checked_clipped_and_stepped_as_the_whole(bad: float | None) 
             assert norm is None if expected_norm is None else norm == pytest.approx(expected_norm.item(), rel=1e-6)
             for name, weight in weights.items():
                 torch.testing.assert_close(weight, model.get_parameter(name).detach(), msg=f"{name} {way}")
+
+
+def test_a_norm_does_not_wait_for_a_gpu() -> None:
+    """Neither if every parameter is divided, which leaves no gradients that each rank has."""
+    with Waits() as waits:
+        guard = ShardedGuardedStep(communicator_on_gpu(), 1.0, None, False)
+        gradients = [torch.ones(3, device=GPU_0), torch.ones(2, 2, device=GPU_0)]
+        for guard._sharded, guard._replicated in ((gradients, []), (gradients[:1], gradients[1:]), ([], [])):
+            norm = guard._norm(gradients)
+            assert norm.device == GPU_0
+            guard._scale([], gradients, 1.0, norm)
+    assert waits.found == []

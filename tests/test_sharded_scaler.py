@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from ranks import run_ranks
@@ -26,7 +27,13 @@ class Scaled(nn.Module):
 
 def train(backend: str) -> tuple[list[bool], list[float], dict[str, Tensor]]:
     """Return which steps were made, the scale after each, and the weights."""
-    settings = {"backend": backend, "device": "cpu", "precision": "fp16", "clip_norm": 1.0, "timeout_s": 30}
+    settings: dict[str, Any] = {
+        "backend": backend,
+        "device": "cpu",
+        "precision": "fp16",
+        "clip_norm": 1.0,
+        "timeout_s": 30,
+    }
     with unitrain.init(**settings) as strategy:
         torch.manual_seed(0)
         model = Scaled()

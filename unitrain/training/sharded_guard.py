@@ -57,14 +57,17 @@ class ShardedGuardedStep(GuardedStep):
 
     def _norm(self, gradients: list[Tensor]) -> Tensor:
         """Return the 2-norm over all ranks. What every rank has is counted once."""
-        # In float64, as the norm of no gradients at all would be in float32, and squares overflow.
-        device = self._communicator.device
-        sharded, replicated = (
-            get_total_norm(some).to(device, torch.float64).square() for some in (self._sharded, self._replicated)
-        )
+        sharded, replicated = self._square(self._sharded), self._square(self._replicated)
         self._communicator.all_reduce_async(sharded, "sum", "gradients.norm")()
         norm = (sharded / self._communicator.replicas + replicated).sqrt()
         return norm.to(gradients[0].dtype.to_real()) if gradients else norm.float()
+
+    def _square(self, gradients: list[Tensor]) -> Tensor:
+        """Return the square of the 2-norm of gradients, in float64: it overflows float32."""
+        device = self._communicator.device
+        if not gradients:  # torch's norm of none is on the CPU, from where a copy would wait for the GPU
+            return torch.zeros((), dtype=torch.float64, device=device)
+        return get_total_norm(gradients).to(device, torch.float64).square()
 
     def _scale(self, parameters: Iterable[Parameter], gradients: list[Tensor], limit: float, norm: Tensor) -> None:
         factor = torch.clamp(limit / (norm + 1e-6), max=1.0)  # as torch's clip_grads_with_norm_
