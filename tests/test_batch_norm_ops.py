@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_waits import GPU_0, Waits, communicator_on_gpu
 from needs import HOROVOD
 from ranks import run_ranks
 from torch import Tensor, nn
 
 import unitrain
+from unitrain.data.loop import BatchInUse
 from unitrain.training import batch_norm
+from unitrain.training.batch_norm_ops import Ranks, gather_statistics
 
 CHANNELS = 3
 
@@ -65,3 +68,10 @@ def _penalty(model: Any) -> None:
 @pytest.mark.parametrize("launcher", ["spawn", pytest.param("horovodrun", marks=HOROVOD)])
 def test_compiled_and_exported_without_graph_breaks(launcher: Any) -> None:
     run_ranks(_compiled, launcher=launcher)
+
+
+def test_no_layer_waits_for_a_gpu() -> None:
+    with Waits() as waits:
+        ranks = Ranks(communicator_on_gpu(), BatchInUse())
+        assert gather_statistics(torch.ones(2, CHANNELS, device=GPU_0), ranks, "layer").mean.device == GPU_0
+    assert waits.found == []

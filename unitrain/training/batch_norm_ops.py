@@ -127,7 +127,7 @@ def gather_statistics(x: Tensor, ranks: Ranks, name: str) -> Statistics:
         variance, mean = torch.var_mean(x.to(_computed_in(x)), rows, correction=0)
         local[:channels] = mean
         local[channels : 2 * channels] = variance
-        local[-1] = count
+        local[-1:] = count  # older torch sets a single element by a copy from the host, which waits for the GPU
     ranks.communicator.compare_calls(f"forward of {name}")
     with ranks.communicator.pulse.within(name):
         local = local.to(ranks.communicator.device)  # the layer may be on another one

@@ -60,7 +60,7 @@ class _Bucket:
         if self.locally_unused:
             for i in self.locally_unused:
                 self.views[i].zero_()
-                self.used[i] = 0
+                self.used[i].zero_()
             views = [v for v, p in zip(self.views, self.parameters, strict=True) if p.grad is not None]
         if gradients:
             torch._foreach_copy_(views, gradients)
