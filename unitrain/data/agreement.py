@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import torch
-
 from unitrain.communicator import Communicator
+from unitrain.counts import CountReduction
 from unitrain.data.sharding import EpochPlan, MicroBatch
 from unitrain.data.stream import Piece
 from unitrain.errors import DataError
@@ -33,10 +31,8 @@ class Agreement:
     def __init__(self, communicator: Communicator, plan: EpochPlan) -> None:
         self._communicator = communicator
         self._plan = plan
-        self._name = f"stream.{next(_numbers)}"
+        self._sums = CountReduction(communicator, "sum", f"stream.{next(_numbers)}")
         self._asked: Callable[[], list[int]] | None = None
-        # On a GPU, reading a sum on the compute stream would wait for the computation.
-        self._stream = torch.cuda.Stream(communicator.device) if communicator.device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def micro_batches(self, pieces: Iterator[Piece], start: int, step: int) -> Iterator[tuple[MicroBatch, Any]]:
         """Yield this rank's micro-batches, and stand-ins after its last, as long as any rank has samples.
@@ -93,20 +89,13 @@ class Agreement:
         """Start to sum values over the ranks. Return a function that waits for the sums."""
         if self._plan.world_size == 1:
             return lambda: values
-        with self._on_own_stream():
-            tensor = torch.tensor(values, device=self._communicator.device)
-            wait = self._communicator.all_reduce_async(tensor, "sum", self._name)
+        sums = self._sums.start(values)
 
-        def sums() -> list[int]:
-            with self._on_own_stream(), self._communicator.pulse.within("the next batch"):
-                wait()
-                summed: list[int] = tensor.tolist()
-                return summed
+        def waited() -> list[int]:
+            with self._communicator.pulse.within("the next batch"):
+                return sums()
 
-        return sums
-
-    def _on_own_stream(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        return waited
 
 
 class _Source:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from unitrain.communicator import Communicator
+from unitrain.counts import CountReduction
 from unitrain.training.prepared import PreparedModules
 from unitrain.training.streaming import broadcast_tensors
 
@@ -47,11 +48,12 @@ class BufferSync:
     def __init__(self, communicator: Communicator, prepared: PreparedModules) -> None:
         self._communicator = communicator
         self._prepared = prepared
+        self._changes = CountReduction(communicator, "max", "changed buffers")
         self._modules: set[nn.Module] = set()
         self._slots: list[_Slot] = []
         self._seen: list[tuple[Tensor, int]] = []
         self._moving: list[_Slot] = []
-        self._agreed: Callable[[], list[bool]] | None = None
+        self._agreed: Callable[[], list[int]] | None = None
         self._waits = False  # in the second step of a module
 
     @torch.no_grad()
@@ -64,7 +66,7 @@ class BufferSync:
             self._add_moving(self._agreed())
             self._agreed = None
         if self._slots:
-            self._agreed = self._agree(
+            self._agreed = self._changes.start(
                 [slot.tensor is not seen or seen._version != v for slot, (seen, v) in self._paired()]
             )
             if self._waits:
@@ -85,19 +87,7 @@ class BufferSync:
         self._modules.update(new)
         return [slot for module in new for slot in _slots(module)]
 
-    def _agree(self, changed: list[bool]) -> Callable[[], list[bool]]:
-        """Start to find out which buffers have changed on any rank. Return a function that returns them."""
-        device = self._communicator.device
-        flags = torch.tensor(changed, dtype=torch.int32, device=device)
-        wait = self._communicator.all_reduce_async(flags, "max", "changed buffers")
-        if device.type != "cuda":
-            return lambda: (wait(), flags.bool().tolist())[1]
-        wait()
-        on_host = flags.to("cpu", non_blocking=True)
-        arrived = torch.cuda.current_stream(device).record_event()
-        return lambda: (arrived.synchronize(), on_host.bool().tolist())[1]
-
-    def _add_moving(self, changed: list[bool]) -> None:
+    def _add_moving(self, changed: list[int]) -> None:
         known = set(self._moving)
         self._moving += [slot for slot, moved in zip(self._slots, changed, strict=True) if moved and slot not in known]
 
