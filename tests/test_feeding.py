@@ -174,6 +174,20 @@ def test_on_a_gpu_a_batch_is_whole_when_it_is_used_and_is_not_overwritten() -> N
 
 @pytest.mark.gpu
 @GPU
+def test_on_a_gpu_the_memory_of_batches_serves_later_epochs() -> None:
+    device = torch.device("cuda")
+    reserved = []
+    for _ in range(4):
+        for _, rows in feed(((i, torch.ones(1 << 24).pin_memory()) for i in range(4)), device):
+            assert rows.is_cuda
+            del rows
+        torch.cuda.synchronize()
+        reserved.append(torch.cuda.memory_reserved(device))
+    assert reserved[1:] == reserved[:1] * 3
+
+
+@pytest.mark.gpu
+@GPU
 def test_on_a_gpu_a_loader_pins_and_copies_what_its_workers_read() -> None:
     strategy = unitrain.init(device="cuda", backend="single")
     loader = strategy.dataloader(list(range(100)), global_batch_size=8, num_workers=2, shuffle=True)

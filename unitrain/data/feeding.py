@@ -54,7 +54,7 @@ def feed(batches: Iterator[tuple[T, Any]], device: torch.device) -> Iterator[tup
         for label, batch in batches:
             yield label, to_device(batch, device)
         return
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream = _copy_stream(device)
     ahead: tuple[T, Any, torch.cuda.Event] | None = None
     for label, batch in batches:
         with torch.cuda.stream(stream):
@@ -65,6 +65,12 @@ def feed(batches: Iterator[tuple[T, Any]], device: torch.device) -> Iterator[tup
         ahead = (label, copied, arrival)
     if ahead is not None:
         yield _arrived(*ahead, device)
+
+
+@lru_cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream for copies to a GPU. It is the same in every epoch: memory freed on one serves no other."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _arrived(label: T, batch: Any, arrival: torch.cuda.Event, device: torch.device) -> tuple[T, Any]:
