@@ -86,6 +86,7 @@ class FSDPBackend(ProcessGroupBackend):
             shape = (self.world_size,) if self.replicas == 1 else (self.replicas, self.launch.local_world_size)
             names = ("shard",) if self.replicas == 1 else ("replicate", "shard")
             self._mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
+            self.set_timeout(self._mesh.get_all_groups())
         return world
 
     def close(self, *, failed: bool) -> None:

@@ -530,7 +530,12 @@ def two_hosts(nprocs: int) -> Iterator[list[dict[str, str]]]:
 
 def train_on_hosts(folder: str) -> tuple[list[float], State, float]:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    return train(2, {"backend": "fsdp", "fsdp": {"shards": "host"}}, folder)
+    settings: dict[str, Any] = {"backend": "fsdp", "fsdp": {"shards": "host"}}
+    with unitrain.init(**settings, device="cpu", timeout_s=77) as strategy:
+        groups = strategy._backend._mesh.get_all_groups()  # type: ignore[attr-defined]
+        assert [group._get_backend(torch.device("cpu")).options._timeout.seconds for group in groups] == [77, 77]
+        del groups
+    return train(2, settings, folder)
 
 
 def test_shards_of_a_host_are_replicated_between_hosts(tmp_path: Path) -> None:
