@@ -108,12 +108,13 @@ class ProcessGroupBackend(Backend):
         wanted = str(self.settings.communication)
         if self.device.type != "cuda":
             return "gloo" if wanted == "auto" else wanted
-        shared = self.world_size > 1 and any_shared(store, gpu_id(self.device), self.world_size)
+        shared = self.world_size > 1 and any_shared(store, gpu_id(self.device, self.rank), self.world_size)
         if shared and wanted == "nccl":
             raise ConfigError(
                 f"{self.name}.communication is nccl, which needs a separate GPU for every process, but some of the "
-                f"{self.world_size} processes share one (device is {self.config.device!r}): start at most one process "
-                f"per GPU, or set {self.name}.communication to auto or gloo."
+                f"{self.world_size} processes share one, or have MIG instances of one (device is "
+                f"{self.config.device!r}): start at most one process per GPU, set {self.name}.communication to auto or "
+                "gloo, or, with NCCL 2.30 or newer, set NCCL_MULTI_RANK_GPU_ENABLE=1."
             )
         return "gloo" if shared else "nccl" if wanted == "auto" else wanted
 

@@ -8,6 +8,8 @@ from importlib import import_module
 from typing import Any
 
 import pytest
+import torch
+from needs import GPU
 from torch.distributed import TCPStore
 
 ddp_devices: Any = import_module("unitrain.backends.ddp_devices")
@@ -29,3 +31,14 @@ def test_ranks_agree_on_whether_they_share_a_device(
 
     with ThreadPoolExecutor(len(devices)) as ranks:
         assert list(ranks.map(rank, devices)) == [shared] * len(devices)
+
+
+@pytest.mark.gpu
+@GPU
+def test_ranks_on_one_gpu_share_it_unless_nccl_was_told_to_take_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda", 0)
+    assert ddp_devices.gpu_id(gpu, 0) == ddp_devices.gpu_id(gpu, 1)
+    for i in range(1, torch.cuda.device_count()):
+        assert ddp_devices.gpu_id(torch.device("cuda", i), 0) != ddp_devices.gpu_id(gpu, 0)
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    assert ddp_devices.gpu_id(gpu, 0) != ddp_devices.gpu_id(gpu, 1)
