@@ -136,7 +136,8 @@ class Training:
 def measure_model(model: str, batch: int, compiled: bool, rounds: int, steps: int, small: bool) -> Found:
     """Measure each framework's step, in turns, and the GPU's throughput."""
     device = "cpu" if small else "cuda"
-    with unitrain.init(device=device, precision="bf16", tf32=True, cudnn_benchmark=True) as strategy:
+    how: dict[str, Any] = {"precision": "bf16", "tf32": True, "cudnn_benchmark": True}
+    with unitrain.init(backend="single", device=device, **how) as strategy:  # on hosts with several GPUs, too
         training = Training(model, batch, strategy.device, compiled, small)
         with FlopCounterMode(display=False) as counter:
             training.loss(training.build().to(strategy.device)(training.images)).backward()  # type: ignore[no-untyped-call]
