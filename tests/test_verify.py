@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from needs import HOROVOD
+import torch
+from needs import GPU, HOROVOD
 from slurm import Slurm
 
 from unitrain.backend import backend_names
@@ -17,7 +18,7 @@ from unitrain.commands.launchers import launch_environment
 from unitrain.commands.verify import worlds
 from unitrain.commands.verify.cases import CASES
 from unitrain.commands.verify.command import verify
-from unitrain.commands.verify.worlds import find_worlds
+from unitrain.commands.verify.worlds import World, find_worlds, works
 
 BROKEN = '''
 from unitrain.backend import load_backend
@@ -180,3 +181,23 @@ def test_an_unknown_backend_is_one_message() -> None:
     assert done.returncode == 2
     assert "Did you mean 'horovod'?" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_what_a_backend_refuses_is_left_out() -> None:
+    world = World("torchrun", 2, "ddp")
+    assert works(world, "cpu", {"accumulate": 2})
+    assert not works(world, "cpu", {"accumulate": 2, "ddp": {"static_graph": True}})
+
+
+@pytest.mark.gpu
+@GPU
+@pytest.mark.parametrize("backend", ["single", "data_parallel", "ddp", "fsdp"])
+def test_backends_pass_on_a_gpu_that_the_ranks_share(backend: str) -> None:
+    assert verify(backend=backend, device="cuda:0") == 0
+
+
+@pytest.mark.gpu
+@GPU
+@pytest.mark.skipif(torch.cuda.device_count() < 3, reason="needs three CUDA GPUs, and pytest -m gpu to see them")
+def test_backends_pass_on_gpus_of_their_own() -> None:
+    assert verify(device="cuda") == 0

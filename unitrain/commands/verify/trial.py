@@ -1,6 +1,6 @@
-"""The loop to verify: every rank of a world trains all cases with one backend.
+"""The loop to verify: every rank of a world trains cases with one backend.
 
-``python -m unitrain.commands.verify.trial FOLDER BACKEND DEVICE``, started by any launcher.
+``python -m unitrain.commands.verify.trial FOLDER BACKEND DEVICE CASE ...``, started by any launcher.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -57,10 +57,10 @@ def train(case: Case, init: Callable[..., unitrain.Strategy]) -> tuple[int, Trac
     raise AssertionError("a case has at least one step an epoch")
 
 
-def main(folder: Path, backend: str, device: str) -> None:
-    """Train every case. If one fails, record the error and end the world."""
+def main(folder: Path, backend: str, device: str, names: Sequence[str]) -> None:
+    """Train the cases of these names. If one fails, record the error and end the world."""
     init = partial(unitrain.init, backend=backend, device=device, threads_per_process=1)
-    for case in CASES:
+    for case in (case for case in CASES if case.name in names):
         try:
             rank, trace = train(case, init)
         except Exception:
@@ -70,4 +70,4 @@ def main(folder: Path, backend: str, device: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3])
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4:])

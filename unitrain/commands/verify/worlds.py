@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from unitrain.backend import load_backend
 from unitrain.commands.launchers import local_launchers
-from unitrain.config import StrategyConfig
 from unitrain.errors import UnitrainError
 from unitrain.launch.detect import Launch
+from unitrain.settings.strategy_config import StrategyConfig
 
 _SIZES = {"python": (1,), "torchrun": (2, 3), "mpirun": (2, 3), "horovodrun": (2,), "srun": (2,)}
+_NONE: Mapping[str, Any] = {}
 
 
 @dataclass(frozen=True)
@@ -41,14 +43,16 @@ def find_worlds(
         World(launcher, size, backend)
         for launcher, size in candidates
         for backend in backends
-        if _works(backend, device, Launch(launcher, world_size=size, local_world_size=size))
+        if works(World(launcher, size, backend), device)
     ]
 
 
-def _works(backend: str, device: str, launch: Launch) -> bool:
+def works(world: World, device: str, settings: Mapping[str, Any] = _NONE) -> bool:
+    """Return whether the backend of a world supports the launcher, the device and settings."""
+    launch = Launch(world.launcher, world_size=world.size, local_world_size=world.size)
     try:
-        found = load_backend(backend)
-        found.check(StrategyConfig(backend=backend, device=device), launch)
+        found = load_backend(world.backend)
+        found.check(StrategyConfig(**{"backend": world.backend, "device": device, **settings}), launch)
     except UnitrainError:
         return False
     return found.expected_world(launch) == launch.world_size
