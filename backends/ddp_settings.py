@@ -13,7 +13,7 @@ class DDPSettings(Section):
     """Settings of the backend ddp (torch's DistributedDataParallel)."""
 
     communication: Literal["auto", "nccl", "gloo"] = "auto"
-    """Communication library; auto: nccl if every process has a separate GPU, else gloo."""
+    """Communication library; auto: nccl if every process has a separate GPU (not a MIG instance), else gloo."""
     find_unused_parameters: bool = False
     """Find parameters that were not used in a forward, in each backward; slower. Not needed with static_graph."""
     static_graph: bool = False

@@ -16,7 +16,7 @@ class FSDPSettings(Section):
     """Settings of the backend fsdp (torch's fully_shard)."""
 
     communication: Literal["auto", "nccl", "gloo"] = "auto"
-    """Communication library; auto: nccl if every process has a separate GPU, else gloo."""
+    """Communication library; auto: nccl if every process has a separate GPU (not a MIG instance), else gloo."""
     wrap: Annotated[
         tuple[str, ...] | Annotated[int, Field(ge=1)] | None,
         Field(json_schema_extra={"allowed": "names of classes, a number of parameters or null"}),
