@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from needs import GPU
 from torch import nn
 
 import unitrain
@@ -179,3 +180,14 @@ def test_a_script_s_own_mapping_of_a_file_is_left_alone(strategy: Strategy, tmp_
     own += 1  # in its private copy of the pages
     assert torch.equal(strategy.load(path), torch.ones(10_000))
     assert torch.equal(own, torch.full((10_000,), 2.0))
+
+
+@pytest.mark.gpu
+@GPU
+def test_files_of_a_gpu_can_be_loaded_anywhere(tmp_path: Path) -> None:
+    with unitrain.init(backend="single", device="cuda") as strategy:
+        model = strategy.prepare(nn.Linear(2, 2))
+        strategy.save(model, tmp_path / "model.pt")
+        strategy.checkpoint(tmp_path / "run", background=False, model=model).save()
+    for file in (tmp_path / "model.pt", tmp_path / "run" / "step-0000000000" / "model.pt"):
+        assert {tensor.device.type for tensor in torch.load(file, weights_only=True).values()} == {"cpu"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from needs import GPU
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from unitrain.checkpoint.snapshot import snapshot
+from unitrain.checkpoint.snapshot import on_host, snapshot
 
 
 def test_a_snapshot_is_a_copy_and_uses_the_memory_of_the_one_before() -> None:
@@ -57,6 +58,19 @@ def test_each_gpu_that_is_copied_from_is_waited_for_once(monkeypatch: pytest.Mon
     waited.clear()
     snapshot({"weight": torch.ones(2)})
     assert not waited
+
+
+def test_what_is_on_a_gpu_is_copied_to_the_host_once() -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        weight = torch.ones(4, 2, device="cuda:1")
+        here = torch.ones(1)
+        state = OrderedDict(weight=weight.detach(), tied=weight.view(4, 2), rows=weight[2:], nested=[here, 3])
+        copied = on_host(state)
+    assert {one.device.type for one in (copied["weight"], copied["rows"])} == {"cpu"}
+    assert copied["weight"] is copied["tied"]
+    assert copied["rows"].shape == (2, 2)
+    assert copied["nested"][0] is here
+    assert type(copied) is OrderedDict
 
 
 @pytest.mark.gpu

@@ -16,6 +16,7 @@ from torch import nn
 from unitrain.checkpoint.mapped import MappedFiles
 from unitrain.checkpoint.reading import reason
 from unitrain.checkpoint.shards import gather_shards
+from unitrain.checkpoint.snapshot import on_host
 from unitrain.checkpoint.writing import check_part, write_part
 from unitrain.communicator import Communicator
 from unitrain.errors import CheckpointError, UsageError
@@ -40,7 +41,7 @@ def save(communicator: Communicator, prepared: PreparedModules, value: Any, path
 
     def write() -> None:
         try:
-            _write(_states(prepared, value) if states is None else states, place)
+            _write(on_host(_states(prepared, value) if states is None else states), place)
         except CheckpointError:
             raise
         except Exception as error:  # pickling may raise any exception

@@ -1,4 +1,4 @@
-"""Copies a run's state into host memory, so that it can be written while training continues."""
+"""Copies a run's state into host memory, to be written: files of GPU tensors can't be loaded where there is no GPU."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from unitrain.data.structure import rebuilt, tensors
+
+_STAYS = ("cpu", "meta")  # where nothing is
 
 
 def snapshot(state: Any, before: Any = None) -> Any:
@@ -43,3 +47,20 @@ def _copy(value: Any, before: Any, devices: set[torch.device]) -> Any:
         in_order = before if isinstance(before, (list, tuple)) and len(before) == len(value) else [None] * len(value)
         return type(value)(_copy(item, its, devices) for item, its in zip(value, in_order, strict=True))
     return copy.deepcopy(value)
+
+
+def on_host(state: Any) -> Any:
+    """Return nested state with copies in host memory of the tensors that are not there. Those that are one stay one."""
+    copies: dict[tuple[Any, ...], Tensor] = {}
+
+    def copied(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.device.type in _STAYS:
+            return value
+        if value.layout != torch.strided:
+            return value.detach().cpu()
+        memory = value.untyped_storage()._cdata, value.storage_offset(), value.shape, value.stride(), value.dtype
+        if memory not in copies:
+            copies[memory] = value.detach().cpu()
+        return copies[memory]
+
+    return rebuilt(state, copied) if any(tensor.device.type not in _STAYS for tensor in tensors(state)) else state

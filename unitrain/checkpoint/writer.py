@@ -11,7 +11,7 @@ from typing import Any
 
 from unitrain.checkpoint.folder import Begun, Folder, prune
 from unitrain.checkpoint.run_state import RunState
-from unitrain.checkpoint.snapshot import snapshot
+from unitrain.checkpoint.snapshot import on_host, snapshot
 from unitrain.checkpoint.together import collect, write_own
 from unitrain.errors import CheckpointError
 
@@ -78,7 +78,7 @@ class Writer:
             best: whether it is the best so far.
         """
         if self._thread is None:
-            self._write(step, parts, begun, writers, best)
+            self._write(step, on_host(parts), begun, writers, best)
             return
         self._snapshot = snapshot(parts, self._snapshot)
         writing = self._thread.submit(self._write, step, self._snapshot, begun, writers, best)
@@ -95,7 +95,7 @@ class Writer:
             own: its contents.
         """
         if self._thread is None:
-            write_own(begun, rank, name, own, self._patience_s)
+            write_own(begun, rank, name, on_host(own), self._patience_s)
             return
         if self.under_way is not None:
             wait([self.under_way])  # rank 0 has finished, so this is about to
