@@ -25,7 +25,9 @@ from .ddp_group import CoreGroup
 
 _AFTER_WATCH_S = 60.0
 # Newer releases of torch have renamed this function, and deprecate the old name.
-_SET_TIMEOUT: Callable[..., None] = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)
+_SET_TIMEOUT: Callable[..., None] = (
+    dist.set_timeout if hasattr(dist, "set_timeout") else dist.distributed_c10d._set_pg_timeout
+)
 
 
 class ProcessGroupBackend(Backend):
