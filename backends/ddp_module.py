@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from unitrain.errors import UsageError
+from unitrain.wrapper import Wrapper
 
 # Newer releases of torch have renamed this argument, and deprecate the old name.
 _SYNC_BUFFERS = next(
@@ -20,7 +21,7 @@ _SYNC_BUFFERS = next(
 )
 
 
-class AveragingModule(DistributedDataParallel):
+class AveragingModule(Wrapper, DistributedDataParallel):
     """DistributedDataParallel that raises errors for gradients that would not be averaged.
 
     A deep copy of it (for an average of the weights, say) is a copy of the original module, without the wrapper.
@@ -38,6 +39,7 @@ class AveragingModule(DistributedDataParallel):
     def __init__(self, module: nn.Module, **options: Any) -> None:
         options[_SYNC_BUFFERS] = False
         super().__init__(module, init_sync=False, **options)
+        self._complete = True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         module: nn.Module = copy.deepcopy(self.module, memo)

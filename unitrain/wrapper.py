@@ -1,0 +1,47 @@
+"""What a wrapper of a module, such as torch's DDP, says if a script uses it as the module itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from .errors import UsageError
+
+
+class Wrapper(nn.Module):
+    """Base class of a wrapper that has the module as ``module``: names the module where an attribute is that of it.
+
+    On backends without a wrapper, ``model.decode(x)`` and ``model.temperature = 0.5`` reach the script's own module.
+    torch's wrappers don't know the one, and keep the other to themselves, where no forward reads it.
+    """
+
+    _complete: bool = False  # constructors of torch's wrappers set attributes of their own, such as device
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is None or not hasattr(module, name):
+                raise
+        raise AttributeError(
+            f"{name!r} is an attribute of the {type(module).__name__}, which prepare() has wrapped for this backend: "
+            f"use strategy.unwrap(model).{name}, which works on every backend, and compute what is trained by calling "
+            "model(...)."
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in self.__dict__ and self._hides(name):
+            raise UsageError(
+                f"{name!r} is an attribute of the {type(self.module).__name__}, which prepare() has wrapped for this "
+                f"backend, and its forward would not see the new value: set strategy.unwrap(model).{name}, which works "
+                "on every backend."
+            )
+        super().__setattr__(name, value)
+
+    def _hides(self, name: str) -> bool:
+        """Return whether an attribute of this name would hide the module's. Private ones are torch's own."""
+        return (
+            self._complete and not name.startswith("_") and not hasattr(type(self), name) and hasattr(self.module, name)
+        )
