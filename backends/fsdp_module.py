@@ -14,6 +14,7 @@ from torch.nn import Parameter
 from unitrain.errors import UsageError
 from unitrain.training.materialising import give_memory
 
+from .fsdp_changes import ForwardChanges
 from .fsdp_copies import filled, refuse_copy, without_weights
 from .fsdp_parameters import converted_by_autocast, not_divisible
 from .fsdp_shards import to_local
@@ -67,12 +68,14 @@ class ShardedModule:
             cast_forward_inputs=False,
             param_dtype_override_fn=lambda p: None if p in converted and p.dtype == torch.float32 else p.dtype,
         )
+        changes: dict[nn.Module, ForwardChanges] = {}
         for unit in (*units(module, wrap), module):
             dense = [p for p in unit.parameters() if to_local(p) is p and p not in self.replicated]
             for parameter in dense:
                 if parameter.is_meta:
                     give_memory(parameter, device)  # until it is divided; values come later
                 parameter.data = parameter.data.contiguous()  # of channels_last, say
+            changes[unit] = ForwardChanges(unit)
             fully_shard(
                 unit,
                 mesh=mesh,
@@ -95,6 +98,9 @@ class ShardedModule:
                 adapt(one)
         module._get_fsdp_state()._lazy_init()  # now: else the first module that is called would be taken for the root
         self._held: dict[Tensor, Any] = {one.sharded_param: one for one in self._make_leaves()}
+        names = {parameter: name for name, parameter in module.named_parameters()}
+        for unit, watch in changes.items():
+            watch.watch((names[one.sharded_param], one.unsharded_param) for one in _gathered_by(unit))
         for name, parameter in module.named_parameters():
             if before[name] is not parameter:
                 self._move_hooks(before[name], parameter)
@@ -105,8 +111,7 @@ class ShardedModule:
         for unit in self.units:
             unit.unshard()
             unit.reshard()
-            for group in unit._get_fsdp_state()._fsdp_param_groups:
-                yield from group.fsdp_params
+            yield from _gathered_by(unit)
 
     def _move_hooks(self, old: Parameter, new: Parameter) -> None:
         """Call the hooks of the script, as before, with the local gradient."""
@@ -157,3 +162,9 @@ class ShardedModule:
         """Return a copy of the module before it was sharded, with the weights of now, on the CPU. Collective."""
         self.reshard()  # a forward may have left weights as it gathered them: in bf16, say
         return filled(self._skeleton, self._module)
+
+
+def _gathered_by(unit: Any) -> Iterator[Any]:
+    """Yield what FSDP knows of each parameter that is gathered with a unit."""
+    for group in unit._get_fsdp_state()._fsdp_param_groups:
+        yield from group.fsdp_params
