@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from unitrain.training.loss import Weight, refuse_a_second_backward
+from unitrain.training.loss import Weight, refuse_a_second_backward, refuse_a_second_derivative_through_freed_weights
 from unitrain.training.window import Window
 
 
@@ -66,6 +66,7 @@ def _run(loss: Tensor, scale: Tensor | None, inputs: Sequence[Tensor] | None) ->
         loss.backward(scale, inputs=inputs)  # type: ignore[no-untyped-call]
     except RuntimeError as error:
         refuse_a_second_backward(error)
+        refuse_a_second_derivative_through_freed_weights(error)
         raise
 
 

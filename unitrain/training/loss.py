@@ -39,6 +39,16 @@ def refuse_a_second_backward(error: RuntimeError) -> None:
         ) from error
 
 
+def refuse_a_second_derivative_through_freed_weights(error: RuntimeError) -> None:
+    """Raise UsageError if torch's error is about a gradient's own graph, whose weights a sharded model has freed."""
+    if "storage of size 0" in str(error):
+        raise UsageError(
+            "the backward needs weights that a sharded model has freed. If the loss has a gradient of the model in it "
+            "(torch.autograd.grad with create_graph=True, as gradient penalties do), keep them until the step: call "
+            "strategy.unwrap(model).set_reshard_after_backward(False) once, after prepare()."
+        ) from error
+
+
 def refuse_reentrant_checkpointing(loss: Tensor) -> None:
     """Raise UsageError if the loss was computed with reentrant activation checkpointing.
 
