@@ -50,6 +50,19 @@ def test_what_torch_has_sharded_is_refused() -> None:
         assert "use the optimizer within" in optimizer
 
 
+def prepare_bounded_embeddings() -> None:
+    with unitrain.init(backend="ddp", device="cpu", timeout_s=30) as strategy:
+        for layer in (nn.Embedding, nn.EmbeddingBag):
+            with pytest.raises(UsageError, match=rf"^0 is an {layer.__name__} with max_norm.*after strategy\.step"):
+                strategy.prepare(nn.Sequential(layer(4, 2, max_norm=1.0)))
+        strategy.prepare(nn.Embedding(4, 2))
+
+
+def test_lookups_that_change_the_rows_of_a_ranks_own_samples_are_refused_on_several_ranks() -> None:
+    run_ranks(prepare_bounded_embeddings)
+    strategy_of().prepare(nn.Embedding(4, 2, max_norm=1.0))
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

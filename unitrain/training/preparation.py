@@ -89,6 +89,8 @@ class Preparation:
         from unitrain.training.materialising import Origins, WithoutWeights  # not with unitrain: it takes 12 ms
 
         supported.check_module(module)
+        if self._communicator.world_size > 1:
+            supported.check_lookups(module)
         plain = self._prepared.unwrap(module)
         origins = Origins.of(self._communicator, plain, self._backend.device)
         self._place(module)

@@ -41,6 +41,17 @@ def check_module(module: nn.Module) -> None:
         )
 
 
+def check_lookups(module: nn.Module) -> None:
+    """Raise UsageError if a lookup changes weights: on several ranks, each would change the rows of its own samples."""
+    for name, layer in module.named_modules():
+        if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.max_norm is not None:
+            raise UsageError(
+                f"{name or 'the model'} is an {type(layer).__name__} with max_norm, which changes the rows that it "
+                "looks up. Each rank would change those of its own samples, and the ranks' weights would differ: set "
+                "max_norm to None, and bound the norms of weight after strategy.step, under torch.no_grad()."
+            )
+
+
 def check_optimizer(optimizer: Optimizer) -> None:
     """Raise UsageError if an optimizer does not work with ``strategy.step``."""
     if isinstance(optimizer, LBFGS):
