@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -151,7 +150,7 @@ class FSDPBackend(ProcessGroupBackend):
     def copy_module(self, module: nn.Module) -> nn.Module:
         """Return a copy with whole weights. Collective."""
         if module not in self._modules:
-            return copy.deepcopy(module)
+            return super().copy_module(module)
         if not dist.is_initialized():
             raise UsageError(
                 "a sharded model can't be exported after strategy.close(), when its weights can't be gathered any "

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from unitrain.errors import UsageError
+from unitrain.module_copy import computed_values
 
 from .fsdp_shards import full_tensor
 
@@ -17,6 +18,7 @@ def without_weights(module: nn.Module) -> nn.Module:
     """Return a deep copy of a module with parameters and buffers on the meta device."""
     memo: dict[int, Any] = {id(p): Parameter(p.detach().to("meta"), p.requires_grad) for p in module.parameters()}
     memo.update({id(buffer): buffer.detach().to("meta") for buffer in module.buffers()})
+    memo.update({key: value.to("meta") for key, value in computed_values(module).items()})  # until the next forward
     return copy.deepcopy(module, memo)
 
 

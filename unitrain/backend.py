@@ -8,7 +8,6 @@ parameters" only if a rank keeps a part of each parameter, as with FSDP.
 
 from __future__ import annotations
 
-import copy
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -24,6 +23,7 @@ from unitrain.config import Section, StrategyConfig
 from unitrain.device import devices_of
 from unitrain.errors import BackendError, ConfigError, nearest
 from unitrain.launch.detect import Launch
+from unitrain.module_copy import copied
 
 GROUP = "unitrain.backends"
 """The entry-point group under which packages register backends."""
@@ -243,7 +243,7 @@ class Backend(ABC):
 
     def copy_module(self, module: nn.Module) -> nn.Module:
         """Return a deep copy of a module as ``wrap_model`` got it, with its weights of now. Collective if sharded."""
-        return copy.deepcopy(module)
+        return copied(module)
 
 
 class LocalBackend(Backend):
