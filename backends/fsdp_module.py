@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn import Parameter
 
+from unitrain.data.structure import tensors
 from unitrain.errors import UsageError
 from unitrain.training.materialising import give_memory
 
@@ -139,7 +140,7 @@ class ShardedModule:
 
     def reshard_without_grad(self, module: nn.Module, args: Any, output: Any) -> None:
         """Free whole weights that no backward will free: a hook of the module's forward."""
-        if not torch.is_grad_enabled():
+        if not any(tensor.requires_grad for tensor in tensors(output, opened=True)):
             self.reshard()
 
     def arm(self, sync: bool) -> None:
