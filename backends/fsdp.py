@@ -133,6 +133,7 @@ class FSDPBackend(ProcessGroupBackend):
             # Ranks that use different units would wait for one another.
             wrap=2**62 if self.settings.find_unused_parameters else self.settings.wrap,
             reshard_after_forward=self.settings.reshard_after_forward,
+            reshard_after_backward=self.settings.reshard_after_backward,
             compute_dtype=_DTYPES.get(self.config.precision),
             reduce_dtype=_DTYPES.get(self.config.compression),
             offload=self.offloads,

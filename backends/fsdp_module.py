@@ -31,6 +31,7 @@ class ShardedModule:
         device: the device of this rank.
         wrap: as in the settings.
         reshard_after_forward: as in the settings.
+        reshard_after_backward: as in the settings.
         compute_dtype: the dtype of autocast, in which weights are gathered where autocast would convert them.
         reduce_dtype: the dtype in which gradients are reduced; None for their own.
         offload: keep shards and their gradients in host memory.
@@ -50,6 +51,7 @@ class ShardedModule:
         *,
         wrap: tuple[str, ...] | int | None,
         reshard_after_forward: bool,
+        reshard_after_backward: bool,
         compute_dtype: torch.dtype | None,
         reduce_dtype: torch.dtype | None,
         offload: bool,
@@ -105,6 +107,7 @@ class ShardedModule:
         for name, parameter in module.named_parameters():
             if before[name] is not parameter:
                 self._move_hooks(before[name], parameter)
+        module.set_reshard_after_backward(reshard_after_backward)
         module.set_reduce_scatter_unused_params(True)  # ranks that use different parameters reduce the same ones
 
     def _make_leaves(self) -> Iterator[Any]:

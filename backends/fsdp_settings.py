@@ -24,6 +24,8 @@ class FSDPSettings(Section):
     """Modules to gather one at a time: of these classes, or of this size; null: the children of lists of modules."""
     reshard_after_forward: bool = True
     """Free what was gathered after the forward and gather it again in the backward: less memory, slower."""
+    reshard_after_backward: bool = True
+    """Free what was gathered after each backward; false: at the step, as a loss with a gradient in it needs."""
     find_unused_parameters: bool = False
     """Allow steps that don't use all parameters; the whole model is gathered at once then, which takes more memory."""
     cpu_offload: bool = False

@@ -54,9 +54,6 @@ def data() -> TensorDataset:
 
 def losses_of(strategy: unitrain.Strategy, model: nn.Module, penalty: bool = False) -> list[float]:
     model, optimizer = strategy.prepare(model, SGD((p for p in model.parameters() if p.requires_grad), lr=0.005))
-    if penalty and strategy.world_size > 1:
-        whole: Any = strategy.unwrap(model)  # a FSDPModule
-        whole.set_reshard_after_backward(False)
     losses = []
     loader = strategy.dataloader(data(), global_batch_size=6)
     for _ in loader.epochs(2):
@@ -93,7 +90,9 @@ def net(how: str = "") -> nn.Module:
 
 
 def train_what_works(backend: str, sizes: int | None, keep: bool) -> list[list[float]]:
-    settings: dict[str, Any] = {"fsdp": {"wrap": sizes, "reshard_after_forward": not keep}} if backend == "fsdp" else {}
+    settings: dict[str, Any] = {}
+    if backend == "fsdp":
+        settings["fsdp"] = {"wrap": sizes, "reshard_after_forward": not keep, "reshard_after_backward": False}
     with unitrain.init(backend=backend, precision="fp64", device="cpu", timeout_s=60, **settings) as strategy:
         found = [losses_of(strategy, net(), penalty=True), distil(strategy)]
         return found if keep else [*found, losses_of(strategy, KeysThatFollow())]
@@ -116,7 +115,7 @@ def train_what_is_refused() -> None:
         model, optimizer = strategy.prepare(model, SGD(model.parameters(), lr=0.1))
         x = torch.ones(2, 4, dtype=torch.float64, requires_grad=True)
         (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-        with pytest.raises(UsageError, match=r"set_reshard_after_backward\(False\)"):
+        with pytest.raises(UsageError, match=r"set fsdp\.reshard_after_backward to false"):
             strategy.backward(slope.square().sum(), optimizer)
 
 

@@ -559,6 +559,7 @@ SECTIONS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
             st.integers(1, 10**12) | st.lists(st.from_regex(r"[A-Z][a-z]{0,8}", fullmatch=True)).map(tuple)
         ),
         "reshard_after_forward": st.booleans(),
+        "reshard_after_backward": st.booleans(),
         "find_unused_parameters": st.booleans(),
         "cpu_offload": st.booleans(),
         "shards": st.sampled_from(["all", "host"]),

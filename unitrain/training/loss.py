@@ -44,8 +44,8 @@ def refuse_a_second_derivative_through_freed_weights(error: RuntimeError) -> Non
     if "storage of size 0" in str(error):
         raise UsageError(
             "the backward needs weights that a sharded model has freed. If the loss has a gradient of the model in it "
-            "(torch.autograd.grad with create_graph=True, as gradient penalties do), keep them until the step: call "
-            "strategy.unwrap(model).set_reshard_after_backward(False) once, after prepare()."
+            "(torch.autograd.grad with create_graph=True, as gradient penalties do), keep them until the step: set "
+            "fsdp.reshard_after_backward to false."
         ) from error
 
 
