@@ -31,6 +31,29 @@ def test_tensors_that_can_not_be_stacked_are_refused_on_all_ranks(backend: str) 
         assert "but got float32[2] on rank 0; float64[2] on rank 1: pad them" in dtypes
 
 
+def reduce(backend: str) -> None:
+    """Reduce numbers whose sum their dtype can't hold, and gather complex numbers with gradients."""
+    with unitrain.init(backend=backend, device="cpu", timeout_s=20) as strategy:
+        assert strategy.all_reduce(torch.full((1,), 60_000, dtype=torch.float16), "mean").tolist() == [60_000]
+        for dtype in (torch.uint8, torch.int8, torch.int16, torch.int32):
+            limits = torch.iinfo(dtype)
+            low, high = torch.tensor([0, limits.min], dtype=dtype), torch.tensor([0, limits.max], dtype=dtype)
+            own = [low, high][strategy.rank]
+            assert strategy.all_reduce(own).tolist() == [0, limits.min + limits.max]
+            assert strategy.all_reduce(own).dtype == dtype
+            with pytest.raises(UsageError, match=f"outside of the range of {dtype}, .* pass tensor.to"):
+                strategy.all_reduce(high)
+        rows = torch.full((strategy.rank + 1, 2), 1 + 2j * (strategy.rank + 1), requires_grad=True)
+        strategy.gather(rows, differentiable=True).abs().square().sum().backward()
+        assert rows.grad is not None
+        torch.testing.assert_close(rows.grad, 2 * 2 * rows.detach())  # the loss of each of two ranks
+
+
+@pytest.mark.parametrize("backend", ["ddp"])
+def test_what_a_dtype_can_not_hold_is_reduced_in_a_wider_one_or_refused(backend: str) -> None:
+    run_ranks(reduce, backend)
+
+
 def test_what_communicates_can_not_be_pickled() -> None:
     with unitrain.init(backend="single") as strategy:
         with pytest.raises(UsageError, match="can't be pickled"):

@@ -163,14 +163,20 @@ class Communicator:
             )
         if work.dtype == torch.bool:
             work = work.to(torch.int64 if op == "sum" else torch.uint8)
+        elif op == "sum" and not work.is_floating_point():
+            work = work.to(torch.int64)  # a sum in fewer bits would wrap around
+        elif op == "mean" and work.element_size() < 4:
+            work = work.float()  # the sum may overflow where the mean does not
         if self.world_size > 1 and work.numel():
             reduced = "sum" if op == "mean" else op
             self._complete(lambda: self.all_reduce_async(work, reduced, f"all_reduce.{op}")(), "all_reduce", work, op)
             if op == "mean":
                 work /= self.world_size
-        if tensor.dtype == torch.bool and op != "sum":
-            work = work.bool()
-        return work.to(tensor.device)
+        if tensor.dtype == torch.bool:
+            return work.to(tensor.device, torch.int64 if op == "sum" else torch.bool)
+        if op == "sum" and work.dtype != tensor.dtype:
+            _check_range(work, tensor.dtype)
+        return work.to(tensor.device, tensor.dtype)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """See ``Strategy.all_gather``."""
@@ -385,6 +391,16 @@ def _with_waits(
 ) -> Callable[..., Callable[[], T]]:
     """Return a collective whose wait is called by ``around``."""
     return lambda *arguments: partial(around, collective(*arguments))
+
+
+def _check_range(total: Tensor, dtype: torch.dtype) -> None:
+    """Raise UsageError if an integer dtype can't hold a sum, which is the same on all ranks."""
+    held = torch.iinfo(dtype)
+    if total.numel() and not held.min <= int(total.min()) <= int(total.max()) <= held.max:
+        raise UsageError(
+            f"the sum over the ranks is outside of the range of {dtype}, {held.min} to {held.max}: pass "
+            "tensor.to(torch.int64)."
+        )
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

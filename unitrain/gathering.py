@@ -112,7 +112,10 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # a second derivative would be wrong: autograd does not see the all-reduce
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.communicator.all_reduce(grad)[ctx.first : ctx.first + ctx.count], None, None
+        # Libraries can't reduce complex tensors.
+        real = torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad
+        own = ctx.communicator.all_reduce(real)[ctx.first : ctx.first + ctx.count]
+        return torch.view_as_complex(own) if grad.is_complex() else own, None, None
 
 
 def _in_rows(leaf: Any, *, has_rows: bool, differentiable: bool) -> Any:

@@ -457,7 +457,7 @@ class Strategy:
                 all ranks; a maximum or minimum may ignore it.
 
         Raises:
-            UsageError: the op or the tensor is not supported.
+            UsageError: the op or the tensor is not supported, or a sum of integers does not fit into their dtype.
             CommunicationError: another rank has ended, or did not make the call within ``timeout_s``.
         """
         return self._communicator.all_reduce(tensor, op)
