@@ -189,6 +189,23 @@ def test_it_is_updated_once_for_each_optimizer_step_as_torch_s_is(ready: Ready) 
     assert list(ema.state_dict()) == list(model.state_dict())
 
 
+@pytest.mark.parametrize("evaluates_first", [False, True])
+def test_it_begins_with_weights_that_were_written_past_autograd(tmp_path: Path, evaluates_first: bool) -> None:
+    """To write to ``parameter.data`` does not change a tensor's version."""
+    run = Run(tmp_path, backend="single")
+    for parameter in run.model.parameters():
+        parameter.data.fill_(0.25)
+    if evaluates_first:
+        with run.strategy.evaluation(run.ema):
+            assert all((parameter == 0.25).all() for parameter in run.model.parameters())
+    inputs, targets = data().tensors
+    run.strategy.step(mse_loss(run.model(inputs), targets), run.optimizer)
+    average = run.state()
+    for name, weight in run.strategy.unwrap(run.model).named_parameters():
+        torch.testing.assert_close(average[name], DECAY * 0.25 + (1 - DECAY) * weight.detach())
+    run.close()
+
+
 def test_it_is_not_updated_for_a_step_that_is_skipped() -> None:
     with strategy_of(on_nonfinite="skip") as strategy:
         model, optimizer = strategy.prepare(module := model_of(), SGD(module.parameters(), lr=0.1))

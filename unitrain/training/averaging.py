@@ -98,8 +98,9 @@ class EMA(nn.Module):
                 raise UsageError(
                     "a step was made within ema.swapped(), where it would train the averaged weights: leave it first."
                 )
-            self._begin()
-            self._begun = True
+            if not self._begun:
+                self._begin()
+                self._begun = True
             result = step(optimizer, parameters, gradients, losses)
             if result[0]:
                 for averages, weights in self._alike:
@@ -110,11 +111,15 @@ class EMA(nn.Module):
 
     @torch.no_grad()
     def _begin(self) -> None:
-        """Copy the weights, if the script has loaded others before the first step."""
-        if not self._begun and self._changed:
-            for averages, weights in self._alike:
-                torch._foreach_copy_(averages, weights)
-            self._note_versions()
+        """Copy the weights, if the script has loaded others before the first step. Not within a swap."""
+        if self._begun:
+            return
+        # Values and not versions: to write to ``parameter.data`` does not change the version.
+        pairs = zip(self._named.values(), self._weights, self._averages, strict=True)
+        if all(torch.equal(weight, average) for one, weight, average in pairs if isinstance(one, Parameter)):
+            return
+        for averages, weights in self._alike:
+            torch._foreach_copy_(averages, weights)
 
     # -------------------------------------------------------------------------------------------------- evaluation
 
@@ -130,6 +135,7 @@ class EMA(nn.Module):
         if self._is_swapped:
             raise UsageError("swapped() was called within swapped(): the model has averaged weights already.")
         model, original = self._models
+        self._begin()
         self.exchange()
         self._prepared.swapped[original] = self
         try:
@@ -148,7 +154,6 @@ class EMA(nn.Module):
     def exchange(self) -> None:
         """Exchange the contents of the weights and of their averages. Wrappers and compiled code keep their tensors."""
         self._check_model()
-        self._begin()
         for weight, average in zip(self._weights, self._averages, strict=True):
             held = weight.clone()
             weight.copy_(average)
