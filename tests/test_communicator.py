@@ -44,7 +44,7 @@ def reduce(backend: str) -> None:
             with pytest.raises(UsageError, match=f"outside of the range of {dtype}, .* pass tensor.to"):
                 strategy.all_reduce(high)
         rows = torch.full((strategy.rank + 1, 2), 1 + 2j * (strategy.rank + 1), requires_grad=True)
-        strategy.gather(rows, differentiable=True).abs().square().sum().backward()
+        strategy.gather(rows, differentiable=True).abs().square().sum().backward()  # type: ignore[no-untyped-call]
         assert rows.grad is not None
         torch.testing.assert_close(rows.grad, 2 * 2 * rows.detach())  # the loss of each of two ranks
 

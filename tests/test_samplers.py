@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from pretended import pretended_rank
+from ranks import run_ranks
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
@@ -23,7 +25,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from unitrain import ConfigError, DataError
+import unitrain
+from unitrain import CheckpointError, ConfigError, DataError
 from unitrain.data import Loader
 
 DATA: Any = list(range(20))  # any sequence is a map-style dataset
@@ -140,7 +143,92 @@ def test_a_sampler_may_change_its_length() -> None:
     assert [(len(loader), len(list(loader))) for _ in range(3)] == [(1, 1), (2, 2), (3, 3)]
 
 
+def test_a_sampler_that_the_script_changes_before_the_loop_is_drawn_from_then() -> None:
+    indices = [0, 1, 2]
+    loader = pretended_rank().dataloader(DATA, sampler=indices, global_batch_size=2)
+    assert len(loader) == 2
+    indices[:] = [7]
+    assert [batch.tolist() for batch in loader] == [[7]]
+
+
+@pytest.mark.parametrize("batches", [False, True])
+def test_a_sampler_without_an_end_is_refused(batches: bool) -> None:
+    class Endless(Sampler[int]):
+        def __iter__(self) -> Iterator[int]:
+            return itertools.cycle(range(20))
+
+    given: Any = {"batch_sampler": BatchSampler(Endless(), 8, False)} if batches else {"sampler": Endless()}
+    with pytest.raises(DataError, match="more than 8388608 indices for one epoch: it seems to have no end"):
+        pretended_rank().dataloader(DATA, **given, **({} if batches else {"global_batch_size": 8}))
+
+
+def test_a_float_is_no_index() -> None:
+    with pytest.raises(TypeError, match="float"):
+        pretended_rank().dataloader(DATA, sampler=[1.5], global_batch_size=1)
+
+
+class Own(Sampler[int]):
+    """Draws from a generator of its own, which the loader does not know."""
+
+    def __init__(self, seed: int | None) -> None:
+        self._generator = np.random.default_rng(seed)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._generator.permutation(20).tolist())
+
+
+def with_own_samplers() -> list[str]:
+    with unitrain.init(device="cpu", timeout_s=20) as strategy:
+        said = []
+        unseeded = torch.Generator()
+        unseeded.seed()
+        given: list[dict[str, Any]] = [
+            {"sampler": Own(None), "batch_size": 2},
+            {"batch_sampler": BatchSampler(Own(None), 4, False)},
+            {"sampler": RandomSampler(DATA, generator=unseeded), "batch_size": 2},
+        ]
+        for one in given:
+            with pytest.raises(DataError) as refused:
+                list(strategy.dataloader(DATA, **one))
+            said.append(str(refused.value))
+        alike = strategy.dataloader(DATA, sampler=Own(0), batch_size=2)
+        for _ in range(2):
+            assert sorted(strategy.gather([i for batch in alike for i in batch.tolist()])) == DATA
+        return said
+
+
+def test_a_sampler_that_differs_between_ranks_is_refused_on_all() -> None:
+    for said in run_ranks(with_own_samplers):
+        assert all("yields other indices on one rank than on another" in one for one in said)
+
+
+def test_an_epoch_does_not_continue_in_another_order() -> None:
+    def loader(seed: int) -> Loader:
+        return pretended_rank().dataloader(DATA, sampler=Own(seed), global_batch_size=4)
+
+    one = loader(0)
+    batches = iter(one)
+    next(batches)
+    state = one.state_dict()
+    rest = [batch.tolist() for batch in batches]
+    with pytest.raises(CheckpointError, match="epoch 0 can't continue after 4 samples: the sampler yields other ind"):
+        loader(1).load_state_dict(state)
+    for saved in (state, {name: value for name, value in state.items() if name != "order"}):  # of an older version
+        other = loader(0)
+        other.load_state_dict(saved)
+        assert [batch.tolist() for batch in other] == rest
+
+
 # ---------------------------------------------------------------------------------------------- a torch DataLoader
+
+
+def test_a_dataloader_that_changes_its_batches_is_refused() -> None:
+    class Changing(DataLoader[Any]):
+        def __iter__(self) -> Any:
+            return (2 * batch for batch in super().__iter__())
+
+    with pytest.raises(DataError, match=r"Changing\.__iter__ would not be called"):
+        pretended_rank().dataloader(Changing(DATA, 4))
 
 
 def test_a_dataloader_is_converted() -> None:

@@ -71,6 +71,10 @@ class Iterable:
             stream, batch_size=None, collate_fn=as_is, generator=self._generator, **self._settings
         )
 
+    def drawn(self, seed: int, number: int) -> str:
+        """Return an empty string: a stream has no sampler."""
+        return ""
+
     def split_by(self, shares: tuple[int, ...], accumulate: int) -> None:
         """Split what is read as a whole by other shares from now on, into another number of micro-batches."""
         self._plan = replace(self._plan, shares=shares, accumulate=accumulate)

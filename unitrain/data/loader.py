@@ -20,7 +20,7 @@ from unitrain.data.settings import LoaderSettings
 from unitrain.data.sharding import MicroBatch
 from unitrain.data.sources import Sources
 from unitrain.errors import CheckpointError, ConfigError, DataError, UsageError
-from unitrain.job.handshake import difference_between_ranks
+from unitrain.job.handshake import all_alike, difference_between_ranks
 
 
 class Loader:
@@ -244,8 +244,11 @@ class Loader:
             self.epoch += 1
         elif self._iteration is not None:
             self._drop(self._iteration)
-        if not self._compared and self._communicator.world_size > 1 and not self._reads_shards:
-            self._check_same_data()
+        if not self._compared:
+            if isinstance(self._source, MapStyle) and not self._start[0]:
+                self._source.forget()
+            if self._communicator.world_size > 1 and not self._reads_shards:
+                self._check_same_data()
         self._compared = True
         if self._listener.is_training():
             self._listener.follows()
@@ -325,6 +328,15 @@ class Loader:
                 "every rank: the loader shards it. (For an iterable dataset that is sharded already, pass "
                 "sharded=True.)"
             )
+        if not isinstance(self._source, MapStyle):
+            return
+        self._source.plan(self._seed, self.epoch)
+        if not all_alike(self._communicator, {"order": self._source.drawn(self._seed, self.epoch)}):
+            raise DataError(
+                "a loader's sampler yields other indices on one rank than on another, so samples would be left out and "
+                "repeated: draw its random numbers from python's, numpy's or torch's global generators, which the "
+                "loader seeds alike, or from a generator that is seeded with the epoch (set_epoch)."
+            )
 
     @property
     def position(self) -> dict[str, int]:
@@ -342,6 +354,7 @@ class Loader:
         iteration that ended before anything was trained on. The batches of an accumulation window are consumed
         together at its end: within a window, the state is that of its start.
         """
+        drawn = self._source.drawn(self._seed, self._epoch)
         return {
             "seed": self._seed,
             **self.position,
@@ -349,6 +362,8 @@ class Loader:
             "fingerprint": fingerprint(self.dataset),
             "global_batch_size": self.global_batch_size,
             "readers": self._source.readers(),
+            # With the epoch that it is of: an emergency checkpoint may have the position of the previous one.
+            "order": [self._epoch, drawn] if drawn else None,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -364,7 +379,7 @@ class Loader:
             CheckpointError: this is not a loader's state, or it belongs to other data, or can't be continued from.
         """
         own = self.state_dict()
-        missing = own.keys() - state.keys()
+        missing = own.keys() - state.keys() - {"order"}  # which older versions don't have
         if missing:
             raise CheckpointError(f"this is not the state of a loader: it lacks {', '.join(sorted(missing))}.")
         check_same_data(state, own)
@@ -391,13 +406,19 @@ class Loader:
                 f"rank and batch size were {state['readers']}, and are now {own['readers']}. Use the same as before, "
                 "or start a new epoch: set loader.epoch."
             )
-        if isinstance(self._source, MapStyle) and not self._source.plan(state["seed"], state["epoch"]).can_start_at(
-            state["consumed"]
-        ):
+        if not isinstance(self._source, MapStyle):
+            return
+        if not self._compared:
+            self._source.forget()
+        seed, epoch = state["seed"], state["epoch"]
+        fits = self._source.plan(seed, epoch).can_start_at(state["consumed"])
+        of_epoch, order = state.get("order") or (None, "")
+        if not fits or (of_epoch == epoch and order != self._source.drawn(seed, epoch)):
             raise CheckpointError(
-                f"epoch {state['epoch']} can't continue after {state['consumed']} samples: the sampler yields other "
-                "batches, or fewer samples, than when the state was saved. Use the same sampler, or start a new epoch: "
-                "set loader.epoch."
+                f"epoch {epoch} can't continue after {state['consumed']} samples: the sampler yields other indices or "
+                "batches, or fewer samples, than when the state was saved. Use the same sampler, and draw its random "
+                "numbers from python's, numpy's or torch's global generators, or from one that is seeded with the "
+                "epoch (set_epoch); or start a new epoch: set loader.epoch."
             )
 
     def _warn(self, message: str) -> None:

@@ -50,6 +50,14 @@ class MapStyle:
         """Return the plan of an epoch."""
         return self._orders.epoch(seed, number, 0).plan
 
+    def drawn(self, seed: int, number: int) -> str:
+        """Return a digest of an epoch's indices, if they come from a sampler and were drawn last; else ""."""
+        return self._orders.drawn(seed, number)
+
+    def forget(self) -> None:
+        """Draw the indices of the next epoch anew, if they come from a sampler."""
+        self._orders.forget()
+
     def split_by(self, shares: tuple[int, ...], accumulate: int) -> None:
         """Split the epochs that are planned from now on by other shares, into another number of micro-batches."""
         self._orders.split_by(shares, accumulate)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import operator
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from itertools import chain, islice
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -12,6 +16,7 @@ from numpy.typing import NDArray
 
 from unitrain.data.order import InOrder, Shuffled
 from unitrain.data.sharding import BatchPlan, EpochPlan
+from unitrain.errors import DataError
 from unitrain.rng import derived_seed, generators_restored, seed_generators
 
 Plan = TypeVar("Plan", EpochPlan, BatchPlan)
@@ -39,6 +44,12 @@ class Orders(Protocol):
     def epoch(self, seed: int, number: int, start: int) -> Epoch:
         """Return epoch ``number`` of a run with ``seed``, from position ``start`` on."""
 
+    def drawn(self, seed: int, number: int) -> str:
+        """Return a digest of an epoch's indices, if they come from a sampler and were drawn last; else ""."""
+
+    def forget(self) -> None:
+        """Draw the indices of the next epoch anew: the script may have changed the sampler since ``len()``, say."""
+
     def split_by(self, shares: tuple[int, ...], accumulate: int) -> None:
         """Split the epochs that are planned from now on by other shares, into another number of micro-batches."""
 
@@ -46,6 +57,13 @@ class Orders(Protocol):
 class _Planned(Generic[Plan]):
     def __init__(self, plan: Plan) -> None:
         self._plan: Plan = plan
+
+    def drawn(self, seed: int, number: int) -> str:
+        """See ``Orders``."""
+        return ""
+
+    def forget(self) -> None:
+        """See ``Orders``."""
 
     def split_by(self, shares: tuple[int, ...], accumulate: int) -> None:
         """See ``Orders``."""
@@ -65,46 +83,105 @@ class OwnOrder(_Planned[EpochPlan]):
         return Epoch(replace(self._plan, start=start), order, repeats=False)
 
 
-class SamplerOrder(_Planned[EpochPlan]):
+class _Sampled(_Planned[Plan]):
+    """An order that a sampler draws for each epoch.
+
+    Args:
+        plan: of the epochs.
+        sampler: the sampler.
+        most: a sampler that yields more indices than this for an epoch, and more than its length, has no end.
+    """
+
+    def __init__(self, plan: Plan, sampler: Iterable[Any], most: int) -> None:
+        self._plan = plan
+        self._sampler = _Seeded(sampler)
+        self._most = most
+        self._length = 0
+        with suppress(Exception):  # a batch sampler has a length only if its sampler has one
+            self._length = operator.length_hint(sampler)
+        self._last: tuple[tuple[int, int], _Listed] | None = None
+
+    def drawn(self, seed: int, number: int) -> str:
+        """See ``Orders``."""
+        return self._last[1].digest if self._last is not None and self._last[0] == (seed, number) else ""
+
+    def forget(self) -> None:
+        """See ``Orders``."""
+        self._last = None
+
+    def _draw(self, seed: int, number: int) -> _Listed:
+        if self._last is None or self._last[0] != (seed, number):
+            self._last = ((seed, number), self._listed(self._sampler.draw(seed, number)))
+        return self._last[1]
+
+    def _listed(self, drawn: Iterator[Any]) -> _Listed:
+        raise NotImplementedError
+
+    def _check_end(self, indices: int, items: int) -> None:
+        """Raise DataError if the sampler has yielded so much that it seems to have no end."""
+        if indices > self._most and items > self._length:
+            raise DataError(
+                f"a sampler yielded more than {self._most} indices for one epoch: it seems to have no end. Let it end, "
+                "with itertools.islice in its __iter__, say, after as many as an epoch is to have."
+            )
+
+
+class SamplerOrder(_Sampled[EpochPlan]):
     """The order of a sampler, the same indices on every rank."""
 
-    def __init__(self, plan: EpochPlan, sampler: Iterable[int]) -> None:
-        super().__init__(plan)
-        self._sampler = _Seeded(sampler)
-        self._drawn: tuple[tuple[int, int], NDArray[np.int64]] | None = None
-
     def epoch(self, seed: int, number: int, start: int) -> Epoch:
         """See ``Orders``."""
-        if self._drawn is None or self._drawn[0] != (seed, number):
-            self._drawn = ((seed, number), np.fromiter(self._sampler.draw(seed, number), np.int64))
-        indices = self._drawn[1]
-        return Epoch(replace(self._plan, samples=len(indices), start=start), _Listed(indices), repeats=True)
+        order = self._draw(seed, number)
+        return Epoch(replace(self._plan, samples=len(order.indices), start=start), order, repeats=True)
+
+    def _listed(self, drawn: Iterator[Any]) -> _Listed:
+        indices = _as_array(islice(drawn, max(self._most, self._length) + 1))
+        self._check_end(len(indices), len(indices))
+        return _Listed(indices)
 
 
-class BatchSamplerOrder(_Planned[BatchPlan]):
+class BatchSamplerOrder(_Sampled[BatchPlan]):
     """The order and batches of a batch sampler, the same on every rank."""
 
-    def __init__(self, plan: BatchPlan, batch_sampler: Iterable[Sequence[int]]) -> None:
-        super().__init__(plan)
-        self._sampler = _Seeded(batch_sampler)
-        self._drawn: tuple[tuple[int, int], NDArray[np.int64], tuple[int, ...]] | None = None
-
     def epoch(self, seed: int, number: int, start: int) -> Epoch:
         """See ``Orders``."""
-        if self._drawn is None or self._drawn[0] != (seed, number):
-            batches = [np.asarray(batch, np.int64) for batch in self._sampler.draw(seed, number) if len(batch)]
-            indices = np.concatenate([np.empty(0, np.int64), *batches])
-            self._drawn = ((seed, number), indices, tuple(map(len, batches)))
-        _, indices, sizes = self._drawn
-        return Epoch(replace(self._plan, sizes=sizes, start=start), _Listed(indices), repeats=True)
+        order = self._draw(seed, number)
+        return Epoch(replace(self._plan, sizes=order.sizes, start=start), order, repeats=True)
+
+    def _listed(self, drawn: Iterator[Any]) -> _Listed:
+        sizes: list[int] = []
+
+        def batches() -> Iterator[Sequence[int]]:
+            total = 0
+            for batch in drawn:
+                if len(batch):
+                    sizes.append(len(batch))
+                    self._check_end(total := total + len(batch), len(sizes))
+                    yield batch
+
+        return _Listed(_as_array(chain.from_iterable(batches())), tuple(sizes))
+
+
+def _as_array(indices: Iterable[Any]) -> NDArray[np.int64]:
+    return np.fromiter(map(operator.index, indices), np.int64)  # np.fromiter would round floats
 
 
 class _Listed:
-    def __init__(self, indices: NDArray[np.int64]) -> None:
-        self._indices = indices
+    """Indices that a sampler has drawn.
+
+    Attributes:
+        indices: the indices.
+        sizes: of the batches, if a batch sampler has drawn them.
+        digest: equal for equal indices.
+    """
+
+    def __init__(self, indices: NDArray[np.int64], sizes: tuple[int, ...] = ()) -> None:
+        self.indices = indices
+        self.sizes = sizes
+        self.digest: str = hashlib.blake2b(indices.tobytes(), digest_size=8).hexdigest()
 
     def take(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        return self._indices[positions]
+        return self.indices[positions]
 
 
 class _Seeded:

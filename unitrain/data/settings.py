@@ -64,6 +64,16 @@ class LoaderSettings:
 
     def _convert(self, loader: DataLoader[Any]) -> None:
         """Take over the arguments of a torch DataLoader."""
+        kind = type(loader)
+        changed = [
+            name for name in ("__iter__", "_get_iterator") if getattr(kind, name) is not getattr(DataLoader, name)
+        ]
+        if changed and kind.__module__.partition(".")[0] != "torchdata":
+            raise DataError(
+                f"{kind.__name__}.{changed[0]} would not be called, and what it does to batches would be lost: pass "
+                "the dataset with sampler= and collate_fn= instead, or a torch DataLoader, and change batches in the "
+                "collate_fn or in the loop."
+            )
         for name in ("shuffle", "sampler", "batch_sampler", "drop_last"):
             if _is_given(getattr(self, name)):
                 raise ConfigError(

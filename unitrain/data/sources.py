@@ -16,6 +16,9 @@ from unitrain.data.sharding import BatchPlan, EpochPlan
 from unitrain.data.workers import with_defaults
 from unitrain.errors import DataError
 
+# Of a sampler without a length, for one epoch: more than that take seconds to draw.
+_MOST_INDICES = 2**23
+
 
 class Sources:
     """Makes the sources of a loader.
@@ -61,11 +64,12 @@ class Sources:
         """
         ranks = self._communicator
         orders: Orders
+        most = max(_MOST_INDICES, 16 * len(given.dataset))
         if given.batch_sampler is not None:
             plan = BatchPlan((), self._config.accumulate, ranks.rank, ranks.world_size, shares=shares)
-            orders = BatchSamplerOrder(plan, given.batch_sampler)
+            orders = BatchSamplerOrder(plan, given.batch_sampler, most)
         elif given.sampler is not None:
-            orders = SamplerOrder(self._epoch_plan(given, shares, 0), given.sampler)
+            orders = SamplerOrder(self._epoch_plan(given, shares, 0), given.sampler, most)
         else:
             orders = OwnOrder(self._epoch_plan(given, shares, len(given.dataset)), given.shuffle)
         settings = self._with_defaults(given, most_workers=8)
