@@ -156,6 +156,37 @@ def test_rows_of_different_shapes_are_refused_on_all_ranks() -> None:
     assert run_ranks(different, 0, nprocs=2) == [said] * 2
 
 
+class Latest(torchmetrics.Metric):
+    """The mean, and a list, of what each rank has seen last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("mean", torch.tensor(0.0), dist_reduce_fx="mean")
+        self.add_state("each", torch.tensor(0.0), dist_reduce_fx=None)
+        self.add_state("median", torch.tensor(0.0), dist_reduce_fx=lambda ranks: ranks.median())
+
+    def update(self, value: float) -> None:
+        self.mean, self.each, self.median = torch.tensor([value] * 3)
+
+    def compute(self) -> list[Any]:
+        return [self.mean.item(), self.each.tolist(), self.median.item()]
+
+
+def latest(of_ranks: list[float | None]) -> list[Any]:
+    with unitrain.init(device="cpu") as strategy:
+        metric = strategy.metric(Latest())
+        value = of_ranks[strategy.rank]
+        if value is not None:
+            metric.update(value)
+        computed: list[Any] = metric.compute()
+        return computed
+
+
+@FEW_ROWS
+def test_a_rank_without_samples_does_not_count_in_a_mean_over_the_ranks() -> None:
+    assert run_ranks(latest, [8.0, None, 2.0], nprocs=3) == [[5.0, [8.0, 2.0], 2.0]] * 3
+
+
 def test_what_is_not_a_metric_is_refused() -> None:
     with unitrain.init(device="cpu") as strategy, pytest.raises(UsageError, match="not Linear"):
         strategy.metric(nn.Linear(1, 1))

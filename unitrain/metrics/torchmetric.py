@@ -17,6 +17,10 @@ from unitrain.errors import UsageError, by_rank
 
 M = TypeVar("M")
 
+# torchmetrics' functions that reduce states, in which that of a rank without samples changes nothing. In a mean it
+# would count, and in formulas for the states of all ranks, such as a correlation's, it makes NaN.
+_NEUTRAL = {"dim_zero_sum", "dim_zero_max", "dim_zero_min"}
+
 
 def synchronise(metric: M, communicator: Communicator, in_use: BatchInUse) -> M:
     """See ``Strategy.metric``."""
@@ -105,20 +109,34 @@ def _synchronised(metric: Any, communicator: Communicator) -> dict[str, Any]:
         if getattr(reductions[name], "__name__", "") == "dim_zero_cat"
     }
     forms = {name: (one.dtype, one.shape) for name, one in rows.items() if len(one)}
-    every = communicator.all_gather_object((forms, {name: states[name] for name in lists - rows.keys()}))
+    given = (forms, {name: states[name] for name in lists - rows.keys()}, _is_used(metric, states))
+    every = communicator.all_gather_object(given)
+    used = [rank for rank, (*_, is_used) in enumerate(every) if is_used] or list(range(len(every)))
     gathered: dict[str, Any] = {}
     for name, state in states.items():
         if name in rows:
-            gathered[name] = _gathered_rows(rows[name], [one.get(name) for one, _ in every], communicator, name)
+            gathered[name] = _gathered_rows(rows[name], [one.get(name) for one, *_ in every], communicator, name)
             continue
         if name in lists:
             # One of each rank in turn, which is the order of the dataset.
-            turns = zip_longest(*([(item,) for item in items[name]] for _, items in every), fillvalue=())
+            turns = zip_longest(*([(item,) for item in items[name]] for _, items, _ in every), fillvalue=())
             value: Any = [_moved(item, metric) for turn in turns for one in turn for item in one]
         else:
             value = communicator.all_gather(state)
+            if getattr(reductions[name], "__name__", "") not in _NEUTRAL:
+                value = value[used]
         gathered[name] = value if reductions[name] is None else reductions[name](value)
     return gathered
+
+
+def _is_used(metric: Any, states: dict[str, Any]) -> bool:
+    """Return whether a metric has seen a sample on this rank: its states are not what they are after a reset."""
+    if metric._update_count:
+        return True
+    return not all(
+        torch.equal(state, metric._defaults[name].to(state)) if isinstance(state, Tensor) else not state
+        for name, state in states.items()
+    )
 
 
 def _concatenated(metric: Any, name: str) -> Tensor:
