@@ -7,8 +7,11 @@ import copy
 import pytest
 import torch
 from plain_loop import assert_equal, model_of, strategy_of
+from ranks import run_ranks
+from torch import nn
 from torch.optim import SGD, Adam
 
+import unitrain
 from unitrain import UsageError
 
 
@@ -37,6 +40,28 @@ def test_parameter_groups_added_and_frozen_layers_freed_after_prepare() -> None:
     both()
     assert_equal(model, expected)
     assert not torch.equal(model.get_parameter("0.weight"), model_of().get_parameter("0.weight"))
+
+
+def with_another_layer(world_size: int) -> str:
+    with unitrain.init(deterministic=True, device="cpu", timeout_s=20) as strategy:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = strategy.prepare(model, optimizer)
+        loader = strategy.dataloader(torch.ones(8, 4), global_batch_size=2)
+        model[1] = strategy.prepare(nn.Linear(4, 1))  # of which the gradients would be averaged
+        for inputs in loader:
+            strategy.step(model(inputs).sum(), optimizer)
+        model[1] = nn.Linear(4, 1)
+        if world_size == 1:
+            return str(len(list(loader)))
+        with pytest.raises(UsageError) as refused:
+            list(loader)
+        return str(refused.value)
+
+
+def test_a_layer_that_was_replaced_after_prepare_is_refused_on_several_processes() -> None:
+    assert all("1.weight of a prepared Sequential is another para" in said for said in run_ranks(with_another_layer, 2))
+    assert with_another_layer(1) == "4"
 
 
 def test_lbfgs_is_refused() -> None:

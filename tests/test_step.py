@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -48,6 +49,31 @@ def test_clipping_by_norm_is_torch_s_and_returns_the_norm() -> None:
 def test_clipping_by_value_is_torch_s() -> None:
     expected = plain(5, before_step=lambda m: nn.utils.clip_grad_value_(m.parameters(), 0.1))
     assert_equal(trained(strategy_of(clip_value=0.1), 5), expected)
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_with_several_optimizers_a_scheduler_moves_with_its_own_and_a_skip_of_any_is_told(bad: int) -> None:
+    strategy = strategy_of(on_nonfinite="skip")
+    models = [nn.Linear(4, 4), nn.Linear(4, 1)]
+    optimizers = [SGD(model.parameters(), lr=1.0) for model in models]
+    strategy.prepare(*models, *optimizers)
+    handle = models[bad].weight.register_hook(lambda gradient: gradient * math.inf)  # type: ignore[no-untyped-call]
+    schedulers = [StepLR(one, 1, 0.5) for one in optimizers]
+    for number, scheduler in enumerate(schedulers):
+        result = strategy.step(models[1](models[0](torch.ones(1, 4))).sum(), optimizers, scheduler)
+        assert result.skipped
+        assert optimizers[number].param_groups[0]["lr"] == (1.0 if number == bad else 0.5)
+    handle.remove()
+    assert not strategy.step(models[1](models[0](torch.ones(1, 4))).sum(), optimizers).skipped
+
+
+def test_a_step_without_any_gradient_is_told() -> None:
+    strategy = strategy_of()
+    model = model_of()
+    model, optimizer = strategy.prepare(model, sgd(model))
+    strategy.step(model(torch.ones(1, 4)).sum(), optimizer)
+    with pytest.warns(UserWarning, match="no parameter of optimizer 0 has a gradient"):
+        strategy.step(copy.deepcopy(model)(torch.ones(1, 4)).sum(), optimizer)
 
 
 def test_scheduler_moves_only_with_the_optimizer() -> None:

@@ -177,7 +177,7 @@ class Strategy:
         Args:
             loss: scalar; the mean over this rank's samples of the batch.
             optimizer: the optimizer to step, or several that share the loss.
-            scheduler: stepped when the optimizer is.
+            scheduler: stepped when its optimizer is.
             weight: weight of this rank's mean, the number of its tokens, say. Default: the number of samples in the
                 batch that the strategy's loader yielded last; without such a loader all ranks weigh the same.
 
@@ -197,9 +197,12 @@ class Strategy:
             )
         self._step.backward(loss, optimizer, weight=weight)
         results = [self._step.update(one) for one in optimizer]
-        if scheduler is not None and results[0].stepped:
+        own = getattr(scheduler, "optimizer", None)
+        number = next((i for i, one in enumerate(optimizer) if one is own), 0)
+        if scheduler is not None and results[number].stepped:
             scheduler.step()
-        return results[0]
+        # An overflow, say, may be in the gradients of one of them only.
+        return results[0]._replace(skipped=any(result.skipped for result in results))
 
     def backward(
         self,

@@ -62,7 +62,8 @@ class TrainingLoop:
         return iteration.gathers or (self.is_training() and (iteration.trained or self._step.trains()))
 
     def follows(self) -> None:
-        """Record that what follows the previous training iteration is done."""
+        """Record that what follows the previous training iteration is done, and check what is trained from now on."""
+        self._step.check_modules()
         self._step.between_epochs = False
         self._reach_boundary()
 

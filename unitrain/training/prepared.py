@@ -136,6 +136,21 @@ class PreparedModules:
                 "the optimizer."
             )
 
+    def check_modules(self) -> None:
+        """Check that the modules have no parameters that they did not have when they were prepared.
+
+        Raises:
+            UsageError: they have; their values differ between the ranks, and their gradients would not be averaged.
+        """
+        for module in self:
+            for name, parameter in self.unwrap(module).named_parameters():
+                if parameter.requires_grad and not self.has(parameter):
+                    raise UsageError(
+                        f"{name} of a prepared {type(self.unwrap(module)).__name__} is another parameter than when it "
+                        "was prepared, and would be trained on each rank alone, or not at all: change the model before "
+                        "prepare(), load values into its parameters (without assign=True), or prepare what is added."
+                    )
+
     def release(self) -> None:
         """Release the wrappers, whose reducers must be gone before their process group is destroyed."""
         self._originals = WeakKeyDictionary(self._originals)

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from unitrain import call_site
 from unitrain.backend import Backend
 from unitrain.communicator import Communicator
 from unitrain.config import StrategyConfig
@@ -212,6 +213,12 @@ class TrainingStep:
     def trains(self) -> bool:
         """Return whether a prepared model is in training mode."""
         return any(module.training for module in self._prepared)
+
+    def check_modules(self) -> None:
+        """Check that the prepared modules have the parameters that they were prepared with."""
+        # Between a forward and its backward, the parameters of a sharded module are others; FSDP finds new ones itself.
+        if self._distributed and not self._communicator.shards_parameters:
+            self._prepared.check_modules()
 
     @property
     def within_window(self) -> bool:
@@ -448,6 +455,12 @@ class TrainingStep:
         if self._distributed:
             self._finish(window)
         gradients = self._gradients(window.parameters)
+        if not gradients and self._communicator.is_main:
+            call_site.warn(
+                f"no parameter of {window.name} has a gradient, so this step changes nothing: the loss does not depend "
+                "on them. If the model's parameters are others since prepare() (by a deep copy, a new layer, or "
+                "load_state_dict with assign=True), prepare the new ones, with an optimizer of theirs."
+            )
         if window.weight is not None or window.micro_batches != self._accumulate:
             self._weights.rescale(window, gradients)
         if self._scaler is not None and gradients:
