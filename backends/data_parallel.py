@@ -40,10 +40,6 @@ class _Wrapped(Wrapper, nn.DataParallel[nn.Module]):
     A deep copy of it (for an average of the weights, say) is a copy of the original module, without the wrapper.
     """
 
-    def __init__(self, module: nn.Module, devices: Sequence[torch.device], output_device: torch.device) -> None:
-        super().__init__(module, devices, output_device)
-        self._complete = True
-
     def scatter(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[int | torch.device]
     ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
@@ -128,7 +124,7 @@ class DataParallelBackend(LocalBackend):
                 f"a compiled module can't be replicated on {len(self.devices)} devices: all would run the code "
                 "compiled for one. Don't compile it (compile: false), or use backend ddp, one process per GPU."
             )
-        return _Wrapped(module, self.devices, self.device)
+        return _Wrapped(module, list(self.devices), self.device)
 
 
 def _devices(config: StrategyConfig) -> tuple[torch.device, ...]:

@@ -39,7 +39,6 @@ class AveragingModule(Wrapper, DistributedDataParallel):
     def __init__(self, module: nn.Module, **options: Any) -> None:
         options[_SYNC_BUFFERS] = False
         super().__init__(module, init_sync=False, **options)
-        self._complete = True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         module: nn.Module = copy.deepcopy(self.module, memo)

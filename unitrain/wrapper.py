@@ -18,6 +18,10 @@ class Wrapper(nn.Module):
 
     _complete: bool = False  # constructors of torch's wrappers set attributes of their own, such as device
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._complete = True
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
