@@ -11,15 +11,15 @@ class ShardFiles:
     """The files with shards. A rank loads those that it needs, and knows the numbers of rows in the others.
 
     Args:
-        names: their names, without ending.
-        load: loads files, given their names, and returns their contents, by name. Tensors are read when they are used.
+        names: their names.
+        load: returns the contents of files, given their names, by name without ending. Tensors are read when used.
 
     Attributes:
-        rows: the numbers of rows in files that other ranks have loaded, by name.
+        rows: the numbers of rows in files that other ranks have loaded, by name without ending.
     """
 
     def __init__(self, names: Sequence[str], load: Callable[[Sequence[str]], Mapping[str, Content]]) -> None:
-        self._names = sorted(names)
+        self._files = {name.removesuffix(".pt"): name for name in sorted(names)}
         self._load = load
         self._loaded: dict[str, Content] = {}
         self.rows: dict[str, Content] = {}
@@ -31,14 +31,15 @@ class ShardFiles:
             DamagedError: one is missing or changed.
             CheckpointError: one can't be read.
         """
-        new = [name for number in sorted(set(numbers)) if (name := self._names[number]) not in self._loaded]
+        names = list(self._files)
+        new = [name for number in sorted(set(numbers)) if (name := names[number]) not in self._loaded]
         if new:
-            self._loaded.update(self._load(new))
+            self._loaded.update(self._load([self._files[name] for name in new]))
 
     def contents(self) -> dict[str, Content]:
         """Return the content of each file, or the numbers of rows in it, in the order of the ranks that wrote them."""
         known = {**self.rows, **self._loaded}
-        return {name: known[name] for name in self._names}
+        return {name: known[name] for name in self._files}
 
     def loaded_rows(self) -> dict[str, Content]:
         """Return the numbers of rows in the files that this rank has loaded."""

@@ -6,7 +6,7 @@ has the shards of all objects, in the order in which their tensors are found in 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -70,7 +70,7 @@ def join(parts: Mapping[str, Any]) -> dict[str, Any]:
     return {name: rebuilt(state, partial(with_blocks, _by_tensor(files, name))) for name, state in objects.items()}
 
 
-def _by_tensor(files: Sequence[Content], name: str) -> Iterator[Sequence[Tensor | int]]:
+def _by_tensor(files: Collection[Content], name: str) -> Iterator[Sequence[Tensor | int]]:
     yield from zip(*(file.get(name, []) for file in files), strict=True)
 
 
@@ -98,7 +98,7 @@ def paths(parts: Mapping[str, Any]) -> dict[str, list[Keys]]:
 
 
 def blocks_at(
-    places: Mapping[str, Sequence[Keys]], outlines: Mapping[str, Any], files: Sequence[Content]
+    places: Mapping[str, Sequence[Keys]], outlines: Mapping[str, Any], files: Collection[Content]
 ) -> dict[str, dict[Keys, RowBlocks]]:
     """Return the blocks in the files of all ranks, by objects and ``paths``.
 

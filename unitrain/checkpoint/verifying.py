@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,6 @@ from unitrain.checkpoint.manifest import DamagedError, Described
 from unitrain.checkpoint.mapped import MappedFiles
 from unitrain.checkpoint.reading import open_regular
 from unitrain.checkpoint.shard_files import ShardFiles
-from unitrain.checkpoint.shards import Content
 from unitrain.communicator import Communicator
 from unitrain.errors import CheckpointError
 from unitrain.training.streaming import Keys, RowBlocks
@@ -138,11 +138,7 @@ class JointVerification:
         if _manifest(folder) != request["manifest"]:
             return None
         storage.verify_files(folder, {names[number]: files[names[number]] for number in own})
-
-        def load(names: Sequence[str]) -> dict[str, Content]:
-            return storage.read(folder, [f"{name}.pt" for name in names], self.files)
-
-        return ShardFiles([name.removesuffix(".pt") for name in names], load)
+        return ShardFiles(names, partial(storage.read, folder, files=self.files))
 
     def _remote(self, request: dict[str, Any], files: Mapping[str, Described]) -> ShardFiles | None:
         from unitrain.checkpoint.download import download  # and fsspec
@@ -152,10 +148,7 @@ class JointVerification:
         if _manifest_at(store) != request["manifest"]:
             return None
 
-        def load(names: Sequence[str]) -> dict[str, Content]:
-            return download(store, {f"{name}.pt": files[f"{name}.pt"] for name in names}, self.files)
-
-        return ShardFiles([name.removesuffix(".pt") for name in files], load)
+        return ShardFiles(list(files), lambda names: download(store, {name: files[name] for name in names}, self.files))
 
     def blocks(
         self, places: Mapping[str, Sequence[Keys]], outlines: Mapping[str, Any], rows: Rows
@@ -172,7 +165,7 @@ class JointVerification:
         """
         if self.shards is None:
             return {}
-        held = shards.blocks_at(places, outlines, list(self.shards.contents().values()))
+        held = shards.blocks_at(places, outlines, self.shards.contents().values())
         needed = {
             number
             for name, found in held.items()
@@ -187,7 +180,7 @@ class JointVerification:
         failures = list(filter(None, self._communicator.all_gather_data(why)))
         if failures:
             raise CheckpointError(f"{failures[0]}. Nothing was loaded.")
-        return shards.blocks_at(places, outlines, list(self.shards.contents().values()))
+        return shards.blocks_at(places, outlines, self.shards.contents().values())
 
 
 def _overlapping(blocks: RowBlocks, rows: range) -> list[int]:
