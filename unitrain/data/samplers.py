@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -83,7 +84,7 @@ class OwnOrder(_Planned[EpochPlan]):
         return Epoch(replace(self._plan, start=start), order, repeats=False)
 
 
-class _Sampled(_Planned[Plan]):
+class _Sampled(_Planned[Plan], ABC):
     """An order that a sampler draws for each epoch.
 
     Args:
@@ -114,8 +115,9 @@ class _Sampled(_Planned[Plan]):
             self._last = ((seed, number), self._listed(self._sampler.draw(seed, number)))
         return self._last[1]
 
+    @abstractmethod
     def _listed(self, drawn: Iterator[Any]) -> _Listed:
-        raise NotImplementedError
+        """Return what the sampler has drawn, or raise DataError if it has no end."""
 
     def _check_end(self, indices: int, items: int) -> None:
         """Raise DataError if the sampler has yielded so much that it seems to have no end."""

@@ -77,8 +77,7 @@ class EMA(nn.Module):
         self._parameters_of_model = {weight for weight in self._named.values() if isinstance(weight, Parameter)}
         self._update = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
         self._begun = False
-        self._versions: list[int] = []
-        self._note_versions()
+        self._versions: list[int] = []  # of the weights, when they were exchanged last
         saved = {id(value) for value in original.state_dict(keep_vars=True).values()}
         for name, weight in self._named.items():
             if id(weight) not in saved:
@@ -158,9 +157,6 @@ class EMA(nn.Module):
             held = weight.clone()
             weight.copy_(average)
             average.copy_(held)
-        self._note_versions()
-
-    def _note_versions(self) -> None:
         self._versions = [weight._version for weight in self._named.values()]
 
     @property
@@ -169,7 +165,7 @@ class EMA(nn.Module):
 
     @property
     def _changed(self) -> str:
-        """Name of a parameter that was changed since its version was noted."""
+        """Name of a parameter that was changed since the weights were exchanged."""
         for (name, weight), version in zip(self._named.items(), self._versions, strict=True):
             if isinstance(weight, Parameter) and weight._version != version:
                 return name

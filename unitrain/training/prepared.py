@@ -142,11 +142,11 @@ class PreparedModules:
         Raises:
             UsageError: they have; their values differ between the ranks, and their gradients would not be averaged.
         """
-        for module in self:
-            for name, parameter in self.unwrap(module).named_parameters():
+        for module in map(self.unwrap, self):
+            for name, parameter in module.named_parameters():
                 if parameter.requires_grad and not self.has(parameter):
                     raise UsageError(
-                        f"{name} of a prepared {type(self.unwrap(module)).__name__} is another parameter than when it "
+                        f"{name} of a prepared {type(module).__name__} is another parameter than when it "
                         "was prepared, and would be trained on each rank alone, or not at all: change the model before "
                         "prepare(), load values into its parameters (without assign=True), or prepare what is added."
                     )
