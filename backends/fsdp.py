@@ -41,11 +41,13 @@ class FSDPBackend(ProcessGroupBackend):
     def check(cls, config: StrategyConfig, launch: Launch) -> None:
         """Refuse NCCL if it is not available, a torch that is too old, and settings that this job can't have."""
         super().check(config, launch)
-        from torch.distributed.fsdp import FSDPModule
+        from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
-        if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        casts = hasattr(MixedPrecisionPolicy(), "param_dtype_override_fn") or config.precision not in _DTYPES
+        if not casts or not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
             raise BackendError(
-                f"backend fsdp needs a newer torch than {torch.__version__}, such as 2.15: install it, or use ddp."
+                f"backend fsdp with precision {config.precision} needs a newer torch than {torch.__version__}, such as "
+                "2.15: install it, or use ddp."
             )
         settings = config.section(cls.name, FSDPSettings)
         if settings.cpu_offload and config.precision == "fp16":
@@ -123,7 +125,6 @@ class FSDPBackend(ProcessGroupBackend):
             )
         if not any(True for _ in original.parameters()):
             return module.to(self.device)
-        from .fsdp_gloo import adapt
         from .fsdp_module import ShardedModule
 
         sharded = ShardedModule(
@@ -137,7 +138,7 @@ class FSDPBackend(ProcessGroupBackend):
             compute_dtype=_DTYPES.get(self.config.precision),
             reduce_dtype=_DTYPES.get(self.config.compression),
             offload=self.offloads,
-            adapt=None if "nccl" in dist.get_backend() else partial(adapt, device=self.device),
+            has_mean="nccl" in dist.get_backend(),
         )
         return_memory()  # the whole model's, of which glibc would keep most
         sharded.arm(self._armed)
