@@ -41,13 +41,11 @@ class FSDPBackend(ProcessGroupBackend):
     def check(cls, config: StrategyConfig, launch: Launch) -> None:
         """Refuse NCCL if it is not available, a torch that is too old, and settings that this job can't have."""
         super().check(config, launch)
-        from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+        from torch.distributed.fsdp import FSDPModule
 
-        casts = hasattr(MixedPrecisionPolicy(), "param_dtype_override_fn") or config.precision not in _DTYPES
-        if not casts or not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
             raise BackendError(
-                f"backend fsdp with precision {config.precision} needs a newer torch than {torch.__version__}, such as "
-                "2.15: install it, or use ddp."
+                f"backend fsdp needs a newer torch than {torch.__version__}, such as 2.15: install it, or use ddp."
             )
         settings = config.section(cls.name, FSDPSettings)
         if settings.cpu_offload and config.precision == "fp16":

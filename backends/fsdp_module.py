@@ -169,11 +169,12 @@ def _policy(
     module: nn.Module, compute_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None
 ) -> MixedPrecisionPolicy:
     """Return the dtypes in which weights are gathered and gradients reduced. The forward's are autocast's matter."""
-    override: dict[str, Any] = {}
-    if compute_dtype is not None:
-        converted = converted_by_autocast(module)
-        # An argument since torch 2.15; FSDPBackend.check refuses older ones.
-        override["param_dtype_override_fn"] = lambda p: None if p in converted and p.dtype == torch.float32 else p.dtype
+    if compute_dtype is None or not hasattr(MixedPrecisionPolicy, "param_dtype_override_fn"):  # torch 2.15
+        return MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+    converted = converted_by_autocast(module)
+    override: dict[str, Any] = {
+        "param_dtype_override_fn": lambda p: None if p in converted and p.dtype == torch.float32 else p.dtype
+    }
     return MixedPrecisionPolicy(compute_dtype, reduce_dtype, cast_forward_inputs=False, **override)
 
 
