@@ -13,10 +13,11 @@ from torch.nn import Parameter
 
 from unitrain.data.structure import tensors
 from unitrain.errors import UsageError
+from unitrain.module_copy import without_memory
 from unitrain.training.materialising import give_memory
 
 from .fsdp_changes import ForwardChanges
-from .fsdp_copies import filled, refuse_copy, without_weights
+from .fsdp_copies import filled, refuse_copy
 from .fsdp_parameters import converted_by_autocast, not_divisible
 from .fsdp_shards import to_local
 from .fsdp_units import units
@@ -57,20 +58,18 @@ class ShardedModule:
         offload: bool,
         has_mean: bool,
     ) -> None:
-        before = dict(module.named_parameters())
-        self._skeleton = without_weights(module)
+        self._skeleton = without_memory(module, [*module.parameters(), *module.buffers()])
+        give_memory(module, device, only=not_divisible(module))
         self.replicated: set[Parameter] = not_divisible(module)
+        before = dict(module.named_parameters())
         for parameter in self.replicated:
-            if parameter.is_meta:
-                give_memory(parameter, device)
             parameter.data = parameter.data.to(device)
         policy = _policy(module, compute_dtype, reduce_dtype)
         changes: dict[nn.Module, ForwardChanges] = {}
         for unit in (*units(module, wrap), module):
+            give_memory(unit, device)  # until it is divided; values come later
             dense = [p for p in unit.parameters() if to_local(p) is p and p not in self.replicated]
             for parameter in dense:
-                if parameter.is_meta:
-                    give_memory(parameter, device)  # until it is divided; values come later
                 parameter.data = parameter.data.contiguous()  # of channels_last, say
             changes[unit] = ForwardChanges(unit)
             fully_shard(

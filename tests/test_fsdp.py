@@ -289,7 +289,7 @@ def prepare_in_orders() -> list[str]:
 def test_the_optimizer_may_be_made_and_prepared_before_or_after_and_is_refused_if_it_is_left_out() -> None:
     for said in run_ranks(prepare_in_orders):
         assert len(said) == 1
-        assert "4 parameters (0.weight, 0.bias, 1.weight, ...) that prepare() has replaced by shards" in said[0]
+        assert "4 parameters (0.weight, 0.bias, 1.weight, ...) that prepare() has replaced," in said[0]
         assert "pass the optimizer to prepare()" in said[0]
 
 
