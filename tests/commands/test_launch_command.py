@@ -1,0 +1,122 @@
+"""``unitrain launch``: what it prints for several hosts, and what it starts on this one."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from page_blocks import blocks
+from places import ROOT
+
+from unitrain.commands.cli import main
+from unitrain.commands.launch import parse_hosts
+from unitrain.commands.launchers import Host
+from unitrain.commands.toolchain import Mpi
+
+HOSTS = ["--hosts", "node0:2,node1:3"]
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
+    assert main(["launch", "--dry-run", *arguments, "train.py", "--", "--name", "a b"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for line in lines:
+        if not line.startswith("#"):
+            assert shlex.split(line)[-3:] == ["train.py", "--name", "a b"]
+    return lines
+
+
+def test_hosts() -> None:
+    assert parse_hosts("node0:2, 10.0.0.1:16,c.example") == [
+        Host("node0", 2), Host("10.0.0.1", 16), Host("c.example", 1)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--hosts", "a:0"], "--hosts is 'a:0', but must be names of hosts"),
+        (["--hosts", "a:2,,b:2"], "must be names of hosts"),
+        (["--hosts", "a:2;rm"], "must be names of hosts"),
+        (["--hosts", "a:2,a:2"], "names a host twice"),
+        (["--processes", "0"], "--processes is 0, but must be at least 1"),
+        (HOSTS, "torchrun is started on each host. --dry-run prints the commands"),
+    ],
+)
+def test_bad_arguments(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", *arguments, "train.py"]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_launcher_that_is_not_installed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unitrain.commands.launchers.find_program", lambda name: None)
+    assert main(["launch", "--launcher", "srun", "train.py"]) == 1
+    assert "srun is not installed here: it is SLURM's" in capsys.readouterr().err
+
+
+def test_torchrun_is_started_on_each_host(capsys: pytest.CaptureFixture[str]) -> None:
+    where, first, also, second = printed(capsys, *HOSTS)
+    assert (where, also) == ("# on node0", "# on node1")
+    assert first.startswith("torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint node0:29400 ")
+    assert second == first.replace("node 2", "node 3")
+
+
+def test_on_this_host(capsys: pytest.CaptureFixture[str]) -> None:
+    assert printed(capsys, "--processes", "4") == ["torchrun --standalone --nproc-per-node 4 train.py --name 'a b'"]
+
+
+@pytest.mark.skipif(shutil.which("srun") is None, reason="needs srun: apt-get install slurm-wlm")
+def test_srun(capsys: pytest.CaptureFixture[str]) -> None:
+    [line] = printed(capsys, "--launcher", "srun", "--hosts", "a:4,b:4")
+    assert line.startswith("srun --nodes 2 --nodelist a,b --ntasks-per-node 4 python train.py")
+    assert main(["launch", "--dry-run", "--launcher", "srun", *HOSTS, "train.py"]) == 1
+    assert "the same number of processes on every host" in capsys.readouterr().err
+
+
+def test_mpirun_passes_settings_to_other_hosts(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UNITRAIN_BACKEND", "ddp")
+    [line] = printed(capsys, "--launcher", "mpirun", *HOSTS)
+    assert line.startswith("mpirun -np 5 -H node0:2,node1:3 --bind-to none -x PATH -x UNITRAIN_BACKEND python train.py")
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "mpirun", "horovodrun"])
+def test_the_page_of_a_launcher_shows_what_it_prints(launcher: str, capsys: pytest.CaptureFixture[str]) -> None:
+    page = "".join(block.text for block in blocks(ROOT / "docs" / "launchers" / f"{launcher}.md"))
+    for where in (["--processes", "2"], ["--hosts", "node1:8,node2:8"]):
+        assert main(["launch", "--dry-run", "--launcher", launcher, *where, "train.py"]) == 0
+        printed = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("#")]
+        assert printed
+        assert set(printed) <= set(page.splitlines())
+
+
+def test_the_options_of_mpich(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It passes all variables by itself, and knows neither -H nor -x."""
+    monkeypatch.setattr("unitrain.commands.launchers.find_mpi", lambda: Mpi("MPICH", "4", Path("mpirun"), None))
+    monkeypatch.setenv("UNITRAIN_BACKEND", "ddp")
+    [line] = printed(capsys, "--launcher", "mpirun", *HOSTS)
+    assert line.startswith("mpirun -np 5 -hosts node0:2,node1:3 python train.py")
+
+
+@pytest.mark.launcher
+def test_it_runs_the_command(tmp_path: Path) -> None:
+    shows = tmp_path / "shows.py"
+    shows.write_text("import os, sys; open(sys.argv[1] + os.environ['RANK'], 'w').write(os.environ['WORLD_SIZE'])\n")
+    command = [
+        sys.executable,
+        "-m",
+        "unitrain.commands.cli",
+        "launch",
+        "--processes",
+        "2",
+        str(shows),
+        "--",
+        f"{tmp_path}/rank ",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert [(tmp_path / f"rank {rank}").read_text() for rank in (0, 1)] == ["2", "2"]

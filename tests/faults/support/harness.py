@@ -1,0 +1,254 @@
+"""Starts real jobs with a fault, and checks how they end."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from jobs import Job, run_job
+from places import TESTS
+from program import RANK_VARIABLES
+from slurm import slurm_missing
+
+from unitrain.commands.toolchain import find_program
+
+PROGRAM = TESTS / "faults" / "programs" / "program.py"
+STEPS = 40
+HEARTBEAT_S, TIMEOUT_S = 3.0, 8.0
+QUICK = {"UNITRAIN_HEARTBEAT_TIMEOUT_S": str(HEARTBEAT_S), "UNITRAIN_TIMEOUT_S": str(TIMEOUT_S)}
+_HAS_HOROVOD = find_spec("horovod") is not None
+
+
+@dataclass(frozen=True)
+class World:
+    """A launcher and a backend."""
+
+    launcher: str
+    backend: str
+
+    def __str__(self) -> str:
+        return f"{self.launcher}-{self.backend}"
+
+    def command(self, ranks: int, *arguments: str, program: Path = PROGRAM) -> list[str]:
+        """Return the command that starts the program."""
+        script = [str(program), *arguments]
+        count = str(ranks)
+        starts: dict[str, list[str]] = {
+            "plain": [sys.executable, str(TESTS / "faults" / "programs" / "by_hand.py"), count],
+            "torchrun": ["torchrun", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", count],
+            "mpirun": ["mpirun", "--oversubscribe", "-np", count, sys.executable],
+            "mpich": ["mpiexec.mpich", "-n", count, sys.executable],
+            "horovodrun": ["horovodrun", "--gloo", "-np", count, sys.executable],
+            "srun": ["srun", "-n", count, sys.executable],
+        }
+        return [*starts[self.launcher], *script]
+
+    @property
+    def missing(self) -> str:
+        """Why it can't run here, or an empty string."""
+        if self.launcher == "srun" and (reason := slurm_missing()):
+            return reason
+        if "horovod" in (self.backend, self.launcher[:7]) and not _HAS_HOROVOD:
+            return "horovod is not installed"
+        return "mpirun is not installed" if self.launcher == "mpirun" and find_program("mpirun") is None else ""
+
+
+ONE = World("plain", "auto")
+PLAIN, TORCHRUN = World("plain", "ddp"), World("torchrun", "ddp")
+MPIRUN, HOROVODRUN = World("mpirun", "horovod"), World("horovodrun", "horovod")
+MPIRUN_DDP = World("mpirun", "ddp")
+
+
+def worlds(*quick: World, soak: Sequence[World] = ()) -> pytest.MarkDecorator:
+    """Parametrise a test by worlds: those of every run of the tests, and those of ``make soak`` only.
+
+    One that can't run here is skipped, and says why.
+    """
+    return pytest.mark.parametrize(
+        "world",
+        [
+            pytest.param(
+                one,
+                id=str(one),
+                marks=[
+                    pytest.mark.skipif(bool(one.missing), reason=one.missing),
+                    *([pytest.mark.soak] if one in soak else []),
+                ],
+            )
+            for one in (*quick, *soak)
+        ],
+    )
+
+
+@dataclass(frozen=True)
+class End:
+    """How a job with a fault ended."""
+
+    job: Job
+    seconds: float
+    """Seconds from the fault to the end of the job."""
+    world: World
+    fault: str
+
+    def said(self, rank: int) -> str:
+        """Return the one line that a surviving rank prints."""
+        found = self._lines(rf"unitrain: rank {rank} on \S+ \(pid \d+\): stopped because (.*)")
+        assert len(found) == 1, self.job.output
+        return found[0]
+
+    def note(self) -> None:
+        """Record it for the report."""
+        found = self._lines(r"unitrain: (.*stopped because .*|stopped by .*|received a second .*|error: .*)")
+        said = re.sub(r" on \S+ \(pid \d+\)", "", found[0]).split(". Rank")[0].split('", line')[0] if found else ""
+        said = re.sub(r"\[/\S+\] ", "", re.sub(r"/\S+/checkpoints", "FOLDER", said))  # places in gloo's source
+        said = re.sub(r"/\S+/(?=program\.py:)", "", said)
+        note(fault=self.fault, world=str(self.world), seconds=self.seconds, code=self.job.code, said=said)
+
+    def _lines(self, pattern: str) -> list[str]:
+        return [str(found) for found in re.findall(pattern, self.job.output)]
+
+
+def note(**row: Any) -> None:
+    """Append a line for ``report.py``, if a report is wanted."""
+    if "TESTS_ENDS" in os.environ:
+        with Path(os.environ["TESTS_ENDS"]).open("a") as lines:
+            lines.write(json.dumps(row) + "\n")
+
+
+def run(
+    world: World,
+    folder: Path,
+    *,
+    steps: int = STEPS,
+    fault: str = "none:0:0",
+    ranks: int = 2,
+    pause: float = 0.0,
+    environ: Mapping[str, str] | None = None,
+    meanwhile: Callable[[subprocess.Popen[bytes]], object] = lambda process: None,
+    program: Path = PROGRAM,
+    output: str = "",
+    under: Sequence[str] = (),
+) -> End:
+    """Train for a total number of steps, with a fault (KIND:RANK:STEP) on the way.
+
+    The output may be redirected as in a shell, and the launcher may run ``under`` another command.
+    """
+    (folder / "fault").unlink(missing_ok=True)
+    command = [*under, *world.command(ranks, str(folder), str(steps), fault, program=program)]
+    if output:
+        command = ["bash", "-c", f'exec "$@" {output}', "bash", *command]
+    job = run_job(
+        command,
+        folder,
+        environ={**QUICK, "UNITRAIN_BACKEND": world.backend, "TESTS_PAUSE": str(pause), **(environ or {})},
+        deadline=100,
+        meanwhile=meanwhile,
+    )
+    assert job.left == (), f"it left processes: {job.left}\n{job.output}"
+    happened = (folder / "fault").read_text() if (folder / "fault").exists() else ""
+    what = "signals from outside" if fault.startswith("none") else fault
+    if "UNITRAIN_DEBUG" in (environ or {}):
+        what += " with debug"
+    end = End(job, job.ended - float(happened) if happened else 0.0, world, what)
+    if happened:
+        end.note()
+    return end
+
+
+def when_step(folder: Path, step: int, action: Callable[[subprocess.Popen[bytes]], object]) -> Callable[[Any], None]:
+    """Return a function that waits until the job has reached a step, and then calls another one."""
+
+    def act(process: subprocess.Popen[bytes]) -> None:
+        deadline = time.monotonic() + 60
+        while not any(note["step"] >= step for note in notes(folder)):
+            assert process.poll() is None, "it ended before"
+            assert time.monotonic() < deadline, f"it never came to step {step}"
+            time.sleep(0.02)
+        (folder / "fault").write_text(str(time.time()))
+        action(process)
+
+    return act
+
+
+def ranks_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """Return the training processes of a job, by rank; empty after its end."""
+    found = {}
+    with suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(process.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):  # a launcher's helpers come and go
+                command, environ = child.cmdline(), child.environ()
+                if str(PROGRAM) in command[1:3]:  # a launcher has it further behind; torchrun gives python a -u
+                    found[int(next(environ[name] for name in RANK_VARIABLES if name in environ))] = child
+    return [found[rank] for rank in sorted(found)]
+
+
+def notes(folder: Path) -> list[dict[str, Any]]:
+    """Return what counted: of a step that was made again after a failure, what was noted last."""
+    by_step: dict[int, tuple[int, list[dict[str, Any]]]] = {}
+    for file in sorted(folder.glob("*.notes"), key=lambda file: int(file.name.split(".")[0])):
+        part = int(file.name.split(".")[0])
+        for line in file.read_text().splitlines():
+            if not line.endswith("}"):
+                continue  # it was killed within a line
+            note = json.loads(line)
+            if note["step"] not in by_step or by_step[note["step"]][0] < part:
+                by_step[note["step"]] = (part, [])
+            by_step[note["step"]][1].append(note)
+    return [note for _, (_, made) in sorted(by_step.items()) for note in made]
+
+
+def losses(folder: Path) -> list[float]:
+    """Return each step's loss: the mean over all its samples, of all ranks and micro-batches."""
+    total: dict[int, float] = defaultdict(float)
+    count: dict[int, int] = defaultdict(int)
+    for note in notes(folder):
+        total[note["step"]] += note["loss"]
+        count[note["step"]] += len(note["ids"])
+    return [total[step] / count[step] for step in sorted(total)]
+
+
+def samples(folder: Path) -> list[tuple[int, int]]:
+    """Return every sample seen, as (epoch, sample), in order."""
+    return sorted((note["epoch"], sample) for note in notes(folder) for sample in note["ids"])
+
+
+@pytest.fixture(scope="session")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of an uninterrupted run on one process."""
+    return train_alone(tmp_path_factory, STEPS)
+
+
+def train_alone(tmp_path_factory: pytest.TempPathFactory, steps: int) -> Path:
+    """Make so many steps on one process, and return the folder."""
+    folder = tmp_path_factory.mktemp("alone")
+    end = run(ONE, folder, ranks=1, steps=steps)
+    assert end.job.code == 0, end.job.output
+    return folder
+
+
+def assert_same_training(folder: Path, alone: Path) -> None:
+    """Assert that the parts of a run together equal the uninterrupted run."""
+    assert samples(folder) == samples(alone), "each sample once an epoch"
+    assert losses(folder) == pytest.approx(losses(alone), rel=0, abs=1e-9)
+    last = saved(alone)[-1]
+    trained, expected = (torch.load(one / "checkpoints" / last / "model.pt") for one in (folder, alone))
+    torch.testing.assert_close(trained, expected, rtol=0, atol=1e-9)
+
+
+def saved(folder: Path) -> list[str]:
+    """Return the names in the folder of checkpoints."""
+    return sorted(os.listdir(folder / "checkpoints"))

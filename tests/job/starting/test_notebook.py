@@ -1,0 +1,158 @@
+"""``unitrain.notebook_launch`` in a real kernel: a notebook is executed, ranks fail, and a kernel is interrupted."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from jupyter_client.manager import start_new_kernel
+from places import ROOT
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:jupyter_client", "ignore::RuntimeWarning:zmq")
+
+NOTEBOOK = ROOT / "recipes" / "notebook.ipynb"
+DEADLINE_S = 200
+CELL = '''
+import os, sys, time
+from multiprocessing import resource_tracker
+import torch
+import unitrain
+
+resource_tracker.ensure_running()  # so that no test seems to leave it behind
+
+class NoSuchLabelError(Exception):
+    """Defined in the notebook."""
+
+def fails(file):
+    print(f"rank {os.environ['RANK']} began")
+    if os.environ["RANK"] == "0":
+        open(file, "w").close()
+        time.sleep(600)
+    while not os.path.exists(file):
+        time.sleep(0.01)
+    raise NoSuchLabelError("label 7")
+
+def stops(folder):
+    with unitrain.init(device="cpu") as strategy:
+        model = strategy.prepare(torch.nn.Linear(1, 1))
+        strategy.checkpoint(folder, model=model)
+        strategy.barrier()  # all ranks handle signals now
+        strategy.print("trains")
+        for _ in strategy.dataloader(range(10_000), global_batch_size=2):
+            time.sleep(0.05)
+'''
+
+
+class Kernel:
+    """A kernel of Jupyter, as a notebook has one."""
+
+    def __init__(self, folder: Path) -> None:
+        self._manager, self._client = start_new_kernel(kernel_name="python3", cwd=str(folder))
+        self._pid: int = self._manager.provisioner.pid  # type: ignore[union-attr]
+
+    def run(self, code: str, meanwhile: Callable[[str], object] = lambda text: None) -> tuple[str, str]:
+        """Run a cell, and return what it printed, and the traceback of the error that it ended with."""
+        printed, trace = "", ""
+
+        def take(message: Any) -> None:
+            nonlocal printed, trace
+            content = message["content"]
+            if message["msg_type"] == "stream":
+                printed += content["text"]
+                meanwhile(content["text"])
+            elif message["msg_type"] == "error":
+                trace = re.sub(r"\x1b\[[\d;]*m", "", "\n".join(content["traceback"]))
+
+        self._client.execute_interactive(code, output_hook=take, timeout=DEADLINE_S, allow_stdin=False)
+        return printed, trace
+
+    def ranks(self) -> list[psutil.Process]:
+        """Return the kernel's child processes, except the one that multiprocessing keeps."""
+        children = psutil.Process(self._pid).children(recursive=True)
+        return [child for child in children if "resource_tracker" not in " ".join(child.cmdline())]
+
+    def interrupt(self) -> None:
+        """Do what Jupyter does when its user interrupts a kernel; its own method leaves an event loop behind here."""
+        os.killpg(self._pid, signal.SIGINT)
+
+    def close(self) -> None:
+        self._client.stop_channels()
+        self._manager.shutdown_kernel(now=True)
+
+
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
+    """Start a kernel in which ``CELL`` has been run."""
+    kernel = Kernel(tmp_path_factory.mktemp("notebook"))
+    assert kernel.run(CELL) == ("", "")
+    yield kernel
+    kernel.close()
+
+
+@pytest.mark.launcher
+def test_the_notebook_trains_on_two_processes(kernel: Kernel) -> None:
+    cells = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
+    ran = [kernel.run("".join(cell["source"])) for cell in cells]
+    assert [trace for _, trace in ran if trace] == []
+    printed = "".join(text for text, _ in ran)
+    assert re.findall(r"epoch (\d): loss [\d.]+ on 2 processes\n", printed) == list("01234")
+    accuracy = re.search(r"accuracy on 360 images: ([\d.]+)%", printed)
+    assert accuracy is not None
+    assert float(accuracy[1]) > 90
+    assert "accuracy on 360 images" in str(cells[-1]["outputs"]), "commit the notebook with its output"
+
+
+@pytest.mark.launcher
+def test_an_error_is_raised_in_the_cell(kernel: Kernel, tmp_path: Path) -> None:
+    launch = f"unitrain.notebook_launch(fails, {str(tmp_path / 'began')!r})"
+    code = f"try:\n    {launch}\nexcept NoSuchLabelError as error:\n    caught = error\nraise caught"
+    printed, trace = kernel.run(code)
+    assert "rank 0 began\n" in printed
+    assert "[rank 1] rank 1 began\n" in printed
+    assert "rank 1: Traceback (most recent call last)" in trace
+    assert 'raise NoSuchLabelError("label 7")\nNoSuchLabelError: label 7' in trace  # with the line of the cell
+    assert trace.endswith("NoSuchLabelError: label 7")
+    assert kernel.ranks() == []
+
+
+@pytest.mark.launcher
+def test_interrupting_the_kernel_saves_and_stops(kernel: Kernel, tmp_path: Path) -> None:
+    code = f"unitrain.notebook_launch(stops, {str(tmp_path)!r}, processes=2)"
+    printed, trace = kernel.run(code, lambda text: kernel.interrupt() if "trains" in text else None)
+    assert trace.endswith("KeyboardInterrupt: "), trace
+    # The kernel's SIGINT reaches the ranks too, and may come before the SIGTERM of their parent.
+    assert re.search(r"unitrain: stopped by SIG(INT|TERM) after step 0 and saved in", printed), printed
+    assert [path.name for path in tmp_path.glob("step-*")] == ["step-0000000000"]
+    assert kernel.ranks() == []
+    assert kernel.run("print(6 * 7)") == ("42\n", "")
+
+
+@pytest.mark.launcher
+def test_what_can_not_be_is_refused(kernel: Kernel) -> None:
+    for code, said in (
+        ("unitrain.notebook_launch(fails, 0, processes=0)", "processes is 0, but must be at least 1."),
+        ("numbers = (n for n in [])\nunitrain.notebook_launch(lambda: numbers)", "copies the function, and what"),
+        ("unitrain.notebook_launch(sys.exit, 4, processes=1)", "CommunicationError: a rank has called sys.exit(4)"),
+        ("unitrain.spawn(fails, 0, nprocs=2)", "call unitrain.notebook_launch, or put the function into a file"),
+    ):
+        assert said in kernel.run(code)[1]
+
+
+@pytest.mark.soak
+def test_a_script_is_not_run_again(tmp_path: Path) -> None:
+    """A notebook that was exported as a script has no ``if __name__ == "__main__"``."""
+    (tmp_path / "exported.py").write_text(
+        "import unitrain\nprint('exported')\nunitrain.notebook_launch(lambda: (n for n in [1]), processes=1)\n"
+    )
+    done = subprocess.run([sys.executable, "exported.py"], cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert (done.stdout, done.returncode) == ("exported\n", 1)
+    assert "UsageError: the result of rank 0 can't be copied to the notebook: " in done.stderr

@@ -1,0 +1,98 @@
+"""How ``make test`` divides the tests: one worker runs a group, and tests that must run alone come last."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import NamedTuple
+
+import places
+import pytest
+
+PLUGIN = places.TESTS / "support" / "hosts" / "sharing.py"
+TESTS = """
+    import json, os, time
+    import pytest
+
+    @pytest.fixture(autouse=True)
+    def noted(request):
+        start = time.monotonic()
+        yield
+        row = [request.node.nodeid, os.getpid(), start, time.monotonic()]
+        with open("notes", "a") as notes:
+            notes.write(json.dumps(row) + "\\n")
+
+    @pytest.mark.alone
+    @pytest.mark.parametrize("number", range(2))
+    def test_alone(number): time.sleep(0.1)
+
+    @pytest.mark.parametrize("number", range(6))
+    def test_short(number): time.sleep(0.05)
+
+    @pytest.mark.xdist_group("daemons")
+    @pytest.mark.parametrize("number", range(3))
+    def test_group(number): time.sleep(0.05)
+
+    @pytest.mark.launcher
+    @pytest.mark.parametrize("number", range(2))
+    def test_long(number): time.sleep(0.3)
+
+    @pytest.mark.alone
+    @pytest.mark.skip("no cluster here")
+    def test_skipped(): ...
+"""
+
+
+class Note(NamedTuple):
+    test: str
+    process: int
+    start: float
+    end: float
+
+
+@pytest.fixture
+def suite(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
+    monkeypatch.setenv("PYTHONPATH", str(PLUGIN.parent))
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # they take longer to load than all of this takes
+    pytester.makeini("[pytest]\naddopts = -p xdist -p sharing -p no:cacheprovider\nmarkers =\n    alone\n    launcher")
+    pytester.makepyfile(TESTS)
+    return pytester
+
+
+def notes(suite: pytest.Pytester) -> list[Note]:
+    return [Note(*json.loads(line)) for line in (suite.path / "notes").read_text().splitlines()]
+
+
+def test_groups_stay_together_and_what_runs_alone_is_last(suite: pytest.Pytester) -> None:
+    result = suite.runpytest_subprocess("-n2")
+    result.assert_outcomes(passed=13, skipped=1)
+    made = notes(suite)
+    assert len({note.process for note in made}) == 2
+    assert len({note.process for note in made if "::test_group" in note.test}) == 1
+    alone = [note for note in made if "::test_alone" in note.test]
+    assert len(alone) == 2
+    assert all(one.end <= other.start for one, other in itertools.product(made, alone) if one not in alone)
+    assert {note.test.split("::")[1] for note in sorted(made, key=lambda note: note.start)[:2]} == {
+        "test_long[0]", "test_long[1]",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("selected", "count"), [("test_alone", 2), ("0", 4)])
+def test_fewer_tests_than_there_are_workers_or_little_more(suite: pytest.Pytester, selected: str, count: int) -> None:
+    suite.runpytest_subprocess("-n3", "-k", selected).assert_outcomes(passed=count)
+    assert len(notes(suite)) == count
+
+
+def test_in_one_process_they_keep_the_order_of_the_file(suite: pytest.Pytester) -> None:
+    suite.runpytest_subprocess().assert_outcomes(passed=13, skipped=1)
+    assert [note.test.split("[")[0].split("_")[-1] for note in notes(suite)] == (
+        ["alone"] * 2 + ["short"] * 6 + ["group"] * 3 + ["long"] * 2
+    )
+
+
+def test_a_worker_that_crashes_is_a_failure_and_the_end(suite: pytest.Pytester) -> None:
+    suite.makepyfile(test_crash="import os\ndef test_crash(): os._exit(1)")
+    result = suite.runpytest_subprocess("-n2", "--max-worker-restart=0")
+    assert result.ret != 0
+    result.stdout.fnmatch_lines(["*worker * crashed while running *test_crash*"])
+    assert "1 failed" in result.outlines[-1]
