@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 
+pytestmark = pytest.mark.check
 ROOT = Path(__file__).parent.parent
 LIBRARY = Path("lib", f"python{sys.version_info.major}.{sys.version_info.minor}", "site-packages")
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+pytestmark = pytest.mark.check
 ROOT = Path(__file__).parent.parent
 CHECKS = [
     hook["id"]
