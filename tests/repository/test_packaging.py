@@ -20,9 +20,9 @@ from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
+from places import ROOT
 
 pytestmark = pytest.mark.check
-ROOT = Path(__file__).parent.parent
 LIBRARY = Path("lib", f"python{sys.version_info.major}.{sys.version_info.minor}", "site-packages")
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from places import ROOT
 
 pytestmark = pytest.mark.check
-ROOT = Path(__file__).parent.parent
 CHECKS = [
     hook["id"]
     for repository in yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
