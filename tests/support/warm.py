@@ -36,7 +36,7 @@ import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
-from places import ROOT
+from places import TESTS
 from torch import nn
 
 from unitrain.job.job import current
@@ -279,7 +279,7 @@ class _Watched:
 
     def __init__(self) -> None:
         self._seen: dict[ModuleType | type, dict[str, Any]] = {}
-        self._tests = str(ROOT / "tests")
+        self._tests = str(TESTS)
 
     def note(self) -> None:
         """Note the values of modules that were imported since the last time."""
