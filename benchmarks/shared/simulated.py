@@ -29,6 +29,7 @@ from unitrain.communication.row_shards import RowShard
 from unitrain.communication.streaming import leaves
 from unitrain.config import StrategyConfig
 from unitrain.data.order.shares import Shares
+from unitrain.job.joining.verb_check import input_of
 from unitrain.job.watch.stopping import Boundaries, Stopping
 from unitrain.launch.detect import Launch
 from unitrain.pulse import Pulse
@@ -38,7 +39,6 @@ from unitrain.training.models.preparation import Preparation
 from unitrain.training.models.prepared import PreparedModules
 
 _CPU = torch.device("cpu")
-_ELEMENTS = 5
 
 
 class SimulatedBackend(Backend):
@@ -95,16 +95,15 @@ class SimulatedBackend(Backend):
     # What verb_check and authentication of unitrain.job.joining expect of ranks; others give what rank 0 does.
 
     def _reduce(self, tensor: Tensor, op: str, name: str) -> None:
-        if name.startswith(f"self_test.{op}."):
-            everyone = torch.arange(_ELEMENTS) + (torch.arange(self.world_size) % 3).unsqueeze(1)
+        if name == f"self_test.{op}":
+            everyone = self._inputs()
             tensor.copy_({"sum": everyone.sum(0), "max": everyone.amax(0), "min": everyone.amin(0)}[op])
         elif op == "sum":
             tensor.mul_(self.world_size)
 
     def _rows(self, tensor: Tensor, name: str) -> Tensor:
-        if name.startswith("self_test.gather."):
-            rows = torch.arange(self.world_size * _ELEMENTS).view(self.world_size, _ELEMENTS) % 251
-            return rows.to(tensor.dtype)
+        if name == "self_test.gather":
+            return self._inputs().to(tensor.dtype)
         if self.secret is not None and tensor.numel() == 33:
             self._nonces = tensor[1:].numpy().tobytes() * self.world_size
         elif self.secret is not None and tensor.numel() == 32:
@@ -115,7 +114,10 @@ class SimulatedBackend(Backend):
 
     def _send(self, tensor: Tensor, src: int, name: str) -> None:
         if name.startswith("self_test."):
-            tensor.copy_((torch.arange(_ELEMENTS) * 7 + src) % 251)
+            tensor.fill_(src % 251)
+
+    def _inputs(self) -> Tensor:
+        return torch.stack([input_of(rank) for rank in range(self.world_size)])
 
 
 class SimulatedRank0:
