@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -25,9 +25,6 @@ from shared.report import Found, run, table
 from shared.rounds import Way, alternate, compared, shown_ratio
 from shared.workloads import mlp, resnet18
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 PROCESSES, SHORT_PROCESSES = (1, 2, 4, 8), (1, 2)
 LENGTH, SHORT = (7, 2), (2, 1)  # rounds, and steps per round
 HAND, OURS, REDUCE, LATENCY = "by hand", "UniTrain", "all-reduce of the gradients", "all-reduce of 4 bytes"
@@ -37,13 +34,6 @@ LINKS = {
     "100 Gbit/s, 5 µs": Link(5e-6, 100e9 / 8),
 }
 HOSTS = (1, 2, 8, 32, 128, 512)
-PUBLISHED = [
-    ["Horovod, ResNet-101, 512 GPUs, 25 Gbit/s RoCE", "90 %", "its docs/benchmarks.rst"],
-    ["Horovod on Summit, 27,600 GPUs", "93 %", "Romero et al., NSDI 2022"],
-    ["DDP, 256 GPUs", "near-linear", "Li et al., VLDB 2020"],
-    ["DDP, ResNet-50, batch 32, 16 V100s on 2 hosts", "93 %", "PyTorch, benchmarks/distributed/ddp"],
-    ["ResNet-34, batch 16, 2 and 8 GPUs: 9 s, 5.5 s, 2 s an epoch", "82 % and 56 %", "the article UniTrain began with"],
-]
 
 
 def measure_world(rounds: int, steps: int, small: bool) -> Found | None:
@@ -117,29 +107,9 @@ def tables(found: Found) -> str:
             "**Predicted, not measured**: efficiency on hosts of their own, with one such core each, if nothing of the "
             "ring's messages overlapped with computing. A real run overlaps most of them.\n",
             table(["link", *(f"{hosts} hosts" for hosts in HOSTS)], predictions),
-            "**Published by others**, for comparison:\n",
-            table(["run", "efficiency", "source"], PUBLISHED),
         ]
     )
 
 
-def plot(found: Found, figure: Figure) -> None:
-    figure.set_size_inches(12, 4.5)
-    left, right = figure.subplots(1, 2)
-    processes = [int(one) for one in found["worlds"]]
-    for name in (HAND, OURS):
-        left.plot(processes, [its[name]["seconds"] * 1e3 for its in found["worlds"].values()], "o-", label=name)
-    left.plot(processes, [its["model_s"] * 1e3 for its in found["worlds"].values()], "k--", label="model")
-    left.set_xlabel("processes on this machine")
-    left.set_ylabel("ms a step")
-    left.legend()
-    for name, its in found["predicted_efficiency"].items():
-        right.plot(HOSTS, list(its.values()), "--", label=name)
-    right.set_xscale("log")
-    right.set_xlabel("hosts (predicted, not measured)")
-    right.set_ylabel("efficiency")
-    right.legend()
-
-
 if __name__ == "__main__":
-    run(measure, tables, plot)
+    run(measure, tables)
