@@ -133,13 +133,9 @@ def test_restarts(tmp_path: Path) -> None:
 @pytest.mark.launcher
 @pytest.mark.soak
 def test_scaling(tmp_path: Path) -> None:
-    found = short("scaling", tmp_path)
-    assert list(found["worlds"]) == ["1", "2"]
-    for efficiencies in found["predicted_efficiency"].values():
-        falling = list(efficiencies.values())
-        assert falling[0] == 1
-        assert falling == sorted(falling, reverse=True)
-    assert "Predicted, not measured" in (tmp_path / "scaling.md").read_text()
+    worlds = short("scaling", tmp_path)["worlds"]
+    assert list(worlds) == ["1", "2"]
+    assert all(one["seconds"] > 0 for its in worlds.values() for one in its.values())
 
 
 @pytest.mark.soak

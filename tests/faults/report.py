@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -19,7 +20,7 @@ HEAD = """# Faults
 
 How real jobs of two or three processes ended when the tests caused a fault in one of them. `make soak` writes this
 page; `make test` runs the quick ones. The heartbeat timeout was 3 seconds and the timeout of collectives 8; the
-defaults are 30 and 600. A fault lost at most the step in which it came, a signal lost none, and no process was left
+defaults are 30 and 600. A fault lost at most the current step, a signal lost none, and no process was left
 over. The launcher `plain` stands for processes started with `RANK`, `WORLD_SIZE`, … set by hand.
 
 | what dies | what is lost |
@@ -45,14 +46,14 @@ over. The launcher `plain` stands for processes started with `RANK`, `WORLD_SIZE
 """
 KILLS = (
     "Ranks were also killed at random moments during start-up, steps and saves, and the job was restarted until it was "
-    "done: {}. Each sample was used once, and the losses were those of a run without faults, to 1e-9."
+    "done: {}. Each sample was used once, and the losses equalled a run without faults, to 1e-9."
 )
 
 SURVIVED = (
-    "In jobs whose only checkpoints were written by survivors, {} ranks were killed under {}, at the start, in "
+    "In jobs with checkpoints of survivors only, {} ranks were killed under {}, at the start, in "
     "loading, forward, backward, averaging, optimizer and evaluation, and between epochs. Every job finished without "
     "help, with 1 to 3 ranks in each start, and repeated at most {} step after each kill. Each sample was used once an "
-    "epoch, and the weights were those of one process, to 1e-9."
+    "epoch, and the weights equalled one process's, to 1e-9."
 )
 
 
@@ -68,12 +69,15 @@ def table(ends: list[dict[str, Any]]) -> str:
     """Return a row for each fault, with the seconds and the exit code under each launcher, and a message."""
     latest = {(end["fault"], end["world"]): end for end in ends if "fault" in end}
     worlds = sorted({world for _, world in latest})
+    first: dict[str, str] = {}  # the fault with which each message came first
     rows = [["fault:rank:step or place", *worlds, "message"], ["---"] * (len(worlds) + 2)]
     for fault in sorted({fault for fault, _ in latest}):
         its = [latest.get((fault, world)) for world in worlds]
         cells = [f"{end['seconds']:.1f} s, {end['code']}" if end else "" for end in its]
         said = min((end["said"] for end in its if end and end["said"]), key=len, default="")
-        rows.append([fault, *cells, said])
+        kind = re.sub(r"\d+", "N", said)
+        rows.append([fault, *cells, f"as {first[kind]}" if kind and kind in first else said])
+        first.setdefault(kind, fault)
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
