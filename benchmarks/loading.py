@@ -39,9 +39,9 @@ import unitrain
 from shared.processes import ALONE, in_processes
 from shared.report import Found, run, table
 from shared.rounds import Way, alternate, compared, shown_ratio
-from unitrain.data.map_style import requests
-from unitrain.data.samplers import OwnOrder
-from unitrain.data.sharding import EpochPlan
+from unitrain.data.order.samplers import OwnOrder
+from unitrain.data.order.sharding import EpochPlan
+from unitrain.data.reading.map_style import requests
 
 BARE, OURS, UNSEEDED = "bare DataLoader", "UniTrain", "UniTrain, sample_seeding=False"
 WORKERS = (0, 2)

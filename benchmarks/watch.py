@@ -37,10 +37,10 @@ from shared.members import (
 from shared.processes import ALONE, GLOO, HOROVOD_GLOO, HOROVOD_MPI, in_processes, startable, world_name
 from shared.report import Found, run, table
 from shared.workloads import mlp
-from unitrain.backend import load_backend
-from unitrain.job.handshake import handshake
-from unitrain.job.hub import heartbeat_interval_s
-from unitrain.job.hub_server import start_hub
+from unitrain.communication.backend import load_backend
+from unitrain.job.joining.handshake import handshake
+from unitrain.job.watch.hub import heartbeat_interval_s
+from unitrain.job.watch.hub_server import start_hub
 from unitrain.launch.rendezvous import rendezvous
 
 JOBS = (64, 1000, 10_000)
