@@ -9,9 +9,9 @@ import re
 from pathlib import Path
 
 import pytest
+from page_blocks import PAGES
+from places import ROOT
 
-ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 CODE = [path for folder in ("unitrain", "backends") for path in sorted((ROOT / folder).rglob("*.py"))]
 README_WORDS, DOCS_WORDS = 700, 45_000
 # For each phrase, how often the pages have it, and how often the code.

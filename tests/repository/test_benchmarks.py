@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 from jobs import run_job
+from places import ROOT
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+BENCHMARKS = ROOT / "benchmarks"
 
 
 def short(name: str, folder: Path) -> dict[str, Any]:
