@@ -127,7 +127,7 @@ def measure_run(hosts: Cluster, way: str, how: str, waits: str, every: int) -> F
 
 
 def measure(short: bool) -> Found:
-    sys.path.append(str(Path(__file__).parents[1] / "tests"))
+    sys.path.append(str(Path(__file__).parents[1] / "tests" / "support" / "hosts"))
     from cluster import cluster, cluster_missing
 
     reason = cluster_missing()
