@@ -68,10 +68,11 @@ def survived(ends: list[dict[str, Any]]) -> str:
 def table(ends: list[dict[str, Any]]) -> str:
     """Return a row for each fault, with the seconds and the exit code under each launcher, and a message."""
     latest = {(end["fault"], end["world"]): end for end in ends if "fault" in end}
-    worlds = sorted({world for _, world in latest})
+    every = [world for _, world in latest]
+    worlds = sorted({world for world in every if every.count(world) > 1})  # not one-offs
     first: dict[str, str] = {}  # the fault with which each message came first
     rows = [["fault:rank:step or place", *worlds, "message"], ["---"] * (len(worlds) + 2)]
-    for fault in sorted({fault for fault, _ in latest}):
+    for fault in sorted({fault for fault, world in latest if world in worlds}):
         its = [latest.get((fault, world)) for world in worlds]
         cells = [f"{end['seconds']:.1f} s, {end['code']}" if end else "" for end in its]
         said = min((end["said"] for end in its if end and end["said"]), key=len, default="")
