@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from unitrain.checkpoint.reading import open_regular, reason
+from unitrain.checkpoint.store.reading import open_regular, reason
 from unitrain.errors import CheckpointError
 from unitrain.training.streaming import RowBlocks
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from unitrain.checkpoint.manifest import Manifest
+from unitrain.checkpoint.store.manifest import Manifest
 from unitrain.config import StrategyConfig
 from unitrain.data import Loader
 from unitrain.errors import CheckpointError

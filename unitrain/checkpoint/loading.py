@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unitrain.checkpoint import fit
-from unitrain.checkpoint.folder import RUN
 from unitrain.checkpoint.opening import Opened
 from unitrain.checkpoint.parameter_names import in_order, numbers_before, path_in_order
-from unitrain.checkpoint.run_state import RunState
+from unitrain.checkpoint.run_state import RUN, RunState
 from unitrain.checkpoint.shards import put_blocks
 from unitrain.communicator import Communicator
 from unitrain.training.streaming import Form, Held, Keys, RowBlocks, receive, receive_optimizer, rows_read

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from unitrain.checkpoint import saved
-from unitrain.checkpoint.folder import Folder, Saved
-from unitrain.checkpoint.manifest import Manifest
+from unitrain.checkpoint.saved import Saved
 from unitrain.checkpoint.shards import paths
+from unitrain.checkpoint.store.folder import Folder
+from unitrain.checkpoint.store.manifest import Manifest
 from unitrain.checkpoint.verifying import JointVerification
 from unitrain.communicator import Communicator
 from unitrain.training.streaming import Keys, outline

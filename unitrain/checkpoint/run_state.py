@@ -10,13 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from unitrain.checkpoint.folder import METRICS, RUN
 from unitrain.checkpoint.parameter_names import Name, names_of
 from unitrain.checkpoint.shards import PREFIX
 from unitrain.communicator import Communicator
 from unitrain.config import StrategyConfig
 from unitrain.errors import UsageError
 from unitrain.training.prepared import PreparedModules
+
+RUN = "_run"
+METRICS = "_metrics"
+"""Parts of a checkpoint that are not an object's state."""
 
 
 class RunState:

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from unitrain.checkpoint import saved, shards
-from unitrain.checkpoint.folder import NotACheckpointError, Saved
-from unitrain.checkpoint.local import checkpoint_in
-from unitrain.checkpoint.manifest import DamagedError
 from unitrain.checkpoint.safetensors import DTYPES
+from unitrain.checkpoint.saved import Saved
+from unitrain.checkpoint.store.disk import Disk
+from unitrain.checkpoint.store.folder import Folder
+from unitrain.checkpoint.store.located import NotACheckpointError, checkpoint_at
+from unitrain.checkpoint.store.manifest import DamagedError
 from unitrain.errors import CheckpointError, UsageError
 from unitrain.training.streaming import Form, RowBlocks
 
@@ -87,11 +89,11 @@ def open_checkpoint(path: Path) -> Saved:
         CheckpointError: there is none, or it is damaged.
     """
     try:
-        return checkpoint_in(path)
+        return saved.opened(checkpoint_at(path))
     except DamagedError as error:
         raise CheckpointError(f"the checkpoint is damaged: {error}") from error
     except NotACheckpointError as error:
-        found = saved.wanted(None, saved.folder_at(path)) if path.is_dir() else None
+        found = saved.wanted(None, Folder(Disk(path))) if path.is_dir() else None
         if found is None:
             raise CheckpointError(f"{path} {error}, so there is nothing to read.") from None
         return found

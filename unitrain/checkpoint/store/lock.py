@@ -1,0 +1,227 @@
+"""Keeps two jobs from saving to one folder: a file in it names the process that does, and shows that it is alive.
+
+File locks are not used: object stores have none, many network file systems neither, or keep them to one host.
+
+Of two jobs that start at the same time, one creates the file: the file system or the server decides. Over the file of a
+job that ended without removing it, two may both be let in within the same moment. Then the first of them finds out
+before it writes its next manifest, and fails.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, ClassVar
+from uuid import uuid4
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from unitrain.checkpoint.store.store import Store
+from unitrain.errors import CheckpointError
+from unitrain.process import print_stderr
+
+NAME = ".lock"
+BEAT_S = 5.0
+STALE_S = 30.0
+"""The holder of a lock on another host counts as ended if it has not touched the file for this long."""
+_POLL_S = 0.5
+
+
+class Holder(BaseModel):
+    """The process that holds a lock."""
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(strict=True, frozen=True, extra="forbid")
+
+    host: str = "an unknown host"
+    pids: str = ""
+    """Where the process id is valid: since which start of the host, and in which PID namespace (container)."""
+    pid: Annotated[int, Field(ge=0)] = 0
+    started: int = 0
+    """When the process was started, in the kernel's ticks: another one may get its id later."""
+    token: str = ""
+    """Tells apart the locks that one process takes."""
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """The host, and where on it the process id is valid."""
+        return self.host, self.pids
+
+    @classmethod
+    def parsed(cls, text: bytes) -> Holder:
+        """Return the holder that a lock names, an unknown one if the lock is damaged."""
+        try:
+            return cls.model_validate_json(text)
+        except ValueError:
+            return cls()
+
+    def is_running(self) -> bool:
+        """Return whether the process, which is on this host, is running."""
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            pass  # another user's
+        found = _state_and_start(self.pid)
+        return found is None or (found[0] not in "ZX" and found[1] == self.started)
+
+
+def _state_and_start(pid: int) -> tuple[str, int] | None:
+    """Return the state of a process and when it was started; None if it is gone, or of another user and hidden."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    fields = stat.rpartition(")")[2].split()  # the name of the program, in parentheses, may contain anything
+    return fields[0], int(fields[19])
+
+
+def _this_process() -> Holder:
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    _, started = _state_and_start(os.getpid()) or ("", 0)
+    pids = f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    return Holder(host=socket.gethostname(), pids=pids, pid=os.getpid(), started=started, token=uuid4().hex)
+
+
+class Lock:
+    """Holds the lock of a store until ``release``. A thread renews the file every few seconds meanwhile.
+
+    Args:
+        store: the folder of the checkpoints.
+
+    Attributes:
+        token: tells this lock from all others.
+
+    Raises:
+        CheckpointError: another process holds the lock, or the file can't be written.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._own = _this_process()
+        self.token: str = self._own.token
+        store.make()
+        holder = holder_of(store)
+        if holder is not None and self._is_alive(holder):
+            remedy = f" If it was killed, remove {store.shown(NAME)}." if store.few_writes else ""
+            raise CheckpointError(
+                f"{store} is in use by {holder_of(store) or holder}: two jobs can't save checkpoints to one folder. "
+                f"Wait until that job has ended, or stop it, or use another folder.{remedy}"
+            )
+        self._take(replaces=holder is not None)
+        self._released = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="checkpoint lock", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Check that this process still holds the lock, before it writes. A folder that is gone is made again.
+
+        Raises:
+            CheckpointError: another process has taken the folder, or it was on a disk that is no longer there.
+        """
+        holder = holder_of(self._store)
+        if holder == self._own:
+            return
+        if holder is not None:
+            raise CheckpointError(
+                f"{self._store} was taken by {holder} while this run was saving to it: two jobs can't save "
+                "checkpoints to one folder."
+            )
+        if self._released.is_set():
+            raise CheckpointError(f"{self._store} has been closed.")
+        self._take(replaces=False)
+        print_stderr(
+            f"unitrain: {self._store} was removed, moved or emptied while this run was going on: it has been made "
+            "again, and holds this run's checkpoints from now on."
+        )
+
+    def release(self) -> None:
+        """Give up the lock. Further calls do nothing."""
+        if self._released.is_set():
+            return
+        self._released.set()
+        self._thread.join()
+        with suppress(OSError, CheckpointError):
+            if holder_of(self._store) == self._own:
+                self._store.remove(NAME)
+
+    def _take(self, *, replaces: bool) -> None:
+        try:
+            self._store.make()
+            with suppress(FileExistsError):  # another process has written it just now
+                self._store.put(NAME, self._text, exclusive=not replaces)
+        except OSError as error:
+            raise CheckpointError(f"checkpoints can't be written to {self._store}: {error}") from error
+        if holder_of(self._store) != self._own:
+            raise CheckpointError(f"{self._store} was taken by another job at the same moment: start one at a time.")
+
+    @property
+    def _text(self) -> bytes:
+        return self._own.model_dump_json().encode()
+
+    def _is_alive(self, holder: Holder) -> bool:
+        if holder.place != self._own.place:
+            return self._store.few_writes or self._is_renewed(holder)
+        # A checkpoint of this process that was not closed is no longer used: a strategy has only one.
+        return holder.pid != self._own.pid and holder.is_running()
+
+    def _is_renewed(self, holder: Holder) -> bool:
+        """Return whether the file is renewed within the next seconds; not if it has not been for long."""
+        first = self._renewed()
+        left = STALE_S - (self._clock() - first)
+        if left > 0:
+            print_stderr(
+                f"unitrain: {self._store} is locked by {holder}. Waiting for up to {left:.0f} s to see whether that "
+                "process is still running."
+            )
+        end = time.monotonic() + left
+        while time.monotonic() < end:
+            time.sleep(_POLL_S)
+            if self._renewed() != first:
+                return holder_of(self._store) is not None
+        return False
+
+    def _renewed(self) -> float:
+        """Return when the file was renewed, in seconds by the clock of where it is; 0 if it is gone."""
+        try:
+            return self._store.modified(NAME)
+        except FileNotFoundError:
+            return 0.0
+
+    def _clock(self) -> float:
+        """Return the time by that clock: the server of a file system may have another one than this host."""
+        name = f"{NAME}.{self.token}"
+        self._store.put(name, b"now")
+        try:
+            return self._store.modified(name)
+        finally:
+            self._store.remove(name)
+
+    def _beat(self) -> None:
+        while not self._released.wait(BEAT_S):
+            with suppress(OSError, CheckpointError):
+                if not self._store.few_writes and holder_of(self._store) == self._own:
+                    self._store.touch(NAME, self._text)
+
+
+def holder_of(store: Store) -> Holder | None:
+    """Return the holder of the lock of a store, an unknown one if the file is damaged, or None if there is no file.
+
+    Raises:
+        CheckpointError: the file can't be read.
+    """
+    try:
+        return Holder.parsed(store.get(NAME))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise CheckpointError(
+            f"{store.shown(NAME)} can't be read: {error}. If no job uses this folder, remove it."
+        ) from error
