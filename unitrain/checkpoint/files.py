@@ -9,17 +9,17 @@ from typing import Any
 
 from torch import nn
 
-from unitrain.checkpoint.shards import gather_shards
+from unitrain.checkpoint.sharded.shards import gather_shards
 from unitrain.checkpoint.snapshot import on_host
 from unitrain.checkpoint.store.mapped import MappedFiles
 from unitrain.checkpoint.store.reading import reason
 from unitrain.checkpoint.store.store import Store, store_at
 from unitrain.checkpoint.store.writing import check_part, write_file
-from unitrain.communicator import Communicator
+from unitrain.communication.communicator import Communicator
+from unitrain.communication.streaming import outline, receive
 from unitrain.errors import CheckpointError, UsageError
-from unitrain.training import batch_norm
-from unitrain.training.prepared import PreparedModules
-from unitrain.training.streaming import outline, receive
+from unitrain.training.batch_norm import layers as batch_norm
+from unitrain.training.models.prepared import PreparedModules
 from unitrain.url import parsed
 
 

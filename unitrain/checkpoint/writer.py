@@ -10,9 +10,9 @@ from functools import partial
 from typing import Any
 
 from unitrain.checkpoint.run_state import RunState
+from unitrain.checkpoint.sharded.together import collect, write_own
 from unitrain.checkpoint.snapshot import on_host, snapshot
 from unitrain.checkpoint.store.folder import Draft, Folder
-from unitrain.checkpoint.together import collect, write_own
 from unitrain.errors import CheckpointError
 
 # What is being written in the background. This uses executors, which refuse work once the main thread has ended: a

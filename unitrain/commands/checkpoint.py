@@ -12,15 +12,15 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 
-from unitrain.checkpoint import saved, shards
-from unitrain.checkpoint.safetensors import DTYPES
-from unitrain.checkpoint.saved import Saved
+from unitrain.checkpoint.sharded import saved, shards
+from unitrain.checkpoint.sharded.saved import Saved
 from unitrain.checkpoint.store.disk import Disk
 from unitrain.checkpoint.store.folder import Folder
 from unitrain.checkpoint.store.located import NotACheckpointError, checkpoint_at
 from unitrain.checkpoint.store.manifest import DamagedError
+from unitrain.checkpoint.weights.safetensors import DTYPES
+from unitrain.communication.streaming import Form, RowBlocks
 from unitrain.errors import CheckpointError, UsageError
-from unitrain.training.streaming import Form, RowBlocks
 
 _SAFETENSORS = {dtype: name for name, dtype in DTYPES.items()}
 
