@@ -14,12 +14,12 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 
-from unitrain.checkpoint.run_state import RUN
 from unitrain.checkpoint.sharded import dcp
 from unitrain.checkpoint.sharded.dcp_optimizer import GROUPS, STATE, flattened, named, numbered
 from unitrain.checkpoint.sharded.saved import Saved
 from unitrain.checkpoint.store.disk import Disk
 from unitrain.checkpoint.store.folder import Folder
+from unitrain.checkpoint.store.manifest import RUN
 from unitrain.commands.checkpoint import open_checkpoint, tensors_of
 from unitrain.errors import CheckpointError, UsageError
 

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unitrain.checkpoint import fit
-from unitrain.checkpoint.run_state import RUN, RunState
+from unitrain.checkpoint.run_state import RunState
 from unitrain.checkpoint.sharded.opening import Opened
 from unitrain.checkpoint.sharded.parameter_names import in_order, numbers_before, path_in_order
 from unitrain.checkpoint.sharded.shards import put_blocks
+from unitrain.checkpoint.store.manifest import RUN
 from unitrain.communication.communicator import Communicator
 from unitrain.communication.streaming import Form, Held, Keys, RowBlocks, receive, receive_optimizer, rows_read
 

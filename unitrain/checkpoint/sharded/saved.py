@@ -6,12 +6,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from unitrain.checkpoint.run_state import RUN
 from unitrain.checkpoint.sharded import shards
 from unitrain.checkpoint.sharded.verifying import JointVerification
 from unitrain.checkpoint.store.folder import BEST, Folder
 from unitrain.checkpoint.store.located import Located, NotACheckpointError, checkpoint_at, read
-from unitrain.checkpoint.store.manifest import DamagedError, Manifest
+from unitrain.checkpoint.store.manifest import RUN, DamagedError, Manifest
 from unitrain.checkpoint.store.mapped import MappedFiles
 from unitrain.errors import CheckpointError
 from unitrain.process import print_stderr
