@@ -214,6 +214,11 @@ class TrainingStep:
         """Return whether a prepared model is in training mode."""
         return any(module.training for module in self._prepared)
 
+    @property
+    def gathers_parameters(self) -> bool:
+        """Whether the forward of a prepared model is collective, since its parameters are sharded."""
+        return self._communicator.shards_parameters and any(True for _ in self._prepared)
+
     def check_modules(self) -> None:
         """Check that the prepared modules have the parameters that they were prepared with."""
         # Between a forward and its backward, the parameters of a sharded module are others; FSDP finds new ones itself.
