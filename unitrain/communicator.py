@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from unitrain import call_site, row_shards
-from unitrain.alone import Alone
 from unitrain.backend import Backend, Divided, Wait
 from unitrain.errors import CommunicationError, UnitrainError, UsageError, by_rank
 from unitrain.object_codec import ObjectCodec, unreadable
@@ -85,7 +84,7 @@ class Communicator:
         self.closed: bool = False
         self._around_waits: Callable[[Callable[[], Any]], Any] | None = None
         self._use(backend)
-        self._alone = False
+        self._refusal = ""
         several = backend.world_size > 1
         self.shards_parameters: bool = backend.shards and several
         self.shards: bool = (backend.shards or backend.config.shard_optimizer) and several
@@ -124,16 +123,13 @@ class Communicator:
         self._use(self._backend)
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Context manager in which no collective communicates: results are as if all ranks gave what this one does."""
-        backend, compares = self._backend, self._compares
-        self._use(Alone(backend))
-        self._alone, self._compares = True, False
+    def refused(self, when: str) -> Iterator[None]:
+        """Context manager in which collectives of the script raise a UsageError, which says when they were called."""
+        self._refusal = when
         try:
             yield
         finally:
-            self._use(backend)
-            self._alone, self._compares = False, compares
+            self._refusal = ""
 
     def is_sharded(self, value: object) -> TypeGuard[Tensor]:
         """Return whether a value is a tensor of which this rank has a part."""
@@ -245,7 +241,7 @@ class Communicator:
 
     def _broadcast(self, value: T, src: int, *, pickles: bool) -> T:
         self._check_rank(src)
-        if self.world_size == 1 or self._alone:
+        if self.world_size == 1:
             return value
         self._exchanges += 1
         is_sender = self.rank == src
@@ -264,8 +260,8 @@ class Communicator:
         return cast(T, result())
 
     def _all_gather(self, value: T, *, pickles: bool) -> list[T]:
-        if self.world_size == 1 or self._alone:
-            return [value] * self.world_size
+        if self.world_size == 1:
+            return [value]
         self._exchanges += 1
         header, tensors = self._codec.encode(value, self._exchanges, pickles=pickles)
         contents = [_from_bytes(_LENGTH.pack(len(header)) + header), *map(_as_bytes, tensors)]
@@ -354,6 +350,8 @@ class Communicator:
         """
         if self.closed:
             raise UsageError(f"{verb} was called after strategy.close(), which ends communication: call it before.")
+        if self._refusal:
+            raise UsageError(f"{verb} was called {self._refusal}")
         with self.pulse.within(verb):
             if self._compares:
                 what = "" if tensor is None else f" of {str(tensor.dtype)[6:]}{list(tensor.shape)}"
