@@ -115,7 +115,6 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--output", type=_path, default=Path("bench"), metavar="FOLDER", help="output folder (default: %(default)s)"
     )
-    parser.add_argument("--no-picture", action="store_true", help="don't draw a picture, which needs matplotlib")
     parser.add_argument("target", type=_path, metavar="TARGET", help="path of a recipe; options of bench go before it")
     parser.add_argument("flags", nargs=argparse.REMAINDER, metavar="FLAG", help="flags for the recipe")
     parser.set_defaults(run=_run_bench)
@@ -314,7 +313,6 @@ def _run_bench(arguments: argparse.Namespace) -> int:
         levers=() if levers == ("none",) else levers,
         steps=arguments.steps,
         output=arguments.output,
-        picture=not arguments.no_picture,
     )
 
 
