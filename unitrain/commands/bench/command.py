@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shlex
@@ -15,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from unitrain.backend import backend_names, load_backend
+from unitrain.commands.arguments import after_dashes, path
 from unitrain.commands.bench.candidates import LEVERS, Candidate, levers_of, worlds_to_measure
 from unitrain.commands.bench.measuring import Measurement, Split, measure
 from unitrain.commands.launchers import launch_command
@@ -192,3 +194,40 @@ def recommendation(best: Measurement, recipe: Path, flags: Sequence[str], file: 
         f"  {' '.join(f'{name}={value}' for name, value in best.candidate.variables().items())}",
     ]
     return "".join(f"# {line}\n" for line in lines) + dump({"strategy": strategy})
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command to its parser."""
+    parser.usage = "unitrain bench [OPTION ...] TARGET [-- FLAG ...]"
+    parser.add_argument(
+        "--backend", metavar="NAME", help="the only backend to use with several processes (default: all)"
+    )
+    parser.add_argument(
+        "--processes",
+        type=int,
+        metavar="N",
+        help="maximum number of processes (default: number of GPUs, else of cores)",
+    )
+    parser.add_argument(
+        "--steps", type=int, default=30, metavar="N", help="optimizer steps per run (default: %(default)s)"
+    )
+    parser.add_argument("--levers", metavar="NAMES", help="settings to tune, comma-separated, or none (default: all)")
+    parser.add_argument(
+        "--output", type=path, default=Path("bench"), metavar="FOLDER", help="output folder (default: %(default)s)"
+    )
+    parser.add_argument("target", type=path, metavar="TARGET", help="path of a recipe; options of bench go before it")
+    parser.add_argument("flags", nargs=argparse.REMAINDER, metavar="FLAG", help="flags for the recipe")
+    parser.set_defaults(run=_run_command)
+
+
+def _run_command(arguments: argparse.Namespace) -> int:
+    levers = tuple(LEVERS) if arguments.levers is None else tuple(arguments.levers.split(","))
+    return bench(
+        arguments.target,
+        flags=after_dashes(arguments.flags),
+        backend=arguments.backend,
+        processes=arguments.processes,
+        levers=() if levers == ("none",) else levers,
+        steps=arguments.steps,
+        output=arguments.output,
+    )
