@@ -82,8 +82,8 @@ class Communicator:
         self.is_main: bool = self.rank == 0
         self.pulse = pulse
         self.closed: bool = False
-        self._around_waits: Callable[[Callable[[], Any]], Any] | None = None
-        self._use(backend)
+        self._backend = backend
+        self.call_around_waits(None)
         self._refusal = ""
         several = backend.world_size > 1
         self.shards_parameters: bool = backend.shards and several
@@ -101,26 +101,17 @@ class Communicator:
         self._codec = ObjectCodec(self.rank, key)
         self._exchanges = 0  # of objects
 
-    def _use(self, backend: Backend) -> None:
-        self._backend = backend
-        around = self._around_waits
-        self.all_reduce_async: Callable[[Tensor, str, str], Wait] = (
-            backend.all_reduce if around is None else _with_waits(backend.all_reduce, around)
-        )
-        self.all_gather_async: Callable[[Tensor, str], Callable[[], Tensor]] = (
-            backend.all_gather if around is None else _with_waits(backend.all_gather, around)
-        )
-        self.gather_in_place_async: Callable[[Sequence[Divided], str], Wait] = (
-            backend.gather_in_place if around is None else _with_waits(backend.gather_in_place, around)
-        )
-
     def call_around_waits(self, around: Callable[[Callable[[], Any]], Any] | None) -> None:
         """Call ``around(wait)`` where a collective is waited for, from now on. It returns what ``wait()`` does.
 
         None ends it. Without it, nothing stands between a caller and the backend.
         """
-        self._around_waits = around
-        self._use(self._backend)
+        backend = self._backend
+        self.all_reduce_async: Callable[[Tensor, str, str], Wait] = _with_waits(backend.all_reduce, around)
+        self.all_gather_async: Callable[[Tensor, str], Callable[[], Tensor]] = _with_waits(backend.all_gather, around)
+        self.gather_in_place_async: Callable[[Sequence[Divided], str], Wait] = _with_waits(
+            backend.gather_in_place, around
+        )
 
     @contextmanager
     def refused(self, when: str) -> Iterator[None]:
@@ -385,10 +376,10 @@ class Communicator:
 
 
 def _with_waits(
-    collective: Callable[..., Callable[[], T]], around: Callable[[Callable[[], T]], T]
+    collective: Callable[..., Callable[[], T]], around: Callable[[Callable[[], T]], T] | None
 ) -> Callable[..., Callable[[], T]]:
-    """Return a collective whose wait is called by ``around``."""
-    return lambda *arguments: partial(around, collective(*arguments))
+    """Return a collective whose wait is called by ``around``, if it is given."""
+    return collective if around is None else lambda *arguments: partial(around, collective(*arguments))
 
 
 def _check_range(total: Tensor, dtype: torch.dtype) -> None:
