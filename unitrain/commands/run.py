@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from unitrain.commands.arguments import after_dashes
-from unitrain.job.supervisor import run
+from unitrain.job.starting.supervisor import run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -15,12 +15,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from unitrain.backend import backend_names, load_backend
 from unitrain.commands.arguments import after_dashes, path
 from unitrain.commands.bench.candidates import LEVERS, Candidate, levers_of, worlds_to_measure
 from unitrain.commands.bench.measuring import Measurement, Split, measure
 from unitrain.commands.launchers import launch_command
 from unitrain.commands.verify.worlds import World
+from unitrain.communication.backend import backend_names, load_backend
 from unitrain.errors import UsageError
 from unitrain.launch.detect import detect
 from unitrain.settings.schema import as_string
