@@ -121,7 +121,6 @@ def measure_saving(rounds: int, small: bool) -> Found:
 
 
 EMERGENCY_ROUNDS, SHORT_EMERGENCY_ROUNDS, CALLS = 5, 2, 200
-PLACES = {"disk": tempfile.gettempdir(), "memory (/dev/shm)": "/dev/shm"}
 LAUNCHERS_S = {"mpirun": 1, "horovodrun": 5, "torchrun": 30}
 USED = 0.9  # of that time
 INPUTS = {"MLP (64-64-10)": (8, 64), "ResNet-50, SGD": (2, 3, 32, 32)}
@@ -149,11 +148,11 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, torch.optim.Optimizer]]] = {
 }
 
 
-def measure_model(name: str, rounds: int, place: str) -> Found | None:
-    """Measure the emergency checkpoints of a model in a place, and its boundaries, on rank 0."""
+def measure_model(name: str, rounds: int) -> Found | None:
+    """Measure the emergency checkpoints of a model, and its boundaries, on rank 0."""
     with unitrain.init(device="cpu", threads_per_process=1) as strategy:
         model, optimizer = strategy.prepare(*MODELS[name]())
-        folder = Path(strategy.on_main(lambda: tempfile.mkdtemp(dir=PLACES[place])))
+        folder = Path(strategy.on_main(tempfile.mkdtemp))
         checkpoint = strategy.checkpoint(folder, model=model, optimizer=optimizer)
         inputs = torch.ones(()) if name == "1 GB, Adam" else torch.randn(*INPUTS[name])
         strategy.step(model(inputs).square().mean(), optimizer)
@@ -161,7 +160,7 @@ def measure_model(name: str, rounds: int, place: str) -> Found | None:
         strategy.barrier()
         checkpoint.close()
         strategy.on_main(lambda: shutil.rmtree(folder))
-    return found and {"model": name, "place": place, **found}
+    return found and {"model": name, **found}
 
 
 def measure_rank_0(strategy: unitrain.Strategy, model: nn.Module, folder: Path, rounds: int) -> Found:
@@ -202,10 +201,7 @@ def measure(short: bool) -> Found:
     return {
         **saving,
         "emergency": [
-            in_processes(world, measure_model, name=name, rounds=rounds, place=place)
-            for world in startable(GLOO)
-            for name in names
-            for place in PLACES
+            in_processes(world, measure_model, name=name, rounds=rounds) for world in startable(GLOO) for name in names
         ],
     }
 
@@ -219,14 +215,13 @@ def tables(found: Found) -> str:
         [
             case["model"],
             f"{case['bytes'] / 1e6:,.1f}",
-            case["place"],
             f"{case['seconds']:.3f}, {case['slowest']:.3f}",
             ", ".join(name for name, seconds in LAUNCHERS_S.items() if case["slowest"] < USED * seconds) or "none",
             f"{case['boundary_s'] * 1e6:.0f}",
         ]
         for case in found["emergency"]
     ]
-    head = ["model", "MB", "on", "s: median, slowest", "in time under", "a step boundary, µs of CPU"]
+    head = ["model", "MB", "s: median, slowest", "in time under", "a step boundary, µs of CPU"]
     return "\n".join(
         [
             table(["way", "stall, ms", "on the disk, ms"], saving),
