@@ -86,14 +86,6 @@ def _path(text: str) -> Path:
     return Path(text)
 
 
-def _prefixed(text: str) -> tuple[str, str]:
-    """Return the name of an object, and the prefix of its keys, which is the name by default."""
-    name, equals, prefix = text.partition("=")
-    if not name or "/" in name or name.startswith("_"):
-        raise argparse.ArgumentTypeError(f"{text!r} must be the name of an object, or NAME=PREFIX")
-    return name, prefix if equals else name
-
-
 def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     summary = "measure a recipe with every launcher and backend found here, and recommend settings for it"
     parser = commands.add_parser(
@@ -122,7 +114,7 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _add_checkpoint(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    summary = "show what is in a checkpoint, write the whole weights in it to one file, or convert it"
+    summary = "show what is in a checkpoint, or write the whole weights in it to one file"
     parser = commands.add_parser("checkpoint", help=summary, description=_sentence(summary))
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     path = "folder of a checkpoint, or of checkpoints, whose newest is taken"
@@ -138,34 +130,6 @@ def _add_checkpoint(commands: argparse._SubParsersAction[argparse.ArgumentParser
     )
     merge.add_argument("--object", default="model", metavar="NAME", help="name of the object (default: %(default)s)")
     merge.set_defaults(run=_run_checkpoint_merge)
-    summary = "write weights and optimizer state in the layout of torch.distributed.checkpoint, for dcp.load"
-    export = actions.add_parser("export", help=summary, description=_sentence(summary))
-    export.add_argument("path", type=_path, metavar="PATH", help=path)
-    export.add_argument("-o", "--output", type=_path, metavar="DIR", required=True, help="a new folder")
-    export.add_argument(
-        "--object",
-        action="append",
-        type=_prefixed,
-        metavar="NAME[=PREFIX]",
-        help="an object, and what its keys begin with (default: all objects with tensors, by their names)",
-    )
-    export.add_argument("--flatten-optimizer", action="store_true", help="options by parameter, as torchtitan has them")
-    export.set_defaults(run=_run_checkpoint_export)
-    summary = "write what dcp.save of torch.distributed.checkpoint has written as a checkpoint to resume from"
-    importing = actions.add_parser("import", help=summary, description=_sentence(summary))
-    importing.add_argument("path", type=_path, metavar="DIR", help="the folder that dcp.save was given")
-    importing.add_argument(
-        "-o", "--output", type=_path, metavar="FOLDER", required=True, help="folder of checkpoints; step-N is added"
-    )
-    importing.add_argument("--step", type=int, default=0, metavar="N", help="steps made so far (default: %(default)s)")
-    importing.add_argument(
-        "--object",
-        action="append",
-        type=_prefixed,
-        metavar="NAME[=PREFIX]",
-        help="an object, and what its keys begin with (default: model and optimizer)",
-    )
-    importing.set_defaults(run=_run_checkpoint_import)
 
 
 def _add_conform(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -331,23 +295,6 @@ def _run_checkpoint_merge(arguments: argparse.Namespace) -> int:
 
     merge(arguments.path, arguments.output, arguments.object)
     print(f"written: {arguments.output}")
-    return 0
-
-
-def _run_checkpoint_export(arguments: argparse.Namespace) -> int:
-    from unitrain.commands.dcp import export
-
-    prefixes = dict(arguments.object or ())
-    for line in export(arguments.path, arguments.output, prefixes, flatten_optimizer=arguments.flatten_optimizer):
-        print(line)
-    return 0
-
-
-def _run_checkpoint_import(arguments: argparse.Namespace) -> int:
-    from unitrain.commands.dcp import import_
-
-    for line in import_(arguments.path, arguments.output, dict(arguments.object or ()), arguments.step):
-        print(line)
     return 0
 
 

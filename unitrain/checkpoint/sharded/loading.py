@@ -1,0 +1,229 @@
+"""Gives a run's objects the state of a checkpoint, which rank 0 has opened, or of which each rank reads its part."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from unitrain.checkpoint import fit
+from unitrain.checkpoint.run_state import RUN, RunState
+from unitrain.checkpoint.sharded.names import GROUPS, STATE, in_order, keys_of, numbers_before
+from unitrain.checkpoint.sharded.opening import Opened
+from unitrain.checkpoint.sharded.parts import owners
+from unitrain.checkpoint.sharded.stored import Region
+from unitrain.checkpoint.store.manifest import DamagedError
+from unitrain.communicator import Communicator
+from unitrain.errors import CheckpointError
+from unitrain.training.streaming import (
+    Form,
+    Keys,
+    broadcast_tensors,
+    leaves,
+    own_rows,
+    receive,
+    receive_optimizer,
+)
+
+_CPU, _META = torch.device("cpu"), torch.device("meta")
+
+
+def order_by_name(state: RunState, opened: Opened) -> None:
+    """Put the saved state of each optimizer's parameters in the order that they have now."""
+    outlines = opened.outlines
+    for name, own in state.names.items():
+        saved = outlines[RUN].get("names", {}).get(name)  # not in a checkpoint of before they were saved
+        if saved is None or own is None or saved == keys_of(None, len(saved)):
+            continue
+        now = keys_of(own, len(own)) if isinstance(saved[0], str) else own
+        if saved != now:
+            before = numbers_before(name, outlines[name][GROUPS], saved, now)
+            outlines[name] = in_order(outlines[name], before)
+            if opened.saved is not None:
+                opened.saved.parts[name] = in_order(opened.saved.parts[name], before)
+
+
+def replaced_options(state: RunState, outlines: Mapping[str, Any]) -> list[str]:
+    """Return which options of the script's optimizers the outlines of a checkpoint replace, for a message."""
+    return [
+        option
+        for name, optimizer in state.optimizers.items()
+        for option in fit.replaced_options(name, optimizer.param_groups, outlines[name][GROUPS])
+    ]
+
+
+# ------------------------------------------------------------------------------------ what several ranks have written
+
+
+class Parts:
+    """Reads what several ranks have written.
+
+    Args:
+        communicator: the communicator of this process.
+        state: the state of the run.
+        opened: the checkpoint, whose outlines fit the state.
+    """
+
+    def __init__(self, communicator: Communicator, state: RunState, opened: Opened) -> None:
+        self._communicator = communicator
+        self._state = state
+        self._opened = opened
+        self._owners: dict[str, list[int | None]] = {}
+        if opened.metadata is not None:
+            for name, optimizer in state.optimizers.items():
+                count = sum(len(group["params"]) for group in optimizer.param_groups)
+                self._owners[name] = owners(communicator, optimizer.state_dict()[STATE], count)
+
+    def fetch(self) -> str | None:
+        """Verify the files that this rank reads, and return what is damaged on any rank. Collective.
+
+        Raises:
+            CheckpointError: a rank can't read a file; on every rank.
+        """
+        if self._opened.metadata is None:
+            return None
+        damage, why = "", ""
+        try:
+            if self._opened.stored is not None:
+                self._opened.stored.fetch(dict(self._regions()))
+        except DamagedError as error:
+            damage = str(error)
+        except CheckpointError as error:
+            why = str(error)
+        answers = self._communicator.all_gather_data([damage, why])
+        failures = [why for _, why in answers if why]
+        if failures:
+            raise CheckpointError(f"{failures[0]}. Nothing was loaded.")
+        return next((damage for damage, _ in answers if damage), None)
+
+    def _regions(self) -> Iterator[tuple[str, Region]]:
+        """Yield what this rank reads, by key, judged by the tensors that it is read into."""
+        for name, value in self._state.objects.items():
+            own = self._state.of(value) if isinstance(value, nn.Module) else {}
+            numbered = [p for group in value.param_groups for p in group["params"]] if name in self._owners else []
+            for path, form in leaves(self._opened.outlines.get(name)):
+                if isinstance(form, Form) and form.key is not None:
+                    like = numbered[path[1]] if numbered and path[0] == STATE else own.get(path[0])
+                    region = self._region(name, path, form, like)
+                    if region is not None:
+                        yield form.key, region
+
+    def _owner(self, name: str, path: Keys) -> int | None:
+        return self._owners[name][path[1]] if name in self._owners and path[0] == STATE else None
+
+    def _region(self, name: str, path: Keys, form: Form, like: Tensor | None) -> Region | None:
+        """Return what this rank reads of a tensor, given the tensor that it is read into, or a tensor like that."""
+        ranks, owner = self._communicator, self._owner(name, path)
+        if self._opened.each and owner is None and ranks.is_sharded(like) and tuple(like.shape) == form.shape:
+            local, first = own_rows(ranks, like)
+            return Region.rows(first, local)
+        reader = owner if self._opened.each and owner is not None else 0
+        return Region(torch.Size([0] * len(form.shape)), torch.Size(form.shape)) if ranks.rank == reader else None
+
+    def fill(self, name: str, triples: Sequence[tuple[Keys, Form, Tensor]]) -> None:
+        """Overwrite tensors of an object. Collective.
+
+        Raises:
+            CheckpointError: a file can't be read; on every rank.
+        """
+        ranks, opened = self._communicator, self._opened
+        divided = [
+            (str(form.key), found)
+            for path, form, found in triples
+            if ranks.is_sharded(found) or self._owner(name, path) is not None
+        ]
+        keys = {key for key, _ in divided}
+        reads = {}
+        for path, form, found in triples:
+            region = self._region(name, path, form, found) if opened.each or form.key not in keys else None
+            if region is not None:
+                local = own_rows(ranks, found)[0] if ranks.is_sharded(found) else found
+                reads[str(form.key)] = local, region
+        self._read(reads)
+        whole = [found for _, form, found in triples if form.key not in keys]
+        if ranks.world_size > 1:
+            broadcast_tensors(ranks, whole, whole)
+        for key, found in () if opened.each else divided:
+            self._send(key, found)
+
+    def _read(self, reads: Mapping[str, tuple[Tensor, Region]]) -> None:
+        why = ""
+        try:
+            if self._opened.stored is not None:
+                self._opened.stored.read(reads)
+        except (DamagedError, CheckpointError) as error:
+            why = str(error)
+        failures = list(filter(None, self._communicator.all_gather_data(why)))
+        if failures:
+            raise CheckpointError(failures[0])
+        self._opened.release()
+
+    @torch.no_grad()
+    def _send(self, key: str, found: Tensor) -> None:
+        """Have rank 0 read a tensor, a piece at a time, and every rank copy its part of it."""
+        ranks, metadata = self._communicator, self._opened.metadata
+        assert metadata is not None
+        saved: Any = metadata.state_dict_metadata[key]
+        local, first = own_rows(ranks, found) if ranks.is_sharded(found) else (found, 0)
+        for chunk in saved.chunks:
+            piece = torch.empty(chunk.sizes, dtype=saved.properties.dtype)
+            self._read({key: (piece, Region(chunk.offsets, chunk.sizes))} if ranks.is_main else {})
+            piece = ranks.broadcast(piece)
+            target = local
+            for dim, (offset, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
+                start = first if dim == 0 else 0
+                begin, end = max(offset, start), min(offset + size, start + local.shape[dim])
+                if begin >= end:  # no row of it is this rank's
+                    break
+                target = target.narrow(dim, begin - start, end - begin)
+                piece = piece.narrow(dim, begin - offset, end - begin)
+            else:
+                target.copy_(piece)
+
+
+def load(communicator: Communicator, state: RunState, opened: Opened, parts: Parts) -> dict[str, Any]:
+    """Load the state of all objects, and return that of the run itself. Collective.
+
+    Args:
+        communicator: the communicator of this process.
+        state: the state of the run.
+        opened: the checkpoint.
+        parts: reads what several ranks have written.
+    """
+    outlines, source, sent = opened.outlines, opened.source, opened.release
+    objects = {name: value for name, value in state.objects.items() if name in outlines}  # another tool has no loaders
+    # Loaders first: they refuse other data before the model is changed.
+    for name in sorted(objects, key=lambda n: (isinstance(objects[n], (nn.Module, Optimizer)), n)):
+        value, fill = objects[name], partial(parts.fill, name)
+        if isinstance(value, Optimizer):
+            receive_optimizer(communicator, value, outlines[name], source(name), sent=sent, fill=fill)
+            value._opt_called = True  # type: ignore[attr-defined]  # else schedulers warn that it never stepped
+            continue
+        own = state.of(value) if isinstance(value, nn.Module) else None
+        found = receive(communicator, outlines[name], source(name), own=own, sent=sent, fill=fill)
+        if isinstance(value, nn.Module):
+            # Several ranks have not saved the versions of its layers.
+            complete = found if hasattr(found, "_metadata") else _filled(own, found)
+            state.prepared.unwrap(value).load_state_dict(complete)
+        elif isinstance(value, dict):
+            value.update(found)
+        else:
+            value.load_state_dict(found)
+
+    def new(path: Keys, form: Form) -> Tensor:
+        return form.empty(_META if path[0] == "random" and path[1] != communicator.rank else _CPU)
+
+    run: dict[str, Any] = receive(communicator, outlines[RUN], source(RUN), new=new, sent=sent)
+    return run
+
+
+def _filled(like: Any, values: Mapping[str, Any]) -> Any:
+    """Return a dict of values with the attributes of another, which a module's state has."""
+    made = copy.copy(like)
+    made.update(values)
+    return made
