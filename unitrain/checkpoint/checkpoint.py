@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from unitrain import rng
-from unitrain.checkpoint import epoch_end, fit, metric_states
-from unitrain.checkpoint.emergency import EmergencyCheckpoint
-from unitrain.checkpoint.epoch_end import EpochEnd
-from unitrain.checkpoint.last_boundary import LastBoundary
+from unitrain.checkpoint import fit, metric_states
+from unitrain.checkpoint.emergency import epoch_end
+from unitrain.checkpoint.emergency.emergency import EmergencyCheckpoint
+from unitrain.checkpoint.emergency.epoch_end import EpochEnd
+from unitrain.checkpoint.emergency.last_boundary import LastBoundary
 from unitrain.checkpoint.run_state import METRICS, RUN, RunState
 from unitrain.checkpoint.sharded import loading
 from unitrain.checkpoint.sharded.opening import Opened, Search, best_beside
@@ -21,15 +22,15 @@ from unitrain.checkpoint.store.folder import Folder
 from unitrain.checkpoint.store.manifest import folder_name
 from unitrain.checkpoint.store.store import store_at
 from unitrain.checkpoint.writer import Together, Writer
-from unitrain.communicator import Communicator
+from unitrain.communication.communicator import Communicator
 from unitrain.errors import CheckpointError, UsageError, listed
-from unitrain.job.messages import StopReason
-from unitrain.job.stopping import Stopping
-from unitrain.job.watch import Watch
+from unitrain.job.watch.messages import StopReason
+from unitrain.job.watch.stopping import Stopping
+from unitrain.job.watch.watch import Watch
 from unitrain.process import print_stderr
 from unitrain.rng import seed_rank
-from unitrain.training import batch_norm
-from unitrain.training.step import TrainingStep
+from unitrain.training.batch_norm import layers as batch_norm
+from unitrain.training.loop.step import TrainingStep
 from unitrain.url import parsed
 
 

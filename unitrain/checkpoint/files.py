@@ -15,11 +15,11 @@ from unitrain.checkpoint.store.mapped import MappedFiles
 from unitrain.checkpoint.store.reading import reason
 from unitrain.checkpoint.store.store import Store, store_at
 from unitrain.checkpoint.store.writing import check_part, write_file
-from unitrain.communicator import Communicator
+from unitrain.communication.communicator import Communicator
+from unitrain.communication.streaming import outline, receive
 from unitrain.errors import CheckpointError, UsageError
-from unitrain.training import batch_norm
-from unitrain.training.prepared import PreparedModules
-from unitrain.training.streaming import outline, receive
+from unitrain.training.batch_norm import layers as batch_norm
+from unitrain.training.models.prepared import PreparedModules
 from unitrain.url import parsed
 
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unitrain.checkpoint.sharded.names import LEGACY, Name, names_of
-from unitrain.communicator import Communicator
+from unitrain.communication.communicator import Communicator
 from unitrain.config import StrategyConfig
 from unitrain.errors import UsageError
-from unitrain.training.prepared import PreparedModules
+from unitrain.training.models.prepared import PreparedModules
 
 RUN = "_run"
 METRICS = "_metrics"

@@ -12,15 +12,15 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 
-from unitrain.checkpoint.safetensors import DTYPES
 from unitrain.checkpoint.sharded.opening import Saved, candidates, intact, opened
 from unitrain.checkpoint.store.disk import Disk
 from unitrain.checkpoint.store.folder import Folder
 from unitrain.checkpoint.store.located import Located, NotACheckpointError, checkpoint_at
 from unitrain.checkpoint.store.manifest import DamagedError
+from unitrain.checkpoint.weights.safetensors import DTYPES
+from unitrain.communication.streaming import Form
 from unitrain.data.structure import rebuilt
 from unitrain.errors import CheckpointError, UsageError
-from unitrain.training.streaming import Form
 
 _SAFETENSORS = {dtype: name for name, dtype in DTYPES.items()}
 

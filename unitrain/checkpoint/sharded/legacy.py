@@ -25,8 +25,8 @@ from torch.futures import Future
 from unitrain.checkpoint.sharded.names import LEGACY
 from unitrain.checkpoint.sharded.saving import PIECE_BYTES
 from unitrain.checkpoint.sharded.stored import Region, Stored
+from unitrain.communication.streaming import Form
 from unitrain.data.structure import rebuilt
-from unitrain.training.streaming import Form
 
 
 def join(parts: Mapping[str, Any]) -> tuple[dict[str, Any], Stored | None]:

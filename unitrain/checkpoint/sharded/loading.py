@@ -18,9 +18,8 @@ from unitrain.checkpoint.sharded.opening import Opened
 from unitrain.checkpoint.sharded.parts import owners
 from unitrain.checkpoint.sharded.stored import Region
 from unitrain.checkpoint.store.manifest import DamagedError
-from unitrain.communicator import Communicator
-from unitrain.errors import CheckpointError
-from unitrain.training.streaming import (
+from unitrain.communication.communicator import Communicator
+from unitrain.communication.streaming import (
     Form,
     Keys,
     broadcast_tensors,
@@ -29,6 +28,7 @@ from unitrain.training.streaming import (
     receive,
     receive_optimizer,
 )
+from unitrain.errors import CheckpointError
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 

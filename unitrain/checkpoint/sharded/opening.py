@@ -20,10 +20,10 @@ from unitrain.checkpoint.store.located import Located, NotACheckpointError, chec
 from unitrain.checkpoint.store.manifest import DamagedError, Manifest
 from unitrain.checkpoint.store.mapped import MappedFiles
 from unitrain.checkpoint.store.store import store_at
-from unitrain.communicator import Communicator
+from unitrain.communication.communicator import Communicator
+from unitrain.communication.streaming import Form, outline
 from unitrain.errors import CheckpointError
 from unitrain.process import print_stderr
-from unitrain.training.streaming import Form, outline
 from unitrain.url import parsed
 
 T = TypeVar("T")

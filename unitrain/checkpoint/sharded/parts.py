@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from unitrain.checkpoint.sharded.names import GROUPS, PARAMS, STATE
-from unitrain.communicator import Communicator
+from unitrain.communication.communicator import Communicator
+from unitrain.communication.streaming import outline, receive
 from unitrain.data.structure import rebuilt
-from unitrain.training.streaming import outline, receive
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 

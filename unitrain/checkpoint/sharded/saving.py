@@ -31,10 +31,10 @@ from unitrain.checkpoint.sharded.parts import owners
 from unitrain.checkpoint.store.folder import Draft, Folder
 from unitrain.checkpoint.store.reading import reason
 from unitrain.checkpoint.store.writing import Digest, Writing
-from unitrain.communicator import Communicator
+from unitrain.communication.communicator import Communicator
+from unitrain.communication.streaming import own_rows
 from unitrain.errors import CheckpointError
 from unitrain.process import print_stderr
-from unitrain.training.streaming import own_rows
 
 T = TypeVar("T")
 PIECE_BYTES = 2**25
