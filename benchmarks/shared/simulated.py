@@ -19,8 +19,7 @@ from torch.optim import Optimizer
 from shared.members import Members
 from unitrain.checkpoint import Checkpoint
 from unitrain.checkpoint.run_state import RunState
-from unitrain.checkpoint.sharded.shards import file_name
-from unitrain.checkpoint.sharded.together import write_own
+from unitrain.checkpoint.sharded.saving import Shards, write_own
 from unitrain.checkpoint.store.disk import Disk
 from unitrain.checkpoint.store.folder import Draft
 from unitrain.communication.backend import Backend, Wait
@@ -92,7 +91,7 @@ class SimulatedBackend(Backend):
 
         return wait
 
-    # What unitrain.job.joining.verb_check and unitrain.job.joining.authentication expect of ranks, others give what rank 0 does.
+    # Other ranks give what unitrain.job.joining.verb_check and authentication expect, or what rank 0 gives.
 
     def _reduce(self, tensor: Tensor, op: str, name: str) -> None:
         if name.startswith(f"self_test.{op}."):

@@ -1,8 +1,8 @@
-"""Checkpoints that UniTrain wrote before sharded state was in torch's own format are resumed from, to the last bit.
+"""Checkpoints of before sharded state was written in torch's own format are resumed from, to the last bit.
 
-``legacy_checkpoints.tar.xz`` was written by revision 733c3e5: by one process (``plain``), by 3 with fsdp (``fsdp``), and
-by 2 with ddp and rows of the optimizer's state (``rows``). ``saved`` in ``whole.pt`` is the state when it was saved,
-after 2 of an epoch's 4 steps, and ``continued`` the state after the epoch.
+``legacy_checkpoints.tar.xz`` was written by revision 733c3e5: by one process (``plain``), by 3 with fsdp (``fsdp``),
+and by 2 with ddp and rows of the optimizer's state (``rows``). ``saved`` in ``whole.pt`` is the state when it was
+saved, after 2 of an epoch's 4 steps, and ``continued`` the state after the epoch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Net(nn.Module):
 
 def state(strategy: Strategy, model: nn.Module, optimizer: Adam) -> dict[str, Tensor]:
     found = {key: value.clone() for key, value in strategy.export(model).state_dict().items()}
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     for parameter, its in optimizer.state.items():
         for key, value in its.items():
             found[f"{names[parameter]}.{key}"] = strategy.full_tensor(value).detach().clone()

@@ -100,7 +100,7 @@ def flip(folder: str) -> tuple[list[str], int]:
         path, draw, noticed, read = Path(folder), random.Random(0), 0, []
         model, optimizer = strategy.prepare(*made())
         checkpoint = strategy.checkpoint(path.parent / "other", model=model, optimizer=optimizer)
-        verified = stored.verified
+        verified = vars(stored)["verified"]
 
         def noted(found: Located, name: str) -> Any:
             read.append(name)
