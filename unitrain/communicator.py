@@ -15,7 +15,7 @@ from torch.nn import Parameter
 
 from unitrain import call_site, row_shards
 from unitrain.alone import Alone
-from unitrain.backend import Backend, Divided, Wait
+from unitrain.backend import Backend, Wait
 from unitrain.errors import CommunicationError, UnitrainError, UsageError, by_rank
 from unitrain.object_codec import ObjectCodec, unreadable
 from unitrain.plain_data import chunks
@@ -59,11 +59,10 @@ class Communicator:
         closed: whether communication has ended.
         all_reduce_async: the backend's ``all_reduce``, for the core: in place, without checks.
         all_gather_async: the backend's ``all_gather``, for the core: without checks.
-        gather_in_place_async: the backend's ``gather_in_place``.
-        gathers_in_place: that of the backend.
+        broadcast_async: the backend's ``broadcast``, for the core: in place, without checks.
         shards_parameters: whether ranks have parts of parameters.
         shards: whether ranks have parts of parameters, or of the state of optimizers only (``shard_optimizer``).
-        row_counts: with the latter, how many rows of a parameter's state each rank has.
+        owners: with the latter, the rank that has the state of a parameter.
         replicas, offloads: those of the backend.
         to_local, full_tensor, shards_of: those of the backend, or for rows of states.
     """
@@ -89,8 +88,7 @@ class Communicator:
         several = backend.world_size > 1
         self.shards_parameters: bool = backend.shards and several
         self.shards: bool = (backend.shards or backend.config.shard_optimizer) and several
-        self.row_counts: dict[Parameter, Sequence[int]] = {}
-        self.gathers_in_place: bool = backend.gathers_in_place
+        self.owners: dict[Parameter, int] = {}
         self.replicas: int = backend.replicas
         self.offloads: bool = backend.offloads
         rows = self.shards and not self.shards_parameters
@@ -111,8 +109,8 @@ class Communicator:
         self.all_gather_async: Callable[[Tensor, str], Callable[[], Tensor]] = (
             backend.all_gather if around is None else _with_waits(backend.all_gather, around)
         )
-        self.gather_in_place_async: Callable[[Sequence[Divided], str], Wait] = (
-            backend.gather_in_place if around is None else _with_waits(backend.gather_in_place, around)
+        self.broadcast_async: Callable[[Tensor, int, str], Wait] = (
+            backend.broadcast if around is None else _with_waits(backend.broadcast, around)
         )
 
     def call_around_waits(self, around: Callable[[Callable[[], Any]], Any] | None) -> None:
@@ -140,7 +138,12 @@ class Communicator:
         return self.shards and isinstance(value, Tensor) and self.to_local(value) is not value
 
     def _full_rows(self, tensor: Tensor) -> Tensor:
-        return self.gather_rows(tensor.local, tensor.counts) if isinstance(tensor, RowShard) else tensor
+        if not isinstance(tensor, RowShard):
+            return tensor
+        owner = next((rank for rank, count in enumerate(tensor.counts) if count), 0)
+        local = tensor.local
+        whole = local if owner == self.rank else torch.empty(tensor.shape, dtype=local.dtype, device=local.device)
+        return self.broadcast(whole, owner)
 
     def close(self, *, failed: bool) -> None:
         """Close the backend."""
@@ -214,7 +217,7 @@ class Communicator:
         if self.world_size == 1 or not work.numel():
             return work.to(tensor.device)
         self._complete(
-            lambda: self._backend.broadcast(_as_bytes(work), src, "broadcast")(), "broadcast", work, f"src={src}"
+            lambda: self.broadcast_async(_as_bytes(work), src, "broadcast")(), "broadcast", work, f"src={src}"
         )
         return work.to(tensor.device)
 
