@@ -217,7 +217,7 @@ class Communicator:
         if self.world_size == 1 or not work.numel():
             return work.to(tensor.device)
         self._complete(
-            lambda: self.broadcast_async(_as_bytes(work), src, "broadcast")(), "broadcast", work, f"src={src}"
+            lambda: self._backend.broadcast(_as_bytes(work), src, "broadcast")(), "broadcast", work, f"src={src}"
         )
         return work.to(tensor.device)
 

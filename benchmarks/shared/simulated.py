@@ -30,12 +30,10 @@ from unitrain.data.shares import Shares
 from unitrain.job.stopping import Boundaries, Stopping
 from unitrain.launch.detect import Launch
 from unitrain.pulse import Pulse
-from unitrain.row_shards import RowShard
 from unitrain.training.precision import Precision
 from unitrain.training.preparation import Preparation
 from unitrain.training.prepared import PreparedModules
 from unitrain.training.step import TrainingStep
-from unitrain.training.streaming import leaves
 
 _CPU = torch.device("cpu")
 _ELEMENTS = 5
@@ -167,17 +165,8 @@ class SimulatedRank0:
 
 def written_by_others(rank_0: SimulatedRank0, checkpoint: Checkpoint, others: Members, folder: Path) -> None:
     """Have the other ranks write their files of a checkpoint, which are in its folder as soon as that has begun."""
-    objects = vars(checkpoint)["_state"].objects
-    shapes = {
-        name: [
-            (value.counts, tuple(value.local.shape[1:]), value.dtype)
-            for _, value in leaves(its.state_dict())
-            if isinstance(value, RowShard)
-        ]
-        for name, its in objects.items()
-    }
     folder.mkdir()
-    others.do("call", _write, folder, shapes)
+    others.do("call", _write, folder, list(vars(checkpoint)["_state"].objects))
     checkpoints = vars(checkpoint)["_folder"]
     begin = checkpoints.begin
 
@@ -193,11 +182,6 @@ def written_by_others(rank_0: SimulatedRank0, checkpoint: Checkpoint, others: Me
     checkpoints.begin = begin_with_files
 
 
-def _write(
-    rank: int, folder: Path, shapes: dict[str, list[tuple[Sequence[int], tuple[int, ...], torch.dtype]]]
-) -> None:
-    own = {
-        name: [torch.zeros(counts[rank], *rest, dtype=dtype) for counts, rest, dtype in its]
-        for name, its in shapes.items()
-    }
-    write_own(BegunOnDisk(folder), rank, file_name(rank), own, patience_s=0.0)
+def _write(rank: int, folder: Path, objects: Sequence[str]) -> None:
+    """Write what a rank has that owns no parameter: there are more ranks than parameters."""
+    write_own(BegunOnDisk(folder), rank, file_name(rank), {name: [] for name in objects}, patience_s=0.0)

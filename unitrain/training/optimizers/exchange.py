@@ -79,7 +79,7 @@ class Exchange:
             flat = _FLATTENED(parameters).to(ranks.device)
         else:
             flat = torch.empty(sum(p.numel() for p in parameters), dtype=first.dtype, device=ranks.device)
-        pieces = _VIEWS(flat.view(torch.uint8), PIECE_BYTES)
+        pieces = torch.split(flat.view(torch.uint8), PIECE_BYTES)
         waits = [ranks.broadcast_async(piece, owner, f"{name}.{i}") for i, piece in enumerate(pieces)]
 
         def finish() -> None:
