@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from needs import HOROVOD
+from pretended import pretended_rank
 from ranks import horovodrun_environments, run_ranks
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
@@ -576,6 +577,54 @@ def train_compressed() -> list[State]:
 def test_gradients_may_be_compressed() -> None:
     for divided, other in run_ranks(train_compressed):
         torch.testing.assert_close(divided, other)
+
+
+def train_in_groups(alone: bool) -> tuple[State, list[int], int]:
+    """Train with a group for each parameter, of which a rank may own none. Return weights, steps and states."""
+    with unitrain.init(shard_optimizer=True, **QUICK | ({"backend": "single"} if alone else {})) as strategy:
+        model = small()
+        first, *rest = model.parameters()
+        first.requires_grad_(False)
+        model, optimizer = strategy.prepare(model, Lamb([{"params": [first, rest[0]]}, {"params": rest[1:2]}], lr=0.1))
+        inputs = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
+        mine = slice(2 * strategy.rank, 2 * strategy.rank + 2) if strategy.world_size > 1 else slice(4)
+        for step in range(6):
+            if step == 2:
+                first.requires_grad_(True)
+            if step == 4:
+                optimizer.add_param_group({"params": rest[2:]})
+            strategy.step(model(inputs[mine]).square().mean(), optimizer)
+        steps = [group["step"] for group in optimizer.state_dict()["param_groups"]]
+        states = int(strategy.all_reduce(torch.tensor(len(optimizer.state))))
+        return strategy.export(model).state_dict(), steps, states
+
+
+def test_a_rank_may_own_nothing_of_a_group() -> None:
+    expected, steps, states = train_in_groups(alone=True)
+    assert states == 4
+    for found, its, held_by_all in run_ranks(train_in_groups, False):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+        assert its == steps == [6, 6, 2]
+        assert held_by_all == states
+
+
+GPT_2 = [(50257, 768), (1024, 768), (768,), (768,)]  # small, with its head tied to the embedding
+GPT_2_LAYER = [(768,)] * 6 + [(2304, 768), (2304,), (768, 768), (3072, 768), (3072,), (768, 3072)]
+
+
+@pytest.mark.parametrize(("world", "most"), [(2, 0.501), (3, 0.336), (4, 0.311), (8, 0.311)])
+def test_state_is_balanced_unless_one_parameter_is_larger_than_a_share(world: int, most: float) -> None:
+    rank = pretended_rank(world_size=world, shard_optimizer=True)
+    parameters = [nn.Parameter(torch.empty(shape, device="meta")) for shape in [*GPT_2, *GPT_2_LAYER * 12]]
+    assert rank.step.sharded_optimizers is not None
+    rank.step.sharded_optimizers.shard(SGD(parameters, lr=0.1))
+    total = sum(p.numel() for p in parameters)
+    assert total == 124_439_808
+    loads = [sum(p.numel() for p in parameters if rank.communicator.owners[p] == owner) for owner in range(world)]
+    assert sum(loads) == total
+    assert max(loads) / total <= most
+    others = sorted(loads)[:-1] if world > 3 else loads
+    assert max(others) <= 1.02 * sum(others) / len(others)
 
 
 def words_with_fsdp() -> None:

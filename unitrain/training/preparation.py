@@ -152,7 +152,7 @@ class Preparation:
             broadcast_tensors(self._communicator, own, own)
 
     def _optimizer(self, optimizer: Optimizer) -> None:
-        supported.check_optimizer(optimizer)
+        supported.check_optimizer(optimizer, shards_parameters=self._communicator.shards_parameters)
         self._prepared.update(optimizer)
         self._prepared.check([p for group in optimizer.param_groups for p in group["params"]])
         ranks = self._communicator

@@ -110,7 +110,7 @@ class _ShardedOptimizer:
         """Follow changes of the optimizer's groups, and forget state that other ranks have."""
         owners, rank = self._communicator.owners, self._communicator.rank
         owned: list[list[Parameter]] = [[] for _ in range(self._communicator.world_size)]
-        self._own, self._stand_ins = [], {}
+        self._own, self._stand_ins, self._their_state = [], {}, {}
         for group in optimizer.param_groups:
             trained = [p for p in group["params"] if p.requires_grad]
             own = [p for p in group["params"] if owners[p] == rank or not p.requires_grad]
