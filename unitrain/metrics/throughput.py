@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from unitrain.communicator import Communicator
-from unitrain.data.sharding import MicroBatch
+from unitrain.communication.communicator import Communicator
+from unitrain.data.order.sharding import MicroBatch
 
 
 class Totals(NamedTuple):

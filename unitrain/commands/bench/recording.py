@@ -6,7 +6,7 @@ import atexit
 import json
 from pathlib import Path
 
-from unitrain.backend import load_backend
+from unitrain.communication.backend import load_backend
 from unitrain.errors import ConfigError
 from unitrain.metrics.throughput import Totals
 from unitrain.strategy import Strategy

@@ -10,7 +10,7 @@ from itertools import zip_longest
 import torch
 from torch import Tensor, _utils
 
-from unitrain.communicator import Communicator
+from unitrain.communication.communicator import Communicator
 
 LARGE = 2**20  # bytes of a parameter that is sent from and into its own memory, without a copy
 BUFFER_BYTES = 2**24  # of all ranks together; one buffer is on its way while the one before is copied

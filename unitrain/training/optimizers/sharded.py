@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from unitrain.communication.communicator import Communicator
 from unitrain.communication.owned import OwnedBy, refuse
-from unitrain.communicator import Communicator
 from unitrain.errors import UsageError
-from unitrain.training.guard import OptimizerStep
+from unitrain.training.gradients.guard import OptimizerStep
 from unitrain.training.optimizers.coupling import refuse_coupled
 from unitrain.training.optimizers.exchange import Exchange
 
