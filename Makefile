@@ -47,7 +47,7 @@ soak: $(VENV)/.has-test
 	@$(BIN)/unitrain install-horovod
 	rm -f ends.jsonl
 	TESTS_ENDS=$(CURDIR)/ends.jsonl $(BIN)/pytest tests/faults -m "soak or not soak" $(ARGS)
-	$(BIN)/python tests/faults/report.py ends.jsonl > docs/faults.md
+	$(BIN)/python tests/faults/support/report.py ends.jsonl > docs/faults.md
 	$(BIN)/pytest tests --ignore tests/faults -m soak $(ARGS)
 
 # Without what bounds a time, which takes longer when every line is counted.
@@ -63,7 +63,7 @@ coverage: $(VENV)/.has-test
 bench: $(VENV)/.has-bench
 	@$(BIN)/unitrain install-horovod || echo "Horovod could not be installed: it will not be measured." >&2
 	@set -e; for script in benchmarks/*.py; do echo "== $$script" >&2; $(BIN)/python $$script $(ARGS); done
-	$(BIN)/python tests/page_copies.py  # into the page on performance
+	$(BIN)/python tests/docs/page_copies.py  # into the page on performance
 
 lint: $(VENV)/.has-test
 	$(BIN)/pre-commit run --all-files $(ARGS)

@@ -90,7 +90,7 @@ class SimulatedBackend(Backend):
 
         return wait
 
-    # What unitrain.job.joining.verb_check and unitrain.job.joining.authentication expect of ranks, others give what rank 0 does.
+    # What verb_check and authentication of unitrain.job.joining expect of ranks; others give what rank 0 does.
 
     def _reduce(self, tensor: Tensor, op: str, name: str) -> None:
         if name.startswith(f"self_test.{op}."):

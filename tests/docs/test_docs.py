@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from page_blocks import PAGES, ROOT
+from page_blocks import PAGES
 from page_copies import renewed
+from places import ROOT
 
 import unitrain
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
+from places import TESTS
 
-CONFTEST = Path(__file__).with_name("conftest.py")
+CONFTEST = TESTS / "conftest.py"
 
 
 @pytest.fixture

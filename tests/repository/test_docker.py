@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import yaml
 from host_commands import blocks_for
+from places import ROOT
 
-ROOT = Path(__file__).parent.parent
 DOCKERFILES = sorted(ROOT.glob("docker/*.Dockerfile"))
 COMPOSE_FILES = sorted(ROOT.glob("docker/compose.*.yaml"))
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from places import ROOT
 
-ROOT = Path(__file__).parent.parent
 CHECKS = [
     hook["id"]
     for repository in yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]

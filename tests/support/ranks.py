@@ -1,6 +1,7 @@
 """The tests' ``run_ranks``: that of ``unitrain.testing``, and the environments of horovodrun without horovodrun.
 
-horovodrun itself takes seconds to start processes, and only ``backends/horovod/backend.py`` may import Horovod in ``unitrain``.
+horovodrun itself takes seconds to start processes, and only ``backends/horovod/backend.py`` may import Horovod in
+``unitrain``.
 """
 
 from __future__ import annotations

@@ -12,7 +12,8 @@ from torch.nn.functional import mse_loss
 from torch.optim import SGD, Adafactor, Adam, Muon, Optimizer
 
 from unitrain import UsageError
-from unitrain.testing.duties.models import (
+from unitrain.testing.duty import duty
+from unitrain.testing.models import (
     Net,
     assert_bit_equal_on_all_ranks,
     assert_same,
@@ -23,7 +24,6 @@ from unitrain.testing.duties.models import (
     two_rows_each,
     whole,
 )
-from unitrain.testing.duty import duty
 from unitrain.testing.worlds import World
 
 
