@@ -14,12 +14,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from unitrain import call_site
-from unitrain.communication import row_shards
 from unitrain.communication.alone import Alone
-from unitrain.communication.backend import Backend, Divided, Wait
+from unitrain.communication.backend import Backend, Wait
 from unitrain.communication.object_codec import ObjectCodec, unreadable
 from unitrain.communication.plain_data import chunks
-from unitrain.communication.row_shards import RowShard
 from unitrain.errors import CommunicationError, UnitrainError, UsageError, by_rank
 from unitrain.pulse import Pulse
 
@@ -60,13 +58,12 @@ class Communicator:
         closed: whether communication has ended.
         all_reduce_async: the backend's ``all_reduce``, for the core: in place, without checks.
         all_gather_async: the backend's ``all_gather``, for the core: without checks.
-        gather_in_place_async: the backend's ``gather_in_place``.
-        gathers_in_place: that of the backend.
+        broadcast_async: the backend's ``broadcast``, for the core: in place, without checks.
         shards_parameters: whether ranks have parts of parameters.
         shards: whether ranks have parts of parameters, or of the state of optimizers only (``shard_optimizer``).
-        row_counts: with the latter, how many rows of a parameter's state each rank has.
+        owners: with the latter, the rank that has the state of a parameter.
         replicas, offloads: those of the backend.
-        to_local, full_tensor, shards_of: those of the backend, or for rows of states.
+        to_local, full_tensor, shards_of: those of the backend.
     """
 
     def __init__(
@@ -90,14 +87,12 @@ class Communicator:
         several = backend.world_size > 1
         self.shards_parameters: bool = backend.shards and several
         self.shards: bool = (backend.shards or backend.config.shard_optimizer) and several
-        self.row_counts: dict[Parameter, Sequence[int]] = {}
-        self.gathers_in_place: bool = backend.gathers_in_place
+        self.owners: dict[Parameter, int] = {}
         self.replicas: int = backend.replicas
         self.offloads: bool = backend.offloads
-        rows = self.shards and not self.shards_parameters
-        self.to_local: Callable[[Tensor], Tensor] = row_shards.to_local if rows else backend.to_local
-        self.full_tensor: Callable[[Tensor], Tensor] = self._full_rows if rows else backend.full_tensor
-        self.shards_of: Callable[[Tensor], Sequence[Tensor]] = row_shards.shards_of if rows else backend.shards_of
+        self.to_local: Callable[[Tensor], Tensor] = backend.to_local
+        self.full_tensor: Callable[[Tensor], Tensor] = backend.full_tensor
+        self.shards_of: Callable[[Tensor], Sequence[Tensor]] = backend.shards_of
         self._peers = peers
         self._compares = compares and peers is not None
         self._codec = ObjectCodec(self.rank, key)
@@ -112,8 +107,8 @@ class Communicator:
         self.all_gather_async: Callable[[Tensor, str], Callable[[], Tensor]] = (
             backend.all_gather if around is None else _with_waits(backend.all_gather, around)
         )
-        self.gather_in_place_async: Callable[[Sequence[Divided], str], Wait] = (
-            backend.gather_in_place if around is None else _with_waits(backend.gather_in_place, around)
+        self.broadcast_async: Callable[[Tensor, int, str], Wait] = (
+            backend.broadcast if around is None else _with_waits(backend.broadcast, around)
         )
 
     def call_around_waits(self, around: Callable[[Callable[[], Any]], Any] | None) -> None:
@@ -139,9 +134,6 @@ class Communicator:
     def is_sharded(self, value: object) -> TypeGuard[Tensor]:
         """Return whether a value is a tensor of which this rank has a part."""
         return self.shards and isinstance(value, Tensor) and self.to_local(value) is not value
-
-    def _full_rows(self, tensor: Tensor) -> Tensor:
-        return self.gather_rows(tensor.local, tensor.counts) if isinstance(tensor, RowShard) else tensor
 
     def close(self, *, failed: bool) -> None:
         """Close the backend."""

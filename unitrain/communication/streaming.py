@@ -16,11 +16,10 @@ from torch.optim import Optimizer
 
 from unitrain.communication import plain_data
 from unitrain.communication.communicator import Communicator
-from unitrain.communication.row_shards import RowShard, rows_of
 
 BUFFER_BYTES = 2**21  # larger ones cost more memory than their size: allocators and gloo keep several
 _ALIGNMENT = 16  # of the largest dtype, complex128
-_CPU = torch.device("cpu")
+_CPU, _META = torch.device("cpu"), torch.device("meta")
 
 Keys = tuple[Any, ...]
 """The keys and positions that lead to a value in nested state."""
@@ -146,19 +145,17 @@ def receive_optimizer(
 
     def new(path: Keys, form: Form) -> Tensor:
         # The optimizer moves counts of steps itself, where it wants them on the device.
-        parameter = parameters.get(path[1]) if len(path) == 3 and form.shape else None
+        parameter = parameters.get(path[1]) if len(path) > 2 and form.shape else None
         if parameter is None:
             return form.empty(_CPU)
-        if tuple(parameter.shape) == form.shape:
-            if communicator.is_sharded(parameter):
-                return torch.empty_like(parameter.detach(), dtype=form.dtype)
-            counts, rank = communicator.row_counts.get(parameter), communicator.rank
-            if counts is not None:
-                return RowShard(torch.empty_like(rows_of(parameter, counts, rank), dtype=form.dtype), counts, rank)
+        if communicator.owners.get(parameter, communicator.rank) != communicator.rank:
+            return form.empty(_META)  # the optimizer drops it
+        if len(path) == 3 and tuple(parameter.shape) == form.shape and communicator.is_sharded(parameter):
+            return torch.empty_like(parameter.detach(), dtype=form.dtype)
         return form.empty(parameter.device)
 
     own = optimizer.state_dict()
-    if communicator.shards and not any(communicator.is_sharded(value) for _, value in leaves(own["state"])):
+    if communicator.shards_parameters and not any(communicator.is_sharded(value) for _, value in leaves(own["state"])):
         own = {}  # from before its parameters were sharded: no memory to receive shards in
     optimizer.load_state_dict(receive(communicator, expected, source, own=own, new=new, sent=sent, fill=fill))
 
