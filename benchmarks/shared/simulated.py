@@ -8,7 +8,7 @@ from __future__ import annotations
 import hmac
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
