@@ -89,7 +89,7 @@ class SimulatedBackend(Backend):
 
         return wait
 
-    # Other ranks give what unitrain.job.joining.verb_check and authentication expect, or what rank 0 gives.
+    # What verb_check and authentication of unitrain.job.joining expect of ranks; others give what rank 0 does.
 
     def _reduce(self, tensor: Tensor, op: str, name: str) -> None:
         if name.startswith(f"self_test.{op}."):

@@ -12,15 +12,15 @@ from unitrain.checkpoint.emergency import epoch_end
 from unitrain.checkpoint.emergency.emergency import EmergencyCheckpoint
 from unitrain.checkpoint.emergency.epoch_end import EpochEnd
 from unitrain.checkpoint.emergency.last_boundary import LastBoundary
-from unitrain.checkpoint.run_state import METRICS, RUN, RunState
+from unitrain.checkpoint.run_state import RunState
 from unitrain.checkpoint.sharded import loading
 from unitrain.checkpoint.sharded.opening import Opened, Search, best_beside
 from unitrain.checkpoint.sharded.parts import gathered
 from unitrain.checkpoint.sharded.saving import begin, divided
 from unitrain.checkpoint.store.disk import Disk
 from unitrain.checkpoint.store.folder import Folder
-from unitrain.checkpoint.store.manifest import folder_name
-from unitrain.checkpoint.store.store import store_at
+from unitrain.checkpoint.store.located import store_at
+from unitrain.checkpoint.store.manifest import METRICS, RUN, folder_name
 from unitrain.checkpoint.writer import Together, Writer
 from unitrain.communication.communicator import Communicator
 from unitrain.errors import CheckpointError, UsageError, listed

@@ -11,9 +11,10 @@ from torch import nn
 
 from unitrain.checkpoint.sharded.parts import gathered
 from unitrain.checkpoint.snapshot import on_host
+from unitrain.checkpoint.store.located import store_at
 from unitrain.checkpoint.store.mapped import MappedFiles
 from unitrain.checkpoint.store.reading import reason
-from unitrain.checkpoint.store.store import Store, store_at
+from unitrain.checkpoint.store.store import Store
 from unitrain.checkpoint.store.writing import check_part, write_file
 from unitrain.communication.communicator import Communicator
 from unitrain.communication.streaming import outline, receive

@@ -11,14 +11,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unitrain.checkpoint.sharded.names import LEGACY, Name, names_of
+from unitrain.checkpoint.store.manifest import METRICS, RUN
 from unitrain.communication.communicator import Communicator
 from unitrain.config import StrategyConfig
 from unitrain.errors import UsageError
 from unitrain.training.models.prepared import PreparedModules
-
-RUN = "_run"
-METRICS = "_metrics"
-"""Parts of a checkpoint that are not an object's state."""
 
 
 class RunState:

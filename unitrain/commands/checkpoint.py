@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from unitrain.checkpoint.store.folder import Folder
 from unitrain.checkpoint.store.located import Located, NotACheckpointError, checkpoint_at
 from unitrain.checkpoint.store.manifest import DamagedError
 from unitrain.checkpoint.weights.safetensors import DTYPES
+from unitrain.commands.arguments import path, sentence
 from unitrain.communication.streaming import Form
 from unitrain.data.structure import rebuilt
 from unitrain.errors import CheckpointError, UsageError
@@ -139,3 +141,33 @@ def _write_safetensors(file: BinaryIO, name: str, saved: Saved) -> None:
     file.write(len(text).to_bytes(8, "little") + text)
     for value in state.values():
         file.write(saved.tensor(value).contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command to its parser."""
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    where = "folder of a checkpoint, or of checkpoints, whose newest is taken"
+    summary = "verify a checkpoint, and list its tensors"
+    inspect = actions.add_parser("inspect", help=summary, description=sentence(summary))
+    inspect.add_argument("path", type=path, metavar="PATH", help=where)
+    inspect.set_defaults(run=_run_inspect)
+    summary = "write the state of one object to a file, with whole tensors"
+    merge = actions.add_parser("merge", help=summary, description=sentence(summary))
+    merge.add_argument("path", type=path, metavar="PATH", help=where)
+    merge.add_argument(
+        "-o", "--output", type=path, metavar="FILE", required=True, help="a .safetensors file, or one for torch.load"
+    )
+    merge.add_argument("--object", default="model", metavar="NAME", help="name of the object (default: %(default)s)")
+    merge.set_defaults(run=_run_merge)
+
+
+def _run_inspect(arguments: argparse.Namespace) -> int:
+    for line in inspect(arguments.path):
+        print(line)
+    return 0
+
+
+def _run_merge(arguments: argparse.Namespace) -> int:
+    merge(arguments.path, arguments.output, arguments.object)
+    print(f"written: {arguments.output}")
+    return 0

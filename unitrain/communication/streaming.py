@@ -228,6 +228,15 @@ def broadcast_tensors(
                 target.copy_(slot)
 
 
+@torch.no_grad()
+def copy_own(communicator: Communicator, target: Tensor, source: Tensor) -> None:
+    """Overwrite this rank's part of ``target`` with its part of a whole tensor, of any dtype. Not collective."""
+    if communicator.is_sharded(target):
+        target, first = own_rows(communicator, target)
+        source = source[first : first + len(target)]
+    target.copy_(source)
+
+
 def own_rows(communicator: Communicator, tensor: Tensor) -> tuple[Tensor, int]:
     """Return this rank's rows of a sharded tensor, and the number of the first one."""
     start = 0

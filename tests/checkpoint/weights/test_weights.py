@@ -153,15 +153,11 @@ def test_models_of_transformers_are_deferred_and_loaded(tmp_path: Path) -> None:
     expected.save_pretrained(tmp_path, max_shard_size="300KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
     with unitrain.init(backend="single", device="cpu") as strategy:
-        for seed in (0, 1):
-            torch.manual_seed(seed)
-            with strategy.deferred():
-                model = transformers.LlamaForCausalLM(config)
-            model = strategy.prepare(model)
-            if seed:
-                assert not torch.equal(model.lm_head.weight, expected.lm_head.weight)
-                strategy.load_weights(model, tmp_path)
-            for (name, value), other in zip(model.state_dict().items(), expected.state_dict().values(), strict=True):
-                assert torch.equal(value, other), name
-            words = torch.arange(10)[None]
-            assert torch.equal(model(words).logits, expected(words).logits)
+        with strategy.deferred():  # its tables of positions are buffers that no file has
+            model = transformers.LlamaForCausalLM(config)
+        model = strategy.prepare(model, initialise=False)
+        strategy.load_weights(model, tmp_path)
+        for (name, value), other in zip(model.state_dict().items(), expected.state_dict().values(), strict=True):
+            assert torch.equal(value, other), name
+        words = torch.arange(10)[None]
+        assert torch.equal(model(words).logits, expected(words).logits)

@@ -18,12 +18,12 @@ from typing import Any
 
 from unitrain.checkpoint import metric_states
 from unitrain.checkpoint.emergency.last_boundary import LastBoundary, Recorded
-from unitrain.checkpoint.run_state import RUN, RunState
+from unitrain.checkpoint.run_state import RunState
 from unitrain.checkpoint.store import manifest as manifests
 from unitrain.checkpoint.store.disk import Disk
 from unitrain.checkpoint.store.folder import Folder
 from unitrain.checkpoint.store.lock import holder_of
-from unitrain.checkpoint.store.manifest import DamagedError
+from unitrain.checkpoint.store.manifest import RUN, DamagedError
 from unitrain.checkpoint.store.writing import check_part, write_part
 from unitrain.checkpoint.writer import Writer
 from unitrain.errors import CheckpointError

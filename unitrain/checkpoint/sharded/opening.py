@@ -10,16 +10,15 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
-from unitrain.checkpoint.run_state import RUN, RunState
+from unitrain.checkpoint.run_state import RunState
 from unitrain.checkpoint.sharded import legacy
 from unitrain.checkpoint.sharded import metadata as metadatas
 from unitrain.checkpoint.sharded.names import GROUPS, Keys, joined, numbered
 from unitrain.checkpoint.sharded.stored import Region, Stored
 from unitrain.checkpoint.store.folder import Folder
-from unitrain.checkpoint.store.located import Located, NotACheckpointError, checkpoint_at, read, verified
-from unitrain.checkpoint.store.manifest import DamagedError, Manifest
+from unitrain.checkpoint.store.located import Located, NotACheckpointError, checkpoint_at, read, store_at, verified
+from unitrain.checkpoint.store.manifest import RUN, DamagedError, Manifest
 from unitrain.checkpoint.store.mapped import MappedFiles
-from unitrain.checkpoint.store.store import store_at
 from unitrain.communication.communicator import Communicator
 from unitrain.communication.streaming import Form, outline
 from unitrain.errors import CheckpointError

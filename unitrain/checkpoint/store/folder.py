@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from unitrain.checkpoint.store import manifest as manifests
-from unitrain.checkpoint.store.located import Located, locate
+from unitrain.checkpoint.store.located import Located, locate, store_at
 from unitrain.checkpoint.store.lock import Lock, holder_of
 from unitrain.checkpoint.store.manifest import FOLDER, folder_name
 from unitrain.checkpoint.store.reading import reason
-from unitrain.checkpoint.store.store import Store, store_at
+from unitrain.checkpoint.store.store import Store
 from unitrain.checkpoint.store.writing import check_part, write_part
 from unitrain.errors import CheckpointError
 from unitrain.process import print_stderr

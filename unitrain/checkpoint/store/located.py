@@ -9,13 +9,23 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from unitrain.checkpoint.store import manifest as manifests
+from unitrain.checkpoint.store.disk import Disk
 from unitrain.checkpoint.store.manifest import DamagedError, Manifest
 from unitrain.checkpoint.store.mapped import MappedFiles
 from unitrain.checkpoint.store.reading import reason
-from unitrain.checkpoint.store.store import Store, store_at
+from unitrain.checkpoint.store.store import Store
 from unitrain.errors import CheckpointError
 
 _BLOCK = 2**20
+
+
+def store_at(place: Path | str) -> Store:
+    """Return the store at a path, or at a URL (a str), which is not looked at yet."""
+    if isinstance(place, Path):
+        return Disk(place)
+    from unitrain.checkpoint.store.objects import Objects  # and fsspec
+
+    return Objects(place)
 
 
 class NotACheckpointError(Exception):

@@ -14,6 +14,9 @@ from unitrain.errors import CheckpointError
 
 NAME = "manifest.json"
 SCHEMA = 1
+RUN = "_run"
+METRICS = "_metrics"
+"""Parts of a checkpoint that are not an object's state."""
 LARGEST = 2**26
 """Bytes that are read of a manifest."""
 FOLDER = re.compile(r"step-(\d{10})(?:\.(\d+))?")

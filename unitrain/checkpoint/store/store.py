@@ -105,14 +105,3 @@ class Store(ABC):
             needed: the number of bytes.
             what: what is not possible otherwise, for the message.
         """
-
-
-def store_at(place: Path | str) -> Store:
-    """Return the store at a path, or at a URL (a str), which is not looked at yet."""
-    if isinstance(place, Path):
-        from unitrain.checkpoint.store.disk import Disk
-
-        return Disk(place)
-    from unitrain.checkpoint.store.objects import Objects  # and fsspec
-
-    return Objects(place)

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from unitrain.checkpoint.store.store import store_at
+from unitrain.checkpoint.store.located import store_at
 from unitrain.checkpoint.weights.weight_files import WeightFiles
 from unitrain.communication.communicator import Communicator
 from unitrain.communication.streaming import Form, broadcast_tensors, own_rows
