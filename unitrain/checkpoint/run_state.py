@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from unitrain.checkpoint.sharded.names import LEGACY, Name, names_of
+from unitrain.checkpoint.names import LEGACY, Name, names_of
 from unitrain.checkpoint.store.manifest import METRICS, RUN
 from unitrain.communication.communicator import Communicator
 from unitrain.config import StrategyConfig

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
-from unitrain.checkpoint.sharded.names import LEGACY
+from unitrain.checkpoint.names import LEGACY
 from unitrain.checkpoint.sharded.saving import PIECE_BYTES
 from unitrain.checkpoint.sharded.stored import Region, Stored
 from unitrain.communication.streaming import Form

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unitrain.checkpoint import fit
+from unitrain.checkpoint.names import GROUPS, STATE, in_order, keys_of, numbers_before
 from unitrain.checkpoint.run_state import RunState
-from unitrain.checkpoint.sharded.names import GROUPS, STATE, in_order, keys_of, numbers_before
 from unitrain.checkpoint.sharded.opening import Opened
 from unitrain.checkpoint.sharded.parts import owners
 from unitrain.checkpoint.sharded.stored import Region

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
+from unitrain.checkpoint.names import GROUPS, Keys, joined, numbered
 from unitrain.checkpoint.run_state import RunState
 from unitrain.checkpoint.sharded import legacy
 from unitrain.checkpoint.sharded import metadata as metadatas
-from unitrain.checkpoint.sharded.names import GROUPS, Keys, joined, numbered
 from unitrain.checkpoint.sharded.stored import Region, Stored
 from unitrain.checkpoint.store.folder import Folder
 from unitrain.checkpoint.store.located import Located, NotACheckpointError, checkpoint_at, read, store_at, verified

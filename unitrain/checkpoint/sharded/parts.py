@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from unitrain.checkpoint.sharded.names import GROUPS, PARAMS, STATE
+from unitrain.checkpoint.names import GROUPS, PARAMS, STATE
 from unitrain.communication.communicator import Communicator
 from unitrain.communication.streaming import outline, receive
 from unitrain.data.structure import rebuilt

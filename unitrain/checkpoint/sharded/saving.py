@@ -24,9 +24,9 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
+from unitrain.checkpoint.names import STATE, Keys, flat_options, joined, keys_of, optimizer_values
 from unitrain.checkpoint.run_state import RunState
 from unitrain.checkpoint.sharded import metadata as metadatas
-from unitrain.checkpoint.sharded.names import STATE, Keys, flat_options, joined, keys_of, optimizer_values
 from unitrain.checkpoint.sharded.parts import owners
 from unitrain.checkpoint.store.folder import Draft, Folder
 from unitrain.checkpoint.store.reading import reason
