@@ -21,7 +21,6 @@ from unitrain.communication import plain_data
 from unitrain.communication.communicator import Communicator
 from unitrain.communication.owned import OwnedBy
 from unitrain.communication.row_shards import RowShard
-from unitrain.data.structure import rebuilt
 
 BUFFER_BYTES = 2**21  # larger ones cost more memory than their size: allocators and gloo keep several
 _ALIGNMENT = 16  # of the largest dtype, complex128
@@ -202,7 +201,7 @@ def receive_optimizer(
     own = optimizer.state_dict()
     if communicator.owners:
         own["state"] = {
-            number: rebuilt(state, lambda value: _as_owned(communicator, value))
+            number: _mapped(state, lambda value: _as_owned(communicator, value))
             for number, state in own["state"].items()
             if not isinstance(state, OwnedBy)
         }
@@ -210,7 +209,7 @@ def receive_optimizer(
         own = {}  # from before its parameters were sharded: no memory to receive shards in
     received = receive(communicator, expected, source, own=own, new=new, sent=sent, held=held)
     if communicator.owners:
-        received = rebuilt(received, communicator.to_local)
+        received = _mapped(received, communicator.to_local)
     optimizer.load_state_dict(received)
 
 
