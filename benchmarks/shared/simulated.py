@@ -21,8 +21,8 @@ from unitrain.checkpoint import Checkpoint
 from unitrain.checkpoint.run_state import RunState
 from unitrain.checkpoint.sharded.shards import file_name
 from unitrain.checkpoint.sharded.together import write_own
-from unitrain.checkpoint.store.folder import Begun
-from unitrain.checkpoint.store.local import BegunOnDisk
+from unitrain.checkpoint.store.disk import Disk
+from unitrain.checkpoint.store.folder import Draft
 from unitrain.communication.backend import Backend, Wait
 from unitrain.communication.communicator import Communicator
 from unitrain.config import StrategyConfig
@@ -170,18 +170,18 @@ def written_by_others(rank_0: SimulatedRank0, checkpoint: Checkpoint, others: Me
     checkpoints = vars(checkpoint)["_folder"]
     begin = checkpoints.begin
 
-    def begin_with_files(step: int) -> Begun | None:
+    def begin_with_files(step: int) -> Draft | None:
         began = time.thread_time()
-        begun: Begun | None = begin(step)
-        assert begun is not None
+        draft: Draft | None = begin(step)
+        assert draft is not None
         for path in folder.iterdir():
-            path.rename(Path(begun.place[0], path.name))
+            path.rename(Path(draft.store.location, draft.name, path.name))
         rank_0.backend.seconds += time.thread_time() - began
-        return begun
+        return draft
 
     checkpoints.begin = begin_with_files
 
 
 def _write(rank: int, folder: Path, objects: Sequence[str]) -> None:
     """Write what a rank has that owns no parameter: there are more ranks than parameters."""
-    write_own(BegunOnDisk(folder), rank, file_name(rank), {name: [] for name in objects}, patience_s=0.0)
+    write_own(Draft(Disk(folder.parent), folder.name, ""), rank, file_name(rank), {name: [] for name in objects})

@@ -12,7 +12,7 @@ CONFTEST = TESTS / "conftest.py"
 
 @pytest.fixture
 def suite(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
-    monkeypatch.setenv("PYTHONPATH", str(CONFTEST.parent))  # what it imports stands beside it
+    monkeypatch.setenv("PYTHONPATH", f"{TESTS / 'support'}:{TESTS / 'support' / 'hosts'}")  # what it imports
     pytester.makeconftest(CONFTEST.read_text())
     pytester.makeini("[pytest]\naddopts = -p no:cacheprovider\n")
     return pytester

@@ -22,6 +22,7 @@ import pytest
 from packaging.requirements import Requirement
 from places import ROOT
 
+pytestmark = pytest.mark.check
 LIBRARY = Path("lib", f"python{sys.version_info.major}.{sys.version_info.minor}", "site-packages")
 
 

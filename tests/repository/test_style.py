@@ -13,6 +13,7 @@ import pytest
 import yaml
 from places import ROOT
 
+pytestmark = pytest.mark.check
 CHECKS = [
     hook["id"]
     for repository in yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
