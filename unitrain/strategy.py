@@ -299,11 +299,11 @@ class Strategy:
         compute_loss: Callable[[Any], Tensor],
         optimizer: Optimizer | Sequence[Optimizer],
     ) -> int:
-        """Find the largest micro-batch that fits into memory on every rank, and let ``loader`` use it. Collective.
+        """Find a micro-batch that fits into memory on every rank, and let ``loader`` use it. Collective.
 
-        A global batch is then split into as few micro-batches as possible, so the training stays the same. Whole steps
-        are tried at rising sizes, on the first samples of the epoch. Weights, buffers, optimizer state, random numbers
-        and the position in the data are as before at the end. 5 % of the memory that is free now are left free.
+        A rank's share of the global batch is halved until steps on the first samples of the epoch fit on every rank, so
+        the training stays the same. Each rank makes these steps alone: gradients are not averaged. Weights, buffers,
+        optimizer state, random numbers and the position in the data are as before at the end.
 
         Call it after ``prepare``, ``ema`` and ``checkpoint.resume``, and before the loop.
 
@@ -333,8 +333,7 @@ class Strategy:
             self._communicator,
             self._step,
             self._prepared,
-            self._devices_in_use(),
-            self.launch.local_world_size,
+            [device for device in self._devices_in_use() if device.type == "cuda"],
             self.config,
             loader,
             compute_loss,
@@ -456,8 +455,7 @@ class Strategy:
 
         Collective if it is sharded; otherwise it returns the tensor itself.
         """
-        sharded = self._step.sharded_optimizers
-        return self._communicator.full_tensor(tensor if sharded is None else sharded.as_shard(tensor))
+        return self._communicator.full_tensor(tensor)
 
     # ------------------------------------------------------------------------------------ collective communication
 

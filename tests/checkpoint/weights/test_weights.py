@@ -14,8 +14,7 @@ from torch.optim import SGD
 
 import unitrain
 from unitrain import CheckpointError, UnitrainError
-from unitrain.checkpoint.weights.mapped import MappedFiles
-from unitrain.checkpoint.weights.safetensors import tensors_in
+from unitrain.checkpoint.weights.weight_files import WeightFiles
 
 safetensors = pytest.importorskip("safetensors.torch")
 WORDS, WIDTH = 13, 6
@@ -127,18 +126,19 @@ def test_a_changed_header_is_an_error_and_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     safetensors.save_file({"a": torch.arange(6.0).view(2, 3), "b": torch.ones(3, dtype=torch.bool)}, path)
     content = path.read_bytes()
-    assert torch.equal(tensors_in(path, MappedFiles())["a"], torch.arange(6.0).view(2, 3))
+    assert torch.equal(WeightFiles.at(path).whole("a"), torch.arange(6.0).view(2, 3))
     length = int.from_bytes(content[:8], "little")
     for position in range(8 + length):
         changed = bytearray(content)
         changed[position] ^= 1 << (position % 7)
         path.write_bytes(changed)
         try:
-            found = tensors_in(path, MappedFiles())
+            files = WeightFiles.at(path)
+            found = files.forms()
         except CheckpointError:
             continue
-        for tensor in found.values():
-            tensor.sum()  # its bytes are in the file
+        for name in found:
+            files.whole(name).sum()  # its bytes are in the file
 
 
 def test_models_of_transformers_are_deferred_and_loaded(tmp_path: Path) -> None:
