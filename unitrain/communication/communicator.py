@@ -14,11 +14,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from unitrain import call_site
-from unitrain.communication import row_shards
 from unitrain.communication.backend import Backend, Wait
 from unitrain.communication.object_codec import ObjectCodec, unreadable
 from unitrain.communication.plain_data import chunks
-from unitrain.communication.row_shards import RowShard
 from unitrain.errors import CommunicationError, UnitrainError, UsageError, by_rank
 from unitrain.pulse import Pulse
 
@@ -64,7 +62,7 @@ class Communicator:
         shards: whether ranks have parts of parameters, or of the state of optimizers only (``shard_optimizer``).
         owners: with the latter, the rank that has the state of a parameter.
         replicas, offloads: those of the backend.
-        to_local, full_tensor, shards_of: those of the backend, or for rows of states.
+        to_local, full_tensor, shards_of: those of the backend.
     """
 
     def __init__(
@@ -91,10 +89,9 @@ class Communicator:
         self.owners: dict[Parameter, int] = {}
         self.replicas: int = backend.replicas
         self.offloads: bool = backend.offloads
-        rows = self.shards and not self.shards_parameters
-        self.to_local: Callable[[Tensor], Tensor] = row_shards.to_local if rows else backend.to_local
-        self.full_tensor: Callable[[Tensor], Tensor] = self._full_rows if rows else backend.full_tensor
-        self.shards_of: Callable[[Tensor], Sequence[Tensor]] = row_shards.shards_of if rows else backend.shards_of
+        self.to_local: Callable[[Tensor], Tensor] = backend.to_local
+        self.full_tensor: Callable[[Tensor], Tensor] = backend.full_tensor
+        self.shards_of: Callable[[Tensor], Sequence[Tensor]] = backend.shards_of
         self._peers = peers
         self._compares = compares and peers is not None
         self._codec = ObjectCodec(self.rank, key)
@@ -122,14 +119,6 @@ class Communicator:
     def is_sharded(self, value: object) -> TypeGuard[Tensor]:
         """Return whether a value is a tensor of which this rank has a part."""
         return self.shards and isinstance(value, Tensor) and self.to_local(value) is not value
-
-    def _full_rows(self, tensor: Tensor) -> Tensor:
-        if not isinstance(tensor, RowShard):
-            return tensor
-        owner = next((rank for rank, count in enumerate(tensor.counts) if count), 0)
-        local = tensor.local
-        whole = local if owner == self.rank else torch.empty(tensor.shape, dtype=local.dtype, device=local.device)
-        return self.broadcast(whole, owner)
 
     def close(self, *, failed: bool) -> None:
         """Close the backend."""
