@@ -455,8 +455,7 @@ class Strategy:
 
         Collective if it is sharded; otherwise it returns the tensor itself.
         """
-        sharded = self._step.sharded_optimizers
-        return self._communicator.full_tensor(tensor if sharded is None else sharded.as_shard(tensor))
+        return self._communicator.full_tensor(tensor)
 
     # ------------------------------------------------------------------------------------ collective communication
 

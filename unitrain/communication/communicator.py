@@ -14,11 +14,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from unitrain import call_site
-from unitrain.communication import row_shards
-from unitrain.communication.backend import Backend, Divided, Wait
+from unitrain.communication.backend import Backend, Wait
 from unitrain.communication.object_codec import ObjectCodec, unreadable
 from unitrain.communication.plain_data import chunks
-from unitrain.communication.row_shards import RowShard
 from unitrain.errors import CommunicationError, UnitrainError, UsageError, by_rank
 from unitrain.pulse import Pulse
 
@@ -59,13 +57,12 @@ class Communicator:
         closed: whether communication has ended.
         all_reduce_async: the backend's ``all_reduce``, for the core: in place, without checks.
         all_gather_async: the backend's ``all_gather``, for the core: without checks.
-        gather_in_place_async: the backend's ``gather_in_place``.
-        gathers_in_place: that of the backend.
+        broadcast_async: the backend's ``broadcast``, for the core: in place, without checks.
         shards_parameters: whether ranks have parts of parameters.
         shards: whether ranks have parts of parameters, or of the state of optimizers only (``shard_optimizer``).
-        row_counts: with the latter, how many rows of a parameter's state each rank has.
+        owners: with the latter, the rank that has the state of a parameter.
         replicas, offloads: those of the backend.
-        to_local, full_tensor, shards_of: those of the backend, or for rows of states.
+        to_local, full_tensor, shards_of: those of the backend.
     """
 
     def __init__(
@@ -89,14 +86,12 @@ class Communicator:
         several = backend.world_size > 1
         self.shards_parameters: bool = backend.shards and several
         self.shards: bool = (backend.shards or backend.config.shard_optimizer) and several
-        self.row_counts: dict[Parameter, Sequence[int]] = {}
-        self.gathers_in_place: bool = backend.gathers_in_place
+        self.owners: dict[Parameter, int] = {}
         self.replicas: int = backend.replicas
         self.offloads: bool = backend.offloads
-        rows = self.shards and not self.shards_parameters
-        self.to_local: Callable[[Tensor], Tensor] = row_shards.to_local if rows else backend.to_local
-        self.full_tensor: Callable[[Tensor], Tensor] = self._full_rows if rows else backend.full_tensor
-        self.shards_of: Callable[[Tensor], Sequence[Tensor]] = row_shards.shards_of if rows else backend.shards_of
+        self.to_local: Callable[[Tensor], Tensor] = backend.to_local
+        self.full_tensor: Callable[[Tensor], Tensor] = backend.full_tensor
+        self.shards_of: Callable[[Tensor], Sequence[Tensor]] = backend.shards_of
         self._peers = peers
         self._compares = compares and peers is not None
         self._codec = ObjectCodec(self.rank, key)
@@ -110,9 +105,7 @@ class Communicator:
         backend = self._backend
         self.all_reduce_async: Callable[[Tensor, str, str], Wait] = _with_waits(backend.all_reduce, around)
         self.all_gather_async: Callable[[Tensor, str], Callable[[], Tensor]] = _with_waits(backend.all_gather, around)
-        self.gather_in_place_async: Callable[[Sequence[Divided], str], Wait] = _with_waits(
-            backend.gather_in_place, around
-        )
+        self.broadcast_async: Callable[[Tensor, int, str], Wait] = _with_waits(backend.broadcast, around)
 
     @contextmanager
     def refused(self, when: str) -> Iterator[None]:
@@ -126,9 +119,6 @@ class Communicator:
     def is_sharded(self, value: object) -> TypeGuard[Tensor]:
         """Return whether a value is a tensor of which this rank has a part."""
         return self.shards and isinstance(value, Tensor) and self.to_local(value) is not value
-
-    def _full_rows(self, tensor: Tensor) -> Tensor:
-        return self.gather_rows(tensor.local, tensor.counts) if isinstance(tensor, RowShard) else tensor
 
     def close(self, *, failed: bool) -> None:
         """Close the backend."""

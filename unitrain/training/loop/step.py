@@ -45,7 +45,7 @@ from unitrain.training.models.prepared import PreparedModules
 from unitrain.training.models.supported import check_scheduler
 
 if TYPE_CHECKING:
-    from unitrain.training.optimizers.sharded_optimizers import ShardedOptimizers
+    from unitrain.training.optimizers.sharded import ShardedOptimizers
 
 
 class StepResult(NamedTuple):
@@ -92,7 +92,7 @@ class TrainingStep:
         at_boundary: called between two steps, where the run could be stopped.
         before_change: called before an optimizer changes weights, with several processes.
         averages: whether gradients are averaged over the ranks; False in measurements without communication.
-        sharded_optimizers: divides optimizers, with ``shard_optimizer``.
+        sharded_optimizers: shards optimizers, with ``shard_optimizer``.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class TrainingStep:
         self._guarded_step: OptimizerStep = self._guard
         self.sharded_optimizers: ShardedOptimizers | None = None
         if communicator.shards and not communicator.shards_parameters:
-            from unitrain.training.optimizers.sharded_optimizers import ShardedOptimizers
+            from unitrain.training.optimizers.sharded import ShardedOptimizers
 
             self.sharded_optimizers = ShardedOptimizers(communicator, lambda: self.averages)
             self.extend(self.sharded_optimizers.around)
