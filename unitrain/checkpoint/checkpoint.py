@@ -9,19 +9,19 @@ from typing import Any
 from unitrain import rng
 from unitrain.checkpoint import fit, metric_states
 from unitrain.checkpoint.emergency import epoch_end
-from unitrain.checkpoint.emergency.emergency import EmergencyCheckpoint, is_here
+from unitrain.checkpoint.emergency.emergency import EmergencyCheckpoint
 from unitrain.checkpoint.emergency.epoch_end import EpochEnd
 from unitrain.checkpoint.emergency.last_boundary import LastBoundary
-from unitrain.checkpoint.emergency.spool import Spool, is_too_slow
-from unitrain.checkpoint.emergency.spool import collect as collect_spooled
 from unitrain.checkpoint.run_state import RunState
-from unitrain.checkpoint.sharded import loading, saved
-from unitrain.checkpoint.sharded.opening import Opened, open_checkpoint
-from unitrain.checkpoint.sharded.shards import file_name, gather_shards, separate
-from unitrain.checkpoint.sharded.together import begin
-from unitrain.checkpoint.store.folder import METRICS, RUN, Begun
-from unitrain.checkpoint.store.manifest import folder_name
-from unitrain.checkpoint.writer import Writer
+from unitrain.checkpoint.sharded import loading
+from unitrain.checkpoint.sharded.opening import Opened, Search, best_beside
+from unitrain.checkpoint.sharded.parts import gathered
+from unitrain.checkpoint.sharded.saving import begin, divided
+from unitrain.checkpoint.store.disk import Disk
+from unitrain.checkpoint.store.folder import Folder
+from unitrain.checkpoint.store.located import store_at
+from unitrain.checkpoint.store.manifest import METRICS, RUN, folder_name
+from unitrain.checkpoint.writer import Together, Writer
 from unitrain.communication.communicator import Communicator
 from unitrain.errors import CheckpointError, UsageError, listed
 from unitrain.job.watch.messages import StopReason
@@ -32,9 +32,6 @@ from unitrain.rng import seed_rank
 from unitrain.training.batch_norm import layers as batch_norm
 from unitrain.training.loop.step import TrainingStep
 from unitrain.url import parsed
-
-# A checkpoint is this many times as large as its models, at most as a rule: Adam keeps two numbers for each parameter.
-_MOST_STATES = 3
 
 
 class Checkpoint:
@@ -80,7 +77,7 @@ class Checkpoint:
         self._stopping = stopping
         self._watch = watch
         self._restored = restored
-        self._folder = saved.folder_at(folder)
+        self._folder = Folder(store_at(parsed(folder)))
         self._writer = Writer(
             self._folder,
             state,
@@ -94,47 +91,34 @@ class Checkpoint:
         self._boundary: LastBoundary | None = None
         self.closed: bool = False
         communicator.on_main(lambda: self._folder.claim(state.nbytes))
-        # Of sharded state, no rank has all. What a GPU has queued before a rank failed may still change the weights.
-        whole = not communicator.shards and communicator.device.type == "cpu"
-        survives = watch is not None and state.settings.emergency_checkpoint == "auto" and whole
-        place = parsed(folder)
-        root = place if isinstance(place, Path) else None
-        self._spool = self._collect(root, may_spool=survives)
         communicator.on_main(self._look)
         step.at_epoch_end = self._remember_epoch_end
-        if watch is not None and survives:
-            self._prepare_for_emergencies(watch, root)
+        if watch is not None:
+            self._prepare_for_emergencies(watch)
         stopping.listen(self)
-
-    def _collect(self, root: Path | None, *, may_spool: bool) -> Spool | None:
-        """Fetch an emergency checkpoint from where it was written first, if there is one. Collective.
-
-        Returns:
-            Where this run may write one first; None if it does not.
-        """
-        ranks, watch = self._communicator, self._watch
-        large = watch is not None and is_too_slow(_MOST_STATES * self._state.nbytes, watch.grace_s)
-        makes = may_spool and (root is None or large)
-        run = ranks.on_main(lambda: self._folder.run_id(make=makes))
-        if run is None:
-            return None
-        spool, members = Spool(run), watch.members if watch is not None else ()
-        here = root is None or not members or is_here(root, members, ranks.rank)
-        collect_spooled(ranks, members, self._folder, spool, is_here=here)
-        return spool
 
     def _look(self) -> None:
         self._unclaimed = next(iter(self._folder.steps()), None)
         if self._unclaimed is not None:
             self._stopping.request(StopReason())  # before the first step, unless resume or discard is called
 
-    def _prepare_for_emergencies(self, watch: Watch, root: Path | None) -> None:
+    def _prepare_for_emergencies(self, watch: Watch) -> None:
         ranks, state = self._communicator, self._state
+        # Of sharded state, no rank has all. What a GPU has queued before a rank failed may still change the weights.
+        whole = not ranks.shards and ranks.device.type == "cpu"
+        if state.settings.emergency_checkpoint != "auto" or not whole:
+            return
+        store = self._folder.store
+        if not isinstance(store, Disk):  # an upload takes longer than a launcher leaves
+            if ranks.is_main:
+                print_stderr(
+                    f"unitrain: no emergency checkpoints in {store}: they are written to folders only. If a rank "
+                    "fails, the run resumes from its last save."
+                )
+            return
         self._boundary = LastBoundary(state.objects, state.modules.values(), ranks.pulse)
         self._step.at_boundary, self._step.before_change = self._boundary.record, self._boundary.leave
-        watch.saver = EmergencyCheckpoint(
-            root, self._spool, watch.grace_s, self._boundary, state, self._writer, ranks.rank, watch.members
-        )
+        watch.saver = EmergencyCheckpoint(store.root, self._boundary, state, self._writer, ranks.rank, watch.members)
 
     # ------------------------------------------------------------------------------------------------------- save
 
@@ -180,60 +164,49 @@ class Checkpoint:
             modules = state.modules
             batch_norm.average_statistics(list(modules.values()), ranks, state.prepared.shares)
             random = rng.capture() if ended is None else ended.random
-            gathered = ranks.all_gather_object((bool(best), random))
-            _check_alike([mark for mark, _ in gathered])
+            marks = ranks.all_gather_object((bool(best), random))
+            _check_alike([mark for mark, _ in marks])
             if best:
                 self._writer.marked = self._step.global_step
             metrics = metric_states.metrics_in(modules)
             metric_parts = metric_states.gather(ranks, metrics) if metrics else None
-            parts, begun = self._sharded_parts() if ranks.shards else (None, None)
+            parts, together = self._sharded(ended) if ranks.shards else (None, None)
 
             def write() -> None:
                 number = self._step.global_step
-                states = state.parts() if parts is None else parts
-                states = states if ended is None else ended.applied_to(states)
-                states[RUN] = state.run(number, [random for _, random in gathered])
+                states = _parts(state, ended) if parts is None else parts
+                states[RUN] = state.run(number, [random for _, random in marks])
                 if metric_parts is not None:
                     states[METRICS] = metric_parts
-                self._writer.write(number, states, begun, self._writers, best=best)
+                self._writer.write(number, states, together, best=best)
 
             ranks.on_main(write)
 
-    def _sharded_parts(self) -> tuple[dict[str, Any], Begun | None]:
-        """Return states without shards, which each rank writes, and the checkpoint begun; or whole states. Collective.
+    def _sharded(self, ended: EpochEnd | None) -> tuple[dict[str, Any], Together | None]:
+        """Return what rank 0 writes alone, and what each rank writes; or whole states, and None. Collective.
 
-        Whole they are if rank 0 alone can write: not all ranks see the folder, or the store wants few commits.
+        Rank 0 alone can write if not all ranks see the folder, or if the store wants few commits.
         """
-        ranks = self._communicator
-        begun = begin(ranks, self._folder, self._step.global_step)
-        if begun is None:
-            return gather_shards(ranks, self._state.parts()), None
-        parts, own = separate(ranks, self._state.parts())
-        if ranks.is_main:
-            parts[file_name(ranks.rank)] = own
-        elif ranks.rank < self._writers:
-            self._writer.write_own(begun, ranks.rank, file_name(ranks.rank), own)
-        return parts, begun
-
-    @property
-    def _writers(self) -> int:
-        """Number of ranks that together have all shards."""
-        return self._communicator.world_size // self._communicator.replicas
+        ranks, parts = self._communicator, _parts(self._state, ended)
+        draft = begin(ranks, self._folder, self._step.global_step)
+        if draft is None:
+            return gathered(ranks, parts), None
+        alone, shards = divided(ranks, self._state, parts)
+        together = Together(draft, shards, writers=ranks.world_size // ranks.replicas)
+        if 0 < ranks.rank < together.writers:
+            self._writer.write_own(together, ranks.rank)
+        return alone, together
 
     def discard(self) -> None:
         """Remove all checkpoints of earlier runs from the folder. Collective."""
 
-        def remove() -> str | None:
+        def remove() -> None:
             for step in self._folder.steps():
                 self._folder.remove(step)
             self._folder.point_to_best(None)
-            self._folder.forget_run()
             self._unclaimed = self._writer.best = None
-            return self._folder.run_id(make=self._spool is not None)
 
-        run = self._communicator.on_main(remove)
-        if self._spool is not None and run is not None:
-            self._spool.belong_to(run)
+        self._communicator.on_main(remove)
 
     def wait(self) -> None:
         """Wait until the checkpoint in the background is written. Collective.
@@ -271,34 +244,24 @@ class Checkpoint:
         """
         ranks, state = self._communicator, self._state
         with ranks.pulse.within("checkpoint.resume"), state.prepared.training_weights():
-            # What this run saves in the background may be what it goes back to.
-            opened = open_checkpoint(ranks, path, self._folder, before=self._writer.finish)
-            if opened is None:
+            found = self._find(path, force=force)
+            if found is None:
                 return False
-            # All checks are made before anything is loaded, and come out the same on every rank.
-            changed = fit.changed_settings(opened.manifest, state.settings, state.config, state.objects)
-            if changed and not force:
-                raise CheckpointError(
-                    f"the run in {self._folder} was trained with other settings: {'; '.join(changed)}. Use the same "
-                    "settings, or resume(force=True), or start a new run in another folder. Nothing was loaded."
-                )
+            opened, parts, changed = found
             outlines = opened.outlines
-            states = {name: part for name, part in outlines.items() if name not in (RUN, METRICS)}
-            fit.check_objects(state.objects, states, state.of, str(self._folder))
-            loading.order_by_name(state, opened)
-            held = loading.read_own(ranks, state, opened)
             metrics = metric_states.metrics_in(state.modules)
             loaded = metric_states.check(metrics, outlines.get(METRICS), ranks.world_size, force=force)
             if changed and ranks.is_main:
                 print_stderr(f"unitrain: resuming with other settings: {'; '.join(changed)}")
-            self._writer.resumed_best = ranks.on_main(lambda: self._keep_best(opened, is_newest=path is None))
+            ranks.on_main(lambda: self._keep_best(opened, is_newest=path is None))
             replaced = [] if self._step.global_step else loading.replaced_options(state, outlines)
-            self._go_on_from(loading.load(ranks, state, opened, held))
+            self._go_on_from(loading.load(ranks, state, opened, parts))
             if METRICS in outlines:
                 metric_states.load(ranks, metrics, loaded, outlines[METRICS], opened.source(METRICS))
+            opened.close()
         if opened.saved is not None:  # on rank 0
             kind = ", an emergency checkpoint" if opened.manifest.emergency else ""
-            print_stderr(f"unitrain: resumed after step {self._step.global_step}, from {opened.saved.name}{kind}")
+            print_stderr(f"unitrain: resumed after step {self._step.global_step}, from {opened.saved.found}{kind}")
             if replaced:
                 print_stderr(
                     f"unitrain: as saved, and not as this script has made it: {'; '.join(replaced)}. To train with "
@@ -306,12 +269,41 @@ class Checkpoint:
                 )
         return True
 
-    def _keep_best(self, opened: Opened, *, is_newest: bool) -> int | None:
+    def _find(self, path: str | Path | None, *, force: bool) -> tuple[Opened, loading.Parts, list[str]] | None:
+        """Return an intact checkpoint that fits this run, a reader of its parts, and which settings have changed."""
+        # What this run saves in the background may be what it goes back to.
+        search = Search(self._communicator, self._state, path, self._folder, before=self._writer.finish)
+        opened = search.next()
+        while opened is not None:
+            changed = self._check(opened, force=force)
+            loading.order_by_name(self._state, opened)
+            parts = loading.Parts(self._communicator, self._state, opened)
+            damage = parts.fetch()
+            if damage is None:
+                return opened, parts, changed
+            opened.close()
+            opened = search.next(damage)
+        return None
+
+    def _check(self, opened: Opened, *, force: bool) -> list[str]:
+        """Check that a checkpoint fits this run, the same way on every rank, and return which settings have changed."""
+        state = self._state
+        changed = fit.changed_settings(opened.manifest, state.settings, state.config, state.objects)
+        if changed and not force:
+            raise CheckpointError(
+                f"the run in {self._folder} was trained with other settings: {'; '.join(changed)}. Use the same "
+                "settings, or resume(force=True), or start a new run in another folder. Nothing was loaded."
+            )
+        objects = state.objects if opened.manifest.files else {**state.modules, **state.optimizers}
+        states = {name: part for name, part in opened.outlines.items() if name not in (RUN, METRICS)}
+        fit.check_objects(objects, states, state.of, str(self._folder))
+        return changed
+
+    def _keep_best(self, opened: Opened, *, is_newest: bool) -> None:
         self._unclaimed = None
-        self._writer.best = best = None if opened.saved is None else saved.best_beside(opened.saved, self._folder)
+        self._writer.best = best = best_beside(opened.manifest, self._folder)
         if is_newest:
             self._folder.point_to_best(best)  # a kill may have come before this
-        return best
 
     def _go_on_from(self, run: Mapping[str, Any]) -> None:
         """Restore the state of the run itself."""
@@ -345,6 +337,10 @@ class Checkpoint:
         """End the background writer, without waiting for it, and let other jobs use the folder. Not collective."""
         self._writer.close(wait=False)
         self._folder.release()
+
+
+def _parts(state: RunState, ended: EpochEnd | None) -> dict[str, Any]:
+    return state.parts() if ended is None else ended.applied_to(state.parts())
 
 
 def _check_alike(marks: list[bool]) -> None:

@@ -16,8 +16,8 @@ from torch.optim import Adam
 
 import unitrain
 from unitrain import CheckpointError
-from unitrain.checkpoint.store import remote_writing
-from unitrain.checkpoint.store.remote_files import RemoteFiles
+from unitrain.checkpoint.sharded import saving
+from unitrain.checkpoint.store.objects import Objects
 
 pytestmark = pytest.mark.usefixtures("server")
 WIDTH = 40
@@ -41,8 +41,14 @@ def made() -> tuple[nn.Module, Adam]:
 
 
 def whole(strategy: unitrain.Strategy, model: nn.Module, optimizer: Adam) -> list[Tensor]:
-    states = [value for its in optimizer.state.values() for value in its.values()]
-    return [*strategy.export(model).state_dict().values(), *(strategy.full_tensor(value).clone() for value in states)]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    own = {
+        (number, key): strategy.full_tensor(value).clone()
+        for number, p in enumerate(parameters)
+        for key, value in optimizer.state.get(p, {}).items()
+    }
+    of_all = {key: value for found in strategy.all_gather_object(own) for key, value in found.items()}
+    return [*strategy.export(model).state_dict().values(), *(of_all[key] for key in sorted(of_all))]
 
 
 def assert_equal(found: list[Tensor], expected: list[Tensor]) -> None:
@@ -60,7 +66,7 @@ def save(url: str, settings: dict[str, Any], background: bool) -> list[Tensor]:
             strategy.step(model(torch.randn(4, WIDTH)).square().mean(), optimizer)
             checkpoint.wait()
             if step == 2 and strategy.rank == 1:
-                vars(remote_writing)["upload"] = burn
+                vars(saving)["write_shards"] = burn
             fails = pytest.raises(CheckpointError, match="rank 1 could not write its shards: OSError: it burns")
             with fails if step == 2 else nullcontext():
                 checkpoint.save()
@@ -81,26 +87,26 @@ def resume(url: str, settings: dict[str, Any]) -> tuple[int, list[str], list[Ten
         model, optimizer = strategy.prepare(*made())
         checkpoint = strategy.checkpoint(url, model=model, optimizer=optimizer)
         downloaded: list[str] = []
-        download = RemoteFiles.download
+        file = Objects.file
 
-        def noted(files: RemoteFiles, name: str, file: Path) -> None:
-            downloaded.append(name)
-            download(files, name, file)
+        def noted(store: Objects, name: str) -> Any:
+            downloaded.append(name.rpartition("/")[2])
+            return file(store, name)
 
-        vars_of: Any = RemoteFiles
-        vars_of.download = noted
+        vars_of: Any = Objects
+        vars_of.file = noted
         try:
             assert checkpoint.resume()
         finally:
-            vars_of.download = download
+            vars_of.file = file
         step, found = strategy.global_step, whole(strategy, model, optimizer)
         strategy.step(model(torch.randn(4, WIDTH)).square().mean(), optimizer)
         return step, downloaded, found
 
 
 FSDP: dict[str, Any] = {"backend": "fsdp"}
-ROWS: dict[str, Any] = {"backend": "ddp", "shard_optimizer": True}
-SHARDS = [f"_shards-{rank:05d}.pt" for rank in range(3)]
+OWNED: dict[str, Any] = {"backend": "ddp", "shard_optimizer": True}
+SHARDS = [f"__{rank}_0.distcp" for rank in range(3)]
 
 
 def test_each_rank_writes_and_reads_its_own(s3_url: str) -> None:
@@ -109,7 +115,7 @@ def test_each_rank_writes_and_reads_its_own(s3_url: str) -> None:
     for step in (1, 2):
         folder = f"step-000000000{step}"
         found = {name.removeprefix(f"{folder}/") for name in names if name.startswith(folder)}
-        assert found == {"_run.pt", "manifest.json", "model.pt", "optimizer.pt", *SHARDS}
+        assert found == {"_run.pt", ".metadata", "manifest.json", *SHARDS}
     assert ".lock" not in names
 
     for rank, (step, downloaded, state) in enumerate(run_ranks(resume, s3_url, FSDP, nprocs=3)):
@@ -121,8 +127,8 @@ def test_each_rank_writes_and_reads_its_own(s3_url: str) -> None:
         assert step == 2
         assert len(downloaded) == len(set(downloaded))
         assert_equal(state, expected)
-    # Rank 0 sends weights that are not divided now, so it needs all; the other one needs its rows of Adam's state.
-    (step, downloaded, state), (_, fewer, other) = run_ranks(resume, s3_url, ROWS)
+    # Rank 0 sends weights that are not divided now, so it needs all; the other one needs its part of Adam's state.
+    (step, downloaded, state), (_, fewer, other) = run_ranks(resume, s3_url, OWNED)
     assert step == 2
     assert set(SHARDS) < set(downloaded)
     assert set(fewer) <= set(SHARDS)
@@ -137,8 +143,8 @@ def test_each_rank_writes_and_reads_its_own(s3_url: str) -> None:
     assert [step for step, _, _ in run_ranks(resume, s3_url, FSDP, nprocs=3)] == [1, 1, 1]
 
 
-def test_rows_of_an_optimizer_are_written_by_each_rank_before_save_returns(s3_url: str) -> None:
-    expected = run_ranks(save, s3_url, ROWS, False)[0]
+def test_the_state_of_a_sharded_optimizer_is_written_by_each_rank_before_save_returns(s3_url: str) -> None:
+    expected = run_ranks(save, s3_url, OWNED, False)[0]
     assert f"step-0000000002/{SHARDS[1]}" in objects(s3_url)
     with unitrain.init(backend="single", device="cpu") as strategy:
         model, optimizer = strategy.prepare(*made())
@@ -154,18 +160,19 @@ def load(url: str, backend: str) -> tuple[int, dict[str, Tensor]]:
             model = nn.Sequential(nn.Linear(1200, 600), nn.Linear(600, 3, bias=False))
         model = strategy.prepare(model)
         sizes: list[int] = []
-        read_range = RemoteFiles.read_range
+        get = Objects.get
 
-        def noted(files: RemoteFiles, name: str, start: int, end: int) -> bytes:
-            sizes.append(end - start)
-            return read_range(files, name, start, end)
+        def noted(store: Objects, name: str, start: int = 0, end: int | None = None) -> bytes:
+            content = get(store, name, start, end)
+            sizes.append(len(content))
+            return content
 
-        vars_of: Any = RemoteFiles
-        vars_of.read_range = noted
+        vars_of: Any = Objects
+        vars_of.get = noted
         try:
             strategy.load_weights(model, url)
         finally:
-            vars_of.read_range = read_range
+            vars_of.get = get
         said = ""
         try:
             strategy.load_weights(model, f"{url}/none.safetensors")

@@ -12,9 +12,7 @@ first call of a custom operator imports the compiler, which takes a second or mo
 from __future__ import annotations
 
 import itertools
-import threading
 import weakref
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -43,12 +41,14 @@ class Ranks:
     Attributes:
         communicator: as given.
         in_use: as given.
+        apart: whether layers use the rows of this rank only, and don't communicate.
         key: identifies this object in this process.
     """
 
     def __init__(self, communicator: Communicator, in_use: BatchInUse) -> None:
         self.communicator: Communicator = communicator
         self.in_use: BatchInUse = in_use
+        self.apart: bool = False
         self.key: int = next(_keys)
         _RANKS[self.key] = self
 
@@ -76,21 +76,6 @@ class Statistics(NamedTuple):
     """Number of rows of this rank; 0 for a stand-in. In a graph, a tensor on the CPU."""
 
 
-class Exchange(threading.local):
-    """What layers gather from other ranks in this thread.
-
-    Attributes:
-        record: is extended by what they gather; None: nothing is.
-        replay: what they get instead; None: they gather it.
-    """
-
-    record: list[Statistics] | None = None
-    replay: Iterator[Statistics] | None = None
-
-
-exchange: Exchange = Exchange()
-
-
 def normalise(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, ranks: Ranks, name: str
 ) -> tuple[Tensor, Statistics]:
@@ -111,9 +96,7 @@ def normalise(
         graphed = Statistics(*_statistics_op(x.detach(), ranks.key, name))
         return _normalise_op(x, weight, bias, *graphed, eps, ranks.key, name), graphed
     with torch.no_grad():
-        statistics = gather_statistics(x, ranks, name) if exchange.replay is None else next(exchange.replay)
-    if exchange.record is not None:
-        exchange.record.append(statistics)
+        statistics = gather_statistics(x, ranks, name)
     return _Normalise.apply(x, weight, bias, statistics, eps, ranks, name), statistics
 
 
@@ -128,13 +111,16 @@ def gather_statistics(x: Tensor, ranks: Ranks, name: str) -> Statistics:
         local[:channels] = mean
         local[channels : 2 * channels] = variance
         local[-1:] = count  # older torch sets a single element by a copy from the host, which waits for the GPU
-    ranks.communicator.compare_calls(f"forward of {name}")
-    with ranks.communicator.pulse.within(name):
-        local = local.to(ranks.communicator.device)  # the layer may be on another one
-        gathered = ranks.communicator.all_gather_async(local, f"{name}.forward")().to(x.device)
+    if ranks.apart:
+        gathered = local.unsqueeze(0)
+    else:
+        ranks.communicator.compare_calls(f"forward of {name}")
+        with ranks.communicator.pulse.within(name):
+            local = local.to(ranks.communicator.device)  # the layer may be on another one
+            gathered = ranks.communicator.all_gather_async(local, f"{name}.forward")().to(x.device)
     means, variances, counts = gathered[:, :channels], gathered[:, channels:-1], gathered[:, -1:]
     total = counts.sum()
-    if count <= 1 and total.item() <= 1:
+    if count <= 1 and not ranks.apart and total.item() <= 1:
         raise ValueError(f"BatchNorm needs more than 1 value per channel over all ranks in training, got {x.shape}")
     share = counts / total.clamp(min=1)
     mean = (means * share).sum(0)
@@ -178,7 +164,8 @@ def _gradients(
             mean.new_zeros(channels),
         )
     sums = torch.cat([grad_bias, grad_weight]).double().to(ranks.communicator.device)
-    ranks.communicator.all_reduce_async(sums, "sum", f"{name}.backward")()
+    if not ranks.apart:
+        ranks.communicator.all_reduce_async(sums, "sum", f"{name}.backward")()
     sums = sums.to(x.device)
     if of_input and statistics.own:
         inverse_std = torch.rsqrt(variance + eps)
@@ -319,8 +306,6 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 _normalise_op.register_autograd(_differentiate, setup_context=_save)
 
-
-STATISTICS_OP: torch._ops.OpOverload[Any, Any] = _statistics_op._opoverload
 
 # Compilers may reorder operators that don't depend on each other, and differently for batches of another size. But
 # communication libraries match collectives by their order. torch has no public name for this yet.

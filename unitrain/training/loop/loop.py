@@ -58,8 +58,13 @@ class TrainingLoop:
         return torch.is_grad_enabled() and not self.evaluating
 
     def needs_stand_ins(self, iteration: Iteration) -> bool:
-        """Return whether a rank without samples has to take part: in a step, or in the gathers of an evaluation."""
-        return iteration.gathers or (self.is_training() and (iteration.trained or self._step.trains()))
+        """Return whether a rank without samples has to take part all the same.
+
+        It has to in a step, in the gathers of an evaluation, and in any forward that gathers sharded parameters.
+        """
+        if iteration.gathers or self._step.gathers_parameters:
+            return True
+        return self.is_training() and (iteration.trained or self._step.trains())
 
     def follows(self) -> None:
         """Record that what follows the previous training iteration is done, and check what is trained from now on."""
@@ -95,7 +100,7 @@ class TrainingLoop:
             UsageError: they have none of this batch, and can't know, because there was no gather before.
         """
         for iteration, micro_batch in self._evaluations.items():
-            if not (micro_batch.everywhere or iteration.gathers):
+            if not (micro_batch.everywhere or iteration.gathers or self._step.gathers_parameters):
                 raise UsageError(
                     "gather was called for a batch of which other ranks may have no samples, and for none before it: "
                     "they would not take part. Gather after the loop, or use more data or fewer processes."

@@ -45,7 +45,7 @@ from unitrain.training.models.prepared import PreparedModules
 from unitrain.training.models.supported import check_scheduler
 
 if TYPE_CHECKING:
-    from unitrain.training.optimizers.sharded_optimizers import ShardedOptimizers
+    from unitrain.training.optimizers.sharded import ShardedOptimizers
 
 
 class StepResult(NamedTuple):
@@ -92,7 +92,7 @@ class TrainingStep:
         at_boundary: called between two steps, where the run could be stopped.
         before_change: called before an optimizer changes weights, with several processes.
         averages: whether gradients are averaged over the ranks; False in measurements without communication.
-        sharded_optimizers: divides optimizers, with ``shard_optimizer``.
+        sharded_optimizers: shards optimizers, with ``shard_optimizer``.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class TrainingStep:
         self._guarded_step: OptimizerStep = self._guard
         self.sharded_optimizers: ShardedOptimizers | None = None
         if communicator.shards and not communicator.shards_parameters:
-            from unitrain.training.optimizers.sharded_optimizers import ShardedOptimizers
+            from unitrain.training.optimizers.sharded import ShardedOptimizers
 
             self.sharded_optimizers = ShardedOptimizers(communicator, lambda: self.averages)
             self.extend(self.sharded_optimizers.around)
@@ -214,6 +214,11 @@ class TrainingStep:
         """Return whether a prepared model is in training mode."""
         return any(module.training for module in self._prepared)
 
+    @property
+    def gathers_parameters(self) -> bool:
+        """Whether the forward of a prepared model is collective, since its parameters are sharded."""
+        return self._communicator.shards_parameters and any(True for _ in self._prepared)
+
     def check_modules(self) -> None:
         """Check that the prepared modules have the parameters that they were prepared with."""
         # Between a forward and its backward, the parameters of a sharded module are others; FSDP finds new ones itself.
@@ -252,14 +257,10 @@ class TrainingStep:
         self._reduction.arm(False)
 
     @contextmanager
-    def rehearsal(self, optimizers: Sequence[Optimizer], *, averages: bool) -> Iterator[list[Window]]:
-        """Context manager for backwards and steps that the caller makes itself, and that count for nothing.
+    def trial(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:
+        """Context manager for backwards and optimizer steps of the caller itself, which don't average gradients.
 
-        It yields the optimizers' windows. What averages their gradients has its memory from now on.
-
-        Args:
-            optimizers: the optimizers.
-            averages: whether backwards average gradients over the ranks, to be completed by the windows' finishers.
+        What averages the gradients of these optimizers has its memory from now on.
 
         Raises:
             UsageError: gradients have been accumulated.
@@ -268,11 +269,11 @@ class TrainingStep:
             raise UsageError("gradients have been accumulated: call this before the loop, or between two steps.")
         windows = self._windows.of(optimizers)
         armed, micro_batch = self._reduction.armed, self.in_use.micro_batch
-        self._reduction.arm(averages)
+        self._reduction.arm(False)
         self.in_use.micro_batch = None
         try:
             with nullcontext() if self._direct_steps is None else self._direct_steps.suspended():
-                yield windows
+                yield
         finally:
             for window in windows:
                 window.clear()

@@ -19,7 +19,7 @@ from unitrain.training.loop.window import Window
 from unitrain.training.models.prepared import PreparedModules
 
 if TYPE_CHECKING:
-    from unitrain.training.optimizers.sharded_optimizers import ShardedOptimizers
+    from unitrain.training.optimizers.sharded import ShardedOptimizers
 
 
 class Windows:
@@ -34,7 +34,7 @@ class Windows:
         reduction: averages the gradients of the parameters.
         guard: is told whether torch's kernel may be given all gradients at once.
         debug: keep the local gradients of all parameters, to name those that are not finite.
-        sharded: divides optimizers, with ``shard_optimizer``.
+        sharded: shards optimizers, with ``shard_optimizer``.
         begun: called with a new window.
     """
 
