@@ -43,7 +43,7 @@ MB = 2**20
 Made = tuple[nn.Module, Optimizer, Way]
 
 
-def steps(strategy: unitrain.Strategy, kind: Callable[..., Optimizer], shapes: list[Shape]) -> dict[str, Made]:
+def steps(strategy: unitrain.Strategy, kind: Any, shapes: list[Shape]) -> dict[str, Made]:
     """Return the model, the optimizer and the step of each way, with one kind of optimizer."""
     scale = torch.tensor(float(strategy.rank + 1))
 
