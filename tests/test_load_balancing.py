@@ -87,7 +87,7 @@ def train(times: tuple[int, ...], *, ahead: bool = False, **settings: Any) -> Fo
             found.epochs.append(seen)
             found.losses.append(meter.value())
         assert strategy.communicator.all_reduce_async == reduce, "nothing is timed any more"
-        assert not strategy.training_step._observers
+        assert not strategy.training_step.hooks.before_call
         return found._replace(shares=strategy.shares, said=said.getvalue())
 
 

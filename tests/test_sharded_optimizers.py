@@ -30,7 +30,7 @@ from unitrain.commands.cli import main
 from unitrain.testing.attempts import Outcomes, try_duties
 from unitrain.testing.duties import DUTIES
 from unitrain.testing.worlds import World
-from unitrain.training.sharded_optimizers import evened
+from unitrain.training.sharded_optimizers import ShardedOptimizers, evened
 
 WORDS, WIDTH, LENGTH, SAMPLES, BATCH = 36, 24, 6, 22, 7
 EXACT = 1e-9
@@ -521,8 +521,7 @@ def test_the_load_is_even_though_rows_are_few(world: int) -> None:
     layer = nn.TransformerEncoderLayer(256, 4, 1024)
     few = [nn.Parameter(torch.empty(1, 50, 256)), nn.Parameter(torch.empty(3, 256)), nn.Parameter(torch.empty(()))]
     parameters = [nn.Parameter(torch.empty(2000, 256)), *layer.parameters(), *few]
-    assert rank.step.sharded_optimizers is not None
-    rank.step.sharded_optimizers.shard(SGD(parameters, lr=0.1))
+    ShardedOptimizers(rank.communicator).shard(SGD(parameters, lr=0.1))
     counts = rank.communicator.row_counts
     assert set(counts) == set(parameters[:-1])
     loads = [sum(counts[p][i] * p[0].numel() for p in counts) for i in range(world)]

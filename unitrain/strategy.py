@@ -32,11 +32,13 @@ from unitrain.metrics.throughput import Throughput
 from unitrain.pulse import CLOSING
 from unitrain.training import batch_norm, preparation
 from unitrain.training.averaging import EMA
+from unitrain.training.backward import Weight
+from unitrain.training.buffers import BufferSync
 from unitrain.training.early_stopping import EarlyStopping, Mode
-from unitrain.training.in_sync import check_in_sync
+from unitrain.training.hooks import Hooks
+from unitrain.training.in_sync import InSyncCheck, check_in_sync
 from unitrain.training.load_balancing import LoadBalancer
 from unitrain.training.loop import TrainingLoop
-from unitrain.training.loss import Weight
 from unitrain.training.precision import Precision
 from unitrain.training.prepared import PreparedModules
 from unitrain.training.step import StepResult, TrainingStep
@@ -46,6 +48,7 @@ from unitrain.url import is_url
 if TYPE_CHECKING:
     from unitrain.data.progress import ProgressBar
     from unitrain.tracking import Tracker, Trackers
+    from unitrain.training.sharded_optimizers import ShardedOptimizers
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -90,24 +93,46 @@ class Strategy:
         shares = Shares(config.shares if isinstance(config.shares, tuple) else None, self.world_size)
         self._prepared = PreparedModules(distributed=self.world_size > 1, shares=shares)
         pass_boundary = self._job.stopping.pass_boundary
+        self._hooks = Hooks()
+        self._sharded = self._sharded_optimizers()
+        if self.world_size > 1 and config.broadcast_buffers:
+            self._hooks.add_hook(BufferSync(self._communicator, self._prepared))
+        if config.check_in_sync_every:
+            self._hooks.add_hook(InSyncCheck(self._communicator, self._prepared, config.check_in_sync_every))
         self._step = TrainingStep(
-            self._communicator, made, self._prepared, self._precision.scaler, pass_boundary, config
+            self._communicator,
+            made,
+            self._prepared,
+            self._hooks,
+            self._precision.scaler,
+            self._sharded,
+            pass_boundary,
+            config,
         )
         self._gathering = Gathering(self._communicator)
-        measured = config.shares == "auto" and self.world_size > 1
-        balancer = LoadBalancer(self._communicator, self._step, shares) if measured else None
-        self._loop = TrainingLoop(self._step, pass_boundary, shares, balancer)
+        self._loop = TrainingLoop(self._step, self._prepared, pass_boundary)
+        if config.shares == "auto" and self.world_size > 1:
+            self._hooks.add_hook(LoadBalancer(self._communicator, self._step, shares))
         self._preparation = preparation.Preparation(
             self._communicator,
             made,
             self._precision,
             self._prepared,
             self._step.register,
-            self._step.in_use,
+            self._step.batches.in_use,
             config,
         )
         self._checkpoint: Checkpoint | None = None
         self._throughput: Throughput | None = None
+
+    def _sharded_optimizers(self) -> ShardedOptimizers | None:
+        if not self._communicator.shards or self._communicator.shards_parameters:
+            return None
+        from unitrain.training.sharded_optimizers import ShardedOptimizers  # few scripts need it
+
+        sharded = ShardedOptimizers(self._communicator)
+        self._hooks.add_hook(sharded)
+        return sharded
 
     # --------------------------------------------------------------------------------------------------- training
 
@@ -256,7 +281,7 @@ class Strategy:
             ...     logits = model(images)
         """
         average = EMA(self._prepared, model, decay, self._communicator.to_local)
-        self._step.extend(average.follow)
+        self._hooks.add_hook(average)
         return average
 
     def early_stopping(self, mode: Mode = "max", patience: int = 5, min_delta: float = 0.0) -> EarlyStopping:
@@ -383,7 +408,7 @@ class Strategy:
 
     def meter(self) -> Meter:
         """Return a meter: a sum and a mean over all ranks, reduced only when it is read."""
-        return Meter(self._communicator, self._step.in_use)
+        return Meter(self._communicator, self._step.batches.in_use)
 
     def metric(self, metric: T) -> T:
         """Make a torchmetrics ``Metric`` or ``MetricCollection`` synchronise on any backend, and return it.
@@ -393,14 +418,13 @@ class Strategy:
         Raises:
             UsageError: it is no metric.
         """
-        return torchmetric.synchronise(metric, self._communicator, self._step.in_use)
+        return torchmetric.synchronise(metric, self._communicator, self._step.batches.in_use)
 
     def throughput(self) -> Throughput:
         """Return a meter of samples per second, of where the time goes, and of peak memory, from the first call on."""
         if self._throughput is None:
             self._throughput = Throughput(self._communicator, self._devices_in_use())
-            self._step.observe(self._throughput)
-            self._loop.observe(self._throughput)
+            self._hooks.add_hook(self._throughput)
         return self._throughput
 
     def trackers(self, trackers: Sequence[str | Tracker], folder: str | Path, *, name: str | None = None) -> Trackers:
@@ -441,7 +465,7 @@ class Strategy:
 
         Collective if it is sharded; otherwise it returns the tensor itself.
         """
-        sharded = self._step.sharded_optimizers
+        sharded = self._sharded
         return self._communicator.full_tensor(tensor if sharded is None else sharded.as_shard(tensor))
 
     # ------------------------------------------------------------------------------------ collective communication
@@ -511,7 +535,7 @@ class Strategy:
             >>> scores, labels = (torch.cat(part) for part in zip(*parts))
         """
         self._loop.gathers()
-        has_rows = not self._step.in_use.is_stand_in
+        has_rows = not self._step.batches.in_use.is_stand_in
         return self._gathering.gather(value, has_rows=has_rows, differentiable=differentiable)
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:

@@ -31,6 +31,7 @@ from unitrain.job.stopping import Boundaries, Stopping
 from unitrain.launch.detect import Launch
 from unitrain.pulse import Pulse
 from unitrain.row_shards import RowShard
+from unitrain.training.hooks import Hooks
 from unitrain.training.precision import Precision
 from unitrain.training.preparation import Preparation
 from unitrain.training.prepared import PreparedModules
@@ -133,10 +134,12 @@ class SimulatedRank0:
         pulse = Pulse()
         self.communicator = Communicator(self.backend, pulse, key=b"k" * 32)
         self._prepared = PreparedModules(distributed=True, shares=Shares(None, launch.world_size))
-        self.step = TrainingStep(self.communicator, self.backend, self._prepared, None, lambda: None, self.config)
+        self.step = TrainingStep(
+            self.communicator, self.backend, self._prepared, Hooks(), None, None, lambda: None, self.config
+        )
         precision = Precision(self.config.precision, _CPU)
         self._preparation = Preparation(
-            self.communicator, self.backend, precision, self._prepared, self.step.register, self.step.in_use,
+            self.communicator, self.backend, precision, self._prepared, self.step.register, self.step.batches.in_use,
             self.config,
         )  # fmt: skip
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from unitrain import rng
-from unitrain.checkpoint import epoch_end, fit, loading, metric_states, saved
+from unitrain.checkpoint import fit, loading, metric_states, saved
 from unitrain.checkpoint.emergency import EmergencyCheckpoint, is_here
-from unitrain.checkpoint.epoch_end import EpochEnd
+from unitrain.checkpoint.epoch_end import EpochEnd, EpochEndHook
 from unitrain.checkpoint.folder import METRICS, RUN, Begun
 from unitrain.checkpoint.last_boundary import LastBoundary
 from unitrain.checkpoint.manifest import folder_name
@@ -88,7 +88,7 @@ class Checkpoint:
             failed=lambda: stopping.request(StopReason()),  # all ranks raise the error at their next boundary
         )
         self._unclaimed: int | None = None  # the step of another run's newest checkpoint, until resume or discard
-        self._epoch_end: EpochEnd | None = None
+        self._epoch_end = EpochEndHook(state, step)
         self._boundary: LastBoundary | None = None
         self.closed: bool = False
         communicator.on_main(lambda: self._folder.claim(state.nbytes))
@@ -99,7 +99,7 @@ class Checkpoint:
         root = place if isinstance(place, Path) else None
         self._spool = self._collect(root, may_spool=survives)
         communicator.on_main(self._look)
-        step.at_epoch_end = self._remember_epoch_end
+        step.hooks.add_hook(self._epoch_end)
         if watch is not None and survives:
             self._prepare_for_emergencies(watch, root)
         stopping.listen(self)
@@ -128,8 +128,8 @@ class Checkpoint:
 
     def _prepare_for_emergencies(self, watch: Watch, root: Path | None) -> None:
         ranks, state = self._communicator, self._state
-        self._boundary = LastBoundary(state.objects, state.modules.values(), ranks.pulse)
-        self._step.at_boundary, self._step.before_change = self._boundary.record, self._boundary.leave
+        self._boundary = LastBoundary(state.objects, state.modules.values(), self._epoch_end, ranks.pulse)
+        self._step.hooks.add_hook(self._boundary)
         watch.saver = EmergencyCheckpoint(
             root, self._spool, watch.grace_s, self._boundary, state, self._writer, ranks.rank, watch.members
         )
@@ -158,22 +158,15 @@ class Checkpoint:
 
         Between two epochs, it has the state before what follows the loop over batches, so that this is done again.
         """
-        ended = self._epoch_end
-        valid = self._step.between_epochs and ended is not None and ended.step == self._step.global_step
-        self._save(ended=ended if valid else None)
+        self._save(ended=self._epoch_end.pending)
         self.wait()
         return self._communicator.on_main(lambda: self._folder.name(self._step.global_step))
-
-    def _remember_epoch_end(self) -> None:
-        self._epoch_end = epoch_end.remember(self._state.objects, self._state.of, self._step.global_step)
-        if self._boundary is not None:
-            self._boundary.record(self._epoch_end)
 
     def _save(self, *, best: bool = False, ended: EpochEnd | None = None) -> None:
         ranks, state = self._communicator, self._state
         with ranks.pulse.within("checkpoint.save"), state.prepared.training_weights():
             if self._boundary is not None and ended is None:
-                self._boundary.record()
+                self._boundary.at_boundary()
             self.wait()
             modules = state.modules
             batch_norm.average_statistics(list(modules.values()), ranks, state.prepared.shares)
@@ -336,7 +329,9 @@ class Checkpoint:
             if self._watch is not None:
                 self._watch.saver = None
             self._folder.release()
-            self._step.at_epoch_end = self._step.at_boundary = self._step.before_change = lambda: None
+            self._step.hooks.remove_hook(self._epoch_end)
+            if self._boundary is not None:
+                self._step.hooks.remove_hook(self._boundary)
             self._stopping.close()
 
     def abandon(self) -> None:

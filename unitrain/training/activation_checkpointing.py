@@ -158,7 +158,7 @@ class _Forward:
 
     def __init__(self, block: Checkpointed) -> None:
         self.block = block
-        self.micro_batch = block.checkpointing.in_use.micro_batch
+        self.is_stand_in = block.checkpointing.in_use.is_stand_in
         self.gathered: list[Statistics] = []
         self.before: dict[str, Tensor] = {}
 
@@ -187,14 +187,14 @@ class _Recomputation:
 
     def __enter__(self) -> None:
         forward, in_use = self._forward, self._forward.block.checkpointing.in_use
-        self._now = in_use.micro_batch, {name: forward.block.get_buffer(name) for name in forward.before}
-        in_use.micro_batch = forward.micro_batch
+        self._now = in_use.is_stand_in, {name: forward.block.get_buffer(name) for name in forward.before}
+        in_use.is_stand_in = forward.is_stand_in
         _set_buffers(forward.block, {name: buffer.clone() for name, buffer in forward.before.items()})
         exchange.replay = iter(forward.gathered)
 
     def __exit__(self, *error: object) -> None:
         exchange.replay = None
-        self._forward.block.checkpointing.in_use.micro_batch, buffers = self._now
+        self._forward.block.checkpointing.in_use.is_stand_in, buffers = self._now
         _set_buffers(self._forward.block, buffers)
         del self._now
 

@@ -26,8 +26,8 @@ from unitrain.data.loader import Loader
 from unitrain.data.structure import rebuilt
 from unitrain.errors import DataError, UsageError, listed
 from unitrain.process import keep_no_memory, print_stdout
+from unitrain.training.backward import checked
 from unitrain.training.compile import is_compiled
-from unitrain.training.loss import checked
 from unitrain.training.out_of_memory import (
     at_most,
     free_memory,

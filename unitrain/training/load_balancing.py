@@ -8,7 +8,7 @@ nothing of this remains in a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, TypeVar
@@ -17,9 +17,11 @@ import numpy as np
 import torch
 
 from unitrain.communicator import Communicator
+from unitrain.data.loop import Batches
 from unitrain.data.sharding import MicroBatch
 from unitrain.data.shares import Shares, proportional
 from unitrain.process import print_stderr
+from unitrain.training.hooks import StepHook
 from unitrain.training.step import TrainingStep
 
 # Steps. The first ones take longer: compilers, memory, DDP's buckets.
@@ -27,7 +29,6 @@ _SKIPPED = 5
 _MEASURED = 10
 
 T = TypeVar("T")
-Batches = Iterator[tuple[MicroBatch, Any]]
 
 
 @dataclass
@@ -45,7 +46,7 @@ class _Work:
         return (worked - waited) / self.samples
 
 
-class LoadBalancer:
+class LoadBalancer(StepHook):
     """Measures some of the first steps of a run, and then sets the shares.
 
     Args:
@@ -53,8 +54,6 @@ class LoadBalancer:
         step: the training step.
         shares: the shares to set.
 
-    Attributes:
-        measuring: whether the shares are still to be set.
     """
 
     def __init__(self, communicator: Communicator, step: TrainingStep, shares: Shares) -> None:
@@ -67,19 +66,19 @@ class LoadBalancer:
         self._work: _Work | None = None  # on the batch that was yielded last, if it is measured
         self._since: Any = None  # when the present span began
         self._done: list[_Work] = []
-        self.measuring: bool = True
-        step.observe(self)
+        self._measuring = True
 
-    def batches(self, fed: Batches) -> Batches:
+    def batches(self, batches: Batches) -> Batches:
         """Yield from an iterator of training batches, and measure what the script does with them."""
-        for micro_batch, batch in fed:
-            if self.measuring:
+        for micro_batch, batch in batches:
+            if self._measuring:
                 self._begin(micro_batch)
             yield micro_batch, batch
-            if not self.measuring:
+            if self._measuring:
+                self._end(micro_batch)
+            if not self._measuring:
                 break
-            self._end(micro_batch)
-        yield from fed
+        yield from batches
 
     def _begin(self, micro_batch: MicroBatch) -> None:
         if self._steps < _SKIPPED or not micro_batch.count:
@@ -92,21 +91,23 @@ class LoadBalancer:
     def _end(self, micro_batch: MicroBatch) -> None:
         if self._work is not None:
             # What follows a step is not work on a batch, unless the next one is taken ahead of the step.
-            if self._step.batch_is_open:
-                self.began()
+            if self._step.batches.following is not None:
+                self.before_call()
             self._done.append(self._work)
             self._work = self._since = None
         if micro_batch.last and self._step.global_step != self._seen:
             self._seen = self._step.global_step
             self._steps += 1
+            if self._steps == _SKIPPED + _MEASURED:
+                self._settle()
 
-    def began(self) -> None:
+    def before_call(self) -> None:
         """``backward`` or ``update`` was called: a span ends."""
         if self._work is not None and self._since is not None:
             self._work.spans.append((self._since, self._now()))
             self._since = None
 
-    def ended(self) -> None:
+    def after_call(self) -> None:
         """It has returned. The script may go on to work on the batch, for another optimizer."""
         if self._work is not None:
             self._since = self._now()
@@ -120,12 +121,10 @@ class LoadBalancer:
         self._work.waits.append((before, self._now()))
         return result
 
-    def settle(self) -> None:
-        """Set the shares if enough steps were measured. Collective then: call it at the same place on all ranks."""
-        if not self.measuring or self._steps < _SKIPPED + _MEASURED:
-            return
-        self.measuring = False
-        self._step.unobserve(self)
+    def _settle(self) -> None:
+        """Set the shares. Collective."""
+        self._measuring = False
+        self._step.hooks.remove_hook(self)
         self._communicator.call_around_waits(None)
         device = self._communicator.device
         if device.type == "cuda":

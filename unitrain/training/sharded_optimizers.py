@@ -9,7 +9,7 @@ the rows that they have updated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -22,22 +22,20 @@ from unitrain.data.structure import tensors
 from unitrain.errors import UsageError
 from unitrain.row_shards import RowShard, rows_of
 from unitrain.training.gradients import is_dense
-from unitrain.training.guard import OptimizerStep
+from unitrain.training.hooks import StepHook
 from unitrain.training.row_gather import RowGather
 from unitrain.training.row_trial import Shape, exchange, mapped_state, shapes_of_common_state
 
 
-class ShardedOptimizers:
+class ShardedOptimizers(StepHook):
     """Divides optimizers among the ranks.
 
     Args:
         communicator: the communicator of this process.
-        communicates: returns whether updated rows are to be exchanged.
     """
 
-    def __init__(self, communicator: Communicator, communicates: Callable[[], bool]) -> None:
+    def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
-        self._communicates = communicates
         self._sharded: dict[Optimizer, _ShardedOptimizer] = {}
         self._load = [0] * communicator.world_size  # elements of each rank
 
@@ -55,7 +53,7 @@ class ShardedOptimizers:
         common = shapes_of_common_state(optimizer, groups)
         if sharded is None:
             name = f"rows of optimizer {len(self._sharded)}"
-            sharded = _ShardedOptimizer(optimizer, self._communicator, self._communicates, name)
+            sharded = _ShardedOptimizer(optimizer, self._communicator, name)
             self._sharded[optimizer] = sharded
         new = [p for group in groups for p in group["params"] if p not in known]
         # The largest rows first: the others make up for what these leave uneven.
@@ -76,19 +74,13 @@ class ShardedOptimizers:
         self._communicator.row_counts[parameter] = counts
         return counts
 
-    def around(self, step: OptimizerStep) -> OptimizerStep:
-        """Return a function that does what ``step`` does, with optimizers that are divided."""
+    def before_update(self, optimizer: Optimizer, parameters: Sequence[Parameter]) -> None:
+        """Let the hooks of scripts see whole parameters."""
+        self._sharded[optimizer].move_hooks(optimizer)
 
-        def stepped(
-            optimizer: Optimizer, parameters: Iterable[Parameter], gradients: list[Tensor], losses: Sequence[Tensor]
-        ) -> tuple[bool, Tensor | None]:
-            self._sharded[optimizer].move_hooks(optimizer)
-            try:
-                return step(optimizer, parameters, gradients, losses)
-            finally:
-                self.abandon(optimizer)
-
-        return stepped
+    def after_update(self, optimizer: Optimizer, parameters: Sequence[Parameter], stepped: bool) -> None:
+        """Give the optimizer the model's parameters back, if it has not done so itself."""
+        self.abandon(optimizer)
 
     def abandon(self, optimizer: Optimizer) -> None:
         """Give an optimizer the model's parameters back, if its step has raised an error."""
@@ -114,11 +106,8 @@ class _ShardedOptimizer:
         divided: those that are divided, with the number of rows of each rank. All ranks have the others' state.
     """
 
-    def __init__(
-        self, optimizer: Optimizer, communicator: Communicator, communicates: Callable[[], bool], name: str
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, communicator: Communicator, name: str) -> None:
         self._communicator = communicator
-        self._communicates = communicates
         self._name = name
         self._common: set[Shape] = set()
         self.known: dict[Parameter, None] = {}
@@ -194,8 +183,7 @@ class _ShardedOptimizer:
         if self._depth:
             return
         self._put_back(optimizer)
-        if self._communicates():
-            self._gather()
+        self._gather()
 
     def abandon(self, optimizer: Optimizer) -> None:
         """Give it the model's parameters back, if it has rows."""

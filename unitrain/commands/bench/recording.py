@@ -7,19 +7,21 @@ import json
 from pathlib import Path
 
 from unitrain.backend import load_backend
+from unitrain.commands.bench.silence import silence
 from unitrain.errors import ConfigError
 from unitrain.metrics.throughput import Totals
 from unitrain.strategy import Strategy
+from unitrain.training.hooks import StepHook
 
 
-class Recording:
+class Recording(StepHook):
     """Records each optimizer step of a strategy, and ends the run after a number of steps.
 
     The last steps do not average gradients. The difference in time is the cost of communication, with any library and
     any overlap. The weights are not used afterwards.
 
     Args:
-        strategy: the strategy.
+        strategy: the strategy, whose backend's class is from ``silenced``.
         folder: folder of ``rankN.json``, which is written when the process exits.
         steps: number of optimizer steps to record.
         alone: number of further steps without communication.
@@ -33,14 +35,11 @@ class Recording:
         self._throughput = strategy.throughput()
         self._rows: list[Totals] = []
         self._seen = strategy.global_step
-        strategy.training_step.observe(self)
+        strategy.training_step.hooks.add_hook(self)
         atexit.register(self._write)
 
-    def began(self) -> None:
-        """``backward`` or ``update`` was called."""
-
-    def ended(self) -> None:
-        """It has ended: record the step if one was made, and end the run after the last."""
+    def after_call(self) -> None:
+        """Record the step if one was made, and end the run after the last."""
         if self._strategy.global_step == self._seen:
             return
         self._seen = self._strategy.global_step
@@ -49,7 +48,7 @@ class Recording:
             self._strategy.close()
             raise SystemExit(0)
         if len(self._rows) == self._steps:
-            self._strategy.training_step.stop_averaging()
+            silence()
 
     def _write(self) -> None:
         record = {

@@ -12,7 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import unitrain
+from unitrain import initialize
+from unitrain.backend import load_backend
 from unitrain.commands.bench.recording import Recording
+from unitrain.commands.bench.silence import silenced
 
 
 def main(folder: Path, steps: int, alone: int, recipe: str, flags: Sequence[str]) -> None:
@@ -25,6 +28,7 @@ def main(folder: Path, steps: int, alone: int, recipe: str, flags: Sequence[str]
         return strategy
 
     unitrain.init = recorded
+    vars(initialize)["load_backend"] = lambda name: silenced(load_backend(name))
     sys.argv = [recipe, *flags]
     sys.path[0] = str(Path(recipe).parent)
     runpy.run_path(recipe, run_name="__main__")
