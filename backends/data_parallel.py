@@ -11,7 +11,7 @@ import torch
 from pydantic import Field, field_validator
 from torch import nn
 
-from unitrain.backend import LocalBackend
+from unitrain.communication.backend import LocalBackend
 from unitrain.config import Section, StrategyConfig
 from unitrain.data.structure import rebuilt, tensors
 from unitrain.device import devices_of

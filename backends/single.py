@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unitrain.backend import LocalBackend
+from unitrain.communication.backend import LocalBackend
 
 
 class SingleBackend(LocalBackend):

@@ -41,10 +41,10 @@ from shared.members import (
 from shared.processes import ALONE, in_processes
 from shared.report import Found, run, table
 from shared.simulated import SimulatedRank0, written_by_others
-from unitrain.job.authentication import SECRET, authenticate
-from unitrain.job.handshake import handshake
-from unitrain.job.hub_server import start_hub
-from unitrain.job.verb_check import check_verbs
+from unitrain.job.joining.authentication import SECRET, authenticate
+from unitrain.job.joining.handshake import handshake
+from unitrain.job.joining.verb_check import check_verbs
+from unitrain.job.watch.hub_server import start_hub
 from unitrain.launch.rendezvous import rendezvous
 
 if TYPE_CHECKING:

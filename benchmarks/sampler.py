@@ -22,10 +22,10 @@ from torch.utils.data import BatchSampler, DistributedSampler
 
 from shared.processes import ALONE, in_processes
 from shared.report import Found, run, table
-from unitrain.data.map_style import requests
-from unitrain.data.order import Shuffled
-from unitrain.data.samplers import OwnOrder
-from unitrain.data.sharding import EpochPlan
+from unitrain.data.order.order import Shuffled
+from unitrain.data.order.samplers import OwnOrder
+from unitrain.data.order.sharding import EpochPlan
+from unitrain.data.reading.map_style import requests
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -28,9 +28,9 @@ import unitrain
 from shared.processes import GLOO, HOROVOD_GLOO, HOROVOD_MPI, in_processes, startable, world_name
 from shared.report import Found, run, table
 from shared.rounds import alternate, compared, shown_ratio
-from unitrain.data.agreement import Agreement
-from unitrain.data.sharding import EpochPlan
-from unitrain.data.stream import Piece
+from unitrain.data.order.sharding import EpochPlan
+from unitrain.data.reading.agreement import Agreement
+from unitrain.data.reading.stream import Piece
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

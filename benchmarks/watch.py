@@ -23,10 +23,10 @@ from shared.members import HEARTBEAT_TIMEOUT_S, TIMEOUT_S, can_have, members, ne
 from shared.processes import GLOO, HOROVOD_GLOO, HOROVOD_MPI, in_processes, startable, world_name
 from shared.report import Found, run, table
 from shared.workloads import mlp
-from unitrain.backend import load_backend
-from unitrain.job.handshake import handshake
-from unitrain.job.hub import heartbeat_interval_s
-from unitrain.job.hub_server import start_hub
+from unitrain.communication.backend import load_backend
+from unitrain.job.joining.handshake import handshake
+from unitrain.job.watch.hub import heartbeat_interval_s
+from unitrain.job.watch.hub_server import start_hub
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import unitrain
 from unitrain import Section, Strategy, parse_command_line
-from unitrain.recipes import images
+from unitrain.recipes.image_classification import images
 
 
 class Callback:

@@ -22,11 +22,12 @@ from pydantic import Field
 from tqdm import tqdm
 
 from unitrain import init, parse_command_line
-from unitrain.recipes import detection_data, detection_models
-from unitrain.recipes.detection_metrics import AveragePrecision, mean_boxes
-from unitrain.recipes.detection_pictures import draw_detections
-from unitrain.recipes.run_folder import RunFolder, resume_or_discard, summarise
-from unitrain.recipes.settings import TrainingSettings
+from unitrain.recipes.object_detection import data as detection_data
+from unitrain.recipes.object_detection import models as detection_models
+from unitrain.recipes.object_detection.metrics import AveragePrecision, mean_boxes
+from unitrain.recipes.object_detection.pictures import draw_detections
+from unitrain.recipes.shared.run_folder import RunFolder, resume_or_discard, summarise
+from unitrain.recipes.shared.settings import TrainingSettings
 
 
 class Settings(TrainingSettings):
@@ -125,7 +126,7 @@ def main() -> None:
         strategy.print("training is complete: start again with --resume never, or train longer: --epochs N --force")
     strategy.save(model, folder.path / "model.pt")
     if strategy.is_main:
-        from unitrain.recipes.figures import draw_curves  # takes as long to import as torch
+        from unitrain.recipes.shared.figures import draw_curves  # takes as long to import as torch
 
         draw_curves(folder.path, {"loss": ["train_loss"], "mean average precision": ["map", "map_50"]})
         draw_detections(strategy.export(model).float(), data.validation, data.classes, folder.path / "detections.png")

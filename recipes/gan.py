@@ -25,9 +25,9 @@ from tqdm import tqdm
 
 import unitrain
 from unitrain import Section, parse_command_line
-from unitrain.recipes.gan_data import Digits, frechet_distance, independent_pixels
-from unitrain.recipes.gan_models import LATENT, Discriminator, Generator
-from unitrain.recipes.run_folder import RunFolder, resume_or_discard, summarise
+from unitrain.recipes.generative.data import Digits, frechet_distance, independent_pixels
+from unitrain.recipes.generative.models import LATENT, Discriminator, Generator
+from unitrain.recipes.shared.run_folder import RunFolder, resume_or_discard, summarise
 
 # Settings that may change when a run is resumed, because results don't depend on them.
 MAY_CHANGE = {"strategy", "output_dir", "max_steps", "resume", "force"}
@@ -133,7 +133,7 @@ def main() -> None:
         strategy.print("training is complete: start again with --resume never, or train longer: --epochs N --force")
     strategy.save(generator, folder.path / "model.pt")
     if strategy.is_main:
-        from unitrain.recipes.figures import draw_curves  # takes as long to import as torch
+        from unitrain.recipes.shared.figures import draw_curves  # takes as long to import as torch
 
         draw_curves(folder.path, {"loss": ["g_loss", "d_loss"], "Fréchet distance": ["frechet_distance"]})
     folder.close()

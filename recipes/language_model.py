@@ -23,9 +23,11 @@ from tqdm import tqdm
 
 import unitrain
 from unitrain import parse_command_line
-from unitrain.recipes import figures, gpt, text
-from unitrain.recipes.run_folder import RunFolder, resume_or_discard, summarise
-from unitrain.recipes.settings import TrainingSettings
+from unitrain.recipes.shared import figures
+from unitrain.recipes.shared.run_folder import RunFolder, resume_or_discard, summarise
+from unitrain.recipes.shared.settings import TrainingSettings
+from unitrain.recipes.text import data as text
+from unitrain.recipes.text import gpt
 
 
 class Settings(TrainingSettings):

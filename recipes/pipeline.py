@@ -27,7 +27,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 import unitrain
 from unitrain import ConfigError, NonFiniteError, Section, Strategy, parse_command_line
-from unitrain.recipes import images
+from unitrain.recipes.image_classification import images
 
 # The optimizer's options by parameter, and not by group: the groups of all stages have the same numbers.
 BY_NAME = states.StateDictOptions(flatten_optimizer_state_dict=True)

@@ -22,10 +22,11 @@ from pydantic import Field
 from tqdm import tqdm
 
 from unitrain import Strategy, init, parse_command_line
-from unitrain.recipes import figures, images, models, prediction
-from unitrain.recipes.profiling import Profile
-from unitrain.recipes.run_folder import RunFolder, resume_or_discard, summarise
-from unitrain.recipes.settings import TrainingSettings
+from unitrain.recipes.image_classification import images, models, prediction
+from unitrain.recipes.shared import figures
+from unitrain.recipes.shared.profiling import Profile
+from unitrain.recipes.shared.run_folder import RunFolder, resume_or_discard, summarise
+from unitrain.recipes.shared.settings import TrainingSettings
 
 
 class Settings(TrainingSettings):

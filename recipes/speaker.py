@@ -21,11 +21,14 @@ from pydantic import Field
 from tqdm import tqdm
 
 from unitrain import ConfigError, init, parse_command_line
-from unitrain.recipes import figures, speaker_losses, speaker_model, speech
-from unitrain.recipes.run_folder import RunFolder, resume_or_discard, summarise
-from unitrain.recipes.settings import TrainingSettings
-from unitrain.recipes.speaker_batches import SpeakerBatches, in_batch_order
-from unitrain.recipes.verification import verify
+from unitrain.recipes.shared import figures
+from unitrain.recipes.shared.run_folder import RunFolder, resume_or_discard, summarise
+from unitrain.recipes.shared.settings import TrainingSettings
+from unitrain.recipes.speaker_verification import losses as speaker_losses
+from unitrain.recipes.speaker_verification import model as speaker_model
+from unitrain.recipes.speaker_verification import speech
+from unitrain.recipes.speaker_verification.batches import SpeakerBatches, in_batch_order
+from unitrain.recipes.speaker_verification.verification import verify
 
 
 class Settings(TrainingSettings):

@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from unitrain.backend import Backend
+    from unitrain.communication.backend import Backend
     from unitrain.config import Section
     from unitrain.data import Loader
     from unitrain.errors import (
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
         UsageError,
     )
     from unitrain.initialize import init
-    from unitrain.job.notebook import notebook_launch
-    from unitrain.job.spawn import spawn
-    from unitrain.job.stopping import Stopped
+    from unitrain.job.starting.notebook import notebook_launch
+    from unitrain.job.starting.spawn import spawn
+    from unitrain.job.watch.stopping import Stopped
     from unitrain.launch.detect import Launch
     from unitrain.metrics.meter import Meter
     from unitrain.settings import dump_yaml, parse_command_line
     from unitrain.settings.strategy_config import StrategyConfig
     from unitrain.strategy import Strategy
-    from unitrain.training.step import StepResult
+    from unitrain.training.loop.step import StepResult
 
 __all__ = [
     "Backend",

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from typing_extensions import Unpack
 
 from unitrain import call_site
-from unitrain.backend import Backend, load_backend
+from unitrain.communication.backend import Backend, load_backend
 from unitrain.config import Section, StrategyConfig
 from unitrain.errors import BackendError, ConfigError, LaunchError, UsageError
 from unitrain.job import excepthook

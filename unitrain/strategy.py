@@ -13,42 +13,43 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import TypeVarTuple, Unpack
 
-from unitrain.backend import Backend
 from unitrain.checkpoint import Checkpoint, files
 from unitrain.checkpoint.run_state import RunState
-from unitrain.communicator import Communicator, ReduceOp
+from unitrain.communication.backend import Backend
+from unitrain.communication.communicator import Communicator, ReduceOp
+from unitrain.communication.gathering import Gathering
 from unitrain.config import StrategyConfig
 from unitrain.data import Loader
 from unitrain.data.options import LoaderOptions
-from unitrain.data.shares import Shares
+from unitrain.data.order.shares import Shares
 from unitrain.device import devices_of, pick_device
 from unitrain.errors import UsageError
-from unitrain.gathering import Gathering
 from unitrain.job.job import join
 from unitrain.launch.detect import Launch
 from unitrain.metrics import torchmetric
+from unitrain.metrics.early_stopping import EarlyStopping, Mode
 from unitrain.metrics.meter import Meter
 from unitrain.metrics.throughput import Throughput
 from unitrain.pulse import CLOSING
-from unitrain.training import batch_norm, preparation
-from unitrain.training.averaging import EMA
-from unitrain.training.backward import Weight
-from unitrain.training.buffers import BufferSync
-from unitrain.training.early_stopping import EarlyStopping, Mode
-from unitrain.training.hooks import Hooks
-from unitrain.training.in_sync import InSyncCheck, check_in_sync
-from unitrain.training.load_balancing import LoadBalancer
-from unitrain.training.loop import TrainingLoop
-from unitrain.training.precision import Precision
-from unitrain.training.prepared import PreparedModules
-from unitrain.training.step import StepResult, TrainingStep
-from unitrain.training.supported import check_scheduler
+from unitrain.training.batch_norm import layers as batch_norm
+from unitrain.training.loop.hooks import Hooks
+from unitrain.training.loop.backward import Weight
+from unitrain.training.loop.load_balancing import LoadBalancer
+from unitrain.training.loop.loop import TrainingLoop
+from unitrain.training.loop.step import StepResult, TrainingStep
+from unitrain.training.models import preparation
+from unitrain.training.models.buffers import BufferSync
+from unitrain.training.models.in_sync import InSyncCheck, check_in_sync
+from unitrain.training.models.precision import Precision
+from unitrain.training.models.prepared import PreparedModules
+from unitrain.training.models.supported import check_scheduler
+from unitrain.training.optimizers.ema import EMA
 from unitrain.url import is_url
 
 if TYPE_CHECKING:
     from unitrain.data.progress import ProgressBar
     from unitrain.tracking import Tracker, Trackers
-    from unitrain.training.sharded_optimizers import ShardedOptimizers
+    from unitrain.training.optimizers.sharded_optimizers import ShardedOptimizers
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -128,7 +129,7 @@ class Strategy:
     def _sharded_optimizers(self) -> ShardedOptimizers | None:
         if not self._communicator.shards or self._communicator.shards_parameters:
             return None
-        from unitrain.training.sharded_optimizers import ShardedOptimizers  # few scripts need it
+        from unitrain.training.optimizers.sharded_optimizers import ShardedOptimizers  # few scripts need it
 
         sharded = ShardedOptimizers(self._communicator)
         self._hooks.add_hook(sharded)
@@ -178,7 +179,7 @@ class Strategy:
             ...     model = Transformer(config)
             >>> model = strategy.prepare(model)
         """
-        from unitrain.training.deferred import deferred  # few scripts need it
+        from unitrain.training.models.deferred import deferred  # few scripts need it
 
         return deferred()
 
@@ -336,7 +337,7 @@ class Strategy:
             ...     return criterion(model(images), labels)
             >>> strategy.find_micro_batch_size(train, compute_loss, optimizer)
         """
-        from unitrain.training.batch_finder import BatchFinder  # few scripts need it
+        from unitrain.training.sizing.batch_finder import BatchFinder  # few scripts need it
 
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
         return BatchFinder(
@@ -638,7 +639,7 @@ class Strategy:
             >>> model = strategy.prepare(model)
             >>> strategy.load_weights(model, "models/llama")
         """
-        from unitrain.checkpoint.weights import load_weights  # few scripts need it
+        from unitrain.checkpoint.weights.loading import load_weights  # few scripts need it
 
         with self._prepared.training_weights():
             load_weights(self._communicator, self._prepared, module, path)

@@ -24,11 +24,11 @@ from typing import Any
 from torch.distributed import Store
 
 from unitrain.errors import UnitrainError
-from unitrain.job import messages
-from unitrain.job.admission import introduce
-from unitrain.job.hub import Member, heartbeat_interval_s
-from unitrain.job.link import LENGTH
-from unitrain.job.messages import Message, decode, encode
+from unitrain.job.watch import messages
+from unitrain.job.watch.admission import introduce
+from unitrain.job.watch.hub import Member, heartbeat_interval_s
+from unitrain.job.watch.link import LENGTH
+from unitrain.job.watch.messages import Message, decode, encode
 from unitrain.launch.detect import Launch
 from unitrain.launch.rendezvous import rendezvous
 from unitrain.pulse import USER_CODE

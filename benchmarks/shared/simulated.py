@@ -17,26 +17,26 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shared.members import Members
-from unitrain.backend import Backend, Wait
 from unitrain.checkpoint import Checkpoint
-from unitrain.checkpoint.folder import Begun
-from unitrain.checkpoint.local import BegunOnDisk
 from unitrain.checkpoint.run_state import RunState
-from unitrain.checkpoint.shards import file_name
-from unitrain.checkpoint.together import write_own
-from unitrain.communicator import Communicator
+from unitrain.checkpoint.sharded.shards import file_name
+from unitrain.checkpoint.sharded.together import write_own
+from unitrain.checkpoint.store.folder import Begun
+from unitrain.checkpoint.store.local import BegunOnDisk
+from unitrain.communication.backend import Backend, Wait
+from unitrain.communication.communicator import Communicator
+from unitrain.communication.row_shards import RowShard
+from unitrain.communication.streaming import leaves
 from unitrain.config import StrategyConfig
-from unitrain.data.shares import Shares
-from unitrain.job.stopping import Boundaries, Stopping
+from unitrain.data.order.shares import Shares
+from unitrain.job.watch.stopping import Boundaries, Stopping
 from unitrain.launch.detect import Launch
 from unitrain.pulse import Pulse
-from unitrain.row_shards import RowShard
-from unitrain.training.hooks import Hooks
-from unitrain.training.precision import Precision
-from unitrain.training.preparation import Preparation
-from unitrain.training.prepared import PreparedModules
-from unitrain.training.step import TrainingStep
-from unitrain.training.streaming import leaves
+from unitrain.training.loop.hooks import Hooks
+from unitrain.training.loop.step import TrainingStep
+from unitrain.training.models.precision import Precision
+from unitrain.training.models.preparation import Preparation
+from unitrain.training.models.prepared import PreparedModules
 
 _CPU = torch.device("cpu")
 _ELEMENTS = 5
@@ -93,7 +93,7 @@ class SimulatedBackend(Backend):
 
         return wait
 
-    # What unitrain.job.verb_check and unitrain.job.authentication expect of ranks, others give what rank 0 does.
+    # What unitrain.job.joining.verb_check and unitrain.job.joining.authentication expect of ranks, others give what rank 0 does.
 
     def _reduce(self, tensor: Tensor, op: str, name: str) -> None:
         if name.startswith(f"self_test.{op}."):

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from unitrain.recipes import gpt, text
+from unitrain.recipes.text import data as text
+from unitrain.recipes.text import gpt
 
 Shape = tuple[int, ...]
 

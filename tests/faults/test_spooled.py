@@ -12,7 +12,7 @@ from harness import MPIRUN_DDP, TORCHRUN, World, worlds
 from lives import STEPS, Killer, assert_undisturbed, begun_again, restarting, train, undisturbed
 from s3_server import S3Server
 
-from unitrain.checkpoint.spool import MEMORY
+from unitrain.checkpoint.emergency.spool import MEMORY
 
 __all__ = ["undisturbed"]  # the fixture
 pytestmark = [pytest.mark.launcher, pytest.mark.soak, pytest.mark.timeout(600)]

@@ -1,4 +1,4 @@
-"""Records what a launcher tells the processes that it starts, as a fixture of tests/test_launch.py.
+"""Records what a launcher tells the processes that it starts, as a fixture of tests/launch/test_launch.py.
 
     python record.py NAME VERSION -- LAUNCHER AND ITS OPTIONS [record.py]
 

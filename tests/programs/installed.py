@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch.utils.data import TensorDataset
 
 import unitrain
-from unitrain.backend import backend_names, load_backend
+from unitrain.communication.backend import backend_names, load_backend
 
 WITH_EXTRAS = ("unitrain.recipes", "unitrain.testing")
 for module in pkgutil.walk_packages(unitrain.__path__, "unitrain."):

@@ -7,28 +7,29 @@ from pathlib import Path
 from typing import Any
 
 from unitrain import rng
-from unitrain.checkpoint import fit, loading, metric_states, saved
-from unitrain.checkpoint.emergency import EmergencyCheckpoint, is_here
-from unitrain.checkpoint.epoch_end import EpochEnd, EpochEndHook
-from unitrain.checkpoint.folder import METRICS, RUN, Begun
-from unitrain.checkpoint.last_boundary import LastBoundary
-from unitrain.checkpoint.manifest import folder_name
-from unitrain.checkpoint.opening import Opened, open_checkpoint
+from unitrain.checkpoint import fit, metric_states
+from unitrain.checkpoint.emergency.emergency import EmergencyCheckpoint, is_here
+from unitrain.checkpoint.emergency.epoch_end import EpochEnd, EpochEndHook
+from unitrain.checkpoint.emergency.last_boundary import LastBoundary
+from unitrain.checkpoint.emergency.spool import Spool, is_too_slow
+from unitrain.checkpoint.emergency.spool import collect as collect_spooled
 from unitrain.checkpoint.run_state import RunState
-from unitrain.checkpoint.shards import file_name, gather_shards, separate
-from unitrain.checkpoint.spool import Spool, is_too_slow
-from unitrain.checkpoint.spool import collect as collect_spooled
-from unitrain.checkpoint.together import begin
+from unitrain.checkpoint.sharded import loading, saved
+from unitrain.checkpoint.sharded.opening import Opened, open_checkpoint
+from unitrain.checkpoint.sharded.shards import file_name, gather_shards, separate
+from unitrain.checkpoint.sharded.together import begin
+from unitrain.checkpoint.store.folder import METRICS, RUN, Begun
+from unitrain.checkpoint.store.manifest import folder_name
 from unitrain.checkpoint.writer import Writer
-from unitrain.communicator import Communicator
+from unitrain.communication.communicator import Communicator
 from unitrain.errors import CheckpointError, UsageError, listed
-from unitrain.job.messages import StopReason
-from unitrain.job.stopping import Stopping
-from unitrain.job.watch import Watch
+from unitrain.job.watch.messages import StopReason
+from unitrain.job.watch.stopping import Stopping
+from unitrain.job.watch.watch import Watch
 from unitrain.process import print_stderr
 from unitrain.rng import seed_rank
-from unitrain.training import batch_norm
-from unitrain.training.step import TrainingStep
+from unitrain.training.batch_norm import layers as batch_norm
+from unitrain.training.loop.step import TrainingStep
 from unitrain.url import parsed
 
 # A checkpoint is this many times as large as its models, at most as a rule: Adam keeps two numbers for each parameter.

@@ -13,20 +13,20 @@ from uuid import uuid4
 import torch
 from torch import nn
 
-from unitrain.checkpoint.mapped import MappedFiles
-from unitrain.checkpoint.reading import reason
-from unitrain.checkpoint.shards import gather_shards
+from unitrain.checkpoint.sharded.shards import gather_shards
 from unitrain.checkpoint.snapshot import on_host
+from unitrain.checkpoint.weights.mapped import MappedFiles
+from unitrain.checkpoint.weights.reading import reason
 from unitrain.checkpoint.writing import check_part, write_part
-from unitrain.communicator import Communicator
+from unitrain.communication.communicator import Communicator
+from unitrain.communication.streaming import outline, receive
 from unitrain.errors import CheckpointError, UsageError
-from unitrain.training import batch_norm
-from unitrain.training.prepared import PreparedModules
-from unitrain.training.streaming import outline, receive
+from unitrain.training.batch_norm import layers as batch_norm
+from unitrain.training.models.prepared import PreparedModules
 from unitrain.url import parsed
 
 if TYPE_CHECKING:
-    from unitrain.checkpoint.remote_files import RemoteFiles
+    from unitrain.checkpoint.store.remote_files import RemoteFiles
 
 
 def save(communicator: Communicator, prepared: PreparedModules, value: Any, path: str | Path) -> None:
@@ -127,7 +127,7 @@ def _write(value: Any, place: Path | str) -> None:
 
 def _remote(url: str) -> tuple[RemoteFiles, str]:
     """Return the files of the folder that the URL of a file names, and the file's name."""
-    from unitrain.checkpoint.remote_files import RemoteFiles  # and fsspec
+    from unitrain.checkpoint.store.remote_files import RemoteFiles  # and fsspec
 
     folder, _, name = url.rpartition("/")
     return RemoteFiles(folder), name

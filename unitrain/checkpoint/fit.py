@@ -8,11 +8,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from unitrain.checkpoint.manifest import Manifest
+from unitrain.checkpoint.store.manifest import Manifest
+from unitrain.communication.streaming import Form
 from unitrain.config import StrategyConfig
 from unitrain.data import Loader
 from unitrain.errors import CheckpointError
-from unitrain.training.streaming import Form
 
 # Settings that must not change when a run is resumed. Launcher, backend, world size and timeouts may.
 _TRAINING_SETTINGS = ("seed", "precision", "sync_batchnorm", "clip_norm", "clip_value", "compression")

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unitrain.communicator import Communicator
+from unitrain.communication.communicator import Communicator
+from unitrain.communication.streaming import Form, Keys, outline, receive
 from unitrain.errors import CheckpointError
-from unitrain.training.streaming import Form, Keys, outline, receive
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 # The states of two ranks as one state, by the names of torchmetrics' functions that reduce them over the ranks.

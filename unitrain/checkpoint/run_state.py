@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from unitrain.checkpoint.folder import METRICS, RUN
-from unitrain.checkpoint.parameter_names import Name, names_of
-from unitrain.checkpoint.shards import PREFIX
-from unitrain.communicator import Communicator
+from unitrain.checkpoint.sharded.parameter_names import Name, names_of
+from unitrain.checkpoint.sharded.shards import PREFIX
+from unitrain.checkpoint.store.folder import METRICS, RUN
+from unitrain.communication.communicator import Communicator
 from unitrain.config import StrategyConfig
 from unitrain.errors import UsageError
-from unitrain.training.prepared import PreparedModules
+from unitrain.training.models.prepared import PreparedModules
 
 
 class RunState:

@@ -9,10 +9,10 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any
 
-from unitrain.checkpoint.folder import Begun, Folder, prune
 from unitrain.checkpoint.run_state import RunState
+from unitrain.checkpoint.sharded.together import collect, write_own
 from unitrain.checkpoint.snapshot import on_host, snapshot
-from unitrain.checkpoint.together import collect, write_own
+from unitrain.checkpoint.store.folder import Begun, Folder, prune
 from unitrain.errors import CheckpointError
 
 # What is being written in the background. This uses executors, which refuse work once the main thread has ended: a

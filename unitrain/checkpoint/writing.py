@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from unitrain.checkpoint.mapped import MappedFiles
+from unitrain.checkpoint.weights.mapped import MappedFiles
 
 _HASHED_APART = 2**16  # bytes; to pass on fewer takes longer than to hash them
 

@@ -12,13 +12,13 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 
-from unitrain.checkpoint import saved, shards
-from unitrain.checkpoint.folder import NotACheckpointError, Saved
-from unitrain.checkpoint.local import checkpoint_in
-from unitrain.checkpoint.manifest import DamagedError
-from unitrain.checkpoint.safetensors import DTYPES
+from unitrain.checkpoint.sharded import saved, shards
+from unitrain.checkpoint.store.folder import NotACheckpointError, Saved
+from unitrain.checkpoint.store.local import checkpoint_in
+from unitrain.checkpoint.store.manifest import DamagedError
+from unitrain.checkpoint.weights.safetensors import DTYPES
+from unitrain.communication.streaming import Form, RowBlocks
 from unitrain.errors import CheckpointError, UsageError
-from unitrain.training.streaming import Form, RowBlocks
 
 _SAFETENSORS = {dtype: name for name, dtype in DTYPES.items()}
 

@@ -384,7 +384,7 @@ def _run_launch(arguments: argparse.Namespace) -> int:
 
 
 def _run_run(arguments: argparse.Namespace) -> int:
-    from unitrain.job.supervisor import run
+    from unitrain.job.starting.supervisor import run
 
     return run(_after_dashes(arguments.program), max_restarts=arguments.max_restarts)
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 
-from unitrain.backend import load_backend
+from unitrain.communication.backend import load_backend
 from unitrain.errors import UsageError
 
 # Exit codes of pytest: all passed, some failed, interrupted. With others it could not run the tests.

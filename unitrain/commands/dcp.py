@@ -14,10 +14,10 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 
-from unitrain.checkpoint import dcp
-from unitrain.checkpoint.dcp_optimizer import GROUPS, STATE, flattened, named, numbered
-from unitrain.checkpoint.folder import RUN, Saved
-from unitrain.checkpoint.local import LocalFolder
+from unitrain.checkpoint.sharded import dcp
+from unitrain.checkpoint.sharded.dcp_optimizer import GROUPS, STATE, flattened, named, numbered
+from unitrain.checkpoint.store.folder import RUN, Saved
+from unitrain.checkpoint.store.local import LocalFolder
 from unitrain.commands.checkpoint import open_checkpoint, tensors_of
 from unitrain.errors import CheckpointError, UsageError
 

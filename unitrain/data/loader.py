@@ -9,18 +9,18 @@ from typing import Any
 from torch.utils.data import Sampler
 
 from unitrain import call_site
-from unitrain.communicator import Communicator
+from unitrain.communication.communicator import Communicator
 from unitrain.config import StrategyConfig
-from unitrain.data.feeding import feed, to_device
-from unitrain.data.fingerprint import check_same_data, fingerprint
-from unitrain.data.iterable import Iterable, is_sharded
 from unitrain.data.loop import Iteration, LoopListener
-from unitrain.data.map_style import MapStyle
+from unitrain.data.order.sharding import MicroBatch
+from unitrain.data.reading.feeding import feed, to_device
+from unitrain.data.reading.fingerprint import check_same_data, fingerprint
+from unitrain.data.reading.iterable import Iterable, is_sharded
+from unitrain.data.reading.map_style import MapStyle
+from unitrain.data.reading.sources import Sources
 from unitrain.data.settings import LoaderSettings
-from unitrain.data.sharding import MicroBatch
-from unitrain.data.sources import Sources
 from unitrain.errors import CheckpointError, ConfigError, DataError, UsageError
-from unitrain.job.handshake import all_alike, difference_between_ranks
+from unitrain.job.joining.handshake import all_alike, difference_between_ranks
 
 
 class Loader:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-from unitrain.data.sharding import MicroBatch
-from unitrain.data.shares import Shares
+from unitrain.data.order.sharding import MicroBatch
+from unitrain.data.order.shares import Shares
 
 Batches = Iterator[tuple[MicroBatch, Any]]
 """Micro-batches, and what a loader yields for them."""

@@ -19,7 +19,7 @@ from unitrain.call_site import is_own
 from unitrain.errors import BackendError, CommunicationError, ConfigError, LaunchError, UnitrainError
 from unitrain.job.elastic import end_for_others
 from unitrain.job.job import CAUSE_S, Job, current
-from unitrain.job.messages import Verdict
+from unitrain.job.watch.messages import Verdict
 from unitrain.launch.detect import Launch, detect
 from unitrain.launch.local_ranks import LocalRanks
 from unitrain.process import exit_now, print_stderr

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import os
 
-from unitrain.backend import Backend
-from unitrain.communicator import Communicator
+from unitrain.communication.backend import Backend
+from unitrain.communication.communicator import Communicator
 from unitrain.config import StrategyConfig
 from unitrain.errors import BackendError, LaunchError, UnitrainError
-from unitrain.job.authentication import authenticate
-from unitrain.job.exit_watch import watch_exit
-from unitrain.job.handshake import handshake
-from unitrain.job.messages import StopReason
-from unitrain.job.start_watch import StartWatch
-from unitrain.job.stopping import Boundaries, Stopping
-from unitrain.job.verb_check import check_verbs
-from unitrain.job.watch import Watch
+from unitrain.job.joining.authentication import authenticate
+from unitrain.job.joining.handshake import handshake
+from unitrain.job.joining.start_watch import StartWatch
+from unitrain.job.joining.verb_check import check_verbs
+from unitrain.job.watch.exit_watch import watch_exit
+from unitrain.job.watch.messages import StopReason
+from unitrain.job.watch.stopping import Boundaries, Stopping
+from unitrain.job.watch.watch import Watch
 from unitrain.launch.detect import Launch
 from unitrain.pulse import Pulse
 

@@ -14,12 +14,13 @@ from functools import partial
 from torch.distributed import DistError, HashStore, PrefixStore, Store, TCPStore
 
 from unitrain.errors import CommunicationError, LaunchError
-from unitrain.launch import horovodrun_server, mpi
-from unitrain.launch.addresses import own_addresses, reach
+from unitrain.launch import mpi
 from unitrain.launch.detect import Launch
 from unitrain.launch.meeting import check_torchrun, meet_in_new_store, meet_in_served_store
-from unitrain.launch.open_files import allow_connections
-from unitrain.launch.tcp_store import LOOPBACK, join_store, open_on_loopback
+from unitrain.launch.network import horovodrun_server
+from unitrain.launch.network.addresses import own_addresses, reach
+from unitrain.launch.network.open_files import allow_connections
+from unitrain.launch.network.tcp_store import LOOPBACK, join_store, open_on_loopback
 
 # A store lives as long as its process. MPI can be started only once, and if rank 0 closed a port and opened it again, a
 # rank that has not left the first store yet could connect to the second.

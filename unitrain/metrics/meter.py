@@ -7,7 +7,7 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from unitrain.communicator import Communicator
+from unitrain.communication.communicator import Communicator
 from unitrain.data.loop import BatchInUse
 from unitrain.errors import UsageError
 

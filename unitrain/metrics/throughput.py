@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import torch
 
-from unitrain.communicator import Communicator
+from unitrain.communication.communicator import Communicator
 from unitrain.data.loop import Batches
-from unitrain.training.hooks import StepHook
+from unitrain.training.loop.hooks import StepHook
 
 
 class Totals(NamedTuple):

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from unitrain.communicator import Communicator
+from unitrain.communication.communicator import Communicator
 from unitrain.data.loop import BatchInUse
 from unitrain.errors import UsageError, by_rank
 

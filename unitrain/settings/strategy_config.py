@@ -13,7 +13,7 @@ from pydantic import Field, create_model
 from typing_extensions import Unpack
 
 from unitrain import config
-from unitrain.backend import backend_names, load_backend
+from unitrain.communication.backend import backend_names, load_backend
 from unitrain.config import Section
 from unitrain.errors import BackendError
 from unitrain.settings.keywords import StrategySettings

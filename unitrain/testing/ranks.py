@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 
 from unitrain.commands.launchers import launch_command
 from unitrain.commands.toolchain import running, small_mpi_environment
-from unitrain.job.spawn import run_processes, spawn_environments
+from unitrain.job.starting.spawn import run_processes, spawn_environments
 from unitrain.launch.detect import detect
 
 Environments: TypeAlias = Callable[[int], AbstractContextManager[list[dict[str, str]]]]

@@ -11,8 +11,8 @@ from typing import Any
 
 import unitrain
 from unitrain import Backend, BackendError, ConfigError, LaunchError, Strategy
-from unitrain.backend import load_backend
 from unitrain.commands.launchers import local_launchers
+from unitrain.communication.backend import load_backend
 from unitrain.config import StrategyConfig
 from unitrain.launch.detect import Launch
 from unitrain.testing.ranks import LAUNCHERS, Launcher, run_ranks

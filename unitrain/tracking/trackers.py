@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from unitrain.communicator import Communicator
+from unitrain.communication.communicator import Communicator
 from unitrain.errors import ConfigError, UsageError
 from unitrain.process import print_stderr
 from unitrain.tracking import libraries

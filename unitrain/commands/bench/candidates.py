@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from unitrain.backend import load_backend
 from unitrain.commands.launchers import local_launchers
 from unitrain.commands.verify.worlds import World, find_worlds
+from unitrain.communication.backend import load_backend
 from unitrain.config import StrategyConfig
 from unitrain.settings.schema import variable
 

@@ -11,12 +11,12 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from unitrain.backend import backend_names, load_backend
 from unitrain.commands.bench.candidates import LEVERS, Candidate, most_processes, worlds_to_measure
 from unitrain.commands.bench.measuring import Measurement, measure
 from unitrain.commands.bench.report import check_can_draw, draw, print_table, recommendation
 from unitrain.commands.bench.search import Levers, fastest, try_worlds
 from unitrain.commands.verify.worlds import World
+from unitrain.communication.backend import backend_names, load_backend
 from unitrain.errors import UsageError
 from unitrain.launch.detect import detect
 

@@ -6,12 +6,12 @@ import atexit
 import json
 from pathlib import Path
 
-from unitrain.backend import load_backend
 from unitrain.commands.bench.silence import silence
+from unitrain.communication.backend import load_backend
 from unitrain.errors import ConfigError
 from unitrain.metrics.throughput import Totals
 from unitrain.strategy import Strategy
-from unitrain.training.hooks import StepHook
+from unitrain.training.loop.hooks import StepHook
 
 
 class Recording(StepHook):

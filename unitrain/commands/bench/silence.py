@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Parameter
 
-from unitrain.backend import Backend, Wait
+from unitrain.communication.backend import Backend, Wait
 
 _GRADIENTS = "gradients."
 """What the names of the core's all-reduces of gradients start with."""

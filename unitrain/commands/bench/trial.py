@@ -13,9 +13,9 @@ from typing import Any
 
 import unitrain
 from unitrain import initialize
-from unitrain.backend import load_backend
 from unitrain.commands.bench.recording import Recording
 from unitrain.commands.bench.silence import silenced
+from unitrain.communication.backend import load_backend
 
 
 def main(folder: Path, steps: int, alone: int, recipe: str, flags: Sequence[str]) -> None:

@@ -12,7 +12,7 @@ from ipaddress import ip_address
 from pathlib import Path
 
 from unitrain.commands.doctor.finding import Finding
-from unitrain.launch.addresses import own_addresses
+from unitrain.launch.network.addresses import own_addresses
 
 _HOSTS = Path("/etc/hosts")
 

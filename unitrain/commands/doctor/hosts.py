@@ -19,7 +19,7 @@ from unitrain.commands.doctor import report
 from unitrain.commands.doctor.finding import Finding, Status, guarded
 from unitrain.commands.doctor.host_name import addresses_of
 from unitrain.commands.toolchain import find_program
-from unitrain.launch.addresses import own_addresses
+from unitrain.launch.network.addresses import own_addresses
 
 _CONNECT_S = 5
 _MOST_S = 30.0

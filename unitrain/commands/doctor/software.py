@@ -10,10 +10,10 @@ from dataclasses import asdict
 from importlib import metadata
 from importlib.util import find_spec
 
-from unitrain.backend import backend_names
 from unitrain.commands.doctor.finding import Finding, Probe
 from unitrain.commands.horovod.check import find_horovod
 from unitrain.commands.toolchain import attempt, find_mpi, find_program, run_one
+from unitrain.communication.backend import backend_names
 from unitrain.launch.detect import detect
 
 _INSTALL_HOROVOD = "unitrain install-horovod"

@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from unitrain.backend import backend_names, load_backend
 from unitrain.commands.launchers import launch_command, launch_environment
 from unitrain.commands.toolchain import running
 from unitrain.commands.verify import plain, recipe
@@ -21,6 +20,7 @@ from unitrain.commands.verify.cases import CASES, EXACT, STEPS, Case
 from unitrain.commands.verify.comparison import Verdict, compare
 from unitrain.commands.verify.trace import Trace
 from unitrain.commands.verify.worlds import World, find_worlds, works
+from unitrain.communication.backend import backend_names, load_backend
 from unitrain.device import pick_device
 from unitrain.errors import UsageError
 from unitrain.launch.detect import Launch, detect

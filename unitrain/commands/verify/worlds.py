@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from unitrain.backend import load_backend
 from unitrain.commands.launchers import local_launchers
+from unitrain.communication.backend import load_backend
 from unitrain.errors import UnitrainError
 from unitrain.launch.detect import Launch
 from unitrain.settings.strategy_config import StrategyConfig

@@ -25,7 +25,7 @@ from unitrain.testing.duties.models import (
 )
 from unitrain.testing.duty import duty
 from unitrain.testing.worlds import World
-from unitrain.training.gradients import GradientReducer
+from unitrain.training.gradients.gradients import GradientReducer
 
 
 @duty()

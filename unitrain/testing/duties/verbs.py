@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from unitrain import Backend
-from unitrain.backend import Wait
+from unitrain.communication.backend import Wait
 from unitrain.config import StrategyConfig
 from unitrain.launch.detect import detect
 from unitrain.testing.duty import duty, matched_by_name, several_processes

@@ -1,0 +1,159 @@
+"""The backend ddp: torch's DistributedDataParallel over NCCL or gloo."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import ClassVar, Literal, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
+from torch.nn import Parameter
+
+from unitrain.communication.backend import Backend
+from unitrain.config import Section, StrategyConfig
+from unitrain.device import devices_of
+from unitrain.errors import ConfigError, UsageError
+from unitrain.launch.detect import Launch
+
+from ..process_group.backend import ProcessGroupBackend
+from .module import AveragingModule
+from .powersgd import add_power_sgd
+from .settings import DDPSettings
+
+_COMPILED = "_orig_mod."  # torch.compile's prefix of names
+_HOOKS = {"fp16": fp16_compress_hook, "bf16": bf16_compress_hook}
+
+
+class DDPBackend(ProcessGroupBackend):
+    """torch's DistributedDataParallel."""
+
+    name = "ddp"
+    Settings: ClassVar[type[Section]] = DDPSettings
+    compressions: ClassVar[tuple[str, ...]] = (*Backend.compressions, "powersgd")
+    gradient_reduction: Literal["sum", "mean"] = "mean"
+
+    @classmethod
+    def check(cls, config: StrategyConfig, launch: Launch) -> None:
+        """Refuse NCCL if it is not available, accumulation with a static graph, and small buckets if compiled."""
+        settings = config.section(cls.name, DDPSettings)
+        if config.compile and settings.bucket_cap_mb < 1:
+            raise ConfigError("compile needs ddp.bucket_cap_mb of at least 1: torch can't split a graph at less.")
+        if settings.static_graph and config.accumulate > 1:
+            raise ConfigError(
+                f"ddp.static_graph is true, and accumulate is {config.accumulate}; they are mutually exclusive: DDP "
+                "fails if a static graph skips a reduction."
+            )
+        super().check(config, launch)
+
+    def __init__(self, config: StrategyConfig, launch: Launch, device: torch.device) -> None:
+        super().__init__(config, launch, device)
+        self._wrapped: list[AveragingModule] = []
+        # The wrapper that averages each parameter; torch ignores parameters that were frozen when it was made.
+        self._averaged: dict[Parameter, AveragingModule] = {}
+        self._names: dict[Parameter, str] = {}
+        self._armed = True
+        if config.deterministic:
+            self.gradient_reduction = "sum"  # of the core's buckets: DDP rebuilds its own after the first step
+
+    def close(self, *, failed: bool) -> None:
+        """Destroy the process groups made here, unless that would need other ranks, which may be gone."""
+        self._wrapped.clear()
+        self._averaged.clear()
+        self._names.clear()
+        super().close(failed=failed)
+
+    def wrap_model(self, module: nn.Module) -> nn.Module:
+        """Return the module in torch's DDP; unchanged if it is frozen, or on several devices, or ``deterministic``."""
+        if self.world_size == 1 or self.config.deterministic or not any(p.requires_grad for p in module.parameters()):
+            return module
+        spread = devices_of(module)
+        if len(spread) > 1:
+            # torch's DDP takes GPUs only, and reduces on each of them, but this rank's NCCL is bound to one.
+            if self.config.compression != "none":
+                raise UsageError(
+                    f"the model's layers are on {', '.join(map(str, spread))}, where compression "
+                    f"{self.config.compression} is not supported: set it to none, or build the model on one device."
+                )
+            return module
+        options = self.settings
+        trained = {p for p in module.parameters() if p.requires_grad}
+        shared = trained & self._averaged.keys()
+        if shared:
+            names = ", ".join(sorted(self._names[p] for p in shared))
+            raise UsageError(
+                f"two prepared modules share parameters ({names}), which DDP would average twice: make both modules "
+                "parts of one module, and prepare that one."
+            )
+        wrapped = AveragingModule(
+            module,
+            device_ids=[self.device.index] if self.device.type == "cuda" else None,
+            bucket_cap_mb=options.bucket_cap_mb,
+            find_unused_parameters=options.find_unused_parameters and not options.static_graph,
+            gradient_as_bucket_view=options.gradient_as_bucket_view,
+            static_graph=options.static_graph,
+        )
+        hook = _HOOKS.get(self.config.compression)
+        if hook is not None:
+            wrapped.register_comm_hook(None, hook)
+        elif self.config.compression == "powersgd":
+            add_power_sgd(
+                wrapped,
+                rank=options.powersgd_rank,
+                start_step=options.powersgd_start_step,
+                sequential="nccl" not in dist.get_backend(),
+            )
+        wrapped.require_backward_grad_sync = self._armed
+        self._names.update({p: name.replace(_COMPILED, "") for name, p in module.named_parameters()})
+        self._wrapped.append(wrapped)
+        self._averaged.update(dict.fromkeys(trained, wrapped))
+        return wrapped
+
+    def arm(self, sync: bool) -> None:
+        """Set ``require_backward_grad_sync`` of every wrapper."""
+        self._armed = sync
+        for wrapped in self._wrapped:
+            wrapped.require_backward_grad_sync = sync
+
+    def watch_gradients(self, parameters: Sequence[Parameter]) -> Callable[[bool], None] | None:
+        """Return a function that averages the gradients that DDP did not average within backward."""
+        if self.config.deterministic:
+            return None
+        averaged = [p for p in parameters if p in self._averaged]
+        others = [p for p in parameters if p not in self._averaged]
+        # Weak references: the function outlives close(), but torch's reducers must not outlive their process group.
+        wrappers = [
+            cast(AveragingModule, weakref.proxy(one)) for one in dict.fromkeys(self._averaged[p] for p in averaged)
+        ]
+        before = [(0, 0)] * len(wrappers)  # forwards of each wrapper up to the end of the previous step
+        some_unused = self.settings.find_unused_parameters or self.settings.static_graph
+
+        def finish(late: bool) -> None:
+            """Average gradients of an unarmed backward, and of parameters that no wrapper has."""
+            for i, wrapper in enumerate(wrappers):
+                late = late or not wrapper.has_averaged(*before[i])
+                before[i] = (wrapper.forwards, wrapper.calls)
+            if not (late or some_unused):
+                self._check_all_used(averaged)
+            if late:
+                self.average(parameters)
+            elif others:
+                self.average(others)
+            if self.config.debug:
+                # Otherwise the next forward does this, a collective that the ranks have not compared.
+                for wrapped in self._wrapped:
+                    wrapped.reducer._rebuild_buckets()
+
+        return finish
+
+    def _check_all_used(self, parameters: Sequence[Parameter]) -> None:
+        unused = [p for p in parameters if p.grad is None]
+        if unused:
+            names = ", ".join(self._names[p] for p in unused[:3])
+            raise UsageError(
+                f"{len(unused)} parameters were not used in computing this step's loss ({names}, ...), but DDP waits "
+                "for the gradients of all: set ddp.find_unused_parameters to true, or freeze them "
+                "(requires_grad_(False)) before prepare()."
+            )

@@ -1,0 +1,249 @@
+"""The backend fsdp: torch's fully_shard over NCCL or gloo. Each rank has a shard of every parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from unitrain import call_site
+from unitrain.config import Section, StrategyConfig
+from unitrain.device import devices_of
+from unitrain.errors import BackendError, ConfigError, UsageError
+from unitrain.launch.detect import Launch
+from unitrain.process import keep_no_memory, return_memory
+
+from ..process_group.backend import ProcessGroupBackend
+from .settings import LARGE, FSDPSettings
+
+if TYPE_CHECKING:  # importing it takes a while, which scripts with other backends need not wait for
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from .module import ShardedModule
+
+_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+class FSDPBackend(ProcessGroupBackend):
+    """torch's fully_shard. The core's collectives use a separate process group."""
+
+    name = "fsdp"
+    Settings: ClassVar[type[Section]] = FSDPSettings
+    gradient_reduction: Literal["sum", "mean"] = "mean"
+    shards: ClassVar[bool] = True
+
+    @classmethod
+    def check(cls, config: StrategyConfig, launch: Launch) -> None:
+        """Refuse NCCL if it is not available, a torch that is too old, and settings that this job can't have."""
+        super().check(config, launch)
+        from torch.distributed.fsdp import FSDPModule
+
+        if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+            raise BackendError(
+                f"backend fsdp needs a newer torch than {torch.__version__}, such as 2.15: install it, or use ddp."
+            )
+        settings = config.section(cls.name, FSDPSettings)
+        if settings.cpu_offload and config.precision == "fp16":
+            raise ConfigError(
+                "fsdp.cpu_offload does not support precision fp16, whose loss scale is on the GPU: set precision to "
+                "bf16, or fsdp.cpu_offload to false."
+            )
+        if settings.shards == "host" and launch.world_size % launch.local_world_size:
+            raise ConfigError(
+                f"fsdp.shards is host, which needs the same number of processes on every host, but the job has "
+                f"{launch.world_size}, and this host {launch.local_world_size}. Set fsdp.shards to all."
+            )
+
+    def __init__(self, config: StrategyConfig, launch: Launch, device: torch.device) -> None:
+        super().__init__(config, launch, device)
+        if self.settings.shards == "host":
+            self.replicas: int = self.world_size // launch.local_world_size
+        self.offloads: bool = self.settings.cpu_offload and device.type != "cpu"
+        if self.settings.cpu_offload and not self.offloads:
+            call_site.warn("fsdp.cpu_offload has no effect on a CPU, in whose memory everything is.")
+        self._modules: dict[nn.Module, ShardedModule] = {}
+        self._owner: dict[Tensor, ShardedModule] = {}
+        self._names: dict[Parameter, str] = {}
+        self._used: set[Parameter] = set()  # since the last step
+        self._armed = True
+        self._mesh: DeviceMesh | None = None
+
+    def start(self) -> tuple[int, int]:
+        """Initialise the process group, and those in which parameters are sharded and replicated."""
+        world = super().start()
+        if self.world_size > 1:
+            from torch.distributed.device_mesh import init_device_mesh
+
+            if self.device.type == "cpu":
+                keep_no_memory(LARGE)  # units of the same sizes come and go, among shards
+
+            shape = (self.world_size,) if self.replicas == 1 else (self.replicas, self.launch.local_world_size)
+            names = ("shard",) if self.replicas == 1 else ("replicate", "shard")
+            self._mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
+            self.set_timeout(self._mesh.get_all_groups())
+        return world
+
+    def close(self, *, failed: bool) -> None:
+        """Destroy the process groups made here. A sharded module can't be called any more."""
+        for sharded in self._modules.values():
+            sharded.refuse_calls()
+        self._owner.clear()
+        self._used.clear()
+        super().close(failed=failed)
+
+    # ------------------------------------------------------------------------------------------------- preparation
+
+    def place(self, module: nn.Module) -> None:
+        """Leave it to ``wrap_model``, which moves a part of the module at a time."""
+        if self._mesh is None:
+            super().place(module)
+            return
+        spread = devices_of(module)
+        if len(spread) > 1:
+            raise UsageError(
+                f"the model's layers are on {', '.join(map(str, spread))}, but FSDP has the shards of a rank on its "
+                "one device: build the model on one device, or on the CPU. FSDP divides it among the ranks instead. Or "
+                "use backend ddp, which leaves layers where they are."
+            )
+
+    def wrap_model(self, module: nn.Module) -> nn.Module:
+        """Shard a module in place."""
+        if self._mesh is None:
+            return module
+        original = getattr(module, "_orig_mod", module)  # of torch.compile
+        if isinstance(original, (nn.ModuleList, nn.ModuleDict)):
+            raise UsageError(
+                f"a {type(original).__name__} can't be sharded, as it has no forward that could gather its weights: "
+                "prepare the modules in it, or a module that calls them."
+            )
+        if not any(True for _ in original.parameters()):
+            return module.to(self.device)
+        from .gloo import adapt
+        from .module import ShardedModule
+
+        sharded = ShardedModule(
+            original,
+            self._mesh,
+            self.device,
+            # Ranks that use different units would wait for one another.
+            wrap=2**62 if self.settings.find_unused_parameters else self.settings.wrap,
+            reshard_after_forward=self.settings.reshard_after_forward,
+            reshard_after_backward=self.settings.reshard_after_backward,
+            compute_dtype=_DTYPES.get(self.config.precision),
+            reduce_dtype=_DTYPES.get(self.config.compression),
+            offload=self.offloads,
+            adapt=None if "nccl" in dist.get_backend() else partial(adapt, device=self.device),
+        )
+        return_memory()  # the whole model's, of which glibc would keep most
+        sharded.arm(self._armed)
+        if not self.settings.reshard_after_forward:
+            original.register_forward_hook(sharded.reshard_without_grad)
+        self._modules[original] = sharded
+        self._owner.update({p: sharded for p in original.parameters() if p not in sharded.replicated})
+        self._names.update({p: name for name, p in original.named_parameters()})
+        return module
+
+    def copy_module(self, module: nn.Module) -> nn.Module:
+        """Return a copy with whole weights. Collective."""
+        if module not in self._modules:
+            return super().copy_module(module)
+        if not dist.is_initialized():
+            raise UsageError(
+                "a sharded model can't be exported after strategy.close(), when its weights can't be gathered any "
+                "more: call export() before."
+            )
+        return self._modules[module].copy()
+
+    # --------------------------------------------------------------------------------------------------- gradients
+
+    def arm(self, sync: bool) -> None:
+        """Set whether the next backward reduces gradients."""
+        self._armed = sync
+        for sharded in self._modules.values():
+            sharded.arm(sync)
+
+    def leaf(self, parameter: Parameter) -> Tensor:
+        """Return FSDP's unsharded parameter."""
+        owner = self._owner.get(parameter)
+        leaf = None if owner is None else owner.leaf(parameter)
+        return parameter if leaf is None else leaf
+
+    def drop_gradients(self, parameters: Sequence[Parameter]) -> None:
+        """Drop the reduced gradients, and those of backwards that did not reduce them."""
+        for parameter in parameters:
+            parameter.grad = None
+            if parameter in self._owner:
+                self.leaf(parameter).grad = None
+        self._used.difference_update(parameters)
+
+    def watch_gradients(self, parameters: Sequence[Parameter]) -> Callable[[bool], None] | None:
+        """Return a function that completes what FSDP has reduced within backward."""
+        sharded = [p for p in parameters if p in self._owner]
+        others = [p for p in parameters if p not in self._owner]
+        if not sharded and not others:
+            return None
+        for parameter in sharded:
+            leaf = self.leaf(parameter)
+            leaf.register_post_accumulate_grad_hook(partial(self._note_used, parameter))  # type: ignore[no-untyped-call]
+
+        def finish(late: bool) -> None:
+            """Set ``grad`` to None where FSDP has reduced zeros only, and average what it has not."""
+            for module in dict.fromkeys(self._owner[p] for p in sharded if p in self._owner):
+                module.reshard()
+            if self.settings.find_unused_parameters:
+                self._drop_unused(sharded)
+            else:
+                self._check_all_used(sharded)
+            self._used.difference_update(sharded)
+            if others:
+                self.average(others)
+
+        return finish
+
+    def _note_used(self, parameter: Parameter, leaf: Tensor) -> None:
+        self._used.add(parameter)
+        if leaf.grad is not None and leaf.grad.is_sparse:
+            raise UsageError(
+                f"{self._names[parameter]} has a sparse gradient, which FSDP does not support: create its layer with "
+                "sparse=False."
+            )
+
+    def _drop_unused(self, parameters: Sequence[Parameter]) -> None:
+        used = torch.tensor([p in self._used for p in parameters], dtype=torch.int32, device=self.device)
+        self.all_reduce(used, "max", "gradients.used")()
+        for parameter, is_used in zip(parameters, used.tolist(), strict=True):
+            if not is_used:
+                parameter.grad = None
+
+    def _check_all_used(self, parameters: Sequence[Parameter]) -> None:
+        unused = [self._names[p] for p in parameters if p not in self._used]
+        if unused:
+            raise UsageError(
+                f"{len(unused)} parameters were not used in computing this step's loss ({', '.join(unused[:3])}, ...): "
+                "set fsdp.find_unused_parameters to true, or freeze them (requires_grad_(False))."
+            )
+
+    # ------------------------------------------------------------------------------------------------------ tensors
+
+    def to_local(self, tensor: Tensor) -> Tensor:
+        """Return this rank's shard."""
+        from .shards import to_local
+
+        return to_local(tensor)
+
+    def full_tensor(self, tensor: Tensor) -> Tensor:
+        """Return all of a tensor. Collective if it is sharded."""
+        from .shards import full_tensor
+
+        return full_tensor(tensor)
+
+    def shards_of(self, tensor: Tensor) -> Sequence[Tensor]:
+        """Return the shards of all ranks."""
+        from .shards import shards_of
+
+        return shards_of(tensor)

@@ -1,0 +1,174 @@
+"""A module that is sharded by torch's fully_shard, and what the core needs to know of its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.nn import Parameter
+
+from unitrain.data.structure import tensors
+from unitrain.errors import UsageError
+from unitrain.training.models.materialising import give_memory
+
+from .changes import ForwardChanges
+from .copies import filled, refuse_copy, without_weights
+from .parameters import converted_by_autocast, not_divisible
+from .shards import to_local
+from .units import units
+
+
+class ShardedModule:
+    """Shards a module in place, one unit after the other: only one has whole weights on the device at a time.
+
+    Args:
+        module: the module, with the same weights on all ranks, on the device or the CPU.
+        mesh: the ranks.
+        device: the device of this rank.
+        wrap: as in the settings.
+        reshard_after_forward: as in the settings.
+        reshard_after_backward: as in the settings.
+        compute_dtype: the dtype of autocast, in which weights are gathered where autocast would convert them.
+        reduce_dtype: the dtype in which gradients are reduced; None for their own.
+        offload: keep shards and their gradients in host memory.
+        adapt: called with each unit before it communicates; None if nothing is to be adapted.
+
+    Attributes:
+        root: the module, whose class fully_shard has changed to a subclass of it and of ``FSDPModule``.
+        replicated: the parameters that can't be divided, of which every rank has all.
+        units: the modules that are gathered one at a time, the whole module among them.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        mesh: DeviceMesh,
+        device: torch.device,
+        *,
+        wrap: tuple[str, ...] | int | None,
+        reshard_after_forward: bool,
+        reshard_after_backward: bool,
+        compute_dtype: torch.dtype | None,
+        reduce_dtype: torch.dtype | None,
+        offload: bool,
+        adapt: Callable[[FSDPModule], None] | None,
+    ) -> None:
+        before = dict(module.named_parameters())
+        self._skeleton = without_weights(module)
+        self.replicated: set[Parameter] = not_divisible(module)
+        for parameter in self.replicated:
+            if parameter.is_meta:
+                give_memory(parameter, device)
+            parameter.data = parameter.data.to(device)
+        converted = converted_by_autocast(module)
+        policy = MixedPrecisionPolicy(
+            param_dtype=compute_dtype,
+            reduce_dtype=reduce_dtype,
+            cast_forward_inputs=False,
+            param_dtype_override_fn=lambda p: None if p in converted and p.dtype == torch.float32 else p.dtype,
+        )
+        changes: dict[nn.Module, ForwardChanges] = {}
+        for unit in (*units(module, wrap), module):
+            dense = [p for p in unit.parameters() if to_local(p) is p and p not in self.replicated]
+            for parameter in dense:
+                if parameter.is_meta:
+                    give_memory(parameter, device)  # until it is divided; values come later
+                parameter.data = parameter.data.contiguous()  # of channels_last, say
+            changes[unit] = ForwardChanges(unit)
+            fully_shard(
+                unit,
+                mesh=mesh,
+                reshard_after_forward=reshard_after_forward,
+                mp_policy=policy,
+                offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
+                ignored_params=self.replicated,
+            )
+            for parameter in dense:
+                # Whoever uses it still must fail, and not train apart. It must not take memory, either.
+                parameter.grad = None
+                parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+        assert isinstance(module, FSDPModule)
+        setattr(type(module), "__deepcopy__", refuse_copy)  # noqa: B010  (mypy knows no such attribute)
+        self.root: FSDPModule = module
+        self._module: nn.Module = module
+        self.units: list[FSDPModule] = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
+        if adapt is not None:
+            for one in self.units:
+                adapt(one)
+        module._get_fsdp_state()._lazy_init()  # now: else the first module that is called would be taken for the root
+        self._held: dict[Tensor, Any] = {one.sharded_param: one for one in self._make_leaves()}
+        names = {parameter: name for name, parameter in module.named_parameters()}
+        for unit, watch in changes.items():
+            watch.watch((names[one.sharded_param], one.unsharded_param) for one in _gathered_by(unit))
+        for name, parameter in module.named_parameters():
+            if before[name] is not parameter:
+                self._move_hooks(before[name], parameter)
+        module.set_reshard_after_backward(reshard_after_backward)
+        module.set_reduce_scatter_unused_params(True)  # ranks that use different parameters reduce the same ones
+
+    def _make_leaves(self) -> Iterator[Any]:
+        """Gather each unit once, which makes the leaves of the graph, and yield what FSDP knows of each parameter."""
+        for unit in self.units:
+            unit.unshard()
+            unit.reshard()
+            yield from _gathered_by(unit)
+
+    def _move_hooks(self, old: Parameter, new: Parameter) -> None:
+        """Call the hooks of the script, as before, with the local gradient."""
+        leaf = self.leaf(new)
+        assert leaf is not None
+        leaf.requires_grad_(True)  # a hook can't be added otherwise
+        for hook in (old._backward_hooks or {}).values():
+            leaf.register_hook(hook)  # type: ignore[no-untyped-call]
+        for hook in (old._post_accumulate_grad_hooks or {}).values():
+            leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        leaf.requires_grad_(new.requires_grad)
+
+    def leaf(self, parameter: Tensor) -> Tensor | None:
+        """Return the leaf of the graph for a sharded parameter; None if it is not one of this module."""
+        held = self._held.get(parameter)
+        if held is None:
+            return None
+        leaf: Tensor = held.unsharded_param
+        return leaf.requires_grad_(parameter.requires_grad)  # which the script may have changed
+
+    def reshard(self) -> None:
+        """Free the whole weights of all units, before the weights change."""
+        for unit in self.units:
+            unit.reshard()
+
+    def reshard_without_grad(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Free whole weights that no backward will free: a hook of the module's forward."""
+        if not any(tensor.requires_grad for tensor in tensors(output, opened=True)):
+            self.reshard()
+
+    def arm(self, sync: bool) -> None:
+        """Set whether the next backward reduces gradients."""
+        self.root.set_requires_gradient_sync(sync)
+        self.root.set_is_last_backward(sync)
+
+    def refuse_calls(self) -> None:
+        """Make the forward raise an error from now on."""
+
+        def refuse(module: nn.Module, args: Any) -> None:
+            raise UsageError(
+                "a sharded model was called after strategy.close(), when its weights can't be gathered any more: use "
+                "it before, or strategy.export(model)."
+            )
+
+        self._module.register_forward_pre_hook(refuse, prepend=True)
+
+    def copy(self) -> nn.Module:
+        """Return a copy of the module before it was sharded, with the weights of now, on the CPU. Collective."""
+        self.reshard()  # a forward may have left weights as it gathered them: in bf16, say
+        return filled(self._skeleton, self._module)
+
+
+def _gathered_by(unit: Any) -> Iterator[Any]:
+    """Yield what FSDP knows of each parameter that is gathered with a unit."""
+    for group in unit._get_fsdp_state()._fsdp_param_groups:
+        yield from group.fsdp_params

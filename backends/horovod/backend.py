@@ -1,0 +1,250 @@
+"""The backend horovod: Horovod with its MPI or gloo controller. The only module that imports Horovod."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import warnings
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from importlib.metadata import version
+from multiprocessing.util import Finalize
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor
+
+from unitrain.communication.backend import Backend, Divided, Wait
+from unitrain.config import Section, StrategyConfig
+from unitrain.errors import BackendError, ConfigError, LaunchError
+from unitrain.launch.detect import Launch
+from unitrain.launch.mpi import mpi_family, point_to_installed_mpi
+from unitrain.launch.network.horovodrun_server import await_all
+
+from .gather import start_gathers
+from .settings import HorovodSettings
+
+_LAUNCHERS = ("horovodrun", "mpirun")
+_SERVER = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
+_ANSWER_S = 3.0
+# Dtypes that Horovod can't reduce, and the dtypes to convert them to.
+_WIDER = {
+    torch.bfloat16: torch.float32,
+    torch.int8: torch.int32,
+    torch.int16: torch.int32,
+    torch.uint8: torch.int32,
+}
+
+
+class HorovodBackend(Backend):
+    """Horovod's collectives with explicit names. The core's buckets average the gradients with them.
+
+    ``hvd.DistributedOptimizer`` is not used: it creates a new optimizer object, which loses loaded state and existing
+    schedulers, sums over accumulated passes instead of averaging, and must be synchronised before clipping.
+    """
+
+    name = "horovod"
+    Settings: ClassVar[type[Section]] = HorovodSettings
+    served_by = "horovodrun or mpirun"
+    matches_by_name = True
+    compressions: ClassVar[tuple[str, ...]] = ("none", "fp16")
+
+    @classmethod
+    def expected_world(cls, launch: Launch) -> int:
+        """Return the launcher's world size under mpirun and horovodrun, else 1: others don't start Horovod's world."""
+        return launch.world_size if launch.launcher in _LAUNCHERS else 1
+
+    @classmethod
+    def versions(cls) -> dict[str, str]:
+        """Return Horovod's version."""
+        return {"Horovod": version("horovod")}
+
+    @classmethod
+    def is_engine_error(cls, error: BaseException) -> bool:
+        """Return whether an error is a HorovodInternalError."""
+        return type(error).__name__ == "HorovodInternalError"
+
+    @classmethod
+    def check(cls, config: StrategyConfig, launch: Launch) -> None:
+        """Refuse to start without Horovod, or with a controller that it lacks or that the launcher does not support."""
+        hvd = _import_horovod()
+        if config.device != "cpu" and torch.cuda.is_available() and not hvd.nccl_built():
+            # Horovod would copy to the CPU without waiting for the GPU, and throw in a background thread.
+            raise BackendError(
+                f"this Horovod was built for CPUs only, but device is {config.device!r} on a host with GPUs: rebuild "
+                "it with `unitrain install-horovod --gpu nccl`, set device to cpu, or use backend ddp."
+            )
+        controller = _controller(config, launch)
+        built = {"mpi": hvd.mpi_built(), "gloo": hvd.gloo_built()}
+        if not built[controller]:
+            raise BackendError(
+                f"this Horovod was built without the {controller} controller, which {launch.launcher} needs: rebuild "
+                "it with `unitrain install-horovod --force` (for the mpi controller, install an MPI first)."
+            )
+        if controller == "gloo" and launch.launcher == "mpirun":
+            raise ConfigError(
+                "horovod.controller is gloo, but these processes were started by mpirun or horovodrun --mpi, which "
+                "support only the MPI controller: start with horovodrun --gloo, or set horovod.controller to auto."
+            )
+        if controller == "mpi" and launch.launcher != "mpirun":
+            raise ConfigError(
+                f"horovod.controller is mpi, but these processes were started by {launch.launcher}, not through MPI: "
+                "start with mpirun or horovodrun --mpi, or set horovod.controller to auto."
+            )
+        if launch.mpi and controller == "mpi" and (mpi := _mpi(hvd)) not in (None, launch.mpi):
+            raise BackendError(
+                f"this Horovod was built for {mpi}, but these processes were started by the mpirun of {launch.mpi}, "
+                f"with which it would abort: start them with the mpirun of {mpi}, or rebuild it with `unitrain "
+                "install-horovod --force` with the other first on PATH, or use backend ddp."
+            )
+        if controller == "gloo" and _SERVER[0] in os.environ:
+            _check_served(*(os.environ[name] for name in _SERVER))
+
+    @property
+    def authenticated(self) -> bool:
+        """Whether Horovod communicates through MPI."""
+        return _controller(self.config, self.launch) == "mpi"
+
+    def start(self) -> tuple[int, int]:
+        """Initialise Horovod, once per process."""
+        self._hvd = _import_horovod()
+        self._ops = {"sum": self._hvd.Sum, "max": self._hvd.Max, "min": self._hvd.Min}
+        variables = _variables(self.config, self.launch)
+        if not self._hvd.is_initialized():
+            os.environ.update(variables)
+            if self.launch.mpi:
+                point_to_installed_mpi()
+            if self.launch.elastic:
+                await_all(self.launch, ":".join(os.environ[name] for name in _SERVER), self.config.timeout_s)
+            self._hvd.init()
+            # Horovod is initialised once per process and shut down at its exit: MPI can't be initialised twice, and
+            # ranks that initialise gloo again may find old addresses. Unlike atexit handlers, finalizers run in
+            # multiprocessing's children too.
+            Finalize(None, self._hvd.shutdown, exitpriority=0)
+        elif any(os.environ.get(name) != value for name, value in variables.items()):
+            message = "Horovod is initialised once per process: it keeps the settings of the first strategy."
+            warnings.warn(message, UserWarning, stacklevel=7)
+        self.gathers_in_place: bool = self.device.type == "cpu"  # not tried with NCCL
+        return self._hvd.rank(), self._hvd.size()
+
+    def watch_hosts(self, changed: Callable[[], None]) -> None:
+        """Have horovodrun's elastic driver tell rank 0 when hosts have been added or removed."""
+        if self.rank == 0:
+            manager = import_module("horovod.runner.elastic.worker").WorkerNotificationManager()
+            manager.handle_hosts_updated = lambda timestamp, update: changed()
+            manager.init()
+
+    def all_reduce(self, tensor: Tensor, op: str, name: str) -> Wait:
+        """All-reduce; dtypes that Horovod can't reduce are converted to wider ones."""
+        wider = _WIDER.get(tensor.dtype)
+        if wider is not None:
+            return self._all_reduce_as(tensor, wider, op, name)
+        handle = self._hvd.allreduce_async_(tensor, name=name, op=self._ops[op])
+        return lambda: self._wait(handle)
+
+    def _all_reduce_as(self, tensor: Tensor, dtype: torch.dtype, op: str, name: str) -> Wait:
+        wide = tensor.to(dtype)
+        wait = self.all_reduce(wide, op, name)
+
+        def finish() -> None:
+            wait()
+            tensor.copy_(wide)
+
+        return finish
+
+    def all_gather(self, tensor: Tensor, name: str) -> Callable[[], Tensor]:
+        """All-gather along a new first dimension."""
+        handle = self._hvd.allgather_async(tensor.unsqueeze(0), name=name)
+        return lambda: cast(Tensor, self._wait(handle))
+
+    def gather_in_place(self, tensors: Sequence[Divided], name: str) -> Wait:
+        """All-gather into the tensors."""
+        # MPI forbids to send from memory that it receives into.
+        handles = start_gathers(self._hvd, tensors, self.rank, name, copies=self.authenticated)
+
+        def wait() -> None:
+            for handle in handles:
+                self._wait(handle)
+
+        return wait
+
+    def broadcast(self, tensor: Tensor, src: int, name: str) -> Wait:
+        """Broadcast in place."""
+        handle = self._hvd.broadcast_async_(tensor, root_rank=src, name=name)
+        return lambda: self._wait(handle)
+
+    def _wait(self, handle: int) -> Any:
+        return self._hvd.synchronize(handle)
+
+
+def _check_served(host: str, port: str) -> None:
+    """Refuse a missing network interface or horovodrun server, with which Horovod would abort the process."""
+    interface = os.environ.get("HOROVOD_GLOO_IFACE")
+    known = [name for _, name in socket.if_nameindex()]
+    if interface and interface not in known:
+        raise LaunchError(
+            f"HOROVOD_GLOO_IFACE is {interface!r}, but must be one of this host's network interfaces, "
+            f"{', '.join(known)}: set it with horovodrun --network-interfaces."
+        )
+    try:
+        socket.create_connection((host, int(port)), _ANSWER_S).close()
+    except OSError as error:
+        raise LaunchError(
+            f"{' and '.join(_SERVER)} are {host!r} and {port!r}, but horovodrun does not answer there ({error}). Start "
+            "the job with horovodrun --gloo -np N python SCRIPT and leave its variables as they are."
+        ) from error
+
+
+def _variables(config: StrategyConfig, launch: Launch) -> dict[str, str]:
+    """Return the environment variables to initialise Horovod with. Those that the user has set take precedence."""
+    controller, seconds = _controller(config, launch), config.timeout_s
+    # If a rank does not come, gloo aborts the others. Under the elastic driver, the start watch has them go on before.
+    gloo_s = 2 * seconds if launch.elastic else seconds
+    unless_set = {
+        "HOROVOD_CPU_OPERATIONS": controller,
+        "HOROVOD_GLOO_TIMEOUT_SECONDS": str(max(1, int(gloo_s))),
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(max(1, int(seconds))),
+        "HOROVOD_STALL_CHECK_TIME_SECONDS": str(max(1, min(60, int(seconds) // 2))),
+    }
+    variables = {name: os.environ.get(name, value) for name, value in unless_set.items()}
+    variables["HOROVOD_CONTROLLER"] = controller
+    settings = config.section("horovod", HorovodSettings)
+    if config.deterministic:
+        variables["HOROVOD_FUSION_THRESHOLD"] = "0"  # what is fused, and so the order of summation, depends on timing
+    elif settings.fusion_threshold_mb is not None:
+        variables["HOROVOD_FUSION_THRESHOLD"] = str(int(settings.fusion_threshold_mb * 2**20))
+    if settings.cycle_time_ms is not None:
+        variables["HOROVOD_CYCLE_TIME"] = str(settings.cycle_time_ms)
+    return variables
+
+
+def _controller(config: StrategyConfig, launch: Launch) -> str:
+    chosen = config.section("horovod", HorovodSettings).controller
+    if chosen != "auto":
+        return chosen
+    # In a single process, the MPI controller would need an MPI that can start without its launcher.
+    return "mpi" if launch.launcher == "mpirun" else "gloo"
+
+
+def _mpi(hvd: Any) -> str | None:
+    """Return the MPI that Horovod was built for, as in ``Launch.mpi``; None if that can't be found out."""
+    version, length = ctypes.create_string_buffer(8192), ctypes.c_int()
+    try:
+        # MPI allows this call before MPI_Init.
+        ctypes.CDLL(hvd.mpi_ops.mpi_lib.__file__).MPI_Get_library_version(version, ctypes.byref(length))
+    except (AttributeError, OSError):
+        return None
+    return mpi_family(version.value.decode(errors="replace"))
+
+
+def _import_horovod() -> Any:
+    """Import horovod.torch. The import succeeds without its C extension, so check for that, too."""
+    remedy = "Build it for this torch with `unitrain install-horovod`, or use backend ddp."
+    try:
+        hvd = import_module("horovod.torch")
+    except ImportError as error:
+        raise BackendError(f"backend horovod needs Horovod, which can't be imported: {error}. {remedy}") from error
+    if not hasattr(hvd, "init"):
+        raise BackendError(f"Horovod is installed, but was not built for torch {torch.__version__}. {remedy}")
+    return hvd

@@ -1,0 +1,167 @@
+"""The base class of the backends on torch.distributed: its process groups, over NCCL or gloo."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from unitrain.communication.backend import Backend, Divided, Wait
+from unitrain.config import StrategyConfig
+from unitrain.errors import CommunicationError, ConfigError
+from unitrain.launch.detect import Launch
+from unitrain.launch.network.interfaces import choose_gloo_interface
+from unitrain.launch.rendezvous import rendezvous
+
+from .devices import any_shared, gpu_id
+from .group import CoreGroup
+
+_AFTER_WATCH_S = 60.0
+# Newer releases of torch have renamed this function, and deprecate the old name.
+_SET_TIMEOUT: Callable[..., None] = (
+    dist.set_timeout if hasattr(dist, "set_timeout") else dist.distributed_c10d._set_pg_timeout
+)
+
+
+class ProcessGroupBackend(Backend):
+    """Communicates through torch.distributed. The core's collectives use a separate process group.
+
+    On one group, ranks whose BatchNorm collectives and gradient collectives are ordered differently would abort inside
+    gloo. Its settings have a field ``communication``.
+    """
+
+    served_by = "torchrun, mpirun, srun or unitrain.spawn"
+
+    @classmethod
+    def is_engine_error(cls, error: BaseException) -> bool:
+        """Return whether an error comes from torch.distributed. gloo raises plain RuntimeErrors."""
+        if isinstance(error, dist.DistError):
+            return True
+        return isinstance(error, RuntimeError) and bool(re.search("gloo|NCCL|ProcessGroup", str(error)))
+
+    @classmethod
+    def check(cls, config: StrategyConfig, launch: Launch) -> None:
+        """Refuse NCCL if it is not available."""
+        settings: Any = config.section(cls.name, cls.Settings)
+        if settings.communication != "nccl":
+            return
+        if not (dist.is_nccl_available() and torch.cuda.is_available()) or config.device == "cpu":
+            raise ConfigError(
+                f"{cls.name}.communication is nccl, which needs a CUDA GPU for every process and a torch built with "
+                f"NCCL; this host has {torch.cuda.device_count()} visible GPUs, and device is {config.device!r}. Set "
+                f"{cls.name}.communication to auto or gloo."
+            )
+
+    def __init__(self, config: StrategyConfig, launch: Launch, device: torch.device) -> None:
+        super().__init__(config, launch, device)
+        self._adopted = dist.is_initialized()
+
+    def start(self) -> tuple[int, int]:
+        """Initialise the default process group, or use the script's, and make a group for the core."""
+        timeout = timedelta(seconds=self.config.timeout_s)
+        if not self._adopted:
+            if self.launch.local_world_size == self.world_size:
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else it listens where other hosts can reach it
+            store = rendezvous(self.launch, self.config.timeout_s)
+            if self.launch.local_world_size < self.world_size:
+                choose_gloo_interface(store, self.launch)
+            library = self._library(store)
+            if library == "nccl":
+                # NCCL's watchdog aborts the process. The job's watch, which reports the reason, must come first.
+                timeout += timedelta(seconds=_AFTER_WATCH_S)
+            try:
+                dist.init_process_group(
+                    library,
+                    store=store,
+                    rank=self.rank,
+                    world_size=self.world_size,
+                    timeout=timeout,
+                    # Without it, NCCL guesses the device from LOCAL_RANK or the rank.
+                    device_id=self.device if library == "nccl" else None,
+                )
+            except RuntimeError as error:
+                raise CommunicationError(
+                    f"rank {self.rank} of {self.world_size} could not initialise the process group at "
+                    f"{self.launch.address or 'rank 0'} within {self.config.timeout_s:g} s: "
+                    f"{str(error).strip().splitlines()[0]}{self._hint(library)}"
+                ) from error
+        self._timeout = timeout
+        self._group = CoreGroup(timeout)
+        self.gathers_in_place: bool = self.device.type == "cpu"  # over gloo, which copies what it gathers
+        return dist.get_rank(), dist.get_world_size()
+
+    def _hint(self, library: str) -> str:
+        if self.launch.local_world_size == self.world_size:
+            return ""
+        return (
+            f". If the hosts have several networks, set {library.upper()}_SOCKET_IFNAME on each to the interface on "
+            "which the others reach it (unitrain doctor lists them)"
+        )
+
+    def _library(self, store: dist.Store) -> str:
+        """Return the communication library, the same on all ranks."""
+        wanted = str(self.settings.communication)
+        if self.device.type != "cuda":
+            return "gloo" if wanted == "auto" else wanted
+        shared = self.world_size > 1 and any_shared(store, gpu_id(self.device, self.rank), self.world_size)
+        if shared and wanted == "nccl":
+            raise ConfigError(
+                f"{self.name}.communication is nccl, which needs a separate GPU for every process, but some of the "
+                f"{self.world_size} processes share one, or have MIG instances of one (device is "
+                f"{self.config.device!r}): start at most one process per GPU, set {self.name}.communication to auto or "
+                "gloo, or, with NCCL 2.30 or newer, set NCCL_MULTI_RANK_GPU_ENABLE=1."
+            )
+        return "gloo" if shared else "nccl" if wanted == "auto" else wanted
+
+    def close(self, *, failed: bool) -> None:
+        """Destroy the process groups made here, unless that would need other ranks, which may be gone."""
+        if failed and dist.is_initialized() and "nccl" in dist.get_backend():
+            return  # destroying NCCL communicators waits for the other ranks of the host
+        if not failed:
+            # gloo's threads end with the last reference to their group. If one frees the tensor of a finished work
+            # while Python shuts down, the process aborts.
+            self._group.close()
+        if not self._adopted and dist.is_initialized():
+            dist.destroy_process_group()
+
+    def set_timeout(self, groups: Sequence[dist.ProcessGroup]) -> None:
+        """Give groups that torch has made the job's timeout. With NCCL, torch's own ends the job after 10 minutes."""
+        for group in groups:
+            if group is not dist.group.WORLD:
+                _SET_TIMEOUT(self._timeout, group)
+
+    def average(self, parameters: Sequence[Parameter]) -> None:
+        """Average gradients over the ranks. Those that are equal on all ranks stay the same."""
+        used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=self.device)
+        self.all_reduce(used, "max", "gradients.used")()
+        for p, is_used in zip(parameters, used.tolist(), strict=True):
+            if not is_used:
+                continue
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            gradient = p.grad.to(self.device).contiguous()
+            self.all_reduce(gradient, "sum", "gradients.late")()
+            p.grad.copy_(gradient.div_(self.world_size))
+
+    def all_reduce(self, tensor: Tensor, op: str, name: str) -> Wait:
+        """All-reduce in the core's process group."""
+        return self._group.all_reduce(tensor, op)
+
+    def all_gather(self, tensor: Tensor, name: str) -> Callable[[], Tensor]:
+        """All-gather in the core's process group."""
+        return self._group.all_gather(tensor)
+
+    def gather_in_place(self, tensors: Sequence[Divided], name: str) -> Wait:
+        """Exchange parts of tensors in the core's process group."""
+        return self._group.gather_in_place(tensors)
+
+    def broadcast(self, tensor: Tensor, src: int, name: str) -> Wait:
+        """Broadcast in the core's process group."""
+        return self._group.broadcast(tensor, src)

@@ -1,0 +1,1 @@
+"""Parts of language_model.py."""

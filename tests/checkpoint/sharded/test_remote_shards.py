@@ -1,0 +1,192 @@
+"""Shards in an object store: each rank writes and reads its own, on a real S3 server. So with weights at a URL."""
+
+from __future__ import annotations
+
+import random
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.optim import Adam
+
+import unitrain
+from unitrain import CheckpointError
+from unitrain.checkpoint.store import remote_writing
+from unitrain.checkpoint.store.remote_files import RemoteFiles
+
+pytestmark = pytest.mark.usefixtures("server")
+WIDTH = 40
+
+
+def objects(url: str) -> dict[str, bytes]:
+    store, root = fsspec.url_to_fs(url)
+    store.invalidate_cache()
+    return {path.removeprefix(root + "/"): bytes(store.cat_file(path)) for path in store.find(root)}
+
+
+def put(url: str, data: bytes) -> None:
+    store, path = fsspec.url_to_fs(url)
+    store.pipe_file(path, data)
+
+
+def made() -> tuple[nn.Module, Adam]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 3))
+    return model, Adam(model.parameters(), lr=0.1)
+
+
+def whole(strategy: unitrain.Strategy, model: nn.Module, optimizer: Adam) -> list[Tensor]:
+    states = [value for its in optimizer.state.values() for value in its.values()]
+    return [*strategy.export(model).state_dict().values(), *(strategy.full_tensor(value).clone() for value in states)]
+
+
+def assert_equal(found: list[Tensor], expected: list[Tensor]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def save(url: str, settings: dict[str, Any], background: bool) -> list[Tensor]:
+    """Save after each of three steps, the last time in vain, as rank 1 fails. Return weights and state before."""
+    with unitrain.init(device="cpu", timeout_s=30, **settings) as strategy:
+        model, optimizer = strategy.prepare(*made())
+        checkpoint = strategy.checkpoint(url, background=background, model=model, optimizer=optimizer)
+        kept: list[Tensor] = []
+        for step in range(3):
+            strategy.step(model(torch.randn(4, WIDTH)).square().mean(), optimizer)
+            checkpoint.wait()
+            if step == 2 and strategy.rank == 1:
+                vars(remote_writing)["upload"] = burn
+            fails = pytest.raises(CheckpointError, match="rank 1 could not write its shards: OSError: it burns")
+            with fails if step == 2 else nullcontext():
+                checkpoint.save()
+                checkpoint.wait()
+            if step == 1:
+                kept = [value.clone() for value in whole(strategy, model, optimizer)]
+        return kept
+
+
+def burn(*_: Any) -> Any:
+    raise OSError("it burns")
+
+
+def resume(url: str, settings: dict[str, Any]) -> tuple[int, list[str], list[Tensor]]:
+    """Resume, and return the step, what was downloaded, and weights and state."""
+    with unitrain.init(device="cpu", timeout_s=30, **settings) as strategy:
+        torch.manual_seed(strategy.rank)
+        model, optimizer = strategy.prepare(*made())
+        checkpoint = strategy.checkpoint(url, model=model, optimizer=optimizer)
+        downloaded: list[str] = []
+        download = RemoteFiles.download
+
+        def noted(files: RemoteFiles, name: str, file: Path) -> None:
+            downloaded.append(name)
+            download(files, name, file)
+
+        vars_of: Any = RemoteFiles
+        vars_of.download = noted
+        try:
+            assert checkpoint.resume()
+        finally:
+            vars_of.download = download
+        step, found = strategy.global_step, whole(strategy, model, optimizer)
+        strategy.step(model(torch.randn(4, WIDTH)).square().mean(), optimizer)
+        return step, downloaded, found
+
+
+FSDP: dict[str, Any] = {"backend": "fsdp"}
+ROWS: dict[str, Any] = {"backend": "ddp", "shard_optimizer": True}
+SHARDS = [f"_shards-{rank:05d}.pt" for rank in range(3)]
+
+
+def test_each_rank_writes_and_reads_its_own(s3_url: str) -> None:
+    expected = run_ranks(save, s3_url, FSDP, True, nprocs=3)[0]
+    names = set(objects(s3_url))
+    for step in (1, 2):
+        folder = f"step-000000000{step}"
+        found = {name.removeprefix(f"{folder}/") for name in names if name.startswith(folder)}
+        assert found == {"_run.pt", "manifest.json", "model.pt", "optimizer.pt", *SHARDS}
+    assert ".lock" not in names
+
+    for rank, (step, downloaded, state) in enumerate(run_ranks(resume, s3_url, FSDP, nprocs=3)):
+        assert step == 2
+        assert [name for name in downloaded if name in SHARDS] == [SHARDS[rank]]
+        assert (downloaded == [SHARDS[rank]]) == (rank > 0)
+        assert_equal(state, expected)
+    for step, downloaded, state in run_ranks(resume, s3_url, FSDP):
+        assert step == 2
+        assert len(downloaded) == len(set(downloaded))
+        assert_equal(state, expected)
+    # Rank 0 sends weights that are not divided now, so it needs all; the other one needs its rows of Adam's state.
+    (step, downloaded, state), (_, fewer, other) = run_ranks(resume, s3_url, ROWS)
+    assert step == 2
+    assert set(SHARDS) < set(downloaded)
+    assert set(fewer) <= set(SHARDS)
+    assert_equal(state, expected)
+    assert_equal(other, expected)
+
+    # A change in what another rank than 0 verifies: the checkpoint before is taken.
+    content = objects(s3_url)[f"step-0000000002/{SHARDS[2]}"]
+    changed = bytearray(content)
+    changed[random.Random(0).randrange(len(changed))] ^= 1
+    put(f"{s3_url}/step-0000000002/{SHARDS[2]}", bytes(changed))
+    assert [step for step, _, _ in run_ranks(resume, s3_url, FSDP, nprocs=3)] == [1, 1, 1]
+
+
+def test_rows_of_an_optimizer_are_written_by_each_rank_before_save_returns(s3_url: str) -> None:
+    expected = run_ranks(save, s3_url, ROWS, False)[0]
+    assert f"step-0000000002/{SHARDS[1]}" in objects(s3_url)
+    with unitrain.init(backend="single", device="cpu") as strategy:
+        model, optimizer = strategy.prepare(*made())
+        assert strategy.checkpoint(s3_url, model=model, optimizer=optimizer).resume()
+        assert strategy.global_step == 2
+        assert_equal(whole(strategy, model, optimizer), expected)
+
+
+def load(url: str, backend: str) -> tuple[int, dict[str, Tensor]]:
+    """Load weights, and return how many bytes of them this rank has read, and the weights."""
+    with unitrain.init(backend=backend, device="cpu", timeout_s=30) as strategy:
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(1200, 600), nn.Linear(600, 3, bias=False))
+        model = strategy.prepare(model)
+        sizes: list[int] = []
+        read_range = RemoteFiles.read_range
+
+        def noted(files: RemoteFiles, name: str, start: int, end: int) -> bytes:
+            sizes.append(end - start)
+            return read_range(files, name, start, end)
+
+        vars_of: Any = RemoteFiles
+        vars_of.read_range = noted
+        try:
+            strategy.load_weights(model, url)
+        finally:
+            vars_of.read_range = read_range
+        said = ""
+        try:
+            strategy.load_weights(model, f"{url}/none.safetensors")
+        except CheckpointError as error:
+            said = str(error)
+        assert said == f"{url}/none.safetensors does not exist."
+        return sum(sizes), strategy.export(model).state_dict()
+
+
+def test_weights_at_a_url_are_read_by_the_ranks_that_need_them(s3_url: str, tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    torch.manual_seed(0)
+    weights = {
+        "0.weight": torch.randn(600, 1200).bfloat16(), "0.bias": torch.randn(600), "1.weight": torch.randn(3, 600)
+    }  # fmt: skip
+    safetensors.save_file(weights, tmp_path / "model.safetensors")
+    content = (tmp_path / "model.safetensors").read_bytes()
+    put(f"{s3_url}/model.safetensors", content)
+    for backend, parts in (("fsdp", 2), ("ddp", 1)):
+        first, second = run_ranks(load, s3_url, backend)
+        assert first[0] - 2**20 < len(content) / parts + 10_000
+        assert backend == "fsdp" or second[0] == 0
+        for _, found in (first, second):
+            assert all(torch.equal(found[name], weight.to(found[name].dtype)) for name, weight in weights.items())

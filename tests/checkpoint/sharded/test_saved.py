@@ -1,0 +1,217 @@
+"""What stands in the place of a checkpoint and is none: one message, and the checkpoint before it is taken."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import unitrain
+from unitrain import CheckpointError, Strategy, UsageError
+from unitrain.checkpoint import Checkpoint
+from unitrain.checkpoint.store import storage
+
+MANIFEST = storage.MANIFEST
+
+
+@pytest.fixture
+def strategy() -> Iterator[Strategy]:
+    with unitrain.init(backend="single", device="cpu") as strategy:
+        yield strategy
+
+
+def opened(strategy: Strategy, folder: Path, keep: int = 9) -> tuple[nn.Module, Checkpoint]:
+    model = nn.Linear(1, 1)
+    return model, strategy.checkpoint(folder, model=model, background=False, keep=keep)
+
+
+def save(strategy: Strategy, folder: Path, *steps: int) -> None:
+    """Save a model whose weight is the step."""
+    model, checkpoint = opened(strategy, folder)
+    for step in steps:
+        strategy.training_step.global_step = step
+        with torch.no_grad():
+            model.get_parameter("weight").fill_(step)
+        checkpoint.save()
+    checkpoint.close()
+
+
+def changed(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    """Return what changes the manifest of a checkpoint, and gives it the digest that fits."""
+
+    def apply(folder: Path) -> None:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        del manifest["digest"]
+        change(manifest)
+        digest = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+        (folder / MANIFEST).write_text(json.dumps({**manifest, "digest": digest}))
+
+    return apply
+
+
+def replaced(name: str, make: Callable[[Path], object]) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        (folder / name).unlink()
+        make(folder / name)
+
+    return apply
+
+
+def as_file(folder: Path) -> None:
+    folder.rename(folder.with_name("moved"))
+    folder.write_text("a file")
+
+
+def as_link(folder: Path) -> None:
+    folder.rename(folder.with_name("moved"))
+    folder.symlink_to("nowhere")
+
+
+def emptied(folder: Path) -> None:
+    for path in folder.iterdir():
+        path.unlink()
+
+
+def without_run(folder: Path) -> None:
+    (folder / "_run.pt").unlink()
+    changed(lambda manifest: manifest["files"].pop("_run.pt"))(folder)
+
+
+def of_no_torch(folder: Path) -> None:
+    data = b"PK no file of torch's"
+    (folder / "model.pt").write_bytes(data)
+    described = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    changed(lambda manifest: manifest["files"].update({"model.pt": described}))(folder)
+
+
+ZERO = Path("/dev/zero")
+SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "file": (as_file, r"manifest\.json: Not a directory"),
+    "dangling link": (as_link, r"manifest\.json: No such file"),
+    "empty folder": (emptied, r"manifest\.json: No such file"),
+    "pipe": (replaced("model.pt", os.mkfifo), r"model\.pt: not a regular file"),
+    "zeros": (replaced("model.pt", lambda path: path.symlink_to(ZERO)), r"model\.pt: not a regular file"),
+    "folder": (replaced("model.pt", os.mkdir), r"model\.pt: not a regular file"),
+    "manifest of zeros": (replaced(MANIFEST, lambda path: path.symlink_to(ZERO)), r"json: not a regular file"),
+    "manifest a pipe": (replaced(MANIFEST, os.mkfifo), r"manifest\.json: not a regular file"),
+    "manifest a list": (lambda folder: (folder / MANIFEST).write_text("[]"), r"manifest\.json: TypeError"),
+    "manifest nested": (lambda folder: (folder / MANIFEST).write_text("[" * 10**6), r"manifest\.json: RecursionError"),
+    "manifest binary": (lambda folder: (folder / MANIFEST).write_bytes(b"\xff\0"), r"manifest\.json: JSONDecodeError"),
+    "no strategy": (changed(lambda manifest: manifest.pop("strategy")), r"manifest\.json: strategy: Field required"),
+    "no config": (changed(lambda manifest: manifest.pop("config")), r"manifest\.json: config: Field required"),
+    "no files": (changed(lambda manifest: manifest.pop("files")), r"manifest\.json: files: Field required"),
+    "files a list": (changed(lambda manifest: manifest.update(files=[1])), r"files: Input should be a valid dict"),
+    "no size": (changed(lambda manifest: manifest["files"]["model.pt"].pop("size")), r"model\.pt\.size: Field"),
+    "odd size": (changed(lambda manifest: manifest["files"]["model.pt"].update(size="9")), r"model\.pt\.size: Input"),
+    "outside": (changed(lambda manifest: manifest["files"].update({"../x.pt": {}})), r"files\.\.\./x\.pt"),
+    "odd step": (changed(lambda manifest: manifest.update(step=None)), r"manifest\.json: step: Input should be"),
+    "no schema": (changed(lambda manifest: manifest.pop("schema")), r"manifest\.json: KeyError: 'schema'"),
+    "no run": (without_run, r"_run\.pt is missing"),
+    "not torch's": (of_no_torch, r"model\.pt could not be read: "),
+}
+
+
+@pytest.mark.parametrize("case", SPOILED)
+def test_the_checkpoint_before_is_taken(
+    strategy: Strategy, tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spoil, said = SPOILED[case]
+    save(strategy, tmp_path, 1, 2)
+    spoil(storage.folder_of(tmp_path, 2))
+    model, checkpoint = opened(strategy, tmp_path, keep=1)
+    assert checkpoint.resume()
+    assert strategy.global_step == 1
+    assert model.get_parameter("weight").item() == 1
+    line, resumed = capsys.readouterr().err.splitlines()
+    assert resumed == f"unitrain: resumed after step 1, from {storage.folder_of(tmp_path, 1)}"
+    assert line.startswith("unitrain: skipping a damaged checkpoint: ")
+    assert re.search(said, line)
+    # What was spoilt makes room, and nothing else does.
+    strategy.training_step.global_step = 3
+    checkpoint.save()
+    assert [storage.step_of(path) for path in storage.found(tmp_path)] == [3]
+
+
+def test_a_link_to_a_checkpoint_is_one_and_only_the_link_is_removed(strategy: Strategy, tmp_path: Path) -> None:
+    root, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    save(strategy, root, 1)
+    storage.folder_of(root, 1).rename(elsewhere)
+    storage.folder_of(root, 1).symlink_to(elsewhere)
+    _, checkpoint = opened(strategy, root, keep=1)
+    assert checkpoint.resume()
+    strategy.training_step.global_step = 2
+    checkpoint.save()
+    assert [storage.step_of(path) for path in storage.found(root)] == [2]
+    assert storage.verify(elsewhere).step == 1
+
+
+@pytest.fixture
+def immutable(tmp_path: Path) -> Any:
+    """Make a folder that even root can't change."""
+    made: list[Path] = []
+
+    def make(folder: Path) -> None:
+        if subprocess.run(["chattr", "+i", str(folder)], capture_output=True, check=False).returncode:
+            pytest.skip("the file system has no immutable files")
+        made.append(folder)
+
+    yield make
+    for folder in made:
+        subprocess.run(["chattr", "-i", str(folder)], check=True)
+
+
+def test_a_checkpoint_that_can_not_be_removed_is_kept_and_reported(
+    strategy: Strategy, tmp_path: Path, immutable: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(strategy, tmp_path, 1)
+    immutable(storage.folder_of(tmp_path, 1))
+    _, checkpoint = opened(strategy, tmp_path, keep=1)
+    assert checkpoint.resume()
+    for step in (2, 3):
+        strategy.training_step.global_step = step
+        checkpoint.save()
+    assert [storage.step_of(path) for path in storage.found(tmp_path)] == [3, 1]
+    assert "an old checkpoint is kept: " in capsys.readouterr().err
+    strategy.training_step.global_step = 1
+    with pytest.raises(CheckpointError, match=r"step-0000000001 could not be written: .*not permitted"):
+        checkpoint.save()
+    with pytest.raises(CheckpointError, match=r"step-0000000001 can't be removed: .*not permitted"):
+        checkpoint.discard()
+
+
+def test_what_is_named_but_is_no_checkpoint_is_refused_with_what_to_name(strategy: Strategy, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    save(strategy, root, 1)
+    (tmp_path / "file").write_text("")
+    _, checkpoint = opened(strategy, root)
+    remedy = rf"Name the folder of one checkpoint, {root}/step-N, or None for the newest in {root}\."
+    cases: list[tuple[Path | str, str]] = [
+        (root, r"contains checkpoints, such as step-0000000001, but is none itself"),
+        (tmp_path, "is no checkpoint"),
+        (tmp_path / "file", "is no checkpoint"),
+        (root / "step-0000000001" / "model.pt", "is no checkpoint"),
+        (root / "step-1", "does not exist"),
+        ("", r"is no checkpoint"),
+    ]
+    for path, said in cases:
+        with pytest.raises(CheckpointError, match=rf"{said}, so it can't be resumed from\. {remedy}"):
+            checkpoint.resume(path)
+    with pytest.raises(UsageError, match="is a URL that has lost a slash"):
+        checkpoint.resume(Path("s3://bucket/run"))
+    assert checkpoint.resume(str(root / "step-0000000001"))
+
+
+@pytest.mark.parametrize("name", ["_run", "_metrics", "a/b", "", "a\0b"])
+def test_a_name_that_is_none_of_a_file_is_refused(strategy: Strategy, tmp_path: Path, name: str) -> None:
+    objects: dict[str, Any] = {name: {}}
+    with pytest.raises(UsageError, match="can't be the name of an object"):
+        strategy.checkpoint(tmp_path, **objects)

@@ -1,0 +1,130 @@
+"""A checkpoint that all ranks write: complete or not there, whichever rank fails, and damage in any file is noticed."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import nn
+from torch.optim import Adam
+
+import unitrain
+from unitrain import CheckpointError
+from unitrain.checkpoint.sharded import together
+from unitrain.checkpoint.store import storage
+from unitrain.checkpoint.store.local import BegunOnDisk
+from unitrain.checkpoint.store.manifest import DamagedError
+
+
+def made() -> tuple[nn.Module, Adam]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+    return model, Adam(model.parameters(), lr=0.1)
+
+
+def save(folder: str, steps: int, failing: tuple[int, str] | None = None, background: bool = True) -> str:
+    """Save after each step; at the last one, a rank fails as it writes. Return the error."""
+    with unitrain.init(backend="fsdp", device="cpu", timeout_s=20) as strategy:
+        model, optimizer = strategy.prepare(*made())
+        checkpoint = strategy.checkpoint(folder, background=background, model=model, optimizer=optimizer)
+        checkpoint.resume()
+        try:
+            for step in range(1, steps + 1):
+                strategy.step(model(torch.ones(2, 5) * step).square().mean(), optimizer)
+                checkpoint.wait()
+                if failing is not None and step == steps and strategy.rank == failing[0]:
+                    vars(storage)["write_files"] = fail_by(failing[1])
+                checkpoint.save()
+            if failing is None:
+                checkpoint.wait()
+            else:
+                checkpoint.resume()  # waits, too
+        except CheckpointError as error:
+            return str(error)
+    return ""
+
+
+def fail_by(how: str) -> Any:
+    def fail(folder: Path, parts: Any) -> Any:
+        (folder / f"{next(iter(parts))}.pt").write_bytes(b"half of it")  # one of this rank's own
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise OSError("the disk is on fire")
+
+    return fail
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the weights that one process resumes."""
+    with unitrain.init(backend="single", device="cpu") as strategy:
+        model, optimizer = strategy.prepare(*made())
+        checkpoint = strategy.checkpoint(folder, model=model, optimizer=optimizer)
+        assert checkpoint.resume()
+        return {"step": torch.tensor(strategy.global_step), **model.state_dict()}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("how", ["kill", "raise"])
+def test_a_rank_that_fails_as_it_writes_leaves_the_checkpoint_before(tmp_path: Path, how: str, rank: int) -> None:
+    run_ranks(save, str(tmp_path / "whole"), 1)
+    folder = tmp_path / "failing"
+    if how == "kill":
+        with pytest.raises(Exception, match=rf"rank {rank} .*(SIGKILL|signal 9)"):
+            run_ranks(save, str(folder), 2, (rank, how))
+    else:
+        for said in run_ranks(save, str(folder), 2, (rank, how)):
+            assert "the disk is on fire" in said
+            assert f"rank {rank} could not write its shards" in said or rank == 0
+    found, expected = weights(folder), weights(tmp_path / "whole")
+    assert found["step"] == 1
+    assert all(map(torch.equal, found.values(), expected.values()))
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_every_rank_writes_its_own_and_no_bit_of_it_can_change_unnoticed(tmp_path: Path, background: bool) -> None:
+    run_ranks(save, str(tmp_path), 1, None, background, nprocs=3)
+    (folder,) = storage.found(tmp_path)
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "_run.pt", "_shards-00000.pt", "_shards-00001.pt", "_shards-00002.pt", "manifest.json", "model.pt",
+        "optimizer.pt",
+    ]  # fmt: skip
+    storage.verify(folder)
+    draw = random.Random(0)
+    for path in folder.iterdir():
+        content = path.read_bytes()
+        for _ in range(30):
+            changed = bytearray(content)
+            changed[draw.randrange(len(changed))] ^= 1 << draw.randrange(8)
+            path.write_bytes(changed)
+            with pytest.raises((DamagedError, CheckpointError)):
+                storage.verify(folder)
+        path.write_bytes(content)
+    storage.verify(folder)
+
+
+def test_a_rank_that_does_not_write_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"rank 1 has not written its shards within timeout_s \(0\.1 s\)"):
+        together.collect(BegunOnDisk(tmp_path), [1], 0.1)
+
+
+def save_in_memory() -> bool:
+    """Save where rank 0 alone can write, and resume."""
+    with unitrain.init(backend="fsdp", device="cpu", timeout_s=30) as strategy:
+        model, optimizer = strategy.prepare(*made())
+        strategy.step(model(torch.ones(2, 5)).square().mean(), optimizer)
+        checkpoint = strategy.checkpoint("memory://run", model=model, optimizer=optimizer)
+        checkpoint.save()
+        before = strategy.export(model).state_dict()
+        strategy.step(model(torch.ones(2, 5)).square().mean(), optimizer)
+        assert checkpoint.resume()
+        return all(map(torch.equal, before.values(), strategy.export(model).state_dict().values()))
+
+
+def test_rank_0_writes_all_to_a_store_that_it_alone_sees() -> None:
+    assert run_ranks(save_in_memory) == [True, True]

@@ -1,0 +1,180 @@
+"""A checkpoint with shards is verified and read by all ranks that see it, each its part; damage is noticed on all."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.optim import Adam
+
+import unitrain
+from unitrain import CheckpointError
+from unitrain.checkpoint.sharded import verifying
+from unitrain.checkpoint.sharded.verifying import JointVerification
+from unitrain.checkpoint.store import manifest, storage
+from unitrain.checkpoint.store.manifest import DamagedError
+
+WIDTH = 150
+
+
+def made() -> tuple[nn.Module, Adam]:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 1))
+    return model, Adam(model.parameters(), lr=0.1)
+
+
+def whole(strategy: unitrain.Strategy, model: nn.Module, optimizer: Adam) -> list[Tensor]:
+    states = [value for its in optimizer.state.values() for value in its.values()]
+    return [*strategy.export(model).state_dict().values(), *(strategy.full_tensor(value).clone() for value in states)]
+
+
+def save(folder: str) -> list[Tensor]:
+    """Save after each of two steps. Return weights and state."""
+    with unitrain.init(backend="fsdp", device="cpu", timeout_s=30) as strategy:
+        model, optimizer = strategy.prepare(*made())
+        checkpoint = strategy.checkpoint(folder, model=model, optimizer=optimizer)
+        for _ in range(2):
+            strategy.step(model(torch.randn(4, WIDTH)).square().mean(), optimizer)
+            checkpoint.save()
+        checkpoint.wait()
+        return whole(strategy, model, optimizer)
+
+
+def resume(folder: str, device: str = "cpu", blind: int | None = None) -> tuple[int, int, list[Tensor]]:
+    """Resume. Return the step, how many bytes were sent meanwhile, and weights and state."""
+    with unitrain.init(backend="fsdp", device="cpu", timeout_s=30) as strategy:
+        if strategy.rank == blind:
+            vars(verifying)["_manifest"] = lambda folder: None
+        torch.manual_seed(strategy.rank)
+        with torch.device(device):
+            model, optimizer = made()
+        model, optimizer = strategy.prepare(model, optimizer)
+        checkpoint = strategy.checkpoint(folder, model=model, optimizer=optimizer)
+        backend: Any = strategy.communicator._backend
+        sent, broadcast = [0], backend.broadcast
+
+        def counted(tensor: Tensor, src: int, name: str) -> Any:
+            sent[0] += tensor.nbytes
+            return broadcast(tensor, src, name)
+
+        backend.broadcast = counted
+        assert checkpoint.resume()
+        del backend.broadcast
+        step = strategy.global_step
+        found = whole(strategy, model, optimizer)
+        strategy.step(model(torch.randn(4, WIDTH)).square().mean(), optimizer)
+        return step, sent[0], found
+
+
+def assert_equal(found: list[Tensor], expected: list[Tensor]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Tensor]]:
+    folder = tmp_path_factory.mktemp("run")
+    return folder, run_ranks(save, str(folder), nprocs=3)[0]
+
+
+Saved = tuple[Path, list[Tensor]]
+STATE_BYTES = 3 * 4 * WIDTH * WIDTH
+
+
+@pytest.mark.parametrize(("world", "device", "blind"), [(3, "cpu", None), (2, "meta", None), (2, "cpu", 1)])
+def test_shards_are_not_sent_but_read_if_all_ranks_see_them(
+    saved: Saved, world: int, device: str, blind: int | None
+) -> None:
+    for step, sent, found in run_ranks(resume, str(saved[0]), device, blind, nprocs=world):
+        assert step == 2
+        assert (sent > STATE_BYTES) == (blind is not None)
+        assert_equal(found, saved[1])
+
+
+def flip(folder: str) -> int:
+    """Change random bits, one at a time, and verify together. Return how many ranks were told of each."""
+    with unitrain.init(backend="fsdp", device="cpu", timeout_s=30) as strategy:
+        path = Path(folder)
+        joint, draw, noticed = JointVerification(strategy.communicator), random.Random(0), 0
+        if not strategy.is_main:
+            joint.serve()
+            return 0
+        files = manifest.read(path).files
+        joint(path, files)
+        assert joint.shards is not None
+        assert list(joint.shards.contents()) == [f"_shards-0000{rank}" for rank in range(3)]
+        assert list(joint.shards.loaded_rows()) == ["_shards-00000"]  # the others are open on the other ranks
+        for name in files:
+            content = (path / name).read_bytes()
+            for _ in range(30):
+                changed = bytearray(content)
+                changed[draw.randrange(len(changed))] ^= 1 << draw.randrange(8)
+                (path / name).write_bytes(changed)
+                with pytest.raises(DamagedError, match=name):
+                    joint(path, files)
+                noticed += 1
+            (path / name).write_bytes(content)
+        joint(path, files)
+        joint.end()
+        return noticed
+
+
+def test_no_bit_can_change_unnoticed(saved: Saved) -> None:
+    newest = next(storage.found(saved[0]))
+    assert run_ranks(flip, str(newest), nprocs=3)[0] == 6 * 30
+
+
+def resume_damaged(folder: str) -> list[str]:
+    said = []
+    with unitrain.init(backend="fsdp", device="cpu", timeout_s=30) as strategy:
+        model, optimizer = strategy.prepare(*made())
+        checkpoint = strategy.checkpoint(folder, model=model, optimizer=optimizer)
+        checkpoint.resume()
+        said.append(str(strategy.global_step))
+        for path in (f"{folder}/step-0000000002", f"{folder}/step-3"):
+            try:
+                checkpoint.resume(path)
+            except CheckpointError as error:
+                said.append(str(error))
+        return said
+
+
+def test_the_checkpoint_before_is_resumed_if_another_rank_finds_damage(tmp_path: Path) -> None:
+    run_ranks(save, str(tmp_path))
+    damaged = tmp_path / "step-0000000002" / "_shards-00001.pt"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    for said in run_ranks(resume_damaged, str(tmp_path)):
+        assert said[0] == "1"
+        assert "the checkpoint is damaged: " in said[1]
+        assert "_shards-00001.pt: " in said[1]
+        assert "does not exist, so it can't be resumed from" in said[2]
+
+
+def averages(folder: str, *, turned: bool) -> list[Tensor]:
+    """Save or, with the parameters in another order, resume. Return Adam's averages in the order of the model."""
+    with unitrain.init(backend="fsdp", device="cpu", timeout_s=30) as strategy:
+        model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+        parameters = list(model.parameters())
+        model, optimizer = strategy.prepare(model, Adam(parameters[::-1] if turned else parameters, lr=0.1))
+        checkpoint = strategy.checkpoint(folder, model=model, optimizer=optimizer)
+        if turned:
+            assert checkpoint.resume()
+        else:
+            strategy.step(model(torch.ones(2, 4)).square().mean(), optimizer)
+            checkpoint.save()
+            checkpoint.wait()
+        return [strategy.full_tensor(optimizer.state[p]["exp_avg"]).clone() for p in model.parameters()]
+
+
+def save_and_turn(folder: str) -> tuple[list[Tensor], list[Tensor]]:
+    return averages(folder, turned=False), averages(folder, turned=True)
+
+
+def test_shards_of_state_go_to_the_parameter_of_the_same_name(tmp_path: Path) -> None:
+    for saved, found in run_ranks(save_and_turn, str(tmp_path)):
+        assert not torch.equal(saved[0], saved[1])
+        assert_equal(found, saved)

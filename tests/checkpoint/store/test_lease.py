@@ -1,0 +1,147 @@
+"""One job saves to a folder of an object store: the server lets in one, and a silent one is replaced."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.registry import _registry
+from torch import nn
+
+import unitrain
+from unitrain import CheckpointError
+from unitrain.checkpoint.store import lock
+from unitrain.checkpoint.store.lease import Lease
+from unitrain.checkpoint.store.lock import NAME
+from unitrain.checkpoint.store.remote_files import RemoteFiles
+
+pytestmark = pytest.mark.usefixtures("server")
+
+ELSEWHERE: dict[str, Any] = {"host": "elsewhere", "pids": "pid:[1]", "pid": os.getpid(), "started": 0, "token": "a"}
+
+
+@pytest.fixture
+def files(s3_url: str) -> RemoteFiles:
+    return RemoteFiles(s3_url)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock, "BEAT_S", 0.3)
+    monkeypatch.setattr(lock, "STALE_S", 2.5)  # S3 tells times in seconds
+    monkeypatch.setattr(lock, "_POLL_S", 0.05)
+
+
+HOLDER = """
+import sys
+from unitrain.checkpoint.store.lease import Lease
+from unitrain.checkpoint.store.remote_files import RemoteFiles
+Lease(RemoteFiles(sys.argv[1]))
+print("locked", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_second_job_is_refused_until_the_first_has_ended(files: RemoteFiles) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, files.url], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "locked\n"
+        with (
+            unitrain.init(backend="single", device="cpu") as strategy,
+            pytest.raises(CheckpointError, match=rf"{files.url} is in use by process {process.pid} on .*: two jobs"),
+        ):
+            strategy.checkpoint(files.url, model=nn.Linear(1, 1))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        Lease(files).release()
+    assert files.names() == []
+
+
+def test_of_jobs_that_start_at_the_same_time_the_server_lets_in_one(files: RemoteFiles) -> None:
+    def create(number: int) -> bool:
+        try:
+            files.write(NAME, str(number).encode(), exclusive=True)
+        except FileExistsError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(8) as threads:
+        assert sum(threads.map(create, range(8))) == 1
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_job_of_another_host_runs_if_it_writes_its_lock_again(
+    files: RemoteFiles, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, ended = json.dumps(ELSEWHERE).encode(), threading.Event()
+    files.write(NAME, text)
+
+    def beat() -> None:
+        while not ended.wait(0.3):
+            files.write(NAME, text)
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    with pytest.raises(CheckpointError, match=rf"in use by process {os.getpid()} on elsewhere"):
+        Lease(files)
+    ended.set()
+    thread.join()
+    assert "s to see whether that process is still running" in capsys.readouterr().err
+    held = Lease(files)
+    written = files.modified(NAME)
+    for _ in range(100):
+        if threading.Event().wait(0.1) or files.modified(NAME) > written:
+            break
+    assert files.modified(NAME) > written, "it writes its own again, too"
+    held.release()
+    assert files.names() == []
+
+
+def test_a_lock_that_was_taken_is_noticed_and_not_given_back(
+    files: RemoteFiles, capsys: pytest.CaptureFixture[str]
+) -> None:
+    held = Lease(files)
+    files.remove(NAME)
+    held.check()
+    assert f"{files.url} was removed, moved or emptied" in capsys.readouterr().err
+    files.write(NAME, json.dumps(ELSEWHERE).encode())
+    with pytest.raises(CheckpointError, match=rf"was taken by process {os.getpid()} on elsewhere while this run"):
+        held.check()
+    held.release()
+    assert json.loads(files.read(NAME)) == ELSEWHERE
+    files.remove(NAME)
+    with pytest.raises(CheckpointError, match="has been closed"):
+        held.check()  # by a writer in the background that a failing run did not wait for
+
+
+class Commits(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
+    """Stands for a store where each write is a commit, which a lock must not make every few seconds."""
+
+    protocol = "hf"
+
+
+@pytest.mark.usefixtures("quick")
+def test_where_each_write_is_a_commit_a_lock_is_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(_registry, "hf", Commits)
+    files = RemoteFiles(f"hf://datasets/me/{uuid4().hex}")
+    held = Lease(files)
+    written = files.modified(NAME)
+    assert not threading.Event().wait(1)
+    assert files.modified(NAME) == written
+    held.release()
+    files.write(NAME, json.dumps(ELSEWHERE).encode())
+    with pytest.raises(
+        CheckpointError, match=rf"elsewhere: two jobs .*\. If it was killed, remove {files.url}/\.lock\."
+    ):
+        Lease(files)

@@ -1,0 +1,237 @@
+"""One job saves to a folder: a second one is told which, and what a job left that has ended is in nobody's way."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import nn
+
+import unitrain
+from unitrain import CheckpointError
+from unitrain.checkpoint.store import lock, storage
+from unitrain.checkpoint.store.lock import NAME, FolderLock
+
+HOLDER = """
+import sys, pathlib, unitrain
+from unitrain.checkpoint.store.lock import FolderLock
+FolderLock(pathlib.Path(sys.argv[1]))
+print("locked", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """Have another process hold the lock of a folder."""
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "locked\n"
+        yield process
+        process.kill()
+
+
+def second_job(folder: str) -> None:
+    with unitrain.init(backend="ddp", device="cpu") as strategy:
+        strategy.checkpoint(folder, model=nn.Linear(1, 1))
+
+
+def test_a_second_job_is_refused_until_the_first_has_ended(tmp_path: Path) -> None:
+    with held(tmp_path) as process:
+        said = rf"{tmp_path} is in use by process {process.pid} on {socket.gethostname()}: two jobs can't save"
+        with pytest.raises(CheckpointError, match=said):
+            run_ranks(second_job, str(tmp_path))
+        assert json.loads((tmp_path / NAME).read_text())["pid"] == process.pid
+        process.kill()
+        process.wait()
+        assert (tmp_path / NAME).exists()
+        run_ranks(second_job, str(tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_ended_process_that_its_parent_has_not_reaped_has_ended(tmp_path: Path) -> None:
+    with held(tmp_path) as process:
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        FolderLock(tmp_path).release()
+
+
+def test_a_process_that_got_the_id_of_an_ended_one_is_another(tmp_path: Path) -> None:
+    with held(tmp_path):
+        holder = json.loads((tmp_path / NAME).read_text())
+        (tmp_path / NAME).write_text(json.dumps({**holder, "started": holder["started"] - 1}))
+        FolderLock(tmp_path).release()
+
+
+def of_another_host(folder: Path) -> Path:
+    """Write a lock as a process of another host does."""
+    path = folder / NAME
+    holder = {"host": "elsewhere", "pids": "pid:[1]", "pid": os.getpid(), "started": 0, "token": "a"}
+    path.write_text(json.dumps(holder))
+    return path
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock, "BEAT_S", 0.1)
+    monkeypatch.setattr(lock, "STALE_S", 1.0)
+    monkeypatch.setattr(lock, "_POLL_S", 0.05)
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_process_of_another_host_runs_if_it_touches_its_lock(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = of_another_host(tmp_path)
+    ended = threading.Event()
+
+    def beat() -> None:
+        while not ended.wait(0.1):
+            os.utime(path)
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    with pytest.raises(CheckpointError, match=rf"in use by process {os.getpid()} on elsewhere"):
+        FolderLock(tmp_path)
+    ended.set()
+    thread.join()
+    assert "Waiting for up to 1 s to see whether that process is still running" in capsys.readouterr().err
+    FolderLock(tmp_path).release()
+
+
+def test_a_process_of_another_host_that_was_silent_for_long_is_not_waited_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = of_another_host(tmp_path)
+    before = path.stat().st_mtime - lock.STALE_S - 1
+    os.utime(path, (before, before))
+    FolderLock(tmp_path).release()
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_lock_is_touched_while_it_is_held(tmp_path: Path) -> None:
+    held_here = FolderLock(tmp_path)
+    os.utime(tmp_path / NAME, (0, 0))
+    touched = threading.Event()
+    for _ in range(100):
+        if touched.wait(0.1) or (tmp_path / NAME).stat().st_mtime:
+            break
+    assert (tmp_path / NAME).stat().st_mtime
+    held_here.release()
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"pid": 1, "color": "red"}', '{"pid": "1"}', '{"pid": -1}', "\0" * 100]
+)
+def test_a_lock_that_can_not_be_read_is_taken_when_nobody_touches_it(tmp_path: Path, text: str) -> None:
+    (tmp_path / NAME).write_text(text)
+    FolderLock(tmp_path).release()
+    assert not (tmp_path / NAME).exists()
+
+
+def test_a_pipe_is_no_lock(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / NAME)
+    with pytest.raises(CheckpointError, match=r"\.lock can't be read: .*not a regular file.*, remove it"):
+        FolderLock(tmp_path)
+
+
+def test_a_lock_that_was_taken_is_not_given_back(tmp_path: Path) -> None:
+    first = FolderLock(tmp_path)
+    second = FolderLock(tmp_path)  # of the same process, whose first checkpoint was never closed
+    with pytest.raises(CheckpointError, match=r"was taken by process \d+ on .* while this run was saving"):
+        first.check()
+    first.release()
+    second.check()
+    second.release()
+
+
+def train(folder: Path, spoil: str) -> list[int]:
+    """Save, have something done to the folder, save again, and return the steps that are there."""
+    with unitrain.init(backend="single", device="cpu") as strategy:
+        model = nn.Linear(1, 1)
+        model, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        checkpoint = strategy.checkpoint(folder, model=model)
+        for step in range(2):
+            strategy.step(model(torch.ones(1, 1)).sum(), optimizer)
+            checkpoint.save()
+            checkpoint.wait()
+            if step:
+                continue
+            if spoil == "removed":
+                shutil.rmtree(folder)
+            elif spoil == "moved":
+                folder.rename(folder.with_name("moved"))
+            elif spoil == "emptied":
+                (folder / NAME).unlink()
+            elif spoil == "replaced":
+                shutil.rmtree(folder)
+                folder.write_text("in the way")
+            elif spoil == "taken":
+                of_another_host(folder)
+        return [storage.step_of(path) for path in storage.found(folder)]
+
+
+@pytest.mark.parametrize(("spoil", "steps"), [("removed", [2]), ("moved", [2]), ("emptied", [2, 1])])
+def test_a_folder_that_is_gone_is_made_again_and_reported(
+    tmp_path: Path, spoil: str, steps: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    assert train(folder, spoil) == steps
+    assert f"{folder} was removed, moved or emptied while this run was going on" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        ("replaced", r"checkpoints can't be written to .*/run: .*File exists"),
+        ("taken", r"run was taken by process \d+ on elsewhere while this run was saving to it"),
+    ],
+)
+def test_a_folder_that_others_use_now_is_refused(tmp_path: Path, spoil: str, said: str) -> None:
+    with pytest.raises(CheckpointError, match=said):
+        train(tmp_path / "run", spoil)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small file system")
+def test_a_disk_that_is_gone_is_not_replaced_by_the_one_below(tmp_path: Path) -> None:
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)], check=True)
+    mounted = True
+    try:
+        (tmp_path / "run").mkdir()
+        held_here = FolderLock(tmp_path / "run")
+        subprocess.run(["umount", str(tmp_path)], check=True)
+        mounted = False
+        with pytest.raises(CheckpointError, match=r"the disk of .*/run is no longer mounted"):
+            held_here.check()
+        assert not list(tmp_path.iterdir())
+        held_here.release()
+    finally:
+        if mounted:
+            subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def fail(folder: str) -> None:
+    with unitrain.init(backend="single", device="cpu") as strategy:
+        strategy.checkpoint(folder, model=nn.Linear(1, 1))
+        raise ZeroDivisionError
+
+
+def test_a_run_that_fails_leaves_no_lock(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError):
+        fail(str(tmp_path))
+    assert not list(tmp_path.iterdir())

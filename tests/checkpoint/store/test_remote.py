@@ -1,0 +1,388 @@
+"""Checkpoints in object stores: the promise of those on a disk, on a real S3 server and on fsspec's own memory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import fsspec
+import pytest
+import torch
+from s3_server import S3Server
+from saved_run import SavedRun
+from torch import nn
+
+import unitrain
+from unitrain import CheckpointError, Strategy, UsageError
+from unitrain.checkpoint.store import remote, remote_files
+from unitrain.checkpoint.store.manifest import NAME as MANIFEST
+from unitrain.checkpoint.store.remote import RemoteFolder
+from unitrain.checkpoint.store.remote_files import RemoteFiles
+
+pytestmark = pytest.mark.usefixtures("server")
+
+
+@pytest.fixture(params=["s3", "memory"])
+def url(request: pytest.FixtureRequest) -> str:
+    """A URL of a folder that does not exist yet, in each store."""
+    return str(request.getfixturevalue("s3_url")) if request.param == "s3" else f"memory://{uuid4().hex}"
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of temporary files, in which nothing is left."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    yield folder
+    assert not list(folder.iterdir())
+
+
+@pytest.fixture
+def strategy() -> Iterator[Strategy]:
+    with unitrain.init(backend="single", device="cpu") as strategy:
+        yield strategy
+
+
+def objects(url: str) -> list[str]:
+    """Return the names of all objects below a URL, as another program sees them."""
+    store, root = fsspec.url_to_fs(url)
+    store.invalidate_cache()
+    return sorted(path.removeprefix(root + "/") for path in store.find(root))
+
+
+def put(url: str, data: bytes) -> None:
+    store, path = fsspec.url_to_fs(url)
+    store.pipe_file(path, data)
+
+
+def get(url: str) -> bytes:
+    store, path = fsspec.url_to_fs(url)
+    return bytes(store.cat_file(path))
+
+
+def drop(url: str) -> None:
+    store, path = fsspec.url_to_fs(url)
+    store.rm_file(path)
+
+
+class Run(SavedRun):
+    """A run, and what is found where it saves."""
+
+    def __init__(self, strategy: Strategy, url: str, *, keep: int = 2, background: bool = False) -> None:
+        super().__init__(strategy, url, keep=keep, background=background)
+        self.url = url
+
+    @property
+    def folders(self) -> list[str]:
+        return sorted({name.partition("/")[0] for name in objects(self.url) if "/" in name}, reverse=True)
+
+
+@pytest.mark.parametrize(("url", "background"), [("s3", True), ("memory", False)], indirect=["url"])
+def test_a_run_is_saved_kept_and_resumed(strategy: Strategy, url: str, background: bool) -> None:
+    run = Run(strategy, url, background=background)
+    assert not run.checkpoint.resume()
+    run.save(1).save(2, best=True).save(3, 4, 5)
+    assert run.folders == ["step-0000000005", "step-0000000004", "step-0000000002"]
+    whole = {f"step-0000000005/{name}" for name in ("model.pt", "notes.pt", "_run.pt", MANIFEST)}
+    assert whole == {name for name in objects(url) if name.startswith("step-0000000005")}
+    assert get(f"{url}/best") == b"step-0000000002"
+    assert run.resumed() == 5
+    assert run.resumed("best") == 2
+    assert run.resumed(f"{url}/step-0000000004") == 4
+    assert run.save(5).folders == ["step-0000000005", "step-0000000004", "step-0000000002"]
+    run.checkpoint.close()
+    assert ".lock" not in objects(url)
+
+    again = Run(strategy, url, background=background)
+    with pytest.raises(CheckpointError, match=rf"{url} contains checkpoints of another run, up to step-0000000005:"):
+        again.checkpoint.wait()
+    assert again.resumed() == 5
+    again.checkpoint.discard()
+    assert objects(url) == [".lock"]
+    assert not again.checkpoint.resume()
+
+
+def test_a_step_that_is_saved_again_is_whole_at_every_moment(strategy: Strategy, url: str) -> None:
+    run = Run(strategy, url).save(1, 2)
+    assert run.checkpoint.save_now() == f"{url}/step-0000000002.2"
+    assert run.folders == ["step-0000000002.2", "step-0000000001"]
+    for name in ("_run.pt", "model.pt", "notes.pt", MANIFEST):
+        put(f"{url}/step-0000000002.3/{name}", get(f"{url}/step-0000000002.2/{name}"))
+        # Killed within the upload of the third, or before the second was removed.
+        assert run.resumed() == 2
+    assert run.folders == ["step-0000000002.3", "step-0000000002.2", "step-0000000001"]
+    assert run.save(3).folders == ["step-0000000003", "step-0000000002.3"]
+    assert run.resumed() == 3
+
+
+class Killed(BaseException):
+    """Ends a save in its midst, and nothing is done after it."""
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_kill_at_any_moment_leaves_the_old_or_the_new_one(
+    strategy: Strategy, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    """Another step, or the same again."""
+    newest: list[int] = []
+    survived = False
+    while not survived:
+        run = Run(strategy, f"memory://{uuid4().hex}", keep=1).save(1, best=True)
+        left = len(newest)
+
+        def dying(real: Callable[..., None]) -> Callable[..., None]:
+            def call(*arguments: Any, **keywords: Any) -> None:
+                nonlocal left
+                if left == 0:
+                    raise Killed
+                left -= 1
+                real(*arguments, **keywords)
+
+            return call
+
+        with monkeypatch.context() as patched:
+            for name in ("write", "upload", "remove"):
+                patched.setattr(RemoteFiles, name, dying(getattr(RemoteFiles, name)))
+            try:
+                run.save(step, best=True)
+                survived = True
+            except Killed:
+                pass
+        run.checkpoint.close()
+        again = Run(strategy, run.url, keep=1)
+        newest.append(again.resumed())
+        assert again.resumed("best") == newest[-1]
+        best = get(f"{run.url}/best").decode()
+        assert best.startswith(f"step-{newest[-1]:010d}")
+        assert f"{best}/{MANIFEST}" in objects(run.url)
+        assert again.save(3).folders == ["step-0000000003", best]
+        again.checkpoint.close()
+    assert newest == sorted(newest)
+    assert len(newest) > 8
+    assert (newest[0], newest[-1]) == (1, step)
+
+
+def test_an_upload_that_was_cut_is_no_checkpoint_and_makes_room(strategy: Strategy, url: str) -> None:
+    put(f"{url}/step-0000000001/model.pt", b"the first part of")
+    put(f"{url}/step-mine/model.pt", b"somebody's")
+    run = Run(strategy, url)
+    assert not run.checkpoint.resume()
+    run.save(2)
+    put(f"{url}/step-0000000003/_run.pt", b"")
+    assert run.resumed() == 2
+    assert run.save(4).folders == ["step-mine", "step-0000000004", "step-0000000002"]
+
+
+def test_what_could_not_be_read_is_not_written(strategy: Strategy, url: str) -> None:
+    run = Run(strategy, url, keep=1).save(1, best=True)
+    run.notes["code"] = print
+    with pytest.raises(CheckpointError, match=rf"checkpoint {url}/step-0000000002 could not be written: .* neither"):
+        run.save(2, best=True)
+    assert run.resumed() == 1
+    run.notes.clear()
+    assert run.save(3).folders == ["step-0000000003", "step-0000000001"]
+
+
+def changed(change: Callable[[dict[str, Any]], object]) -> Callable[[str], None]:
+    """Return what changes the manifest of a checkpoint, and gives it the digest that fits."""
+
+    def apply(folder: str) -> None:
+        manifest = json.loads(get(f"{folder}/{MANIFEST}"))
+        del manifest["digest"]
+        change(manifest)
+        digest = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+        put(f"{folder}/{MANIFEST}", json.dumps({**manifest, "digest": digest}).encode())
+
+    return apply
+
+
+SPOILED: dict[str, tuple[Callable[[str], None], str]] = {
+    "cut": (
+        lambda folder: put(f"{folder}/model.pt", get(f"{folder}/model.pt")[:-1]),
+        r"step-0000000002/model\.pt: \d+ bytes instead of \d+",
+    ),
+    "missing": (lambda folder: drop(f"{folder}/model.pt"), r"step-0000000002/model\.pt does not exist"),
+    "other bytes": (
+        lambda folder: put(f"{folder}/model.pt", get(f"{folder}/model.pt")[::-1]),
+        r"step-0000000002/model\.pt: its SHA-256 does not match",
+    ),
+    "manifest cut": (
+        lambda folder: put(f"{folder}/{MANIFEST}", get(f"{folder}/{MANIFEST}")[:-9]),
+        r"step-0000000002/manifest\.json: JSONDecodeError",
+    ),
+    "manifest of another": (
+        lambda folder: put(f"{folder}/{MANIFEST}", b'{"files": []}'),
+        r"step-0000000002/manifest\.json: KeyError: 'digest'",
+    ),
+    "outside": (
+        changed(lambda manifest: manifest["files"].update({"../x.pt": {}})),
+        r"step-0000000002/manifest\.json: files\.\.\./x\.pt",
+    ),
+    "no run": (changed(lambda manifest: manifest["files"].pop("_run.pt")), r"step-0000000002: _run\.pt is missing"),
+}
+
+
+@pytest.mark.parametrize(
+    ("url", "case"), [("s3", "missing"), *(("memory", case) for case in SPOILED)], indirect=["url"]
+)
+def test_the_checkpoint_before_a_damaged_one_is_taken(
+    strategy: Strategy, url: str, case: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spoil, said = SPOILED[case]
+    run = Run(strategy, url).save(1, 2)
+    spoil(f"{url}/step-0000000002")
+    assert run.resumed() == 1
+    line, resumed = capsys.readouterr().err.splitlines()
+    assert resumed == f"unitrain: resumed after step 1, from {url}/step-0000000001"
+    assert line.startswith(f"unitrain: skipping a damaged checkpoint: {url}")
+    with pytest.raises(CheckpointError, match=rf"the checkpoint is damaged: .*{said}"):
+        run.checkpoint.resume(f"{url}/step-0000000002")
+
+
+def test_what_is_named_but_is_no_checkpoint(strategy: Strategy, url: str, tmp_path: Path) -> None:
+    run = Run(strategy, url).save(1)
+    put(f"{url}/other/file", b"")
+    for name, said in [
+        (url, "contains checkpoints, such as step-0000000001, but is none itself"),
+        (f"{url}/other", "is no checkpoint"),
+        (f"{url}/step-0000000009", "does not exist"),
+    ]:
+        with pytest.raises(CheckpointError, match=rf"{name} {said}, so it can't be resumed from\. Name the folder of"):
+            run.checkpoint.resume(name)
+    run.checkpoint.close()
+    # From a store to a disk, and back.
+    local = Run(strategy, str(tmp_path / "run"))
+    assert local.resumed(f"{url}/step-0000000001") == 1
+    local.save(2)
+    local.checkpoint.close()
+    assert Run(strategy, f"{url}-2").resumed(str(tmp_path / "run" / "step-0000000002")) == 2
+
+
+def test_what_is_resumed_is_read_where_it_is_used(strategy: Strategy, url: str) -> None:
+    Run(strategy, url).save(1)
+    opened = RemoteFolder(url).open(1)
+    assert opened.parts["model"]["weight"].item() == 1
+    mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith("model.pt (deleted)")]
+    assert mapped, "not held in memory, and without a name"
+    opened.files.release()
+    assert opened.parts["model"]["weight"].item() == 1
+
+
+def test_single_files(strategy: Strategy, url: str) -> None:
+    model = nn.Linear(2, 1)
+    strategy.save({"model": model, "epoch": 3}, f"{url}/last.pt")
+    loaded = strategy.load(f"{url}/last.pt")
+    assert torch.equal(loaded["model"]["weight"], model.weight)
+    assert loaded["epoch"] == 3
+    with pytest.raises(CheckpointError, match=rf"{url}/last\.pt could not be written: .*neither a tensor"):
+        strategy.save({"code": print}, f"{url}/last.pt")
+    assert strategy.load(f"{url}/last.pt")["epoch"] == 3
+    with pytest.raises(CheckpointError, match=rf"{url}/none\.pt does not exist\."):
+        strategy.load(f"{url}/none.pt")
+    put(f"{url}/text.pt", b"hello")
+    with pytest.raises(CheckpointError, match=rf"{url}/text\.pt could not be read: "):
+        strategy.load(f"{url}/text.pt")
+    for folder in (f"{url}/", "s3://bucket"):
+        with pytest.raises(UsageError, match=rf"{folder} is the URL of a folder: name a file in it, such as .*/model"):
+            strategy.save(1, folder)
+    assert objects(url) == ["last.pt", "text.pt"]
+
+
+def test_a_file_in_several_parts_is_whole(strategy: Strategy, s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("s3fs.core.calculate_chunksize", lambda *args, **keywords: 5 * 2**20)  # the smallest of S3
+    value = torch.arange(4_000_000)
+    strategy.save(value, f"{s3_url}/large.pt")
+    assert get(f"{s3_url}/large.pt")[-22:-18] == b"PK\x05\x06"
+    assert torch.equal(strategy.load(f"{s3_url}/large.pt"), value)
+
+
+# ------------------------------------------------------------------------------------------- what can't be used
+
+
+def test_a_library_that_is_missing_is_named(strategy: Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "gcsfs", None)
+    with pytest.raises(CheckpointError, match=r"gs://bucket/run needs a library: pip install gcsfs\."):
+        strategy.checkpoint("gs://bucket/run", model=nn.Linear(1, 1))
+    with pytest.raises(CheckpointError, match=r"gs://bucket needs a library: pip install gcsfs\."):
+        strategy.load("gs://bucket/model.pt")
+    with pytest.raises(CheckpointError, match=r"s4://bucket/run can't be used: Protocol not known: s4\. Use s3://, gs"):
+        strategy.checkpoint("s4://bucket/run", model=nn.Linear(1, 1))
+
+
+def test_credentials_that_are_missing_or_wrong_are_named(
+    strategy: Strategy, server: S3Server, s3_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = r"\. Check the credentials \(AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, ~/\.aws, or the role"
+    server.request("POST", "/moto-api/reset-auth", b"0")
+    try:
+        with pytest.raises(CheckpointError, match=rf"{s3_url} can't be listed: PermissionError: .*{said}"):
+            strategy.checkpoint(s3_url, model=nn.Linear(1, 1))
+    finally:
+        server.request("POST", "/moto-api/reset-auth", b"inf")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+    with pytest.raises(CheckpointError, match=rf"NoCredentialsError: Unable to locate credentials{said}"):
+        strategy.checkpoint(s3_url, model=nn.Linear(1, 1))
+
+
+@pytest.mark.usefixtures("s3_url")
+def test_a_bucket_that_is_missing_is_named_and_not_made(strategy: Strategy, server: S3Server) -> None:
+    said = r"s3://mybuckte/run/\.lock could not be written: FileNotFoundError: The specified bucket does not exist"
+    with pytest.raises(CheckpointError, match=said):
+        strategy.checkpoint("s3://mybuckte/run", model=nn.Linear(1, 1))
+    assert b"mybuckte" not in server.request("GET", "/")
+
+
+def test_a_server_that_does_not_answer_is_named_and_not_waited_for_for_ever(
+    strategy: Strategy,
+    server: S3Server,
+    s3_url: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(remote, "SILENT_S", 0.5)
+    server.pause()
+    going_on = threading.Timer(1.5, server.go_on)
+    going_on.start()
+    Run(strategy, s3_url).checkpoint.close()
+    going_on.join()
+    assert f"unitrain: {s3_url} has not answered for 0.5 s. It is tried again before" in capsys.readouterr().err
+    run = Run(strategy, f"{s3_url}-2", background=True)
+    monkeypatch.setattr(remote_files, "PATIENCE_S", 1.0)
+    server.pause()
+    try:
+        with pytest.raises(CheckpointError, match=r"\.lock could not be read: the server has not answered, or was"):
+            run.save(1)
+        with pytest.raises(CheckpointError, match=r"value\.pt could not be written: the server has not answered, or"):
+            strategy.save(1, f"{s3_url}/value.pt")
+    finally:
+        server.go_on()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small file system")
+def test_a_small_disk_for_temporary_files_is_named(strategy: Strategy, temporary: Path) -> None:
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(temporary)], check=True)
+    try:
+        said = rf"temporary files in {temporary}, and needs at least \d+ bytes there, but \d+ bytes are free\..* TMPDIR"
+        with pytest.raises(CheckpointError, match=said):
+            strategy.checkpoint("memory://small", model=nn.Linear(1000, 1000))
+        with pytest.raises(
+            CheckpointError, match=rf"large\.pt could not be written: No space left in {temporary}, for"
+        ):
+            strategy.save(torch.zeros(10**6), "memory://small/large.pt")
+        run = Run(strategy, f"memory://{uuid4().hex}")
+        run.notes["large"] = torch.zeros(10**6)
+        with pytest.raises(CheckpointError, match=rf"step-0+1 could not be written: No space left in {temporary}, for"):
+            run.save(1)
+    finally:
+        subprocess.run(["umount", str(temporary)], check=True)

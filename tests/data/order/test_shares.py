@@ -1,0 +1,107 @@
+"""Shares: positions are dealt out in proportion, each once, and measured speeds give small and stable shares."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import chain, pairwise
+from math import ceil, floor
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from streams import Numbers
+from test_sharding import plans
+from torch.utils.data import default_collate
+
+from unitrain.data.order.samplers import OwnOrder
+from unitrain.data.order.sharding import BatchPlan, EpochPlan
+from unitrain.data.order.shares import Part, Shares, part_of, proportional, reduced
+from unitrain.data.reading.map_style import requests
+from unitrain.data.reading.stream import WholeStream
+
+shares_of_ranks = st.lists(st.integers(1, 9), min_size=1, max_size=7).map(reduced)
+sizes = st.integers(0, 120)
+
+
+def parts_of(shares: tuple[int, ...]) -> list[Part]:
+    return [part_of(rank, shares) for rank in range(len(shares))]
+
+
+@given(shares_of_ranks, sizes, st.integers(0, 50))
+def test_each_position_comes_once_in_proportion(shares: tuple[int, ...], size: int, start: int) -> None:
+    parts = parts_of(shares)
+    taken = [part.positions(start, start + size).tolist() for part in parts]
+    assert sorted(chain.from_iterable(taken)) == list(range(start, start + size))
+    for share, part, positions in zip(shares, parts, taken, strict=True):
+        exact = size * share / sum(shares)
+        assert floor(exact) <= part.count(size) == len(positions) <= ceil(exact)
+        assert all(one < other for one, other in pairwise(positions))
+        assert (size >= part.enough) == all(taken)
+
+
+@given(st.integers(1, 12), sizes, st.integers(0, 50), st.integers(1, 3))
+def test_equal_shares_are_every_nth_position(world_size: int, size: int, start: int, share: int) -> None:
+    shares = Shares([share] * world_size, world_size).current
+    assert shares == Shares(None, world_size).current
+    for rank, part in enumerate(parts_of(shares)):
+        assert np.array_equal(part.positions(start, start + size), range(start + rank, start + size, world_size))
+        assert part.enough == world_size
+
+
+@given(plans, shares_of_ranks)
+def test_shares_change_nothing_of_a_plan_but_counts(plan: EpochPlan | BatchPlan, shares: tuple[int, ...]) -> None:
+    world_size = len(shares)
+    equal = replace(plan, world_size=world_size)
+    ranks = [list(replace(equal, rank=rank, shares=shares)) for rank in range(world_size)]
+    for alone, *ours in zip(equal, *ranks, strict=True):
+        assert sum(one.count for one in ours) == alone.stop - alone.start
+        assert len({one.everywhere for one in ours}) == 1
+        for one in ours:
+            assert replace(one, count=alone.count, everywhere=alone.everywhere) == alone
+
+
+@given(shares_of_ranks, st.integers(1, 40), st.integers(1, 20), st.integers(1, 3))
+def test_map_style_data_and_streams_are_dealt_out_alike(
+    shares: tuple[int, ...], samples: int, batch: int, accumulate: int
+) -> None:
+    world_size, batch = len(shares), max(batch, accumulate)
+    seen: list[int] = []
+    for rank in range(world_size):
+        plan = EpochPlan(samples, batch, accumulate, rank, world_size, False, shares=shares)
+        epoch = OwnOrder(plan, shuffle=False).epoch(0, 0, 0)
+        asked = [request.samples for request in requests(epoch, None, 0)]
+        pieces = list(WholeStream(Numbers(samples), plan, default_collate)._pieces(0, 0, 0, 1))
+        assert [piece.batch.tolist() for piece in pieces] == asked
+        assert [piece.micro_batch for piece in pieces] == list(plan)
+        seen += [sample for piece in pieces for sample in piece.batch.tolist()[: piece.samples]]
+    assert sorted(seen) == list(range(samples))
+
+
+@pytest.mark.parametrize(
+    ("speeds", "expected"),
+    [
+        ([100.0], (1,)),
+        ([400.0, 200.0, 200.0], (2, 1, 1)),
+        ([412.0, 197.0, 205.0], (2, 1, 1)),
+        ([100.0, 109.0, 100.0], (1, 1, 1)),
+        ([300.0, 200.0], (3, 2)),
+        ([1.0, 1e9], (1, 1000)),
+    ],
+)
+def test_shares_in_proportion_to_speeds(speeds: list[float], expected: tuple[int, ...]) -> None:
+    assert proportional(speeds) == expected
+
+
+@given(st.lists(st.floats(1, 1.1), min_size=1, max_size=9), st.floats(0.01, 1000))
+def test_devices_of_one_speed_stay_equal(noise: list[float], speed: float) -> None:
+    slowest = min(noise)
+    assert proportional([speed * min(one / slowest, 1.0999) for one in noise]) == (1,) * len(noise)
+
+
+@given(st.lists(st.floats(1, 50), min_size=1, max_size=12))
+def test_measured_shares_are_small_and_close_to_exact_proportions(speeds: list[float]) -> None:
+    shares = proportional(speeds)
+    assert min(shares) <= 21
+    time = max(share / speed for share, speed in zip(shares, speeds, strict=True)) / sum(shares)
+    assert time * sum(speeds) <= (1.1 if len(set(shares)) == 1 else 1.05) + 1e-9

@@ -1,0 +1,285 @@
+"""What rank 0's hub decides from the messages of the ranks, without processes and without a clock."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+import unitrain
+from unitrain.job.watch import messages
+from unitrain.job.watch.hub import Hub, Member
+from unitrain.job.watch.messages import Message, StopReason
+from unitrain.job.watch.stopping import Boundaries, Stopping
+from unitrain.pulse import CLOSING, USER_CODE, Pulse
+
+TIMEOUT_S, HEARTBEAT_S = 60.0, 10.0
+
+
+class Job:
+    """A hub of three ranks, and the messages that it has sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[int | None, Message]] = []
+        self.now = 100.0
+        members = [Member(rank, f"host{rank}", 1000 + rank, 0) for rank in range(3)]
+        self.hub = Hub(
+            members,
+            timeout_s=TIMEOUT_S,
+            heartbeat_timeout_s=HEARTBEAT_S,
+            send=lambda rank, message: self.sent.append((rank, message)),
+            now=self.now,
+        )
+
+    def hear(self, rank: int, message: Message) -> None:
+        self.hub.receive(rank, message, self.now)
+
+    def beat(self, rank: int, phase: str = USER_CODE, seconds: float = 0.0, step: int = 5) -> None:
+        self.hear(rank, messages.Heartbeat(phase, step, seconds))
+
+    def pass_time(self, seconds: float, *silent: int) -> None:
+        """Let time pass, in which all ranks but ``silent`` beat once a second."""
+        for _ in range(round(seconds)):
+            self.now += 1
+            for rank in range(3):
+                if rank not in silent:
+                    self.beat(rank)
+            self.hub.check(self.now)
+
+    @property
+    def verdict(self) -> str:
+        return "" if self.hub.verdict is None else self.hub.verdict.text
+
+
+@pytest.fixture
+def job() -> Job:
+    return Job()
+
+
+def test_silence_is_judged_after_its_time_and_not_before(job: Job) -> None:
+    job.beat(1, "step", 0.4, step=7)
+    job.pass_time(HEARTBEAT_S, 1)
+    assert job.verdict == ""
+    job.pass_time(1, 1)
+    assert job.verdict == (
+        "rank 1 on host1 (pid 1001) sent no heartbeat for 11 s; it was in step after step 7, for 0 s"
+    )
+    assert job.hub.verdict == job.sent[-1][1]
+    assert job.hub.verdict is not None
+    assert job.hub.verdict.stalled
+
+
+def test_a_hub_that_was_asleep_blames_nobody(job: Job) -> None:
+    """The whole job was suspended, and continued: everybody was silent, and nobody's fault."""
+    job.now += 1000
+    job.hub.check(job.now)
+    job.pass_time(HEARTBEAT_S)
+    assert job.verdict == ""
+
+
+def test_a_connection_that_ends_is_a_death_unless_the_rank_had_left(job: Job) -> None:
+    job.hear(2, messages.Leave())
+    job.hub.disconnected(2)
+    assert job.verdict == ""
+    job.hub.disconnected(1)
+    assert job.verdict.startswith("rank 1 on host1 (pid 1001) ended without reporting an error")
+
+
+def test_the_first_failure_is_the_verdict_and_there_is_no_second(job: Job) -> None:
+    job.hear(2, messages.Failed("ValueError: mine", secondary=False))
+    job.hear(0, messages.Failed("CheckpointError: also", secondary=False))
+    job.hub.disconnected(2)
+    assert job.verdict == "rank 2 on host2 (pid 1002): ValueError: mine"
+    assert [rank for rank, message in job.sent if isinstance(message, messages.Verdict)] == [None]
+
+
+def test_a_library_s_error_is_the_fault_of_the_rank_that_did_not_come(job: Job) -> None:
+    job.beat(0, "step", 9.0)
+    job.beat(1, "step", 9.0)
+    job.beat(2, USER_CODE, 30.0, step=4)
+    job.hear(0, messages.Failed("RuntimeError: gloo", secondary=True))
+    assert job.verdict == (
+        "rank 2 on host2 (pid 1002) did not reach the call that rank 0 waited in: rank 2 on host2 (pid 1002) is in "
+        "user code after step 4, for 30 s. Rank 0: RuntimeError: gloo"
+    )
+
+
+def test_ranks_that_wait_for_different_things(job: Job) -> None:
+    for rank, phase in enumerate(["step", "barrier", "step"]):
+        job.beat(rank, phase, 9.0)
+    job.hear(0, messages.Failed("RuntimeError: gloo", secondary=True))
+    assert job.verdict.startswith("rank 0 on host0 (pid 1000): RuntimeError: gloo; rank 1 on host1 (pid 1001) is in ")
+    assert "in barrier after step 5, for 9 s" in job.verdict
+
+
+def test_a_wait_longer_than_timeout_s(job: Job) -> None:
+    """Libraries have the same timeout, and come first."""
+    job.beat(0, "all_gather", TIMEOUT_S + 1)
+    job.hub.check(job.now)
+    assert job.verdict == ""
+    job.beat(0, "all_gather", TIMEOUT_S + 6)
+    job.beat(1, USER_CODE, 99.0)
+    job.beat(2, "all_gather", 3.0)
+    job.hub.check(job.now)
+    assert job.verdict.startswith("rank 1 on host1 (pid 1001) did not reach the call that rank 0 waited in")
+    assert job.verdict.endswith("timed out (timeout_s is 60), in all_gather after step 5, for 66 s")
+
+
+def test_one_s_own_code_may_last(job: Job) -> None:
+    job.beat(0, USER_CODE, 10 * TIMEOUT_S)
+    job.hub.check(job.now)
+    assert job.verdict == ""
+
+
+def test_a_rank_at_its_end_and_one_that_waits_for_it(job: Job) -> None:
+    job.beat(1, CLOSING, 2.0)
+    job.beat(0, "step", 5.0)
+    job.hub.check(job.now)
+    assert job.verdict == "", "the news of the last step may be late"
+    job.beat(1, CLOSING, 4.0)
+    job.hub.check(job.now)
+    assert job.verdict.startswith("rank 1 on host1 (pid 1001) finished after step 5, but rank 0 still waits")
+
+
+def test_a_rank_at_its_end_waits_for_one_that_still_works(job: Job) -> None:
+    job.beat(1, CLOSING, 30.0)
+    job.beat(0, USER_CODE, 30.0)
+    job.hub.check(job.now)
+    assert job.verdict == ""
+
+
+def test_a_rank_asks_where_the_others_are(job: Job) -> None:
+    job.beat(1, "step", 3.0)
+    job.hear(0, messages.Ask())
+    assert job.sent == [(0, messages.Answer("rank 2 on host2 (pid 1002) is starting"))]
+
+
+def test_all_stop_at_the_furthest_boundary_that_a_rank_has_yet_to_pass(job: Job) -> None:
+    job.hear(1, messages.RequestStop(StopReason(15)))
+    job.hear(2, messages.RequestStop(StopReason(15)))  # every rank got it
+    assert job.sent == [(None, messages.Hold())]
+    for rank, boundary in enumerate([8, 7, 8]):
+        job.hear(rank, messages.Held(boundary))
+    assert job.sent[1:] == [(None, messages.Stop(8, StopReason(15)))]
+
+
+def test_one_stop_after_another(job: Job) -> None:
+    """A checkpoint failed, was told, and the run goes on; meanwhile somebody asks it to end."""
+    job.hear(0, messages.RequestStop(StopReason()))
+    for rank in range(3):
+        job.hear(rank, messages.Held(3))
+    job.hear(1, messages.RequestStop(StopReason(15)))
+    assert [message.kind for _, message in job.sent] == ["hold", "stop"], "not before all have come to the first"
+    for rank in range(3):
+        job.hear(rank, messages.Settled())
+    assert job.sent[2:] == [(None, messages.Hold())]
+    for rank in range(3):
+        job.hear(rank, messages.Held(5))
+    assert job.sent[3:] == [(None, messages.Stop(5, StopReason(15)))]
+
+
+def test_nobody_stops_once_one_has_left(job: Job) -> None:
+    job.hear(0, messages.Leave())
+    job.hear(1, messages.RequestStop(StopReason(15)))
+    assert job.sent == []
+
+
+# ------------------------------------------------------------------------------------------------- of one process
+
+
+def test_boundaries_are_passed_until_the_one_agreed_on() -> None:
+    pulse = Pulse()
+    boundaries = Boundaries(pulse)
+    stopping = Stopping(boundaries, pulse, None, is_main=True)
+    for _ in range(3):
+        stopping.pass_boundary()
+    assert boundaries.hold() == 4
+    boundaries.agree(5, StopReason(15))
+    stopping.pass_boundary()
+    with pytest.raises(unitrain.Stopped) as stopped:
+        stopping.pass_boundary()
+    assert stopped.value.code == 143
+    stopping.pass_boundary()
+
+
+def test_hosts_that_change_early_are_gone_on_with_once_there_is_a_checkpoint() -> None:
+    class Saves:
+        def wait(self) -> None:
+            raise AssertionError
+
+        def save_now(self) -> str:
+            return "here"
+
+    pulse = Pulse()
+    stopping = Stopping(Boundaries(pulse), pulse, None, is_main=False)
+    stopping.request(StopReason(hosts_changed=True))
+    stopping.pass_boundary()
+    assert not stopping.starts_again
+    stopping.listen(Saves())
+    try:
+        with pytest.raises(unitrain.Stopped):
+            stopping.pass_boundary()
+    finally:
+        stopping.close()
+    assert stopping.starts_again
+
+
+def test_the_outermost_wait_says_in_what() -> None:
+    pulse = Pulse()
+    with pulse.within("checkpoint.save"), pulse.within("broadcast"):
+        assert pulse.phase == "checkpoint.save"
+    assert (pulse.phase, pulse.calls) == (USER_CODE, 2)
+
+
+def test_a_wait_that_failed_stays_noted_until_the_next() -> None:
+    pulse = Pulse()
+    with pytest.raises(RuntimeError), pulse.within("barrier"):
+        raise RuntimeError
+    assert pulse.phase == "barrier"
+    with pulse.within("all_reduce"):
+        assert pulse.phase == "all_reduce"
+    assert pulse.phase == USER_CODE
+
+
+def call(job: Job, rank: int, what: str, line: int) -> None:
+    job.hear(rank, messages.Call(what, f"train.py:{line}"))
+
+
+def test_calls_that_agree_let_all_ranks_go_on_once_all_have_come(job: Job) -> None:
+    for what in ("barrier()", "all_reduce(sum) of float32[3]"):
+        job.sent.clear()
+        for rank in (2, 0):
+            call(job, rank, what, 10 + rank)
+        assert job.sent == []
+        call(job, 1, what, 11)
+        assert job.sent == [(None, messages.CallsAgree())]
+
+
+def test_calls_that_differ_are_the_verdict_with_both_lines(job: Job) -> None:
+    call(job, 0, "barrier()", 10)
+    call(job, 2, "all_gather() of int64[]", 30)
+    assert job.verdict == (
+        "rank 2 on host2 (pid 1002) called all_gather() of int64[] at train.py:30, where rank 0 called barrier() at "
+        "train.py:10: all ranks must make the same calls, in the same order"
+    )
+
+
+def seconds_per_message(ranks: int) -> float:
+    """Return what a hub needs for a message, with each kind from each rank."""
+    members = [Member(rank, "host", rank, 0) for rank in range(ranks)]
+    hub = Hub(members, timeout_s=60.0, heartbeat_timeout_s=30.0, send=lambda rank, message: None, now=0.0)
+    made: list[Message] = [messages.Heartbeat("step", 1, 0.0), messages.Ask(), messages.Call("barrier()", "train.py:1")]
+    made += [messages.RequestStop(StopReason(15)), messages.Held(1), messages.Settled()]
+    made += [messages.Heartbeat(USER_CODE, 1, 0.0), messages.Failed("RuntimeError: gloo", secondary=True)]
+    begin = time.thread_time()
+    for message in made:
+        for rank in range(ranks):
+            hub.receive(rank, message, 1.0)
+    for rank in range(ranks):
+        hub.disconnected(rank)
+    return (time.thread_time() - begin) / (ranks * (len(made) + 1))
+
+
+def test_work_for_a_message_does_not_grow_with_the_number_of_ranks() -> None:
+    small = min(seconds_per_message(300) for _ in range(5))
+    assert seconds_per_message(6000) < 5 * small, "with work for each rank, it would be 20 times as much"

@@ -1,0 +1,108 @@
+"""The batch sampler of the speaker recogniser."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import chain
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import unitrain
+from unitrain.data.order.shares import part_of
+from unitrain.errors import ConfigError
+from unitrain.recipes.speaker_verification.batches import SpeakerBatches, in_batch_order
+
+# The utterances of speakers 0 to 6: 1 to 40.
+COUNTS = (1, 2, 5, 6, 8, 11, 40)
+SPEAKERS = [speaker for speaker, count in enumerate(COUNTS) for _ in range(count)]
+
+
+@given(
+    counts=st.lists(st.integers(1, 12), min_size=1, max_size=9),
+    per_batch=st.integers(1, 4),
+    utterances=st.integers(1, 3),
+    most=st.integers(1, 9),
+    seed=st.integers(0, 99),
+)
+def test_what_holds_for_every_epoch(counts: list[int], per_batch: int, utterances: int, most: int, seed: int) -> None:
+    speakers = [speaker for speaker, count in enumerate(counts) for _ in range(count)]
+    groups = [min(count, most) // utterances for count in counts]
+    # As many batches as can be filled: what is left after any more of them is too little for one of different speakers.
+    possible = max(n for n in range(sum(groups) + 1) if sum(min(g, n) for g in groups) >= n * per_batch)
+    if not possible:
+        with pytest.raises(ConfigError, match=rf"needs {per_batch} speakers with at least {utterances} utterances"):
+            SpeakerBatches(speakers, per_batch * utterances, utterances, most)
+        return
+    sampler = SpeakerBatches(speakers, per_batch * utterances, utterances, most)
+    torch.manual_seed(seed)
+    batches = list(sampler)
+    assert len(batches) == len(sampler) == possible
+    for batch in batches:
+        of = [speakers[index] for index in batch]
+        assert len(batch) == per_batch * utterances
+        assert len(set(of)) == per_batch
+        assert all(len(set(of[i : i + utterances])) == 1 for i in range(0, len(of), utterances))
+    used = list(chain.from_iterable(batches))
+    assert len(set(used)) == len(used)
+    assert max(Counter(speakers[index] for index in used).values()) <= most
+
+
+def test_every_speaker_and_utterance_has_its_turn() -> None:
+    sampler = SpeakerBatches(SPEAKERS, 6, 2, 500)
+    torch.manual_seed(0)
+    seen = {index for _ in range(30) for batch in sampler for index in batch}
+    assert seen == set(range(1, len(SPEAKERS)))  # the first speaker has one utterance
+
+
+def test_who_meets_whom_is_random() -> None:
+    sampler = SpeakerBatches([speaker for speaker in range(20) for _ in range(4)], 8, 2, 500)
+    torch.manual_seed(0)
+    met = Counter(frozenset((batch[0] // 4, batch[i] // 4)) for _ in range(200) for batch in sampler for i in (2, 4, 6))
+    # 200 epochs of 10 batches with 3 pairs each: 32 for each of 190 pairs.
+    assert len(met) == 190
+    assert max(met.values()) < 2.5 * 6000 / 190
+
+
+def epochs(seed: int, count: int = 2) -> list[list[list[int]]]:
+    """Return what the loader yields."""
+    with unitrain.init(backend="single", seed=seed) as strategy:
+        loader = strategy.dataloader(range(len(SPEAKERS)), batch_sampler=SpeakerBatches(SPEAKERS, 6, 2, 10))
+        return [[batch.tolist() for batch in loader] for _ in range(count)]
+
+
+def test_batches_follow_from_seed_and_epoch() -> None:
+    torch.manual_seed(1)
+    first = epochs(seed=0)
+    torch.manual_seed(2)
+    assert epochs(seed=0) == first
+    assert first[0] != first[1]
+    assert epochs(seed=1) != first
+
+
+def test_a_loader_continues_within_an_epoch() -> None:
+    whole = epochs(seed=0)[0]
+    with unitrain.init(backend="single", seed=0) as strategy:
+        sampler = SpeakerBatches(SPEAKERS, 6, 2, 10)
+        loader = strategy.dataloader(range(len(SPEAKERS)), batch_sampler=sampler)
+        batches = iter(loader)
+        with torch.no_grad():
+            begun = [next(batches).tolist() for _ in range(2)]
+            state = loader.state_dict()
+        again = strategy.dataloader(range(len(SPEAKERS)), batch_sampler=SpeakerBatches(SPEAKERS, 6, 2, 10))
+        again.load_state_dict(state)
+        assert begun + [batch.tolist() for batch in again] == whole
+
+
+def test_a_batch_is_a_multiple_of_the_utterances_per_speaker() -> None:
+    with pytest.raises(ConfigError, match="the batch size is 7, but must be a multiple of 2, the utterances per spe"):
+        SpeakerBatches(SPEAKERS, 7, 2, 500)
+
+
+@pytest.mark.parametrize("shares", [(1,), (1, 1), (1,) * 5, (1,) * 9, (3, 1), (1, 5, 2)])
+def test_gathered_rows_are_put_into_the_order_of_the_batch(shares: tuple[int, ...]) -> None:
+    batch = torch.arange(7) * 10
+    gathered = torch.cat([batch[part_of(rank, shares).positions(0, 7)] for rank in range(len(shares))])
+    assert in_batch_order(gathered, shares).tolist() == batch.tolist()

@@ -1,0 +1,278 @@
+"""The recipes' datasets, each read from files in its original layout."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import http.server
+import pickle
+import socket
+import tarfile
+import threading
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from scipy.io import savemat
+from torchvision.datasets import CIFAR10, Flowers102
+from tqdm import tqdm
+
+from unitrain.errors import ConfigError, DataError
+from unitrain.recipes.image_classification import images
+
+FOLDER = Path("unused")
+
+
+def _picture(seed: int, height: int = 40, width: int = 60) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8))
+
+
+def _labels(dataset: Any) -> list[int]:
+    return [int(label) for _, label in dataset]
+
+
+def _assert_pictures(data: images.Images, size: int) -> None:
+    for dataset in (data.train, data.validation):
+        image, label = dataset[0]
+        assert (image.shape, image.dtype) == ((3, size, size), torch.float32)
+        assert 0 <= label < len(data.classes)
+    # Training images are augmented, validation images are always the same.
+    assert torch.equal(data.validation[0][0], data.validation[0][0])
+    assert any(not torch.equal(data.train[0][0], data.train[0][0]) for _ in range(10))
+
+
+def test_digits_are_split_by_class_and_always_the_same_way() -> None:
+    data = images.load("digits", FOLDER, 32)
+    torch.manual_seed(1)
+    np.random.seed(1)
+    again = images.load("digits", FOLDER, 32)
+    assert (len(data.train), len(data.validation), len(data.classes)) == (1437, 360, 10)
+    assert torch.equal(data.train.tensors[0], again.train.tensors[0])
+    assert torch.equal(data.validation.tensors[1], again.validation.tensors[1])
+    counts = torch.bincount(data.validation.tensors[1])
+    assert counts.min() >= 34
+    assert counts.max() <= 38
+    pixels = data.train.tensors[0]
+    assert pixels.shape[1:] == (3, 8, 8)
+    assert abs(pixels.mean()) < 0.02
+    assert abs(pixels.std() - 1) < 0.02
+
+
+def test_fake_images_are_as_many_as_asked_and_always_the_same() -> None:
+    data = images.load("fake:30", FOLDER, 16)
+    assert (len(data.train), len(data.validation), len(data.classes)) == (30, 3, 10)
+    assert len(images.load("fake", FOLDER, 16).train) == 10_000
+    assert torch.equal(data.train[7][0], images.load("fake:30", FOLDER, 16).train[7][0])
+    assert data.train[7][0].shape == (3, 16, 16)
+    assert not torch.equal(data.validation[0][0], data.train[0][0])
+
+
+# ----------------------------------------------------------------------------------------------------- imagefolder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for part, count in (("train", 3), ("val", 1)):
+        for name in ("cat", "dog"):
+            (tmp_path / part / name).mkdir(parents=True)
+            for i in range(count):
+                _picture(i).save(tmp_path / part / name / f"{i}.png")
+    return tmp_path
+
+
+def test_image_folder(folder: Path) -> None:
+    data = images.load(f"imagefolder:{folder}", FOLDER, 32)
+    assert (_labels(data.train), _labels(data.validation)) == ([0, 0, 0, 1, 1, 1], [0, 1])
+    _assert_pictures(data, 32)
+
+
+def test_an_image_folder_without_parts_is_split_by_class(folder: Path) -> None:
+    data = images.load(f"imagefolder:{folder / 'train'}", FOLDER, 32, val_fraction=0.5)
+    assert data.classes == ["cat", "dog"]
+    assert (sorted(_labels(data.train)), sorted(_labels(data.validation))) == ([0, 1, 1], [0, 0, 1])
+    both = [dataset.dataset.samples[i][0] for dataset in (data.train, data.validation) for i in dataset.indices]
+    assert len(set(both)) == 6
+    _assert_pictures(data, 32)
+    with pytest.raises(ConfigError, match=r"can't be split: .*split them in train/ and val/ yourself"):
+        images.load(f"imagefolder:{folder / 'val'}", FOLDER, 32)
+
+
+def _no_validation(folder: Path) -> None:
+    (folder / "val").rename(folder / "test")
+
+
+def _no_classes(folder: Path) -> None:
+    for name in ("cat", "dog"):
+        (folder / "val" / name / "0.png").unlink()
+        (folder / "val" / name).rmdir()
+
+
+def _no_images(folder: Path) -> None:
+    (folder / "val" / "dog" / "0.png").unlink()
+
+
+def _other_classes(folder: Path) -> None:
+    (folder / "val" / "dog").rename(folder / "val" / "wolf")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (_no_validation, "can't be used: .*/val'. It must have one folder of images per class, or train/ and val/"),
+        (_no_classes, "can't be used: .*any class folder in .*/val. It must have"),
+        (_no_images, "can't be used: .*no valid file for the classes dog"),
+        (_other_classes, "has classes in only one of train/ and val/: dog, wolf"),
+    ],
+)
+def test_image_folder_that_is_laid_out_otherwise(folder: Path, spoil: Callable[[Path], None], said: str) -> None:
+    spoil(folder)
+    with pytest.raises(ConfigError, match=f"data imagefolder:{folder} {said}"):
+        images.load(f"imagefolder:{folder}", FOLDER, 32)
+
+
+def test_a_file_that_is_no_image_is_named(folder: Path) -> None:
+    bad = folder / "train" / "cat" / "0.png"
+    bad.write_bytes(b"no image")
+    with pytest.raises(DataError, match=f"{bad} can't be read as an image"):
+        images.load(f"imagefolder:{folder}", FOLDER, 32).train[0]
+
+
+# -------------------------------------------------------------------------------------------- what is downloaded
+
+
+def _md5(path: Path) -> str:
+    return hashlib.md5(path.read_bytes(), usedforsecurity=False).hexdigest()
+
+
+def _small_cifar10(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write CIFAR-10's python version with 4 images a batch, and let torchvision know these files' checksums."""
+    files = folder / CIFAR10.base_folder
+    files.mkdir(parents=True)
+    random = np.random.default_rng(0)
+    for name, *_ in [*CIFAR10.train_list, *CIFAR10.test_list]:
+        batch = {"data": random.integers(0, 256, (4, 3072), np.uint8), "labels": random.integers(0, 10, 4).tolist()}
+        (files / name).write_bytes(pickle.dumps(batch))
+    meta = CIFAR10.meta["filename"]
+    (files / meta).write_bytes(pickle.dumps({"label_names": list("abcdefghij")}))
+    for table in ("train_list", "test_list"):
+        checksums = [[name, _md5(files / name)] for name, _ in getattr(CIFAR10, table)]
+        monkeypatch.setattr(CIFAR10, table, checksums)
+    monkeypatch.setattr(CIFAR10, "meta", {**CIFAR10.meta, "md5": _md5(files / meta)})
+
+
+def _small_flowers102(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write Flowers102 with 6 images, and let torchvision know these files' checksums."""
+    files = folder / "flowers-102"
+    (files / "jpg").mkdir(parents=True)
+    for i in range(1, 7):
+        _picture(i).save(files / "jpg" / f"image_{i:05d}.jpg")
+    savemat(files / "imagelabels.mat", {"labels": np.array([[1, 102, 3, 1, 102, 3]])})
+    splits = {"trnid": np.array([[1, 2, 3]]), "valid": np.array([[4, 5]]), "tstid": np.array([[6]])}
+    savemat(files / "setid.mat", splits)
+    names = {key: name for key, (name, _) in Flowers102._file_dict.items()}
+    checksums = {key: (names[key], _md5(files / names[key])) for key in ("label", "setid")}
+    monkeypatch.setattr(Flowers102, "_file_dict", {**Flowers102._file_dict, **checksums})
+
+
+def test_cifar10(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _small_cifar10(tmp_path, monkeypatch)
+    data = images.load("cifar10", tmp_path, 224)
+    assert (len(data.train), len(data.validation), len(data.classes)) == (20, 4, 10)
+    _assert_pictures(data, 32)
+
+
+def test_flowers102(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _small_flowers102(tmp_path, monkeypatch)
+    data = images.load("flowers102", tmp_path, 32)
+    assert (_labels(data.train), _labels(data.validation), len(data.classes)) == ([0, 101, 2], [0, 101], 102)
+    _assert_pictures(data, 32)
+
+
+class _Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_: Any) -> None:
+        """Say nothing."""
+
+    def copyfile(self, source: Any, outputfile: Any) -> None:
+        """Send a file; torchvision looks for redirections first, and hangs up."""
+        with suppress(ConnectionError):
+            super().copyfile(source, outputfile)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[tuple[Path, str]]:
+    """Serve a folder on this machine."""
+    served = tmp_path / "served"
+    served.mkdir()
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=str(served))) as running:
+        thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield served, f"http://127.0.0.1:{running.server_port}"
+        running.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let downloads reach this machine's servers, and their bars leave no thread."""
+    monkeypatch.setattr(tqdm, "monitor_interval", 0)
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setattr(urllib.request, "_opener", None)  # keeps the proxies that it found first
+
+
+def _serve_cifar10(served: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _small_cifar10(served, monkeypatch)
+    archive = served / CIFAR10.filename
+    with tarfile.open(archive, "w:gz") as tar:
+        tar.add(served / CIFAR10.base_folder, CIFAR10.base_folder)
+    monkeypatch.setattr(CIFAR10, "url", f"{url}/{CIFAR10.filename}")
+    monkeypatch.setattr(CIFAR10, "tgz_md5", _md5(archive))
+
+
+@pytest.mark.usefixtures("on_this_machine")
+def test_cifar10_is_downloaded_once(tmp_path: Path, server: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    served, url = server
+    _serve_cifar10(served, url, monkeypatch)
+    assert len(images.load("cifar10", tmp_path / "data", 32).train) == 20
+    (served / CIFAR10.filename).unlink()
+    assert len(images.load("cifar10", tmp_path / "data", 32).train) == 20
+
+
+@pytest.mark.usefixtures("on_this_machine")
+def test_a_download_that_fails(tmp_path: Path, server: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    _, url = server
+    monkeypatch.setattr(CIFAR10, "url", f"{url}/missing.tar.gz")
+    said = (
+        f"data cifar10 is not in {tmp_path} and can't be downloaded: .*404.* Unpack {url}/missing.tar.gz in {tmp_path}"
+    )
+    with pytest.raises(ConfigError, match=said):
+        images.load("cifar10", tmp_path, 32)
+    gc.collect()  # a connection that was left open would be warned of here
+
+
+@pytest.mark.usefixtures("on_this_machine")
+def test_a_download_that_is_cut_short(
+    tmp_path: Path, server: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served, url = server
+    _serve_cifar10(served, url, monkeypatch)
+    archive = served / CIFAR10.filename
+    archive.write_bytes(archive.read_bytes()[:-10])
+    with pytest.raises(ConfigError, match="can't be downloaded: File not found or corrupted"):
+        images.load("cifar10", tmp_path / "data", 32)
+
+
+@pytest.mark.usefixtures("on_this_machine")
+def test_a_server_that_gives_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unitrain.recipes.shared.downloads._TIMEOUT_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setattr(CIFAR10, "url", f"http://127.0.0.1:{silent.getsockname()[1]}/cifar.tar.gz")
+        with pytest.raises(ConfigError, match=r"can't be downloaded: .*timed out"):
+            images.load("cifar10", tmp_path, 32)
+    assert socket.getdefaulttimeout() is None

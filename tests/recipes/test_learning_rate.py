@@ -1,0 +1,98 @@
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unitrain.errors import ConfigError
+from unitrain.recipes.shared.learning_rate import LearningRate, Schedule
+
+
+def _rates(rule: LearningRate) -> list[float]:
+    """The rates that an optimizer really gets, step by step."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=rule.peak)
+    scheduler = rule.scheduler(optimizer)
+    rates = []
+    for _ in range(rule.total_steps):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return rates
+
+
+def test_warm_up_rises_linearly_to_the_peak() -> None:
+    assert _rates(LearningRate(0.4, 8, warmup_steps=4, schedule="constant")) == pytest.approx(
+        [0.1, 0.2, 0.3, 0.4, 0.4, 0.4, 0.4, 0.4]
+    )
+
+
+def test_cosine_falls_from_the_peak_to_the_floor() -> None:
+    rates = _rates(LearningRate(1.0, 4, floor=0.2))
+    assert rates == pytest.approx([0.2 + 0.8 * (1 + math.cos(math.pi * t / 4)) / 2 for t in range(4)])
+    assert rates[0] == 1.0
+    assert LearningRate(1.0, 4, floor=0.2).at(4) == pytest.approx(0.2)
+
+
+def test_step_takes_a_tenth_after_each_third_and_stops_at_the_floor() -> None:
+    assert _rates(LearningRate(1.0, 6, schedule="step")) == pytest.approx([1, 1, 0.1, 0.1, 0.01, 0.01])
+    assert _rates(LearningRate(1.0, 6, schedule="step", floor=0.05)) == pytest.approx([1, 1, 0.1, 0.1, 0.05, 0.05])
+
+
+@pytest.mark.parametrize(("scaling", "peak"), [("none", 0.1), ("linear", 0.4), ("sqrt", 0.2)])
+def test_the_peak_scales_with_the_batch(scaling: Any, peak: float) -> None:
+    rule = LearningRate(0.1, 10, scaling=scaling, batch_size=1024, reference_batch=256)
+    assert rule.peak == pytest.approx(peak)
+    assert rule.at(0) == pytest.approx(peak)
+
+
+def test_groups_keep_their_ratio() -> None:
+    rule = LearningRate(0.1, 4, warmup_steps=2)
+    body, head = torch.nn.Parameter(torch.zeros(1)), torch.nn.Parameter(torch.zeros(1))
+    groups: list[dict[str, Any]] = [{"params": [body]}, {"params": [head], "lr": 10 * rule.peak}]
+    optimizer = torch.optim.SGD(groups, lr=rule.peak)
+    rule.scheduler(optimizer)
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.05, 0.5])
+
+
+@given(
+    st.sampled_from(["cosine", "step", "constant"]),
+    st.integers(1, 50),
+    st.floats(0, 1),
+    st.floats(0.001, 10),
+    st.floats(0, 1),
+)
+def test_rates_stay_between_floor_and_peak(
+    schedule: Schedule, total: int, warmup: float, base: float, floor: float
+) -> None:
+    rule = LearningRate(base, total, round(warmup * total), schedule, floor * base)
+    for step in range(2 * total):
+        low = 0.0 if step < rule.warmup_steps else rule.floor
+        assert low <= rule.at(step) <= rule.peak * (1 + 1e-12)
+    falling = [rule.at(step) for step in range(rule.warmup_steps, 2 * total)]
+    assert falling == sorted(falling, reverse=True)
+
+
+def test_the_rule_in_words() -> None:
+    words = str(LearningRate(0.1, 900, 90, scaling="linear", batch_size=512, reference_batch=256))
+    assert words == "0.1 * 512/256 = 0.2 (linear scaling), warm-up over 90 of 900 steps, then cosine to 0"
+    assert (
+        str(LearningRate(0.1, 9, schedule="constant")) == "0.1 (not scaled with the batch), no warm-up, then constant"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"base": 0.0}, "0, 10, 256 and 256"),
+        ({"total_steps": 0}, "0.1, 0, 256"),
+        ({"warmup_steps": 11}, "11 steps"),
+        ({"warmup_steps": -1}, "-1 steps"),
+        ({"floor": 0.2}, "floor is 0.2"),
+        ({"reference_batch": 0}, "256 and 0"),
+    ],
+)
+def test_contradictions_are_refused(arguments: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        LearningRate(**{"base": 0.1, "total_steps": 10, **arguments})

@@ -1,0 +1,118 @@
+"""The folder of a recipe's run after a crash: what can be read is kept, and what can't be is reported."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import unitrain
+from unitrain import ConfigError, Section, parse_command_line
+from unitrain.recipes.shared.run_folder import RunFolder
+from unitrain.recipes.shared.settings import TrainingSettings
+
+WHOLE = [json.dumps({"step": step, "loss": float("nan")}).encode() for step in (2, 4, 6)]
+
+
+class Settings(Section):
+    """Settings of a recipe."""
+
+
+def begin(folder: Path, step: int) -> list[dict[str, float]]:
+    """Begin a run in a folder, add a line, and return the lines of metrics."""
+    with unitrain.init(backend="single", device="cpu") as strategy:
+        run = RunFolder(strategy, folder, "test")
+        run.begin(Settings(), step)
+        run.add({"step": step + 1})
+        run.close()
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("broken", "reported"),
+    [
+        (b'{"step": 8, "lo', "line 4,"),
+        (b'{"step"', "line 4,"),
+        (b"\0" * 4096, "line 4,"),
+        (b"\xff\xfe\x80", "line 4,"),
+        (b"7\n[1]\n{}\nnull\n" + b'{"step": "7"}\n' + b"[" * 100_000, "lines 4, 5, 6, 7, 8, 9,"),
+        (b"", ""),
+        (b"\n\n", ""),
+    ],
+    ids=["cut", "cut in the name", "zeros", "binary", "no metrics", "whole", "blank"],
+)
+def test_a_line_that_was_cut_is_removed_and_reported(
+    tmp_path: Path, broken: bytes, reported: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([*WHOLE, broken]))
+    assert [line["step"] for line in begin(tmp_path, 4)] == [2, 4, 5]
+    said = capsys.readouterr().err
+    assert said.count("which can't be read") == bool(reported)
+    assert f"removed {reported}" in said if reported else not said
+
+
+def test_a_line_that_was_cut_in_the_midst_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([WHOLE[0], b'{"st', WHOLE[1]]))
+    assert [line["step"] for line in begin(tmp_path, 10)] == [2, 4, 11]
+
+
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
+def test_what_is_no_file_is_refused(tmp_path: Path, make: object) -> None:
+    make(tmp_path / "metrics.jsonl")  # type: ignore[operator]
+    with (
+        unitrain.init(backend="single", device="cpu") as strategy,
+        pytest.raises(ConfigError, match=r"metrics\.jsonl is not a file\. Pass another"),
+    ):
+        RunFolder(strategy, tmp_path, "test")
+
+
+def test_a_url_is_refused_and_no_folder_of_its_name_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with (
+        unitrain.init(backend="single", device="cpu") as strategy,
+        pytest.raises(ConfigError, match=r"s3:/bucket/run is a URL, but .*: pass a folder as --output-dir"),
+    ):
+        RunFolder(strategy, Path("s3://bucket/run"), "test")
+    assert not list(tmp_path.iterdir())
+
+
+def test_floats_are_sent_to_the_trackers(tmp_path: Path) -> None:
+    with unitrain.init(backend="single", device="cpu") as strategy:
+        run = RunFolder(strategy, tmp_path, "test")
+        run.begin(Settings(), 0)
+        for step in (1, 2):
+            run.add({"step": step, "loss": 1 / step})
+        run.close()
+    shown = EventAccumulator(str(tmp_path))
+    shown.Reload()
+    assert [(event.step, event.value) for event in shown.Scalars("loss")] == [(1, 1.0), (2, 0.5)]
+    assert shown.Tags()["scalars"] == ["loss"]
+    with unitrain.init(backend="single", device="cpu") as strategy:
+        run = RunFolder(strategy, tmp_path / "without", "test", trackers=())
+        run.begin(Settings(), 0)
+        run.close()
+    assert {path.name for path in (tmp_path / "without").iterdir()} == {"config.yaml", "metrics.jsonl"}
+
+
+class Traced(TrainingSettings):  # type: ignore[misc]
+    """Settings of a recipe that trains."""
+
+    lr: float = 0.1
+    batch_size: int = 4
+
+
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [("wandb", ("wandb",)), ("tensorboard,mlflow", ("tensorboard", "mlflow")), ("[]", ()), (None, ("tensorboard",))],
+)
+def test_trackers_are_named_by_a_flag(given: str | None, names: tuple[str, ...]) -> None:
+    argv = [] if given is None else ["--tracker", given]
+    assert parse_command_line(Traced, argv, prog="recipe", description="").tracker == names
+
+
+def test_an_unknown_tracker_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"must be a list \(tensorboard,wandb\), each tensorboard, wandb or mlflow\."):
+        parse_command_line(Traced, ["--tracker", "tensorboard,neptune"], prog="recipe", description="")

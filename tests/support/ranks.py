@@ -1,0 +1,54 @@
+"""The tests' ``run_ranks``: that of ``unitrain.testing``, and the environments of horovodrun without horovodrun.
+
+horovodrun itself takes seconds to start processes, and only ``backends/horovod/backend.py`` may import Horovod in ``unitrain``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+from unitrain.testing import ranks
+
+# Test modules import them, and with the module each of its ranks would (1 to 3 s).
+_PRELOADED_WHERE_USED = ("sklearn.datasets", "torchmetrics", "torchvision")
+
+
+def run_ranks(
+    fn: Callable[..., Any],
+    *args: Any,
+    nprocs: int = 2,
+    timeout: float = 60,
+    launcher: Literal["spawn", "horovodrun", "mpirun"] = "spawn",
+) -> list[Any]:
+    """Call ``unitrain.testing.ranks.run_ranks``, with ``horovodrun_environments`` for the launcher ``horovodrun``."""
+    # All test modules have been collected by now.
+    ranks.preload([name for name in _PRELOADED_WHERE_USED if name in sys.modules])
+    starter = horovodrun_environments if launcher == "horovodrun" else launcher
+    return ranks.run_ranks(fn, *args, nprocs=nprocs, timeout=timeout, launcher=starter)
+
+
+@contextmanager
+def horovodrun_environments(nprocs: int) -> Iterator[list[dict[str, str]]]:
+    """Set up what ``horovodrun --gloo -np N`` does for its processes, without starting them."""
+    from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts  # noqa: TID251
+    from horovod.runner.gloo_run import create_run_env_vars, create_slot_env_vars  # noqa: TID251
+    from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer  # noqa: TID251
+
+    slots = get_host_assignments(parse_hosts(f"localhost:{nprocs}"), nprocs)
+    server = RendezvousHTTPServer(("127.0.0.1", 0), RendezvousHandler, 0)
+    server.init(slots)
+    # Horovod's own server takes 0.5 s to stop.
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    job = create_run_env_vars("127.0.0.1", ["lo"], str(server.server_port))
+    try:
+        yield [{**os.environ, **job, **create_slot_env_vars(slot)} for slot in slots]
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -1,0 +1,265 @@
+"""Synchronised BatchNorm, compared with BatchNorm on the concatenated batch, in float64 to 1e-10."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor, nn
+
+import unitrain
+from unitrain import ConfigError, Strategy
+from unitrain.training.batch_norm import layers as batch_norm
+
+EXACT = 1e-10
+CHANNELS = 3
+SHAPES: dict[type[nn.Module], tuple[int, ...]] = {
+    nn.BatchNorm1d: (), nn.BatchNorm2d: (4, 5), nn.BatchNorm3d: (2, 3, 2),
+}  # fmt: skip
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"momentum": None},
+    {"momentum": 0.3, "eps": 0.1},
+    {"affine": False},
+    {"track_running_stats": False},
+]
+SHARES = [(3, 3), (5, 2), (4, 0), (0, 2), (1, 1), (1, 3, 2), (0, 4, 1)]
+
+
+def _batch(rows: int, shape: tuple[int, ...], step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(rows, CHANNELS, *shape, generator=generator, dtype=torch.float64)
+
+
+def _layer(kind: type[nn.Module], options: dict[str, Any]) -> Any:
+    layer: Any = kind(CHANNELS, **options)
+    layer.double()
+    if layer.affine:
+        with torch.no_grad():
+            layer.weight.copy_(torch.tensor([0.5, 1.5, -2.0]))
+            layer.bias.copy_(torch.tensor([1.0, 0.0, -1.0]))
+    return layer
+
+
+def _open(**settings: Any) -> Strategy:
+    return unitrain.init(**{"precision": "fp64", "sync_batchnorm": True, "timeout_s": 30, **settings})
+
+
+def _close_to(one: Tensor, other: Tensor) -> None:
+    torch.testing.assert_close(one, other, rtol=0, atol=EXACT)
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def _compare(strategy: Strategy, kind: type[nn.Module], options: dict[str, Any], shares: tuple[int, ...]) -> None:
+    """Run three steps on this rank's share, and on the whole batch by plain BatchNorm."""
+    synced, plain = _layer(kind, options), _layer(kind, options)
+    batch_norm.synchronise(synced, strategy.communicator, strategy.training_step.batches.in_use)
+    assert isinstance(synced, kind)
+    start = sum(shares[: strategy.rank])
+    mine = slice(start, start + shares[strategy.rank])
+    for step in range(3):
+        whole = (3 + _batch(sum(shares), SHAPES[kind], step)).requires_grad_()
+        share = whole.detach()[mine].requires_grad_()
+        seed = _batch(sum(shares), SHAPES[kind], 10 + step)
+        expected, output = plain(whole), synced(share)
+        _close_to(output, expected[mine])
+        expected.backward(seed)
+        output.backward(seed[mine])
+        assert whole.grad is not None
+        assert share.grad is not None
+        _close_to(share.grad, whole.grad[mine])
+        for ours, its in zip(synced.parameters(), plain.parameters(), strict=True):
+            _close_to(strategy.all_reduce(_gradient(ours)), _gradient(its))  # a rank's part of the sum over all rows
+            ours.grad = its.grad = None
+        for (name, buffer), (_, other) in zip(synced.named_buffers(), plain.named_buffers(), strict=True):
+            assert buffer.dtype == other.dtype, name
+            _close_to(buffer, other)
+    synced.eval()
+    plain.eval()
+    if plain.track_running_stats:
+        _close_to(synced(whole[:2]), plain(whole[:2]))
+    keys = list(synced.state_dict())
+    batch_norm.revert(synced)
+    assert type(synced) is kind
+    assert vars(synced).keys() == vars(plain).keys()
+    assert list(synced.state_dict()) == keys == list(plain.state_dict())
+
+
+def _compare_all(world_size: int) -> int:
+    compared = 0
+    with _open() as strategy:
+        for kind, options, shares in itertools.product(SHAPES, OPTIONS, SHARES):
+            if len(shares) != world_size or (kind is nn.BatchNorm1d and sum(shares) < 2):
+                continue
+            _compare(strategy, kind, options, shares)
+            compared += 1
+    return compared
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_equals_batch_norm_on_the_concatenated_batch(world_size: int) -> None:
+    counts = run_ranks(_compare_all, world_size, nprocs=world_size)
+    assert counts == [15 * sum(len(shares) == world_size for shares in SHARES)] * world_size
+
+
+def _sequences() -> None:
+    """(rows, channels, length), as BatchNorm1d also takes."""
+    with _open() as strategy:
+        synced, plain = _layer(nn.BatchNorm1d, {}), _layer(nn.BatchNorm1d, {})
+        batch_norm.synchronise(synced, strategy.communicator, strategy.training_step.batches.in_use)
+        whole = _batch(4, (6,), 0)
+        _close_to(synced(whole[strategy.rank :: 2]), plain(whole)[strategy.rank :: 2])
+
+
+def test_sequences() -> None:
+    run_ranks(_sequences)
+
+
+def _channels_last() -> None:
+    """The layer keeps the memory format, and its gradients; here the first layer, whose input needs none."""
+    with _open() as strategy:
+        synced, plain = _layer(nn.BatchNorm2d, {}), _layer(nn.BatchNorm2d, {})
+        batch_norm.synchronise(synced, strategy.communicator, strategy.training_step.batches.in_use)
+        whole = _batch(4, (2, 3), 0).to(memory_format=torch.channels_last)
+        output = synced(whole[strategy.rank * 2 :][:2])
+        assert output.is_contiguous(memory_format=torch.channels_last)
+        output.square().sum().backward()
+        plain(whole).square().sum().backward()
+        for ours, its in zip(synced.parameters(), plain.parameters(), strict=True):
+            _close_to(strategy.all_reduce(_gradient(ours)), _gradient(its))
+
+
+def test_channels_last() -> None:
+    run_ranks(_channels_last)
+
+
+def _one_value() -> None:
+    with _open() as strategy:
+        layer = _layer(nn.BatchNorm1d, {})
+        batch_norm.synchronise(layer, strategy.communicator, strategy.training_step.batches.in_use)
+        rows = 1 if strategy.rank == 0 else 0
+        with pytest.raises(ValueError, match="more than 1 value per channel"):
+            layer(_batch(rows, (), 0))
+        with pytest.raises(ValueError, match="expected 2D or 3D input"):
+            layer(torch.ones(2, 3, 4, 5, dtype=torch.float64))
+
+
+def test_one_value_over_all_ranks_is_refused_by_all() -> None:
+    run_ranks(_one_value)
+
+
+def _narrow(dtype: torch.dtype) -> None:
+    """Half-precision inputs with float32 weights, as under autocast: as good as torch's own."""
+    with _open(precision="fp32") as strategy:
+        synced, plain = nn.BatchNorm2d(CHANNELS), nn.BatchNorm2d(CHANNELS)
+        batch_norm.synchronise(synced, strategy.communicator, strategy.training_step.batches.in_use)
+        whole = _batch(6, (2, 2), 0).to(dtype)
+        share, exact = whole[strategy.rank :: 2].requires_grad_(), whole.float().requires_grad_()
+        output, expected = synced(share), plain(exact)
+        assert output.dtype == dtype
+        tolerance: dict[str, Any] = {"rtol": torch.finfo(dtype).eps, "atol": torch.finfo(dtype).eps}
+        torch.testing.assert_close(output.float(), expected[strategy.rank :: 2], **tolerance)
+        seed = _batch(6, (2, 2), 1).to(dtype)
+        output.backward(seed[strategy.rank :: 2])
+        expected.backward(seed.float())
+        assert share.grad is not None
+        assert exact.grad is not None
+        assert share.grad.dtype == dtype
+        torch.testing.assert_close(share.grad.float(), exact.grad[strategy.rank :: 2], **tolerance)
+        assert synced.running_var is not None
+        assert plain.running_var is not None
+        torch.testing.assert_close(synced.running_var, plain.running_var)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype: torch.dtype) -> None:
+    run_ranks(_narrow, dtype)
+
+
+def _twice_differentiated() -> None:
+    with _open() as strategy:
+        layer = _layer(nn.BatchNorm1d, {})
+        batch_norm.synchronise(layer, strategy.communicator, strategy.training_step.batches.in_use)
+        x = _batch(4, (), 0).requires_grad_()
+        [gradient] = torch.autograd.grad(layer(x).pow(3).sum(), x, create_graph=True)
+        penalty = gradient.pow(2).sum()
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            penalty.backward()  # type: ignore[no-untyped-call]
+
+
+def test_a_second_derivative_is_refused_not_wrong() -> None:
+    run_ranks(_twice_differentiated)
+
+
+class Custom(nn.BatchNorm2d):
+    pass
+
+
+def test_derived_layers_are_refused() -> None:
+    with (
+        unitrain.init(backend="single", sync_batchnorm=True) as strategy,
+        pytest.raises(ConfigError, match=r"'1'.*Custom.*sync_batchnorm to false"),
+    ):
+        strategy.prepare(nn.Sequential(nn.Conv2d(3, 3, 1), Custom(3)))
+
+
+def test_conversion_keeps_parameters_hooks_and_keys() -> None:
+    with unitrain.init(backend="single", sync_batchnorm=True) as strategy:
+        model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+        calls: list[str] = []
+        model[1].register_forward_hook(lambda *_: calls.append("hook"))
+        before = dict(model.named_parameters()), list(model.state_dict())
+        prepared = strategy.prepare(model)
+        prepared(torch.ones(2, 2))
+        assert isinstance(model[1], batch_norm.SyncBatchNorm)
+        assert calls == ["hook"]
+        assert all(p is before[0][name] for name, p in model.named_parameters())
+        assert list(model.state_dict()) == before[1]
+
+
+def _averages() -> None:
+    """Without synchronisation, an evaluation begins with the mean of the ranks' statistics."""
+    with _open(sync_batchnorm=False) as strategy:
+        model = nn.Sequential(
+            nn.BatchNorm1d(2), nn.BatchNorm1d(2, track_running_stats=False), nn.BatchNorm1d(2)
+        ).double()
+        prepared = strategy.prepare(model)
+        with torch.no_grad():
+            for buffer in model.buffers():
+                buffer.fill_(4 * strategy.rank + 1)
+        with strategy.evaluation(prepared):
+            for name, buffer in model.named_buffers():
+                expected = 4 * strategy.rank + 1 if name.endswith("num_batches_tracked") else 3
+                assert torch.equal(buffer, torch.full_like(buffer, expected)), name
+
+
+def test_statistics_that_are_not_synchronised_are_averaged_for_evaluation() -> None:
+    run_ranks(_averages)
+
+
+def torchs_own(sync_batchnorm: bool, dimensions: int) -> tuple[Tensor, Tensor, str]:
+    strategy = unitrain.init(timeout_s=30, sync_batchnorm=sync_batchnorm, precision="fp64")
+    layer = nn.SyncBatchNorm(3)
+    prepared, optimizer = strategy.prepare(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
+    rows = torch.arange(4 * 3 * 2**dimensions, dtype=torch.float64).sin().view(4, 3, *[2] * dimensions)
+    out = prepared(rows[strategy.rank :: strategy.world_size])
+    strategy.step(out.pow(3).mean(), optimizer)
+    return layer.running_mean, layer.weight.detach(), type(strategy.export(prepared)).__name__  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("sync_batchnorm", [True, False])
+@pytest.mark.parametrize("dimensions", [0, 2])
+def test_torchs_own_layers_are_synchronised_on_a_cpu_too(sync_batchnorm: bool, dimensions: int) -> None:
+    """Theirs refuse a CPU, and under Horovod they would silently use each rank's own statistics."""
+    (mean, weight, kind), others = run_ranks(torchs_own, sync_batchnorm, dimensions)
+    (alone, trained, _) = run_ranks(torchs_own, sync_batchnorm, dimensions, nprocs=1)[0]
+    assert kind == "SyncBatchNorm"
+    for found, expected in ((mean, alone), (others[0], alone), (weight, trained), (others[1], trained)):
+        assert torch.allclose(found, expected, atol=1e-12)

@@ -1,0 +1,249 @@
+"""``GuardedStep`` finds every non-finite gradient, reports no finite one, and changes nothing in a skipped step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from needs import GPU
+from plain_loop import strategy_of
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import SGD, AdamW, Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from unitrain import UsageError
+from unitrain.training.gradients.guard import GuardedStep
+
+CPU = torch.device("cpu")
+BAD = [math.nan, math.inf, -math.inf]
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64]
+# How the guard finds out: by its own check, by a norm that is taken anyway, or by both because of clip_value.
+WAYS: list[dict[str, Any]] = [
+    {},
+    {"clip_norm": 1.0},
+    {"measure_norm": True},
+    {"clip_value": 1.0},
+    {"clip_value": 1.0, "clip_norm": 1.0},
+    {"clip_value": 1.0, "measure_norm": True},
+]
+
+
+def guard_of(
+    *, clip_norm: float | None = None, clip_value: float | None = None, flags: bool = False, **settings: Any
+) -> GuardedStep:
+    guard = GuardedStep(CPU, clip_norm, clip_value, **settings)
+    guard._may_flag = flags  # as on a GPU; fused optimizers heed a flag on a CPU too
+    return guard
+
+
+def parameters_of(*gradients: Tensor) -> list[Parameter]:
+    parameters = [Parameter(torch.ones_like(gradient)) for gradient in gradients]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    return parameters
+
+
+def guarded(
+    guard: GuardedStep, optimizer: Optimizer, parameters: Sequence[Parameter], losses: Sequence[Tensor] = ()
+) -> tuple[bool, Tensor | None]:
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    return guard(optimizer, parameters, gradients, losses)
+
+
+def state_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    return [dict(its) for its in optimizer.state.values()]
+
+
+@pytest.mark.parametrize("settings", WAYS)
+@pytest.mark.parametrize("bad", BAD)
+def test_one_bad_number_anywhere_is_found(bad: float, settings: dict[str, Any]) -> None:
+    for where in (0, 17, 99):
+        for which in range(3):
+            gradients = [torch.ones(3), torch.ones(100), torch.ones(2, 50)]
+            gradients[which].view(-1)[where % gradients[which].numel()] = bad
+            parameters = parameters_of(*gradients)
+            optimizer = SGD(parameters, lr=1, momentum=0.9)
+            assert guarded(guard_of(**settings), optimizer, parameters) == (False, None)
+            assert all((p == 1).all() for p in parameters)
+            assert not state_of(optimizer)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_type_of_gradient_is_looked_at(dtype: torch.dtype) -> None:
+    guard = guard_of()
+    for bad in [1.0, *BAD, 1.0]:
+        parameters = parameters_of(torch.ones(5), torch.tensor([1.0, bad], dtype=dtype))
+        stepped, _ = guarded(guard, SGD(parameters, lr=0.5), parameters)
+        assert stepped == math.isfinite(bad)
+        assert parameters[1].tolist() == [0.5 if stepped else 1.0] * 2
+
+
+@pytest.mark.parametrize("bad", [1.0, *BAD])
+def test_sparse_gradients_are_looked_at(bad: float) -> None:
+    table = torch.nn.Embedding(4, 1, sparse=True)
+    parameters = [*table.parameters(), Parameter(torch.ones(1))]
+    guard = guard_of()
+    for rows, factor in (([1, 2], bad), ([], 1.0), ([0], 1.0)):
+        optimizer = SGD(parameters, lr=1)
+        optimizer.zero_grad()
+        (table(torch.tensor(rows, dtype=torch.long)).sum() * factor + parameters[1].sum()).backward()
+        assert guarded(guard, optimizer, parameters) == (math.isfinite(factor), None)
+
+
+@pytest.mark.parametrize("settings", [{}, {"clip_norm": 1.0}, {"measure_norm": True}])
+@pytest.mark.parametrize("flags", [False, True])
+def test_no_finite_gradient_is_accused(settings: dict[str, Any], flags: bool) -> None:
+    """Sums and norms of these overflow, though each number is finite."""
+    largest = torch.finfo(torch.float32).max
+    parameters = parameters_of(torch.full((3,), largest), torch.full((1000,), 1e30))
+    optimizer = SGD(parameters, lr=1e-38, momentum=0.9, fused=flags)
+    hooked: list[int] = []
+    optimizer.register_step_post_hook(lambda *_: hooked.append(1))
+    stepped, norm = guarded(guard_of(flags=flags, **settings), optimizer, parameters)
+    assert stepped
+    assert norm is None if not settings else norm is not None and math.isinf(norm)
+    assert all(p.isfinite().all() for p in parameters)
+    assert len(state_of(optimizer)) == 2
+    if "clip_norm" not in settings:  # which makes 0 of them
+        assert parameters[0].tolist() == pytest.approx([1 - largest * 1e-38] * 3)
+
+
+def test_the_norm_is_measured_on_request() -> None:
+    for flags in (False, True):
+        for settings in ({"measure_norm": True}, {"measure_norm": True, "clip_norm": 1.0}, {"clip_norm": 1.0}):
+            parameters = parameters_of(torch.tensor([3.0]), torch.tensor([4.0, 0.0]))
+            stepped, norm = guarded(guard_of(flags=flags, **settings), SGD(parameters, lr=1.0, fused=flags), parameters)
+            assert stepped
+            assert norm is not None
+            assert norm.item() == 5
+            scale = 0.2 if "clip_norm" in settings else 1
+            assert [p.tolist() for p in parameters] == [
+                [pytest.approx(1 - 3 * scale)],
+                [pytest.approx(1 - 4 * scale), 1],
+            ]
+    parameters = parameters_of(torch.tensor([3.0]), torch.tensor([4.0, 0.0]))
+    _, norm = guarded(guard_of(measure_norm=True, clip_value=1.0), SGD(parameters, lr=1.0), parameters)
+    assert norm is not None
+    assert norm.item() == pytest.approx(math.sqrt(2)), "of what clip_value has left"
+    assert guarded(guard_of(), SGD(parameters, lr=1.0), parameters) == (True, None)
+
+
+@pytest.mark.parametrize("flags", [False, True])
+@pytest.mark.parametrize("settings", WAYS[:3])
+def test_losses_are_looked_at(settings: dict[str, Any], flags: bool) -> None:
+    for bad in [1.0, *BAD]:
+        parameters = parameters_of(torch.ones(2))
+        optimizer = SGD(parameters, lr=0.5, fused=flags)
+        losses = [torch.tensor(1.0), torch.tensor(bad, dtype=torch.float64)]
+        stepped, _ = guarded(guard_of(flags=flags, **settings), optimizer, parameters, losses)
+        assert stepped == math.isfinite(bad)
+        assert (parameters[0] == 1).all() == (not stepped)
+
+
+class AsOnCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Knows as few types as torch's check does on a GPU, and notes those that it was asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.asked: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default:
+            self.asked += {tensor.dtype for tensor in args[0]}
+            if not {tensor.dtype for tensor in args[0]} <= {torch.float32, torch.float64, torch.float16}:
+                raise NotImplementedError("not implemented for 'BFloat16'")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("flags", [False, True])
+def test_types_that_torchs_check_lacks_are_looked_at_otherwise(flags: bool) -> None:
+    guard = guard_of(flags=flags)
+    mode = AsOnCuda()
+    for step, (bad, other) in enumerate([(1.0, 1.0), *((bad, 1.0) for bad in BAD), (1.0, math.nan), (1.0, 1.0)]):
+        gradients = torch.tensor([1.0, bad], dtype=torch.bfloat16), torch.tensor([other]), torch.zeros(0).bfloat16()
+        parameters = parameters_of(*gradients)
+        with mode:
+            stepped, _ = guarded(guard, SGD(parameters, lr=0.5, fused=flags), parameters)
+        assert stepped == (math.isfinite(bad) and math.isfinite(other))
+        assert parameters[0].tolist() == [0.5 if stepped else 1.0] * 2
+        assert mode.asked.count(torch.bfloat16) == 2, f"it was asked again at step {step}"
+
+
+@pytest.mark.gpu
+@GPU
+@pytest.mark.parametrize("dtype", DTYPES[:4])
+@pytest.mark.parametrize("fused", [False, True])
+def test_every_type_is_looked_at_on_a_gpu(dtype: torch.dtype, fused: bool) -> None:
+    guard = GuardedStep(torch.device("cuda"), None, None)
+    for bad in [1.0, *BAD, 1.0]:
+        gradients = torch.ones(5, device="cuda"), torch.tensor([1.0, bad], device="cuda").to(dtype)
+        parameters = parameters_of(*gradients)
+        stepped, _ = guarded(guard, SGD(parameters, lr=0.5, fused=fused), parameters)
+        assert stepped == math.isfinite(bad)
+        assert parameters[1].tolist() == [0.5 if stepped else 1.0] * 2
+
+
+def sgd_without_momentum(parameters: Any, **settings: Any) -> SGD:
+    return SGD(parameters, **settings)
+
+
+def sgd_with_momentum(parameters: Any, **settings: Any) -> SGD:
+    return SGD(parameters, momentum=0.9, **settings)
+
+
+@pytest.mark.parametrize("settings", WAYS[:3])
+@pytest.mark.parametrize("make", [sgd_without_momentum, sgd_with_momentum, AdamW])
+def test_a_first_step_given_up_by_the_optimizer_itself_leaves_no_state(
+    make: Callable[..., Optimizer], settings: dict[str, Any]
+) -> None:
+    """Fused SGD makes its momentum's memory in the first step, and does not write to it where the flag is set."""
+    ends = []
+    for bad_steps in ([0, 2, 3], []):
+        parameters = parameters_of(torch.ones(3), torch.ones(2))
+        new = parameters_of(torch.ones(4))
+        optimizer = make(parameters, lr=0.1, fused=True)
+        calls: list[int] = []
+        optimizer.register_step_pre_hook(lambda *_, calls=calls: calls.append(1))
+        guard = guard_of(flags=True, **settings)
+        taken = 0
+        for step in range(2 + len(bad_steps)):
+            if taken == 1 and len(parameters) == 2:
+                parameters += new
+                optimizer.add_param_group({"params": new})
+            for p in parameters:
+                p.grad = torch.full_like(p, math.nan if step in bad_steps else 0.5)
+            before = state_of(optimizer)
+            stepped, _ = guarded(guard, optimizer, parameters)
+            assert stepped == (step not in bad_steps)
+            assert stepped or len(state_of(optimizer)) == len(before)
+            taken += stepped
+        assert len(calls) == 2 + len(bad_steps), "every step was queued before the host knew"
+        state = [value for its in state_of(optimizer) for value in its.values()]
+        ends.append(torch.cat([t.detach().reshape(-1) for t in [*parameters, *state]]))
+    assert torch.equal(*ends)
+
+
+@pytest.mark.parametrize("kind", ["sparse", "complex"])
+def test_clip_value_refuses_gradients_that_it_can_not_clip(kind: str) -> None:
+    strategy = strategy_of(precision="fp32", clip_value=0.1)
+    model = nn.Embedding(3, 2, sparse=True) if kind == "sparse" else nn.Linear(2, 2, dtype=torch.cfloat)
+    prepared, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    inputs = torch.tensor([1]) if kind == "sparse" else torch.ones(2, 2, dtype=torch.cfloat)
+    with pytest.raises(UsageError, match="clip_value supports neither sparse nor complex gradients"):
+        strategy.step(prepared(inputs).abs().sum(), optimizer)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_a_script_may_set_the_default_dtype(dtype: torch.dtype) -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        for gradient, stepped in ((1.0, True), (math.nan, False)):
+            parameters = parameters_of(torch.tensor([gradient]))
+            assert guarded(guard_of(), SGD(parameters, lr=0.1), parameters)[0] is stepped
+    finally:
+        torch.set_default_dtype(before)

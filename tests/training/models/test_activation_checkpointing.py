@@ -1,0 +1,229 @@
+"""``activation_checkpointing``: the same training with less memory, and nothing counted twice."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+from needs import HOROVOD
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.optim import SGD
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.data import TensorDataset
+
+import unitrain
+from unitrain import ConfigError, Strategy
+from unitrain.training.batch_norm import ops as batch_norm_ops
+
+EXACT = 1e-9
+
+
+class Block(nn.Module):
+    """A layer with BatchNorm, dropout and buffers that a forward reads and changes, in place and by assignment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv1d(4, 4, 1)
+        self.norm = nn.BatchNorm1d(4)
+        self.drop = nn.Dropout(0.3)
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("scale", torch.ones(()))
+        self.calls: Tensor
+        self.scale: Tensor
+
+    def forward(self, x: Tensor, shift: float = 0.0) -> Tensor:
+        if self.training:
+            self.calls.add_(1)
+            self.scale = 0.9 * self.scale + 0.1 * x.detach().square().mean()
+        out: Tensor = x + self.drop(torch.tanh(self.norm(self.layer(x)))) / self.scale + shift
+        return out
+
+
+class Net(nn.Module):
+    def __init__(self, dropout: bool = True) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.last = nn.Linear(4, 2)
+        for block in self.blocks if not dropout else ():
+            block.drop = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, shift=0.1)
+        out: Tensor = self.last(x.mean(2))
+        return out
+
+
+def _open(**settings: Any) -> Strategy:
+    return unitrain.init(**{"precision": "fp64", "timeout_s": 60, **settings})
+
+
+def _samples() -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    return TensorDataset(torch.randn(23, 4, 3, generator=generator), torch.randn(23, 2, generator=generator))
+
+
+def _trained(wanted: bool | Sequence[str], **settings: Any) -> tuple[list[float], dict[str, Tensor]]:
+    """Return the losses of this rank and the final state; the last batch of 11, 11 and 1 has stand-ins."""
+    with _open(activation_checkpointing=wanted, **settings) as strategy:
+        torch.manual_seed(0)
+        module = Net(dropout=not settings.get("compile"))
+        model, optimizer = strategy.prepare(module, SGD(module.parameters(), lr=0.1))
+        train = strategy.dataloader(_samples(), global_batch_size=11)
+        losses = []
+        for _ in train.epochs(2):
+            for x, y in train:
+                loss = mse_loss(model(x), y.double())
+                strategy.step(loss, optimizer)
+                losses.append(loss.item())
+        return losses, copy.deepcopy(module.state_dict())
+
+
+def _compare(**settings: Any) -> None:
+    expected, plain = _trained(False, **settings)
+    losses, state = _trained(["Block"], **settings)
+    assert losses == pytest.approx(expected, abs=EXACT, rel=0)
+    assert state.keys() == plain.keys()
+    for name in plain:
+        torch.testing.assert_close(state[name], plain[name], rtol=0, atol=EXACT, msg=name)
+
+
+def test_one_process() -> None:
+    _compare(backend="single", accumulate=2)
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # torch's tracer has progress bars, whose thread would stay
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("sync_batchnorm", [False, True])
+@pytest.mark.parametrize("launcher", ["spawn", pytest.param("horovodrun", marks=HOROVOD)])
+def test_ranks(launcher: Any, sync_batchnorm: bool) -> None:
+    run_ranks(_on_ranks, sync_batchnorm, launcher=launcher)
+
+
+def _on_ranks(sync_batchnorm: bool) -> None:
+    _compare(sync_batchnorm=sync_batchnorm)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_blocks_that_the_compiler_leaves_as_they_are() -> None:
+    """A block that assigns to itself is run without the compiler."""
+    _compare(backend="single", compile=True, compile_backend="eager", accumulate=2)
+
+
+class Traced(Block):
+    """A block that can be compiled."""
+
+    def forward(self, x: Tensor, shift: float = 0.0) -> Tensor:
+        self.calls.add_(1)
+        out: Tensor = x + torch.relu_(self.norm(self.layer(x))) / self.calls + shift
+        return out
+
+
+def _compiled() -> None:
+    block: Any = Block  # for the rest of this process
+    block.forward = Traced.forward
+    gathered: list[str] = []
+    gather = batch_norm_ops.gather_statistics
+
+    def noting(x: Tensor, ranks: Any, name: str) -> Any:
+        gathered.append(name)
+        return gather(x, ranks, name)
+
+    batch_norm_ops.gather_statistics = noting
+    _compare(sync_batchnorm=True, compile=True, compile_backend="aot_eager")
+    assert not torch._dynamo.utils.counters["graph_break"]
+    assert len(gathered) == 2 * 6 * 3  # in 2 runs of 6 steps, once by each layer
+
+
+def test_compiled() -> None:
+    run_ranks(_compiled, timeout=120)
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(*(nn.Tanh() for _ in range(4)), nn.Linear(8, 8)) for _ in range(8)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers(x)
+        return out
+
+
+def _peak(wanted: bool) -> float:
+    """Return how much memory a step has in use at most, in units of the output of a layer."""
+    with _open(backend="single", precision="fp32", activation_checkpointing=wanted) as strategy:
+        module = Wide()
+        model, optimizer = strategy.prepare(module, SGD(module.parameters(), lr=0.1))
+        x = torch.ones(2**13, 8)
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+            strategy.step(model(x).mean(), optimizer)
+        assert profiled.profiler is not None
+        assert profiled.profiler.kineto_results is not None
+        events = profiled.profiler.kineto_results.events()
+        return float(max(accumulate(event.nbytes() for event in events if event.name() == "[memory]")) / x.nbytes)
+
+
+def test_memory() -> None:
+    """Of 8 blocks of 5 layers, the inputs of all are kept, and in the backward the activations of one."""
+    without, with_it = _peak(False), _peak(True)
+    assert 28 <= without < 35
+    assert 8 <= with_it < 16
+
+
+def test_the_model_stays_what_it_is() -> None:
+    with _open(backend="single", activation_checkpointing=True) as strategy:
+        module = Net()
+        calls: list[str] = []
+        parameters, keys = dict(module.named_parameters()), list(module.state_dict())
+        module.blocks[0].register_forward_hook(lambda *_: calls.append("hook"))
+        model, optimizer = strategy.prepare(module, SGD(module.parameters(), lr=0.1))
+        strategy.step(model(torch.ones(2, 4, 3)).sum(), optimizer)
+        assert calls == ["hook"]  # and not again in the backward
+        assert all(isinstance(block, Block) and type(block) is not Block for block in module.blocks)
+        assert all(parameters[name] is p for name, p in module.named_parameters())
+        assert list(module.state_dict()) == keys
+        average = copy.deepcopy(module)
+        strategy.step(model(torch.ones(2, 4, 3)).sum(), optimizer)
+        assert average(torch.ones(2, 4, 3)).requires_grad
+        assert average.blocks[0].calls == 2  # its own, and not that of the original
+        exported = strategy.export(model)
+        assert [type(block) for block in exported.blocks] == [Block] * 3  # type: ignore[union-attr]
+        assert vars(exported.blocks[1]).keys() == vars(Block()).keys()  # type: ignore[index]
+
+
+def test_blocks_that_do_not_exist_are_refused_with_those_that_do() -> None:
+    with _open(backend="single", activation_checkpointing=["Block", "Blok"]) as strategy:
+        with pytest.raises(ConfigError, match=r"names 'Blok'.*mean 'Block'\? There are BatchNorm1d, Block, Conv1d,"):
+            strategy.prepare(Net())
+        assert not strategy._prepared.has(next(Net().parameters()))
+    with (
+        _open(backend="single", activation_checkpointing=True) as strategy,
+        pytest.raises(
+            ConfigError, match=r"no ModuleList or Sequential .*name the classes.*There are Linear, Sequential"
+        ),
+    ):
+        strategy.prepare(nn.Sequential(nn.Linear(1, 1)))
+    replaced: Any = Net()
+    replaced.blocks[1].forward = lambda x, shift: x
+    with (
+        _open(backend="single", activation_checkpointing=True) as strategy,
+        pytest.raises(ConfigError, match="a Block whose forward was replaced"),
+    ):
+        strategy.prepare(replaced)
+
+
+def test_the_setting_is_read_from_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    for written, expected in (("true", True), ("Block", ("Block",)), ("Block, Layer", ("Block", "Layer"))):
+        monkeypatch.setenv("UNITRAIN_ACTIVATION_CHECKPOINTING", written)
+        with _open(backend="single") as strategy:
+            assert strategy.config.activation_checkpointing == expected

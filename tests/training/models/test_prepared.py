@@ -1,0 +1,73 @@
+"""The registry of prepared modules: found by any wrapper, with the user's parameter names."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from unitrain import UsageError
+from unitrain.data.order.shares import Shares
+from unitrain.training.models.prepared import PreparedModules
+
+
+class Wrapper(nn.Module):
+    """What a backend puts around a module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+def test_a_module_is_found_behind_wrappers_in_any_order() -> None:
+    prepared = PreparedModules(distributed=True, shares=Shares(None, 2))
+    module = nn.Linear(2, 2)
+    compiled: Any = torch.compile(module, backend="eager")
+    wrapper = Wrapper(compiled)
+    prepared.add(wrapper, compiled)
+    outermost: Any = torch.compile(wrapper, backend="eager")
+    assert prepared.unwrap(outermost) is module
+    assert prepared.unwrap(compiled) is prepared.unwrap(module) is module
+    assert wrapper in prepared
+    assert compiled in prepared
+    assert nn.Linear(2, 2) not in prepared
+    assert list(prepared) == [wrapper]
+
+
+def test_parameters_have_the_names_of_the_user_s_module() -> None:
+    prepared = PreparedModules(distributed=True, shares=Shares(None, 2))
+    module = nn.Linear(2, 2)
+    compiled: Any = torch.compile(module, backend="eager")
+    prepared.add_names(compiled)
+    assert prepared.name(module.get_parameter("weight")) == "weight"
+    assert prepared.has(module.get_parameter("bias"))
+    other = nn.Parameter(torch.ones(3))
+    assert not prepared.has(other)
+    assert prepared.name(other) == "an unprepared parameter of shape (3,)"
+
+
+def test_parameters_of_no_prepared_module_are_refused_where_there_are_several_processes() -> None:
+    weights = [nn.Parameter(torch.ones(size)) for size in (1, 2)]
+    with pytest.raises(
+        UsageError,
+        match=r"2 parameters of the optimizer belong to no prepared module \(shapes \(1,\), \(2,\), \.\.\.\)",
+    ):
+        PreparedModules(distributed=True, shares=Shares(None, 2)).check(weights)
+    PreparedModules(distributed=False, shares=Shares(None, 1)).check(weights)
+
+
+def test_released_wrappers_go_with_their_last_user() -> None:
+    prepared = PreparedModules(distributed=True, shares=Shares(None, 2))
+    wrapper = Wrapper(nn.Linear(2, 2))
+    module = wrapper.module
+    prepared.add(wrapper, module)
+    gone = weakref.ref(wrapper)
+    prepared.release()
+    assert prepared.unwrap(wrapper) is module
+    del wrapper
+    gc.collect()
+    assert gone() is None

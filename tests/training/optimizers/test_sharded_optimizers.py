@@ -1,0 +1,549 @@
+"""With ``shard_optimizer``, each rank has its rows of the state, and the weights are those of one process."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from needs import HOROVOD
+from pretended import pretended_rank
+from ranks import horovodrun_environments, run_ranks
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, mse_loss
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
+from torch.optim.lr_scheduler import LRScheduler, StepLR
+from torch.utils.data import TensorDataset
+
+import unitrain
+from unitrain import Strategy, UsageError
+from unitrain.commands.cli import main
+from unitrain.testing.attempts import Outcomes, try_duties
+from unitrain.testing.duties import DUTIES
+from unitrain.testing.worlds import World
+from unitrain.training.optimizers.sharded_optimizers import ShardedOptimizers, evened
+
+WORDS, WIDTH, LENGTH, SAMPLES, BATCH = 36, 24, 6, 22, 7
+EXACT = 1e-9
+Groups = list[dict[str, Any]]
+
+
+class Block(nn.Module):
+    """A transformer's block without attention, with a parameter of no dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.layers = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.scale * self.layers(self.norm(x).cumsum(1))
+        return out
+
+
+class Model(nn.Module):
+    """A language model with a tied head, frozen positions, a convolution in another layout and unused weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.positions = nn.Parameter(torch.randn(1, LENGTH, WIDTH), requires_grad=False)
+        self.mix = nn.Conv2d(1, 2, (3, 3), padding=1).to(memory_format=torch.channels_last)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.turned = nn.Parameter(torch.randn(WIDTH, 3).t())
+        self.unused = nn.Linear(3, 5)
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.words(words) + self.positions
+        x = x + self.mix(x.unsqueeze(1)).mean(1) + self.turned.mean(0)
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.head(x)
+        return out
+
+
+def groups(model: nn.Module) -> Groups:
+    named = list(model.named_parameters())
+    return [
+        {"params": [p for _, p in named if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for _, p in named if p.dim() < 2], "lr": 0.005},
+    ]
+
+
+class Lion(Optimizer):
+    """An optimizer of somebody else, which updates each element by itself."""
+
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99), "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                first, second = group["betas"]
+                update = (momentum * first + p.grad * (1 - first)).sign_()
+                p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(group["lr"] * update)
+                momentum.mul_(second).add_(p.grad, alpha=1 - second)
+
+
+MAKERS: dict[str, Callable[[Groups], Optimizer]] = {
+    "sgd": lambda its: SGD(its, lr=0.05, momentum=0.9, nesterov=True),
+    "adamw": lambda its: AdamW(its, lr=0.01),
+    "fused": lambda its: AdamW(its, lr=0.01, fused=True),
+    "foreach": lambda its: Adam(its, lr=0.01, foreach=True, amsgrad=True),
+    "rmsprop": lambda its: RMSprop(its, lr=0.005, momentum=0.5, centered=True),
+    "adagrad": lambda its: Adagrad(its, lr=0.01, initial_accumulator_value=0.1),
+    "lion": lambda its: Lion(its, lr=0.001),
+}
+State = dict[str, Tensor]
+Result = tuple[list[float], State]
+
+
+def made(name: str) -> tuple[Model, Optimizer, LRScheduler]:
+    """Return a model, an optimizer with two groups and a scheduler; the same on all ranks."""
+    torch.manual_seed(3)
+    model = Model()
+    optimizer = MAKERS[name](groups(model))
+    return model, optimizer, StepLR(optimizer, 3, 0.5)
+
+
+def texts() -> TensorDataset:
+    words = torch.randint(WORDS, (SAMPLES, LENGTH + 1), generator=torch.Generator().manual_seed(4))
+    return TensorDataset(words[:, :-1], words[:, 1:])
+
+
+def loss_of(model: nn.Module, words: Tensor, following: Tensor) -> Tensor:
+    return cross_entropy(model(words).flatten(0, 1), following.flatten())
+
+
+def by_hand(name: str, epochs: int) -> Result:
+    """Train without UniTrain; return the losses and the weights."""
+    model, optimizer, scheduler = made(name)
+    model.double()
+    optimizer.load_state_dict(optimizer.state_dict())  # what Adagrad has made in float32
+    losses = []
+    for _, rows in itertools.product(range(epochs), torch.split(torch.arange(SAMPLES), BATCH)):
+        optimizer.zero_grad()
+        loss = loss_of(model, *texts()[rows])
+        loss.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(model.parameters(), 0.7)
+        optimizer.step()
+        scheduler.step()
+        losses.append(loss.item())
+    return losses, model.state_dict()
+
+
+def settings_of(backend: str) -> dict[str, Any]:
+    section = {backend: {"find_unused_parameters": True}} if backend in ("ddp", "fsdp") else {}
+    common = {"precision": "fp64", "clip_norm": 0.7, "accumulate": 2, "device": "cpu", "timeout_s": 60}
+    return {"backend": backend, **common, "threads_per_process": 1, **section}
+
+
+def held(optimizer: Optimizer) -> int:
+    """Return the bytes of the memory that an optimizer's state occupies."""
+    states = [value for its in optimizer.state.values() for value in its.values() if isinstance(value, Tensor)]
+    return sum(value.untyped_storage().nbytes() for value in states if value.dim())
+
+
+def run(strategy: Strategy, name: str, epochs: int, folder: str | None = None) -> tuple[Result, int]:
+    """Train up to an epoch, and save; return losses and weights, and the bytes of this rank's state."""
+    model, optimizer, scheduler = strategy.prepare(*made(name))
+    loader = strategy.dataloader(texts(), global_batch_size=BATCH)
+    checkpoint = None
+    if folder is not None:
+        checkpoint = strategy.checkpoint(folder, model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)
+        checkpoint.resume()
+        size = held(optimizer)
+    losses = []
+    for _ in loader.epochs(epochs):
+        mean = strategy.meter()
+        for words, following in loader:
+            loss = loss_of(model, words, following)
+            mean.add(mean=loss, count=len(words))
+            if strategy.step(loss, optimizer, scheduler).stepped:
+                losses.append(mean.value())
+                mean = strategy.meter()
+    strategy.check_in_sync(model)  # bit for bit
+    if checkpoint is not None:
+        checkpoint.save()
+        assert size in (0, held(optimizer)), "what is resumed takes no more memory than what training makes"
+    return (losses, strategy.export(model).state_dict()), held(optimizer)
+
+
+def assert_close(found: Result, expected: Result, first: int = 0) -> None:
+    """Assert that losses, from the epoch ``first`` on, and weights are the expected ones."""
+    steps = first * -(-SAMPLES // BATCH)
+    assert found[0] == pytest.approx(expected[0][steps : steps + len(found[0])], abs=EXACT)
+    for name, weight in expected[1].items():
+        torch.testing.assert_close(found[1][name], weight, rtol=0, atol=EXACT, msg=name)
+
+
+def train_with_all(backend: str) -> dict[str, tuple[Result, int]]:
+    found = {}
+    for name in MAKERS:
+        with unitrain.init(shard_optimizer=True, check_in_sync_every=3, **settings_of(backend)) as strategy:
+            found[name] = run(strategy, name, 2)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("backend", "world", "launcher"),
+    [
+        ("ddp", 2, "spawn"),
+        pytest.param("horovod", 3, "horovodrun", marks=HOROVOD),
+        pytest.param("ddp", 3, "spawn", marks=pytest.mark.soak),
+        pytest.param("horovod", 2, "horovodrun", marks=[HOROVOD, pytest.mark.soak]),
+    ],
+)
+def test_losses_and_weights_are_those_of_a_plain_loop_and_each_rank_has_its_share(
+    backend: str, world: int, launcher: Any
+) -> None:
+    ranks = run_ranks(train_with_all, backend, nprocs=world, launcher=launcher)
+    for name in MAKERS:
+        expected = by_hand(name, 2)
+        with unitrain.init(shard_optimizer=True, **settings_of("single")) as strategy:
+            alone, whole = run(strategy, name, 2)
+        assert_close(alone, expected)
+        for found in ranks:
+            assert_close(found[name][0], expected)
+            assert all(map(torch.equal, found[name][0][1].values(), ranks[0][name][0][1].values()))
+            assert found[name][1] <= 1.1 * whole / world, name
+
+
+# ------------------------------------------------------------------------------------------------------ checkpoints
+
+CHAIN = [
+    ("ddp", 2, "spawn", True),
+    ("horovod", 3, "horovodrun", False),
+    ("horovod", 2, "horovodrun", True),
+    ("single", 1, "spawn", False),
+    ("fsdp", 2, "spawn", True),
+    ("ddp", 3, "spawn", True),
+]
+
+
+def continue_in(backend: str, epochs: int, folder: str, shards: bool) -> tuple[Result, int]:
+    with unitrain.init(shard_optimizer=shards, **settings_of(backend)) as strategy:
+        return run(strategy, "adamw", epochs, folder)
+
+
+@HOROVOD
+def test_a_run_continues_in_any_world_with_and_without_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    expected = by_hand("adamw", len(CHAIN))
+    for epoch, (backend, world, launcher, shards) in enumerate(CHAIN):
+        if world == 1:
+            ranks = [continue_in(backend, epoch + 1, str(tmp_path), shards)]
+        else:
+            arguments = (backend, epoch + 1, str(tmp_path), shards)
+            ranks = run_ranks(continue_in, *arguments, nprocs=world, launcher=launcher)  # type: ignore[arg-type]
+        for found, _ in ranks:
+            assert len(found[0]) == 4
+            assert found[0] == pytest.approx(expected[0][4 * epoch : 4 * epoch + 4], abs=EXACT), (backend, world)
+        files = [path.name for path in (tmp_path / f"step-{4 * epoch + 4:010d}").iterdir()]
+        assert sum(name.startswith("_shards-") for name in files) == (world if shards else 0), files
+    assert_close(found, expected, first=len(CHAIN) - 1)
+    assert main(["checkpoint", "inspect", str(tmp_path)]) == 0
+    assert f"state.2.exp_avg ({WORDS}, {WIDTH}) float64, in 3 parts" in capsys.readouterr().out
+
+
+def save_and_load(folder: str) -> list[str]:
+    """Save and load states in all ways, and go back within a run. Return what is refused."""
+    said = []
+    path = f"{folder}/optimizer.pt"
+    with unitrain.init(shard_optimizer=True, **{**settings_of("ddp"), "accumulate": 1}) as strategy:
+        model, optimizer, _ = strategy.prepare(*made("adamw"))
+        checkpoint = strategy.checkpoint(f"{folder}/run", model=model, optimizer=optimizer)
+        ema = strategy.ema(model, 0.5)
+        batch = texts()[:8]
+        weight = strategy.unwrap(model).get_parameter("blocks.0.layers.0.weight")
+
+        def steps() -> State:
+            for _ in range(2):
+                strategy.step(loss_of(model, *batch), optimizer)
+            return {name: value.clone() for name, value in strategy.unwrap(model).state_dict().items()}
+
+        steps()
+        checkpoint.save()
+        moment = strategy.full_tensor(optimizer.state[weight]["exp_avg"])
+        assert optimizer.state[weight]["exp_avg"].shape[0] == weight.shape[0] // 2
+        assert strategy.full_tensor(optimizer.state_dict()["state"][2]["exp_avg"]).shape == (WORDS, WIDTH)
+        strategy.save({"optimizer": optimizer, "model": model}, path)
+        after = steps()
+        averages = ema.state_dict()
+        assert not torch.equal(averages["words.weight"], after["words.weight"])
+        checkpoint.resume()  # in memory that is there
+        assert torch.equal(strategy.full_tensor(optimizer.state[weight]["exp_avg"]), moment)
+        assert all(map(torch.equal, steps().values(), after.values()))
+        loaded = strategy.load(path)
+        assert loaded["optimizer"]["state"][2]["exp_avg"].shape == (WORDS, WIDTH)
+        optimizer.load_state_dict(loaded["optimizer"])
+        strategy.unwrap(model).load_state_dict(loaded["model"])
+        assert all(map(torch.equal, steps().values(), after.values()))
+        for lossy in (
+            lambda: torch.save(optimizer.state_dict(), io.BytesIO()),
+            lambda: copy.deepcopy(optimizer.state_dict()),
+            lambda: optimizer.state_dict()["state"][2]["exp_avg"] + 1,
+        ):
+            with pytest.raises(UsageError) as refusal:
+                lossy()
+            said.append(str(refusal.value))
+        repr(optimizer.state_dict())
+    with pytest.raises(UsageError) as refusal:
+        optimizer.step()
+    said.append(str(refusal.value))
+    # Another process may use what was saved without UniTrain.
+    plain, by_itself, _ = made("adamw")
+    by_itself.load_state_dict(loaded["optimizer"])
+    assert by_itself.state[plain.blocks[0].layers[0].weight]["exp_avg"].shape == weight.shape  # type: ignore[index,union-attr]
+    return said
+
+
+def test_states_are_saved_and_loaded_as_a_whole_and_nothing_loses_rows_silently(tmp_path: Path) -> None:
+    for *lossy, stepped in run_ranks(save_and_load, str(tmp_path)):
+        assert all("save it with strategy.checkpoint or strategy.save" in said for said in lossy)
+        assert "stepped after strategy.close()" in stepped
+
+
+# ------------------------------------------------------------------------------------------------------------ steps
+
+DUTY_MODULES = ("optimizers", "nonfinite", "gradients", "preparation")
+
+
+@pytest.mark.parametrize(
+    "world",
+    [
+        World("ddp", 2),
+        pytest.param(World("horovod", 3, horovodrun_environments), marks=[HOROVOD, pytest.mark.soak]),
+    ],
+    ids=str,
+)
+def test_the_duties_of_backends_are_fulfilled_with_it(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNITRAIN_SHARD_OPTIMIZER", "true")
+    outcomes: Outcomes = {}
+    chosen = [duty for duty in DUTIES.values() if duty.module in DUTY_MODULES and duty.needs(world)]
+    try_duties(world, [duty for duty in chosen if duty.ending is None], outcomes)
+    assert len(outcomes) > 20
+    assert not [str(failure) for failure in outcomes.values() if failure is not None]
+
+
+class Careless(SGD):
+    """Steps twice through its base class, or not at all."""
+
+    fails = False
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if self.fails:
+            raise RuntimeError("no step")
+        super().step(closure)
+        super().step(closure)
+
+
+class Norms(SGD):
+    """Looks at all elements of a parameter."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad /= p.grad.norm() + 1
+        super().step(closure)
+
+
+def small() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1))
+
+
+QUICK: dict[str, Any] = {"backend": "ddp", "device": "cpu", "timeout_s": 30, "threads_per_process": 1}
+
+
+def look() -> set[tuple[tuple[int, ...], ...]]:
+    """Train with an optimizer that steps through its base class, and fails once. Return what hooks see."""
+    seen = set()
+
+    def note(optimizer: Optimizer, *_: Any) -> None:
+        seen.add(tuple(tuple(p.shape) for p in optimizer.param_groups[0]["params"]))
+
+    with unitrain.init(shard_optimizer=True, **QUICK) as strategy:
+        model, expected = small(), small()
+        prepared, optimizer = strategy.prepare(model, Careless(model.parameters(), lr=0.1, momentum=0.9))
+        by_hand = Careless(expected.parameters(), lr=0.1, momentum=0.9)
+        optimizer.register_step_pre_hook(note)
+        optimizer.register_step_post_hook(note)
+        inputs, targets = torch.randn(4, 4, generator=torch.Generator().manual_seed(0)), torch.zeros(4, 1)
+        mine = slice(2 * strategy.rank, 2 * strategy.rank + 2)
+        for _ in range(2):
+            strategy.step(mse_loss(prepared(inputs[mine]), targets[mine]), optimizer)
+            by_hand.zero_grad()
+            mse_loss(expected(inputs), targets).backward()  # type: ignore[no-untyped-call]
+            by_hand.step()
+            for p in model.parameters():
+                p.data = p.detach().clone()  # in other memory
+        torch.testing.assert_close(model.state_dict(), expected.state_dict())
+        Careless.fails = True
+        with pytest.raises(RuntimeError, match="no step"):
+            strategy.step(mse_loss(prepared(inputs[mine]), targets[mine]), optimizer)
+        Careless.fails = False
+        assert all(p is q for p, q in zip(optimizer.param_groups[0]["params"], model.parameters(), strict=True))
+        assert list(optimizer.state) == list(model.parameters())
+    return seen
+
+
+def refused() -> dict[str, str]:
+    """Return the messages on optimizers and gradients that can't be divided."""
+    found = {}
+    makers: dict[str, Callable[[nn.Module], Optimizer]] = {
+        "Norms": lambda its: Norms(its.parameters(), lr=0.1),
+        "Adafactor": lambda its: torch.optim.Adafactor(its.parameters()),
+    }
+    for name, make in makers.items():
+        with unitrain.init(shard_optimizer=True, **QUICK) as strategy:
+            model = small()
+            with pytest.raises(UsageError) as refusal:
+                strategy.prepare(model, make(model))
+            found[name] = str(refusal.value)
+    with unitrain.init(shard_optimizer=True, ddp={"find_unused_parameters": True}, **QUICK) as strategy:
+        sparse = nn.Embedding(6, 2, sparse=True)
+        prepared, optimizer = strategy.prepare(sparse, SGD(sparse.parameters(), lr=0.1))
+        with pytest.raises(UsageError) as refusal:
+            strategy.step(prepared(torch.tensor([1, 2])).sum(), optimizer)
+        found["sparse"] = str(refusal.value)
+    with unitrain.init(shard_optimizer=True, **QUICK) as strategy:
+        turned = nn.Linear(4, 5)
+        called, stepped = strategy.prepare(turned, SGD(turned.parameters(), lr=0.1))
+        turned.weight.data = turned.weight.detach().t().contiguous().t()
+        with pytest.raises(UsageError) as refusal:
+            strategy.step(called(torch.ones(1, 4) * strategy.rank).sum(), stepped)
+        found["format"] = str(refusal.value)
+    return found
+
+
+def test_hooks_see_whole_parameters_and_a_step_that_fails_leaves_them() -> None:
+    for seen in run_ranks(look):
+        assert seen == {((5, 4), (5,), (1, 5), (1,))}
+
+
+def test_what_can_t_be_divided_is_refused() -> None:
+    for found in run_ranks(refused):
+        for name in ("Norms", "Adafactor"):
+            assert re.search(rf"does not support {name}, since .* Set shard_optimizer to false, or use", found[name])
+        assert (
+            "sparse gradient, which shard_optimizer does not support: create its layer with sparse" in found["sparse"]
+        )
+        assert "memory format of a parameter was changed after prepare() had divided its optimizer" in found["format"]
+
+
+class Tight(AdamW):
+    """Runs out of memory, in the step itself, after a forward of many samples."""
+
+    samples = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if self.samples > 2:
+            raise torch.OutOfMemoryError("no memory for the step")
+        super().step(closure)
+
+
+def loss_with(model: nn.Module, batch: Any) -> Tensor:
+    Tight.samples = len(batch[0])
+    return loss_of(model, *batch)
+
+
+def find_a_size() -> tuple[int, State, State]:
+    """Find a micro-batch, and train. Return the size, and the weights with and without having looked for it."""
+    trained = []
+    for looks in (True, False):
+        settings = {**settings_of("ddp"), "accumulate": 1}
+        with unitrain.init(shard_optimizer=True, **settings) as strategy:
+            torch.manual_seed(3)
+            model = Model()
+            model, optimizer = strategy.prepare(model, Tight(model.parameters(), lr=0.01))
+            loader = strategy.dataloader(texts(), global_batch_size=BATCH, micro_batch_size=2)
+            for batch in loader:
+                strategy.step(loss_with(model, batch), optimizer)
+            if looks:
+                loader = strategy.dataloader(texts(), global_batch_size=BATCH)
+                size = strategy.find_micro_batch_size(loader, partial(loss_with, model), optimizer)
+            for batch in loader:
+                strategy.step(loss_with(model, batch), optimizer)
+            strategy.check_in_sync(model)
+            trained.append(strategy.export(model).state_dict())
+    return size, trained[0], trained[1]
+
+
+def test_a_micro_batch_is_found_and_nothing_is_left_of_steps_that_fail() -> None:
+    for size, looked, other in run_ranks(find_a_size):
+        assert size == 2
+        assert all(map(torch.equal, looked.values(), other.values()))
+
+
+def train_compressed() -> list[State]:
+    """Train with PowerSGD, with and without."""
+    found = []
+    for shards in (True, False):
+        settings = {**settings_of("ddp"), "ddp": {"powersgd_start_step": 2}, "compression": "powersgd"}
+        with unitrain.init(shard_optimizer=shards, **{**settings, "precision": "fp32"}) as strategy:
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+            model, optimizer = strategy.prepare(model, AdamW(model.parameters(), lr=0.01))
+            for _ in range(8):
+                inputs = torch.linspace(-1, 1, 128).reshape(2, 64) + strategy.rank
+                strategy.step(model(inputs).square().mean(), optimizer)
+            strategy.check_in_sync(model)
+            found.append(strategy.export(model).state_dict())
+    return found
+
+
+def test_gradients_may_be_compressed() -> None:
+    for divided, other in run_ranks(train_compressed):
+        torch.testing.assert_close(divided, other)
+
+
+@pytest.mark.parametrize("world", [2, 3, 7, 8, 64])
+def test_the_load_is_even_though_rows_are_few(world: int) -> None:
+    """A rank has no more than 1.1 times its share of a transformer, whatever the number of ranks."""
+    rank = pretended_rank(world_size=world, shard_optimizer=True)
+    layer = nn.TransformerEncoderLayer(256, 4, 1024)
+    few = [nn.Parameter(torch.empty(1, 50, 256)), nn.Parameter(torch.empty(3, 256)), nn.Parameter(torch.empty(()))]
+    parameters = [nn.Parameter(torch.empty(2000, 256)), *layer.parameters(), *few]
+    ShardedOptimizers(rank.communicator).shard(SGD(parameters, lr=0.1))
+    counts = rank.communicator.row_counts
+    assert set(counts) == set(parameters[:-1])
+    loads = [sum(counts[p][i] * p[0].numel() for p in counts) for i in range(world)]
+    assert max(loads) <= 1.1 * sum(loads) / world
+    assert sum(loads) == sum(p.numel() for p in parameters[:-1])
+
+
+@given(st.lists(st.integers(0, 1000), min_size=1, max_size=9), st.integers(1, 300), st.integers(1, 50))
+def test_rows_are_divided_so_that_loads_become_even(load: list[int], rows: int, row: int) -> None:
+    counts = evened(load, rows, row)
+    assert sum(counts) == rows
+    assert min(counts) >= 0
+    after = [its + count * row for its, count in zip(load, counts, strict=True)]
+    given_any = [one for one, count in zip(after, counts, strict=True) if count]
+    assert max(given_any) - min(after) <= 2 * row
+
+
+def words_with_fsdp() -> None:
+    unitrain.init(shard_optimizer=True, backend="fsdp", device="cpu", timeout_s=30).close()
+
+
+def test_it_changes_nothing_under_fsdp_and_rank_0_says_so(capfd: pytest.CaptureFixture[str]) -> None:
+    run_ranks(words_with_fsdp)
+    said = "unitrain: shard_optimizer changes nothing: backend 'fsdp' shards more than that."
+    assert capfd.readouterr().out.count(said) == 1

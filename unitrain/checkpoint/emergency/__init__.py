@@ -1,0 +1,1 @@
+"""Checkpoints that a failure leaves."""

@@ -1,0 +1,282 @@
+"""The state at the last boundary between two steps, as far as what follows changes it before the end of the next step.
+
+When a rank dies, the others are in their next step: they wait in its backward, or are before it. Their weights and
+optimizers are those of the last boundary, since only the end of a step changes them, and are not copied. But the
+forward has changed buffers, the loader is further on, and the script may have changed its dicts. Of these, each
+boundary records what takes next to no time: copies of the buffers that steps change, and some ints.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from unitrain.checkpoint.emergency.epoch_end import EpochEnd, EpochEndHook
+from unitrain.data import Loader
+from unitrain.data.structure import rebuilt
+from unitrain.pulse import USER_CODE, Pulse
+from unitrain.training.loop.hooks import StepHook
+
+_POLL_S = 0.005
+# How long the main thread may need to leave a collective that has just been completed.
+_LEAVE_S = 0.2
+# Larger buffers are not copied: that would take time in each step.
+_MOST_BYTES = 2**22
+# Longer lists are not copied.
+_LONG = 16
+
+
+class Recorded(NamedTuple):
+    """What was recorded at a boundary."""
+
+    step: int
+    """Number of optimizer steps so far."""
+    ended: EpochEnd | None
+    """The state at the end of an epoch's training, if what follows it in the script is not done yet."""
+    weights: list[int]
+    """Versions of the parameters."""
+    positions: list[dict[str, int]]
+    """Positions of the loaders."""
+    dicts: list[Any]
+    """What was in the dicts."""
+    scheduled: list[int]
+    """How often each scheduler was stepped."""
+
+
+class LastBoundary(StepHook):
+    """Records the state at each boundary, and keeps the main thread from changing the weights after the last one.
+
+    Args:
+        objects: the objects of the checkpoint, by name.
+        modules: the original modules among them.
+        epoch_end: remembers the state at the end of an epoch's training.
+        pulse: what the main thread is doing.
+    """
+
+    def __init__(
+        self, objects: Mapping[str, Any], modules: Iterable[nn.Module], epoch_end: EpochEndHook, pulse: Pulse
+    ) -> None:
+        self._epoch_end = epoch_end
+        self._pulse = pulse
+        layers = dict.fromkeys(layer for module in modules for layer in module.modules())
+        self._parameters = list(dict.fromkeys(p for layer in layers for p in layer.parameters(recurse=False)))
+        self._buffers = [_Buffer(layer, name) for layer in layers for name in layer._buffers]
+        self._loaders = {name: value for name, value in objects.items() if isinstance(value, Loader)}
+        self._dicts = {name: value for name, value in objects.items() if isinstance(value, dict)}
+        self._schedulers = [
+            value
+            for value in objects.values()
+            if isinstance(getattr(value, "last_epoch", None), int) and not isinstance(value, nn.Module)
+        ]
+        self._last: Recorded | None = None
+        self._changing = True  # until the first boundary
+        self._held = False
+
+    # ------------------------------------------------------------------------------------------ in the main thread
+
+    def at_boundary(self) -> None:
+        """Record the state at a boundary."""
+        self._record(None)
+
+    def at_epoch_end(self) -> None:
+        """Record the state at the end of an epoch's training."""
+        self._record(self._epoch_end.last)
+
+    def _record(self, ended: EpochEnd | None) -> None:
+        """Record the state at a boundary.
+
+        Args:
+            ended: the state at the end of an epoch's training, if this is that boundary.
+        """
+        was_changing, self._changing = self._changing, True
+        if self._held and not was_changing:  # what was recorded is being saved
+            self._changing = False
+            return
+        self._copy_buffers()
+        self._last = Recorded(
+            self._pulse.step,
+            ended,
+            [p._version for p in self._parameters],
+            [loader.position for loader in self._loaders.values()],
+            [_noted(value) for value in self._dicts.values()],
+            [scheduler.last_epoch for scheduler in self._schedulers],
+        )
+        self._changing = False
+
+    def before_update(self, optimizer: Optimizer, parameters: Sequence[Parameter]) -> None:
+        """Record that weights are about to change. Does not return while the state is being saved."""
+        self._changing = True
+        if self._held:
+            self._changing = False
+            threading.Event().wait()  # for the end of this process
+
+    def _copy_buffers(self) -> None:
+        copied: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+        for buffer in self._buffers:
+            now = buffer.layer.get(buffer.name)
+            if now is buffer.seen and (now is None or now._version == buffer.version):
+                continue
+            copy = buffer.see()
+            if copy is not None and now is not None:
+                copies, originals = copied.setdefault(buffer.kind, ([], []))
+                copies.append(copy)
+                originals.append(now)
+        for copies, originals in copied.values():
+            try:
+                with torch.no_grad():
+                    torch._foreach_copy_(copies, originals)
+            except RuntimeError:  # a layer has given a buffer another shape, in place
+                for buffer in self._buffers:
+                    buffer.copy = None
+
+    # ------------------------------------------------------------------------------------------- in another thread
+
+    def hold(self, patience_s: float) -> Recorded | str:
+        """Keep the state as it is from now on. Return what was recorded, or why the state is not that of a boundary.
+
+        Args:
+            patience_s: how long to wait for the main thread if it is between a step and the boundary after it.
+        """
+        self._held = True
+        began = time.monotonic()
+        while self._changing:
+            if self._last is None:
+                return ""  # nothing was trained yet
+            # In a collective, it waits in vain for the rank that is gone.
+            if time.monotonic() - began > (patience_s if self._pulse.phase == USER_CODE else _LEAVE_S):
+                return f"the script was in {self._pulse.phase} after step {self._pulse.step}, and not at its next batch"
+            time.sleep(_POLL_S)
+        assert self._last is not None
+        return self.changed(self._last) or self._last
+
+    def changed(self, last: Recorded) -> str:
+        """Return what was changed since a boundary and can't be brought back, or an empty string."""
+        what = ""
+        if [p._version for p in self._parameters] != last.weights:
+            what = "weights were changed outside of strategy.step"
+        elif any(buffer.is_lost for buffer in self._buffers):
+            what = "a buffer was changed of which there is no copy"
+        elif last.ended is None and [scheduler.last_epoch for scheduler in self._schedulers] != last.scheduled:
+            what = "a scheduler was stepped outside of strategy.step"
+        elif last.ended is None and any(map(_is_lost, last.dicts)):
+            what = "a tensor or list in a dict was changed"
+        return f"{what} after step {last.step}" if what else ""
+
+    def applied_to(self, parts: Mapping[str, Any], last: Recorded) -> dict[str, Any]:
+        """Return the states of all objects as they were at the boundary, given those of now."""
+        copies = {
+            (now.data_ptr(), now.shape): buffer.copy
+            for buffer in self._buffers
+            if buffer.copy is not None and (now := buffer.tensor) is not None and now.numel()
+        }
+
+        def before(value: Any) -> Any:
+            return copies.get((value.data_ptr(), value.shape), value) if isinstance(value, Tensor) else value
+
+        earlier = {name: rebuilt(state, before) for name, state in parts.items()}
+        for name, position in zip(self._loaders, last.positions, strict=True):
+            earlier[name] = {**earlier[name], **position}
+        for name, noted in zip(self._dicts, last.dicts, strict=True):
+            earlier[name] = _as_noted(noted)
+        return earlier if last.ended is None else last.ended.applied_to(earlier)
+
+
+class _Buffer:
+    """A buffer of a layer, which may assign another tensor to it.
+
+    Attributes:
+        layer: the layer's buffers.
+        name: its name among them.
+        seen: what it was at the last boundary.
+        version: the version of that.
+        copy: its copy, once a step has changed it.
+        kind: the dtype and device of the copy.
+    """
+
+    __slots__ = ("copy", "kind", "layer", "name", "seen", "version")
+
+    def __init__(self, layer: nn.Module, name: str) -> None:
+        self.layer, self.name = layer._buffers, name
+        self.seen = now = self.layer[name]
+        self.version = 0 if now is None else now._version
+        self.copy: Tensor | None = None
+        self.kind: tuple[torch.dtype, torch.device] | None = None
+
+    @property
+    def tensor(self) -> Tensor | None:
+        """The buffer."""
+        return self.layer.get(self.name)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it has changed since the last boundary, and there is no copy."""
+        now = self.tensor
+        return self.copy is None and (now is not self.seen or (now is not None and now._version != self.version))
+
+    def see(self) -> Tensor | None:
+        """Take it as it is now for that of the boundary, and return the tensor to copy it to; None if it is large."""
+        now = self.tensor
+        if now is not self.seen or self.copy is None:
+            self.seen, self.copy = now, None
+            if now is not None and now.nbytes <= _MOST_BYTES:
+                self.copy, self.kind = torch.empty_like(now), (now.dtype, now.device)
+        self.version = 0 if now is None else now._version
+        return self.copy
+
+
+class _Tensor(NamedTuple):
+    """A tensor in a dict, and its version."""
+
+    tensor: Tensor
+    version: int
+
+
+class _List(NamedTuple):
+    """A long list in a dict, and its length: it may be appended to."""
+
+    items: list[Any]
+    length: int
+
+
+def _noted(value: Any) -> Any:
+    """Return what undoes, or at least notices, changes of a dict of plain values and tensors."""
+    if isinstance(value, dict):
+        return {key: _noted(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return _List(value, len(value)) if len(value) > _LONG else [_noted(item) for item in value]
+    return _Tensor(value, value._version) if isinstance(value, Tensor) else value
+
+
+def _as_noted(noted: Any) -> Any:
+    """Return the value that was given to ``_noted``, as it was then."""
+    match noted:
+        case _Tensor():
+            return noted.tensor
+        case _List():
+            return noted.items[: noted.length]
+        case dict():
+            return {key: _as_noted(item) for key, item in noted.items()}
+        case list():
+            return [_as_noted(item) for item in noted]
+    return noted
+
+
+def _is_lost(noted: Any) -> bool:
+    """Return whether something was changed in a way that can't be undone."""
+    match noted:
+        case _Tensor():
+            return noted.tensor._version != noted.version
+        case _List():
+            return len(noted.items) < noted.length
+        case dict():
+            return any(map(_is_lost, noted.values()))
+        case list():
+            return any(map(_is_lost, noted))
+    return False

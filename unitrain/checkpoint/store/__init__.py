@@ -1,0 +1,1 @@
+"""Folders of checkpoints, on a disk or in an object store."""

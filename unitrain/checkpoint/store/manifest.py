@@ -1,0 +1,106 @@
+"""The manifest of a checkpoint: what it contains, the size and SHA-256 of every file, and a digest of itself."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+
+from unitrain.checkpoint.weights.reading import open_regular
+from unitrain.errors import CheckpointError
+
+NAME = "manifest.json"
+SCHEMA = 1
+LARGEST = 2**26
+"""Bytes that are read of a manifest."""
+
+FileName = Annotated[str, StringConstraints(pattern=r"^[^/\x00]+\.pt$")]
+
+
+def folder_name(step: int) -> str:
+    """Return the name of the folder of a step's checkpoint."""
+    return f"step-{step:010d}"
+
+
+class DamagedError(Exception):
+    """A checkpoint does not match its manifest; the message names the file and the reason."""
+
+
+class Described(BaseModel):
+    """A file of a checkpoint."""
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid")
+
+    size: Annotated[int, Field(ge=0)]
+    sha256: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+
+
+class Manifest(BaseModel):
+    """What ``resume`` needs of a manifest."""
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(strict=True)
+
+    step: Annotated[int, Field(ge=0)]
+    strategy: dict[str, Any]
+    """The strategy's settings."""
+    config: dict[str, Any]
+    """The script's settings."""
+    files: dict[FileName, Described]
+    best: Annotated[int, Field(ge=0)] | None = None
+    """The step of the best checkpoint, when this one was saved."""
+    emergency: bool = False
+    """Whether it is an emergency checkpoint."""
+
+
+def to_json(step: int, about: Mapping[str, Any], files: Mapping[str, Any]) -> str:
+    """Return the text of a manifest."""
+    manifest = {"schema": SCHEMA, "step": step, **about, "files": files}
+    return json.dumps({**manifest, "digest": _digest(manifest)}, indent=1)
+
+
+def read(folder: Path) -> Manifest:
+    """Return the manifest of a checkpoint.
+
+    Raises:
+        DamagedError: it is missing or changed, or has other fields than it must.
+        CheckpointError: its format is that of another version.
+    """
+    path = folder / NAME
+    try:
+        with open_regular(path) as file:
+            text = file.read(LARGEST)
+    except OSError as error:
+        raise DamagedError(f"{path}: {error.strerror}") from error
+    return parsed(text, str(folder))
+
+
+def parsed(text: bytes, folder: str) -> Manifest:
+    """Return the manifest with this text. Raises the errors of ``read``.
+
+    Args:
+        text: the content of the file.
+        folder: path or URL of the checkpoint, for messages.
+    """
+    path = f"{folder}/{NAME}"
+    try:
+        found = json.loads(text)
+        digest, schema = found.pop("digest"), found["schema"]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedError(f"{path}: {type(error).__name__}: {error}") from error
+    if digest != _digest(found):
+        raise DamagedError(f"{path}: its digest does not match its content")
+    if schema != SCHEMA:
+        raise CheckpointError(f"{folder} has schema {schema}, but this version of UniTrain reads schema {SCHEMA}.")
+    try:
+        return Manifest.model_validate(found)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise DamagedError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+
+
+def _digest(manifest: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()

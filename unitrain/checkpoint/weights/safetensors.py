@@ -1,0 +1,148 @@
+"""Reads the format of safetensors: a header in JSON, and the bytes of tensors."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from unitrain.checkpoint.weights.mapped import MappedFiles
+from unitrain.checkpoint.weights.reading import open_regular
+from unitrain.errors import CheckpointError
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+INDEX = ".safetensors.index.json"
+_LARGEST_HEADER = 10**8  # bytes, as in the library safetensors
+
+
+class Stored(NamedTuple):
+    """A tensor in a file."""
+
+    dtype: torch.dtype
+    shape: list[int]
+    start: int
+    """The first of its bytes in the file."""
+    end: int
+
+    def rows(self, start: int, end: int) -> Stored:
+        """Return some of its rows."""
+        row = (self.end - self.start) // max(1, self.shape[0])
+        return Stored(self.dtype, [end - start, *self.shape[1:]], self.start + start * row, self.start + end * row)
+
+
+def files_at(path: Path) -> list[Path]:
+    """Return the files with a model's weights: one, or those that an index of Hugging Face names.
+
+    Args:
+        path: a file, an index, or the folder of one of either.
+
+    Raises:
+        CheckpointError: there is none, or the index is none.
+    """
+    if path.is_dir():
+        path /= name_in([one.name for one in path.iterdir()], str(path))
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist.")
+    if not path.name.endswith(INDEX):
+        return [path]
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path} could not be read: {error.strerror or error}.") from error
+    return [path.parent / name for name in names_in_index(text, str(path))]
+
+
+def name_in(names: Sequence[str], folder: str) -> str:
+    """Return which of the files in a folder has weights, or an index of files that have.
+
+    Raises:
+        CheckpointError: none.
+    """
+    for end in (".safetensors", INDEX):
+        if f"model{end}" in names:
+            return f"model{end}"
+    raise CheckpointError(f"{folder} has neither model.safetensors nor model{INDEX}: name the file.")
+
+
+def names_in_index(text: bytes, shown: str) -> list[str]:
+    """Return the names of the files that an index names.
+
+    Args:
+        text: its content.
+        shown: its path or URL, for messages.
+
+    Raises:
+        CheckpointError: it is none.
+    """
+    try:
+        names = sorted(set(json.loads(text)["weight_map"].values()))
+        if any("/" in name for name in names):
+            raise ValueError("it names a file in another folder")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{shown} is no index of safetensors: {type(error).__name__}: {error}") from error
+    return names
+
+
+def stored_in(read: Callable[[int, int], bytes], size: int, shown: str) -> dict[str, Stored]:
+    """Return where the tensors of a file are.
+
+    Args:
+        read: returns the bytes of the file between two positions.
+        size: the number of its bytes.
+        shown: its path or URL, for messages.
+
+    Raises:
+        CheckpointError: it is no such file.
+    """
+    try:
+        length = int.from_bytes(read(0, 8), "little")
+        if length > _LARGEST_HEADER:
+            raise ValueError(f"its header would have {length} bytes")
+        header = json.loads(read(8, 8 + length))
+        header.pop("__metadata__", None)
+        return {name: _stored(8 + length, size, about) for name, about in header.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{shown} is no whole file of safetensors: {type(error).__name__}: {error}") from error
+
+
+def tensors_in(path: Path, files: MappedFiles) -> dict[str, Tensor]:
+    """Return the tensors of a file, which are read from the disk when they are used.
+
+    Raises:
+        CheckpointError: it can't be read, or is no such file.
+    """
+    try:
+        with open_regular(path) as file:
+
+            def read(start: int, end: int) -> bytes:
+                file.seek(start)
+                return file.read(end - start)
+
+            found = stored_in(read, path.stat().st_size, str(path))
+        content = torch.empty(0, dtype=torch.uint8).set_(files.map(path))
+    except OSError as error:
+        raise CheckpointError(f"{path} could not be read: {error.strerror or error}.") from error
+    return {name: tensor_of(content[stored.start : stored.end], stored) for name, stored in found.items()}
+
+
+def tensor_of(raw: Tensor, stored: Stored) -> Tensor:
+    """Return a tensor, given its bytes."""
+    if raw.data_ptr() % stored.dtype.itemsize or raw.storage_offset() % stored.dtype.itemsize:
+        raw = raw.clone()  # it can't be viewed
+    return raw.view(stored.dtype).view(stored.shape)
+
+
+def _stored(begin: int, size: int, about: Any) -> Stored:
+    dtype, shape = DTYPES[about["dtype"]], [int(length) for length in about["shape"]]
+    start, end = (begin + int(offset) for offset in about["data_offsets"])
+    if not (begin <= start <= end <= size and end - start == math.prod(shape) * dtype.itemsize):
+        raise ValueError(f"{about} does not fit into {size} bytes")
+    return Stored(dtype, shape, start, end)

@@ -1,0 +1,428 @@
+"""Collective communication for users and for the core, built on a backend's three collectives."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Literal, Protocol, TypeGuard, TypeVar, cast
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from unitrain import call_site
+from unitrain.communication import row_shards
+from unitrain.communication.alone import Alone
+from unitrain.communication.backend import Backend, Divided, Wait
+from unitrain.communication.object_codec import ObjectCodec, unreadable
+from unitrain.communication.plain_data import chunks
+from unitrain.communication.row_shards import RowShard
+from unitrain.errors import CommunicationError, UnitrainError, UsageError, by_rank
+from unitrain.pulse import Pulse
+
+T = TypeVar("T")
+ReduceOp = Literal["sum", "mean", "max", "min"]
+_LENGTH = struct.Struct("!q")
+_MOST_BYTES = 2**40  # of an object
+_ERROR_KINDS: list[type[UnitrainError]] = [UnitrainError, *UnitrainError.__subclasses__()]
+_ERRORS = {kind.__name__: kind for kind in _ERROR_KINDS}
+
+
+class Peers(Protocol):
+    """The state of the other ranks."""
+
+    def whereabouts(self) -> str:
+        """Return what the ranks that this one waits for are doing, or an empty string if that is unknown."""
+
+    def compare_calls(self, call: str, place: str) -> None:
+        """Return once every rank has reached this call. The job ends if a rank makes another call."""
+
+
+class Communicator:
+    """Collectives on a started backend.
+
+    Args:
+        backend: the started backend.
+        pulse: records which collective this process is waiting in.
+        peers: the state of the other ranks; None in a world of one, and before the handshake.
+        compares: whether ranks compare their calls before they make them (``debug``).
+        key: signs pickled objects; None if the ranks share no secret, and before they have proved it.
+
+    Attributes:
+        rank: rank of this process.
+        world_size: number of processes.
+        device: the device of the tensors that are communicated.
+        is_main: whether this is rank 0.
+        pulse: as given.
+        closed: whether communication has ended.
+        all_reduce_async: the backend's ``all_reduce``, for the core: in place, without checks.
+        all_gather_async: the backend's ``all_gather``, for the core: without checks.
+        gather_in_place_async: the backend's ``gather_in_place``.
+        gathers_in_place: that of the backend.
+        shards_parameters: whether ranks have parts of parameters.
+        shards: whether ranks have parts of parameters, or of the state of optimizers only (``shard_optimizer``).
+        row_counts: with the latter, how many rows of a parameter's state each rank has.
+        replicas, offloads: those of the backend.
+        to_local, full_tensor, shards_of: those of the backend, or for rows of states.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        pulse: Pulse,
+        *,
+        peers: Peers | None = None,
+        compares: bool = False,
+        key: bytes | None = None,
+    ) -> None:
+        self.rank: int = backend.rank
+        self.world_size: int = backend.world_size
+        self.device: torch.device = backend.device
+        self.is_main: bool = self.rank == 0
+        self.pulse = pulse
+        self.closed: bool = False
+        self._around_waits: Callable[[Callable[[], Any]], Any] | None = None
+        self._use(backend)
+        self._alone = False
+        several = backend.world_size > 1
+        self.shards_parameters: bool = backend.shards and several
+        self.shards: bool = (backend.shards or backend.config.shard_optimizer) and several
+        self.row_counts: dict[Parameter, Sequence[int]] = {}
+        self.gathers_in_place: bool = backend.gathers_in_place
+        self.replicas: int = backend.replicas
+        self.offloads: bool = backend.offloads
+        rows = self.shards and not self.shards_parameters
+        self.to_local: Callable[[Tensor], Tensor] = row_shards.to_local if rows else backend.to_local
+        self.full_tensor: Callable[[Tensor], Tensor] = self._full_rows if rows else backend.full_tensor
+        self.shards_of: Callable[[Tensor], Sequence[Tensor]] = row_shards.shards_of if rows else backend.shards_of
+        self._peers = peers
+        self._compares = compares and peers is not None
+        self._codec = ObjectCodec(self.rank, key)
+        self._exchanges = 0  # of objects
+
+    def _use(self, backend: Backend) -> None:
+        self._backend = backend
+        around = self._around_waits
+        self.all_reduce_async: Callable[[Tensor, str, str], Wait] = (
+            backend.all_reduce if around is None else _with_waits(backend.all_reduce, around)
+        )
+        self.all_gather_async: Callable[[Tensor, str], Callable[[], Tensor]] = (
+            backend.all_gather if around is None else _with_waits(backend.all_gather, around)
+        )
+        self.gather_in_place_async: Callable[[Sequence[Divided], str], Wait] = (
+            backend.gather_in_place if around is None else _with_waits(backend.gather_in_place, around)
+        )
+
+    def call_around_waits(self, around: Callable[[Callable[[], Any]], Any] | None) -> None:
+        """Call ``around(wait)`` where a collective is waited for, from now on. It returns what ``wait()`` does.
+
+        None ends it. Without it, nothing stands between a caller and the backend.
+        """
+        self._around_waits = around
+        self._use(self._backend)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Context manager in which no collective communicates: results are as if all ranks gave what this one does."""
+        backend, compares = self._backend, self._compares
+        self._use(Alone(backend))
+        self._alone, self._compares = True, False
+        try:
+            yield
+        finally:
+            self._use(backend)
+            self._alone, self._compares = False, compares
+
+    def is_sharded(self, value: object) -> TypeGuard[Tensor]:
+        """Return whether a value is a tensor of which this rank has a part."""
+        return self.shards and isinstance(value, Tensor) and self.to_local(value) is not value
+
+    def _full_rows(self, tensor: Tensor) -> Tensor:
+        return self.gather_rows(tensor.local, tensor.counts) if isinstance(tensor, RowShard) else tensor
+
+    def close(self, *, failed: bool) -> None:
+        """Close the backend."""
+        self.closed = True
+        self._backend.close(failed=failed)
+
+    # ------------------------------------------------------------------------------------------------- on tensors
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
+        """See ``Strategy.all_reduce``."""
+        if op not in ("sum", "mean", "max", "min"):
+            raise UsageError(f"all_reduce supports sum, mean, max and min, not {op!r}.")
+        work = self._communicable(tensor, "all_reduce")
+        if work.is_complex():
+            raise UsageError("all_reduce does not support complex tensors: pass torch.view_as_real(tensor).")
+        if op == "mean" and not work.is_floating_point():
+            raise UsageError(
+                f"the mean of a {tensor.dtype} tensor is not a {tensor.dtype}: convert the tensor to a floating-point "
+                "dtype first."
+            )
+        if work.dtype == torch.bool:
+            work = work.to(torch.int64 if op == "sum" else torch.uint8)
+        elif op == "sum" and not work.is_floating_point():
+            work = work.to(torch.int64)  # a sum in fewer bits would wrap around
+        elif op == "mean" and work.element_size() < 4:
+            work = work.float()  # the sum may overflow where the mean does not
+        if self.world_size > 1 and work.numel():
+            reduced = "sum" if op == "mean" else op
+            self._complete(lambda: self.all_reduce_async(work, reduced, f"all_reduce.{op}")(), "all_reduce", work, op)
+            if op == "mean":
+                work /= self.world_size
+        if tensor.dtype == torch.bool:
+            return work.to(tensor.device, torch.int64 if op == "sum" else torch.bool)
+        if op == "sum" and work.dtype != tensor.dtype:
+            _check_range(work, tensor.dtype)
+        return work.to(tensor.device, tensor.dtype)
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """See ``Strategy.all_gather``."""
+        work = self._communicable(tensor, "all_gather")
+        if self.world_size > 1 and not self._compares:  # calls that are compared name their lines, too
+            self.check_same_form(work)
+        return self.all_gather_alike(work).to(tensor.device)
+
+    def all_gather_alike(self, work: Tensor) -> Tensor:
+        """Gather tensors on ``device`` whose shapes and dtypes are known to be the same on all ranks. Collective."""
+        if self.world_size == 1 or not work.numel():
+            return work.unsqueeze(0).repeat(self.world_size, *[1] * work.dim())
+        gathered = self._complete(lambda: self.all_gather_async(_as_bytes(work), "all_gather")(), "all_gather", work)
+        return gathered.view(work.dtype).view(self.world_size, *work.shape)
+
+    def gather_rows(self, tensor: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return the rows of all ranks' tensors, in rank order. Collective.
+
+        Args:
+            tensor: has this rank's rows in its first dimension. Dtype and other dimensions are known to be the same on
+                all ranks.
+            counts: how many rows each rank has.
+        """
+        work = self._communicable(tensor, "gather")
+        row = work.shape[1:]
+        if self.world_size > 1 and sum(counts) * row.numel():
+            parts = self._all_gather_padded(work.reshape(-1), [count * row.numel() for count in counts])
+            work = torch.cat(parts).view(sum(counts), *row)
+        return work.to(tensor.device)
+
+    def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
+        """See ``Strategy.broadcast``."""
+        self._check_rank(src)
+        work = self._communicable(tensor, "broadcast")
+        if self.world_size == 1 or not work.numel():
+            return work.to(tensor.device)
+        self._complete(
+            lambda: self._backend.broadcast(_as_bytes(work), src, "broadcast")(), "broadcast", work, f"src={src}"
+        )
+        return work.to(tensor.device)
+
+    def barrier(self) -> None:
+        """See ``Strategy.barrier``."""
+        if self.world_size > 1:
+            zero = torch.zeros(1, device=self.device)
+            # Under NCCL a wait synchronises streams and does not block the host; reading the result does.
+            self._complete(lambda: (self.all_reduce_async(zero, "sum", "barrier")(), zero.item()), "barrier")
+
+    # ------------------------------------------------------------------------------------------------- on objects
+
+    def broadcast_object(self, value: T, src: int = 0) -> T:
+        """See ``Strategy.broadcast_object``."""
+        return self._broadcast(value, src, pickles=True)
+
+    def broadcast_data(self, value: T, src: int = 0) -> T:
+        """Return rank ``src``'s plain data (see ``unitrain.communication.plain_data``), for the core: never pickled. Collective."""
+        return self._broadcast(value, src, pickles=False)
+
+    def all_gather_object(self, value: T) -> list[T]:
+        """See ``Strategy.all_gather_object``."""
+        return self._all_gather(value, pickles=True)
+
+    def all_gather_data(self, value: T) -> list[T]:
+        """Return the plain data of all ranks, for the core: never pickled. Collective."""
+        return self._all_gather(value, pickles=False)
+
+    def _broadcast(self, value: T, src: int, *, pickles: bool) -> T:
+        self._check_rank(src)
+        if self.world_size == 1 or self._alone:
+            return value
+        self._exchanges += 1
+        is_sender = self.rank == src
+        header, tensors = self._codec.encode(value, self._exchanges, pickles=pickles) if is_sender else (b"", [])
+        size = int(self.broadcast(torch.tensor(len(header)), src))
+        if not 0 < size <= _MOST_BYTES:
+            raise unreadable(src, self.rank, f"{size} bytes")
+        received = self.broadcast(_from_bytes(header) if is_sender else torch.empty(size, dtype=torch.uint8), src)
+        if is_sender:
+            for chunk in chunks(tensors):
+                self.broadcast(torch.cat(chunk), src)
+            return value
+        result, tensors = self._codec.decode(_to_bytes(received), src, self._exchanges)
+        for chunk in chunks(tensors):  # on a GPU, each passes through its memory
+            _fill(chunk, self.broadcast(torch.cat(chunk), src))
+        return cast(T, result())
+
+    def _all_gather(self, value: T, *, pickles: bool) -> list[T]:
+        if self.world_size == 1 or self._alone:
+            return [value] * self.world_size
+        self._exchanges += 1
+        header, tensors = self._codec.encode(value, self._exchanges, pickles=pickles)
+        contents = [_from_bytes(_LENGTH.pack(len(header)) + header), *map(_as_bytes, tensors)]
+        data = torch.cat(contents)
+        sizes = self.all_gather_alike(torch.tensor(data.numel(), device=self.device)).tolist()
+        for rank, size in enumerate(sizes):
+            if not _LENGTH.size < size <= _MOST_BYTES:
+                raise unreadable(rank, self.rank, f"{size} bytes")
+        parts = self._all_gather_padded(data, sizes)
+        return [self._unpacked(part.cpu(), rank) for rank, part in enumerate(parts)]
+
+    def _all_gather_padded(self, data: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        """Return the flat tensors of all ranks, which have these sizes."""
+        padded = torch.zeros(max(sizes), dtype=data.dtype, device=self.device)
+        padded[: data.numel()] = data
+        return [row[:size] for row, size in zip(self.all_gather_alike(padded), sizes, strict=True)]
+
+    def _unpacked(self, data: Tensor, sender: int) -> Any:
+        """Return the object in what a rank has sent: the length of a header, the header, and tensors."""
+        [length] = _LENGTH.unpack(_to_bytes(data[: _LENGTH.size]))
+        header, content = data[_LENGTH.size :][:length], data[_LENGTH.size :][length:]
+        result, tensors = self._codec.decode(_to_bytes(header), sender, self._exchanges)
+        parts = [_as_bytes(tensor) for tensor in tensors]
+        if sum(part.numel() for part in parts) != content.numel():
+            raise unreadable(sender, self.rank, f"{content.numel()} bytes of tensors")
+        _fill(parts, content)
+        return result()
+
+    def on_main(self, action: Callable[[], T]) -> T:
+        """Call ``action`` on rank 0, and return its result on every rank. Collective.
+
+        Args:
+            action: returns an object that ``broadcast_object`` can send, or raises a ``UnitrainError``, which is then
+                raised on every rank.
+        """
+        failure: UnitrainError | None = None
+        outcome: dict[str, Any] = {}
+        if self.is_main:
+            try:
+                outcome = {"value": action()}
+            except UnitrainError as error:
+                failure, outcome = error, {"error": [_class_name(error), str(error)]}
+        outcome = self.broadcast_object(outcome)
+        if "error" in outcome:
+            name, text = outcome["error"]
+            raise failure or _ERRORS[name](text)
+        return cast(T, outcome["value"])
+
+    # ----------------------------------------------------------------------------------------------------- checks
+
+    def compare_calls(self, call: str) -> None:
+        """With ``debug``, wait until every rank has reached the same call. The job ends if one makes another."""
+        if self._compares and self._peers is not None:
+            self._peers.compare_calls(call, call_site.current())
+
+    def check_same_form(self, tensor: Tensor) -> None:
+        """Raise UsageError on all ranks if shapes or dtypes differ between ranks. Collective."""
+        form = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+        digest = hashlib.blake2b(form.encode(), digest_size=8).digest()
+        digests = self.all_gather_alike(torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(self.device))
+        if (digests != digests[0]).any():
+            forms = by_rank(enumerate(self.all_gather_data(form)))
+            raise UsageError(
+                f"all_gather needs tensors of the same shape and dtype on all ranks, but got {forms}: pad them, or use "
+                "all_gather_object."
+            )
+
+    def _communicable(self, tensor: Tensor, verb: str) -> Tensor:
+        """Return a contiguous copy on ``device``."""
+        if not isinstance(tensor, Tensor):
+            raise UsageError(f"{verb} takes a tensor, not {type(tensor).__name__}: wrap it in torch.tensor(...).")
+        if tensor.layout != torch.strided:
+            raise UsageError(f"{verb} does not support sparse tensors: convert it with to_dense() first.")
+        if self.is_sharded(tensor):
+            raise UsageError(f"{verb} does not support shards: pass strategy.full_tensor(tensor), or a value from it.")
+        return tensor.detach().to(self.device, copy=True, memory_format=torch.contiguous_format)
+
+    def _complete(self, collective: Callable[[], T], verb: str, tensor: Tensor | None = None, how: str = "") -> T:
+        """Run a collective and wait for it. If it fails because of another rank, say which and where it is.
+
+        Args:
+            collective: runs it.
+            verb: its name.
+            tensor: the tensor that it communicates.
+            how: its other arguments, which must be the same on all ranks.
+        """
+        if self.closed:
+            raise UsageError(f"{verb} was called after strategy.close(), which ends communication: call it before.")
+        with self.pulse.within(verb):
+            if self._compares:
+                what = "" if tensor is None else f" of {str(tensor.dtype)[6:]}{list(tensor.shape)}"
+                self.compare_calls(f"{verb}({how}){what}")
+            try:
+                return collective()
+            except Exception as error:
+                if not self._backend.is_engine_error(error):
+                    raise
+                others = self._peers.whereabouts() if self._peers is not None else ""
+                remedy = "" if self._compares else "Run with UNITRAIN_DEBUG=true to see which calls differ. "
+                raise CommunicationError(
+                    f"rank {self.rank} of {self.world_size} could not complete {verb}: another rank has ended, or did "
+                    f"not call it within timeout_s. {f'{others}. ' if others else ''}{remedy}"
+                    f"Error of {self._backend.name}: {str(error).strip().splitlines()[0]}"
+                ) from error
+
+    def _check_rank(self, src: int) -> None:
+        if not 0 <= src < self.world_size:
+            raise UsageError(f"there is no rank {src}: this run has ranks 0 to {self.world_size - 1}.")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Communicator:
+        """Return the same object: a copied model (an average of its weights, say) shares it."""
+        return self
+
+    def __reduce__(self) -> Any:
+        raise UsageError(
+            "an object that communicates can't be pickled: save a model's state with strategy.save, or use "
+            "strategy.export."
+        )
+
+
+def _with_waits(
+    collective: Callable[..., Callable[[], T]], around: Callable[[Callable[[], T]], T]
+) -> Callable[..., Callable[[], T]]:
+    """Return a collective whose wait is called by ``around``."""
+    return lambda *arguments: partial(around, collective(*arguments))
+
+
+def _check_range(total: Tensor, dtype: torch.dtype) -> None:
+    """Raise UsageError if an integer dtype can't hold a sum, which is the same on all ranks."""
+    held = torch.iinfo(dtype)
+    if total.numel() and not held.min <= int(total.min()) <= int(total.max()) <= held.max:
+        raise UsageError(
+            f"the sum over the ranks is outside of the range of {dtype}, {held.min} to {held.max}: pass "
+            "tensor.to(torch.int64)."
+        )
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """Return a flat view of a tensor's bytes, so that a backend need not support its dtype to move it."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _from_bytes(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _to_bytes(data: Tensor) -> bytes:
+    return data.cpu().numpy().tobytes()
+
+
+def _fill(parts: Sequence[Tensor], content: Tensor) -> None:
+    """Fill flat tensors of bytes with those of ``content``, one after another."""
+    for part, its in zip(parts, torch.split(content, [part.numel() for part in parts]), strict=True):
+        part.copy_(its)
+
+
+def _class_name(error: UnitrainError) -> str:
+    """Return the name of the class of ``unitrain.errors`` that an error is an instance of."""
+    return next(kind.__name__ for kind in type(error).__mro__ if kind in _ERROR_KINDS)

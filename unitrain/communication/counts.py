@@ -1,0 +1,49 @@
+"""``CountReduction``: reduces a few integers over the ranks without waiting for the computation.
+
+On a GPU, to copy them there from the host, and to read the result, would each wait for all that is queued on the
+compute stream. So they have a stream of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
+
+import torch
+
+from unitrain.communication.communicator import Communicator
+
+
+class CountReduction:
+    """An asynchronous reduction of integers, one at a time.
+
+    Args:
+        communicator: the communicator of this process.
+        op: ``sum`` or ``max``.
+        name: identifies the collective; the same on all ranks.
+    """
+
+    def __init__(self, communicator: Communicator, op: Literal["sum", "max"], name: str) -> None:
+        self._communicator = communicator
+        self._op = op
+        self._name = name
+        device = communicator.device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def start(self, values: Sequence[int]) -> Callable[[], list[int]]:
+        """Start to reduce values, and return a function that waits for the results. Collective."""
+        with self._on_own_stream():
+            tensor = torch.tensor(values, dtype=torch.int64, device=self._communicator.device)
+            wait = self._communicator.all_reduce_async(tensor, self._op, self._name)
+
+        def results() -> list[int]:
+            with self._on_own_stream():
+                wait()
+                reduced: list[int] = tensor.tolist()
+                return reduced
+
+        return results
+
+    def _on_own_stream(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)

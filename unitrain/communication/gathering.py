@@ -1,0 +1,144 @@
+"""``gather``: the rows of all ranks in one, through nested structures, though ranks have different numbers of rows."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from unitrain.communication.communicator import Communicator
+from unitrain.errors import UsageError, by_rank
+
+
+class Gathering:
+    """Gathers on a communicator.
+
+    Each call begins with a small exchange, in which the ranks compare what they give and learn how many rows each has.
+    If that is not enough (objects, several numbers of rows, differences), a second one holds what each rank gives.
+
+    Args:
+        communicator: the communicator of this process.
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+
+    def gather(self, value: Any, *, has_rows: bool = True, differentiable: bool = False) -> Any:
+        """See ``Strategy.gather``.
+
+        Args:
+            value: this rank's part.
+            has_rows: False leaves out this rank's rows: they are a stand-in's.
+            differentiable: as in ``Strategy.gather``.
+        """
+        leaves, structure = tree_flatten(value, is_leaf=lambda one: isinstance(one, list))
+        leaves = [_in_rows(leaf, has_rows=has_rows, differentiable=differentiable) for leaf in leaves]
+        form = repr(tree_unflatten([_Form(leaf) for leaf in leaves], structure))
+        return tree_unflatten(self._gather(_Part(leaves, form)), structure)
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """See ``Strategy.all_gather`` with ``differentiable``."""
+        self._communicator.check_same_form(tensor)
+        row = _in_rows(tensor.unsqueeze(0), has_rows=True, differentiable=True)
+        return self._rows(row, [1] * self._communicator.world_size)
+
+    def _gather(self, part: _Part) -> list[Any]:
+        ranks = self._communicator
+        facts = torch.tensor(part.facts(), device=ranks.device)
+        only_tensors, digests, rows = ranks.all_gather_alike(facts).T.tolist()
+        if all(only_tensors) and len(set(digests)) == 1 and min(rows) >= 0:
+            return [self._rows(leaf, rows) for leaf in part.leaves]
+        descriptions = ranks.all_gather_object(part.description())
+        _check_same_forms([form for form, *_ in descriptions])
+        return [
+            self._rows(leaf, [shape[0] for shape in given])
+            if isinstance(leaf, Tensor)
+            else [row for rows in given for row in rows]
+            for leaf, *given in zip(part.leaves, *(leaves for _, *leaves in descriptions), strict=True)
+        ]
+
+    def _rows(self, leaf: Tensor, counts: Sequence[int]) -> Tensor:
+        if leaf.requires_grad and torch.is_grad_enabled():
+            return cast(Tensor, _Rows.apply(leaf, counts, self._communicator))
+        return self._communicator.gather_rows(leaf, counts)
+
+
+class _Part(NamedTuple):
+    """What one rank gives: tensors with rows in their first dimension and lists, and a description of the whole."""
+
+    leaves: list[Any]
+    form: str
+
+    def facts(self) -> list[int]:
+        """Return whether there are only tensors, a digest of the form, and the number of rows, -1 if it differs."""
+        if not self.leaves or any(isinstance(leaf, list) for leaf in self.leaves):
+            return [0, 0, 0]
+        rows = {len(leaf) for leaf in self.leaves}
+        digest = hashlib.blake2b(self.form.encode(), digest_size=8).digest()
+        return [1, int.from_bytes(digest, "big", signed=True), rows.pop() if len(rows) == 1 else -1]
+
+    def description(self) -> list[Any]:
+        """Return the form, and for each leaf its shape, or its objects."""
+        return [self.form, *(leaf.shape if isinstance(leaf, Tensor) else leaf for leaf in self.leaves)]
+
+
+class _Form:
+    """A tensor or a list in the description of a structure."""
+
+    def __init__(self, leaf: Any) -> None:
+        self._leaf = leaf
+
+    def __repr__(self) -> str:
+        if not isinstance(self._leaf, Tensor):
+            return "a list"
+        rest = "".join(f", {size}" for size in self._leaf.shape[1:])
+        return f"{str(self._leaf.dtype).removeprefix('torch.')}[rows{rest}]"
+
+
+class _Rows(torch.autograd.Function):
+    """``Communicator.gather_rows``. In the backward, each rank gets the sum of all ranks' gradients of its rows."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, counts: Sequence[int], communicator: Communicator) -> Tensor:
+        ctx.first, ctx.count = sum(counts[: communicator.rank]), counts[communicator.rank]
+        ctx.communicator = communicator
+        return communicator.gather_rows(leaf, counts)
+
+    @staticmethod
+    @once_differentiable  # a second derivative would be wrong: autograd does not see the all-reduce
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        # Libraries can't reduce complex tensors.
+        real = torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad
+        own = ctx.communicator.all_reduce(real)[ctx.first : ctx.first + ctx.count]
+        return torch.view_as_complex(own) if grad.is_complex() else own, None, None
+
+
+def _in_rows(leaf: Any, *, has_rows: bool, differentiable: bool) -> Any:
+    """Return a leaf as a tensor with rows, or as a list. With ``differentiable``, a tensor requires grad if it can."""
+    if isinstance(leaf, Tensor):
+        tensor = leaf if leaf.dim() else leaf.unsqueeze(0)
+        if not differentiable or not (tensor.requires_grad or tensor.is_floating_point() or tensor.is_complex()):
+            tensor = tensor.detach()
+        elif not tensor.requires_grad:
+            tensor = tensor.detach().requires_grad_()  # all ranks take part in the backward, or none
+        return tensor if has_rows else tensor[:0]
+    rows = leaf if isinstance(leaf, list) else [leaf]
+    if differentiable and any(isinstance(one, Tensor) and one.requires_grad for one in rows):
+        raise UsageError(
+            "gather can't pass gradients back to tensors in a list: concatenate them, or pass them in a tuple."
+        )
+    return rows if has_rows else []
+
+
+def _check_same_forms(forms: list[str]) -> None:
+    """Raise UsageError, on all ranks, if they give different structures, dtypes or shapes of a row."""
+    if len(set(forms)) > 1:
+        raise UsageError(
+            "gather needs the same structure, dtypes and shapes of rows on all ranks, but got "
+            f"{by_rank(enumerate(forms))}."
+        )

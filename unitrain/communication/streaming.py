@@ -1,0 +1,390 @@
+"""Broadcasts tensors in small buffers, whatever their sizes, and the nested state that holds them.
+
+At most one buffer of the state is held twice. On a GPU, only that buffer passes through its memory. Of a tensor that is
+sharded, each rank keeps its own shard, and never has more of it.
+"""
+
+from __future__ import annotations
+
+import copy
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, compress
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from unitrain.communication import plain_data
+from unitrain.communication.communicator import Communicator
+from unitrain.communication.row_shards import RowShard, rows_of
+
+BUFFER_BYTES = 2**21  # larger ones cost more memory than their size: allocators and gloo keep several
+_ALIGNMENT = 16  # of the largest dtype, complex128
+_CPU = torch.device("cpu")
+
+Keys = tuple[Any, ...]
+"""The keys and positions that lead to a value in nested state."""
+New = Callable[[Keys, "Form"], Tensor]
+"""Makes the tensor of a path and a form that is received."""
+Sent = Callable[[], object]
+"""Called on the sending rank when a buffer has been filled."""
+
+
+class Form:
+    """Shape, dtype and memory format of a tensor, which stands for it in an outline."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.shape: tuple[int, ...] = tuple(tensor.shape)
+        self.dtype: torch.dtype = tensor.dtype
+        self._stride: tuple[int, ...] = torch.empty_like(tensor, device="meta").stride()  # without gaps
+
+    def describes(self, tensor: Tensor) -> bool:
+        """Return whether a tensor has this shape and dtype."""
+        return (tuple(tensor.shape), tensor.dtype) == (self.shape, self.dtype)
+
+    def fits(self, value: object) -> TypeGuard[Tensor]:
+        """Return whether a tensor of this form can be copied into ``value``."""
+        return (
+            _is_dense(value)
+            and self.describes(value)
+            and all(stride or size < 2 for size, stride in zip(value.shape, value.stride(), strict=True))
+        )
+
+    def empty(self, device: torch.device) -> Tensor:
+        """Return a new tensor of this form."""
+        return torch.empty_strided(self.shape, self._stride, dtype=self.dtype, device=device)
+
+
+class RowBlocks:
+    """A tensor in blocks of rows, as several ranks have written it.
+
+    Args:
+        blocks: dense tensors that are alike except for their first dimension, which may be 0.
+    """
+
+    def __init__(self, blocks: Sequence[Tensor]) -> None:
+        self.blocks: Sequence[Tensor] = blocks
+        self._ends = list(accumulate(map(len, blocks)))
+
+    def rows(self, start: int, end: int) -> Source:
+        """Return views of rows; a tensor if they are in one block."""
+        found = []
+        for at in range(bisect_right(self._ends, start), len(self.blocks)):
+            first = self._ends[at] - len(self.blocks[at])
+            if first >= end:
+                break
+            view = self.blocks[at][max(start - first, 0) : end - first]
+            if len(view):
+                found.append(view)
+        return found[0] if len(found) == 1 else RowBlocks(found)
+
+    @property
+    def form(self) -> Form:
+        """The form of the tensor as a whole."""
+        first = self.blocks[0]
+        shape = (sum(map(len, self.blocks)), *first.shape[1:])
+        return Form(torch.empty(shape, dtype=first.dtype, device="meta"))
+
+
+Source = Tensor | RowBlocks
+"""What a tensor is received from."""
+Held = Mapping[Keys, Source]
+"""Sources by their paths in nested state."""
+_NONE: Held = {}
+
+
+def _form(plain: tuple[Keys, torch.dtype, Keys]) -> Form:
+    shape, dtype, stride = plain
+    return Form(torch.empty_strided(shape, stride, dtype=dtype, device="meta"))
+
+
+plain_data.register(Form, lambda form: (form.shape, form.dtype, form._stride), _form)
+
+
+def outline(state: Any) -> Any:
+    """Return nested state with the forms of its dense tensors instead of the tensors."""
+
+    def formed(value: Any) -> Any:
+        if isinstance(value, RowBlocks):
+            return value.form
+        return Form(value) if _is_dense(value) else value
+
+    return _mapped(state, formed)
+
+
+def receive(
+    communicator: Communicator,
+    expected: Any,
+    source: Any,
+    *,
+    src: int = 0,
+    own: Any = None,
+    new: New = lambda path, form: form.empty(_CPU),
+    sent: Sent = lambda: None,
+    held: Held = _NONE,
+) -> Any:
+    """Return rank ``src``'s nested state on every rank. Collective.
+
+    Args:
+        communicator: the communicator of this process.
+        expected: the outline of the state, the same on all ranks.
+        source: the state; ignored on other ranks than ``src``.
+        src: the rank that has the state.
+        own: nested state of this rank. Its tensors are overwritten and returned, where they have the expected form.
+        new: makes the other tensors; on the meta device if this rank does not need it.
+        sent: called on rank ``src`` when a buffer has been filled, and on any rank when a piece of ``held`` is copied.
+        held: tensors that every rank has a source of, by their paths, the same on all ranks: its shard of one is copied
+            from there, and not sent.
+    """
+    owned = dict(leaves(own))
+
+    def target(path: Keys, form: Form) -> Tensor:
+        found = owned.get(path)
+        if communicator.is_sharded(found) and form.describes(found):
+            return found
+        return found if form.fits(found) else new(path, form)
+
+    paths = [(path, form) for path, form in leaves(expected) if isinstance(form, Form)]
+    targets = [target(path, form) for path, form in paths]
+    has = [path in held and communicator.is_sharded(found) for (path, _), found in zip(paths, targets, strict=True)]
+    for (path, _), found in compress(zip(paths, targets, strict=True), has):
+        copy_own(communicator, found, held[path], copied=sent)
+    received = [found for found, is_held in zip(targets, has, strict=True) if not is_held]
+    sources: Iterable[Source] = received
+    if communicator.rank == src:
+        sent_values = [value for _, value in leaves(source) if isinstance(value, RowBlocks) or _is_dense(value)]
+        sources = [value for value, is_held in zip(sent_values, has, strict=True) if not is_held]
+    broadcast_tensors(communicator, received, sources, src=src, sent=sent)
+    filled = iter(targets)
+    return _mapped(expected, lambda value: next(filled) if isinstance(value, Form) else value)
+
+
+def receive_optimizer(
+    communicator: Communicator,
+    optimizer: Optimizer,
+    expected: Any,
+    source: Any,
+    *,
+    sent: Sent = lambda: None,
+    held: Held = _NONE,
+) -> None:
+    """Load rank 0's state into an optimizer, whose own state is overwritten in place. Collective.
+
+    Args:
+        communicator: the communicator of this process.
+        optimizer: its parameter groups are like those of the state.
+        expected: the outline of the state, the same on all ranks.
+        source: the state; ignored on other ranks than 0.
+        sent: as in ``receive``.
+        held: as in ``receive``.
+    """
+    # Optimizers number their parameters in order, so the numbers are those of the state.
+    parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
+
+    def new(path: Keys, form: Form) -> Tensor:
+        # The optimizer moves counts of steps itself, where it wants them on the device.
+        parameter = parameters.get(path[1]) if len(path) == 3 and form.shape else None
+        if parameter is None:
+            return form.empty(_CPU)
+        if tuple(parameter.shape) == form.shape:
+            if communicator.is_sharded(parameter):
+                return torch.empty_like(parameter.detach(), dtype=form.dtype)
+            counts, rank = communicator.row_counts.get(parameter), communicator.rank
+            if counts is not None:
+                return RowShard(torch.empty_like(rows_of(parameter, counts, rank), dtype=form.dtype), counts, rank)
+        return form.empty(parameter.device)
+
+    own = optimizer.state_dict()
+    if communicator.shards and not any(communicator.is_sharded(value) for _, value in leaves(own["state"])):
+        own = {}  # from before its parameters were sharded: no memory to receive shards in
+    optimizer.load_state_dict(receive(communicator, expected, source, own=own, new=new, sent=sent, held=held))
+
+
+def _is_dense(value: object) -> TypeGuard[Tensor]:
+    """Return whether a value is a tensor that its form describes. Others are sent with the outline."""
+    if type(value) is not Tensor:
+        return False
+    return value.layout == torch.strided and not (value.is_quantized or value.requires_grad)
+
+
+def _mapped(value: Any, leaf: Callable[[Any], Any]) -> Any:
+    """Return nested state with each value that is not a dict, list or tuple replaced by ``leaf(value)``."""
+    if isinstance(value, dict):
+        made = copy.copy(value)  # keeps the versions of modules, which are an attribute of their OrderedDict
+        made.update((key, _mapped(item, leaf)) for key, item in value.items())
+        return made
+    if isinstance(value, (list, tuple)):
+        items = [_mapped(item, leaf) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return leaf(value)
+
+
+def leaves(value: Any, path: Keys = ()) -> Iterator[tuple[Keys, Any]]:
+    """Yield the values that are not a dict, list or tuple, in the order of ``_mapped``, and where they are."""
+    if not isinstance(value, (dict, list, tuple)):
+        yield path, value
+        return
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+        yield from leaves(item, (*path, key))
+
+
+# ------------------------------------------------------------------------------------------------------- buffers
+
+
+@torch.no_grad()
+def broadcast_tensors(
+    communicator: Communicator,
+    targets: Sequence[Tensor],
+    sources: Iterable[Source],
+    *,
+    src: int = 0,
+    sent: Sent = lambda: None,
+) -> None:
+    """Overwrite ``targets`` with rank ``src``'s ``sources``. Collective.
+
+    Args:
+        communicator: the communicator of this process.
+        targets: tensors with the same shapes and dtypes on all ranks, on any device: dense, or shards of dense ones.
+        sources: what is sent, which may be the targets themselves; ignored on other ranks. They may be made as they
+            are sent.
+        src: the rank that sends.
+        sent: called on rank ``src`` when a buffer has been filled.
+    """
+    sends = communicator.rank == src
+    pairs = (
+        pair
+        for target, source in zip(targets, sources if sends else targets, strict=True)
+        for pair in _by_shard(communicator, target, source)
+    )
+    for pieces in _buffers(pairs):
+        buffer = torch.empty(_slots_end(pieces), dtype=torch.uint8, device=communicator.device)
+        if sends:
+            for (_, source), slot in _with_slots(pieces, buffer):
+                _fill(slot, source)
+            sent()
+        buffer = communicator.broadcast(buffer, src)
+        for (target, source), slot in _with_slots(pieces, buffer):
+            if not (sends and _same_memory(target, source)):
+                target.copy_(slot)
+
+
+@torch.no_grad()
+def copy_own(
+    communicator: Communicator, target: Tensor, source: Source, *, copied: Callable[[], object] = lambda: None
+) -> None:
+    """Overwrite this rank's part of ``target`` with that of a source that this rank has. Not collective.
+
+    Args:
+        communicator: the communicator of this process.
+        target: a tensor, or the shards of one.
+        source: the whole tensor, of any dtype.
+        copied: called after each piece.
+    """
+    for shard, rows in _by_shard(communicator, target, source, own_only=True):
+        for piece, part in _pieces(shard, rows):
+            _fill(piece, part)
+            copied()
+
+
+def rows_read(communicator: Communicator, target: Tensor | None, rows: int) -> range:
+    """Return which rows of a tensor that several ranks have written this rank reads.
+
+    Args:
+        communicator: the communicator of this process.
+        target: what it is read into, or the parameter whose state it is; None if that is not known.
+        rows: the number of its rows.
+    """
+    counts = communicator.row_counts.get(target) if isinstance(target, Parameter) else None
+    if counts is not None:
+        start = sum(counts[: communicator.rank])
+        return range(start, start + counts[communicator.rank])
+    if communicator.is_sharded(target):
+        start = 0
+        for shard in communicator.shards_of(target):
+            if not shard.is_meta:
+                return range(start, start + len(shard))
+            start += len(shard)
+    return range(rows if communicator.is_main else 0)  # rank 0 sends it
+
+
+def _by_shard(
+    communicator: Communicator, target: Tensor, source: Source, *, own_only: bool = False
+) -> Iterator[tuple[Tensor, Source]]:
+    """Yield the shards of a target that are not empty, or only this rank's, and what is to become of them."""
+    if source is target and not communicator.is_sharded(target):
+        yield target, target
+        return
+    end = 0
+    for shard in communicator.shards_of(target):
+        start, end = end, end + len(shard) if shard.dim() else 0
+        if shard.numel() and not (own_only and shard.is_meta):
+            yield shard, shard if source is target else source if shard is target else _rows(source, start, end)
+
+
+def _rows(source: Source, start: int, end: int) -> Source:
+    return source.rows(start, end) if isinstance(source, RowBlocks) else source[start:end]
+
+
+def _fill(slot: Tensor, source: Source) -> None:
+    if isinstance(source, Tensor):
+        slot.copy_(source)
+        return
+    for part, block in zip(torch.split(slot, [len(block) for block in source.blocks]), source.blocks, strict=True):
+        part.copy_(block)
+
+
+def _same_memory(target: Tensor, source: Source) -> bool:
+    return isinstance(source, Tensor) and not target.is_meta and target.data_ptr() == source.data_ptr()
+
+
+Pieces = list[tuple[Tensor, Source]]
+"""Views of targets and of their sources."""
+
+
+def _buffers(pairs: Iterable[tuple[Tensor, Source]]) -> Iterator[Pieces]:
+    """Yield the pieces that share a buffer."""
+    pieces: Pieces = []
+    size = 0
+    for pair in pairs:
+        for piece in _pieces(*pair):
+            length = _aligned(piece[0].nbytes)
+            if pieces and size + length > BUFFER_BYTES:
+                yield pieces
+                pieces, size = [], 0
+            pieces.append(piece)
+            size += length
+    if pieces:
+        yield pieces
+
+
+def _pieces(target: Tensor, source: Source) -> Iterator[tuple[Tensor, Source]]:
+    """Yield views of two tensors of one shape, each at most as large as a buffer."""
+    if target.nbytes <= BUFFER_BYTES:
+        yield target, source
+    elif len(target) == 1:
+        row = _rows(source, 0, 1)
+        assert isinstance(row, Tensor)  # a row is in one block
+        yield from _pieces(target[0], row[0])
+    else:
+        rows = max(1, BUFFER_BYTES * len(target) // target.nbytes)
+        for start in range(0, len(target), rows):
+            yield from _pieces(target[start : start + rows], _rows(source, start, start + rows))
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _slots_end(pieces: Pieces) -> int:
+    return sum(_aligned(target.nbytes) for target, _ in pieces)
+
+
+def _with_slots(pieces: Pieces, buffer: Tensor) -> Iterator[tuple[tuple[Tensor, Source], Tensor]]:
+    """Yield each piece with its part of the buffer, as a tensor of its shape and dtype."""
+    start = 0
+    for target, source in pieces:
+        yield (target, source), buffer[start : start + target.nbytes].view(target.dtype).view(target.shape)
+        start += _aligned(target.nbytes)

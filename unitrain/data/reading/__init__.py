@@ -1,0 +1,1 @@
+"""Reading samples: datasets, workers, streams, devices."""

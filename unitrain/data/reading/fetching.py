@@ -1,0 +1,73 @@
+"""Reads the samples of a batch and collates them, in a worker process or in the main process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+from torch.utils.data import Dataset, get_worker_info
+
+from unitrain.data.reading.known_datasets import collated_rows, draws_nothing, is_default_collate
+from unitrain.data.reading.seeded_reads import SeededReads
+from unitrain.rng import generators_restored, seed_generators
+
+Collate = Callable[[list[Any]], Any]
+
+# Separates the random numbers of a collate function from those of the batch's first sample.
+_COLLATING = 0xC2B2AE3D27D4EB4F
+
+
+class Request(NamedTuple):
+    """The samples that make a batch."""
+
+    samples: list[int]
+    seeds: list[int] | None
+    """A seed for each sample; None leaves the generators alone."""
+
+
+class BatchReader(Dataset[Any]):
+    """A map-style dataset that returns whole batches to torch's DataLoader."""
+
+    def __init__(self, dataset: Any, collate: Collate) -> None:
+        self._dataset = dataset
+        self._collate = collate
+        self._seeded = SeededReads()
+
+    def __getitem__(self, index: int) -> Any:
+        return self._dataset[index]
+
+    def __getitems__(self, request: Request) -> Any:
+        if is_default_collate(self._collate):
+            batch = collated_rows(self._dataset, request.samples)
+            if batch is not None:
+                return batch
+        return self._batch(request)
+
+    def _batch(self, request: Request) -> Any:
+        """Read samples and collate them, with random numbers from the request's seeds."""
+        collate, seeds, own_collate = self._collate, request.seeds, not is_default_collate(self._collate)
+        still = draws_nothing(self._dataset)
+        if seeds is None or (still and not own_collate):
+            return collate(self._read(request.samples))
+        with _own_generators():
+            samples = self._read(request.samples) if still else self._seeded.read(self._dataset, request.samples, seeds)
+            if own_collate:
+                seed_generators(seeds[0] ^ _COLLATING)
+            return collate(samples)
+
+    def _read(self, samples: list[int]) -> list[Any]:
+        """Read samples as torch's DataLoader does: in one call, if the dataset has ``__getitems__``."""
+        if callable(getattr(self._dataset, "__getitems__", None)):
+            return list(self._dataset.__getitems__(samples))
+        return [self._dataset[sample] for sample in samples]
+
+
+def _own_generators() -> AbstractContextManager[None]:
+    """Restore the main process's generators after use. Those of a worker serve nothing else."""
+    return generators_restored() if get_worker_info() is None else nullcontext()
+
+
+def as_is(batch: Any) -> Any:
+    """Return a batch that is collated already."""
+    return batch

@@ -1,0 +1,125 @@
+"""Batches of a map-style dataset: this rank's samples of each micro-batch, read by torch's DataLoader."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from unitrain.data.order.samplers import Epoch, Orders
+from unitrain.data.order.sharding import BatchPlan, EpochPlan, MicroBatch
+from unitrain.data.reading.fetching import BatchReader, Collate, Request, as_is
+from unitrain.data.reading.workers import with_deaths_explained
+from unitrain.rng import derived_seed, sample_seeds
+
+# Number of positions that are looked up at once: one by one, an index costs a hundred times as much.
+_LOOK_UP = 2**15
+
+
+class MapStyle:
+    """A map-style dataset, as one rank reads it.
+
+    Args:
+        dataset: with ``__getitem__``.
+        orders: the orders of the epochs.
+        collate: makes a batch of a list of samples.
+        seeded: whether the generators are seeded for each sample.
+        settings: keyword arguments of the DataLoader.
+    """
+
+    def __init__(
+        self, dataset: Any, orders: Orders, collate: Collate, *, seeded: bool, settings: dict[str, Any]
+    ) -> None:
+        self._orders = orders
+        self._seeded = seeded
+        self._requests = _Requests()
+        self._generator = torch.Generator()
+        self._loader: DataLoader[Any] = DataLoader(
+            BatchReader(dataset, collate),
+            batch_sampler=self._requests,  # type: ignore[arg-type]
+            collate_fn=as_is,
+            generator=self._generator,
+            **settings,
+        )
+
+    def plan(self, seed: int, number: int) -> EpochPlan | BatchPlan:
+        """Return the plan of an epoch."""
+        return self._orders.epoch(seed, number, 0).plan
+
+    def drawn(self, seed: int, number: int) -> str:
+        """Return a digest of an epoch's indices, if they come from a sampler and were drawn last; else ""."""
+        return self._orders.drawn(seed, number)
+
+    def forget(self) -> None:
+        """Draw the indices of the next epoch anew, if they come from a sampler."""
+        self._orders.forget()
+
+    def split_by(self, shares: tuple[int, ...], accumulate: int) -> None:
+        """Split the epochs that are planned from now on by other shares, into another number of micro-batches."""
+        self._orders.split_by(shares, accumulate)
+
+    def readers(self) -> None:
+        """Return None: a position does not depend on the number of ranks and workers."""
+
+    def batches(self, seed: int, number: int, start: int, step: int) -> Iterator[tuple[MicroBatch, Any]]:
+        """Yield this rank's part of each micro-batch of an epoch, from position ``start`` on."""
+        epoch = self._orders.epoch(seed, number, start)
+        return zip(epoch.plan, self._read(epoch, seed, number, None), strict=True)
+
+    def first_batch(self, seed: int, number: int) -> Any:
+        """Return the first batch of an epoch. No other is read."""
+        [batch] = self._read(self._orders.epoch(seed, number, 0), seed, number, 1)
+        return batch
+
+    def _read(self, epoch: Epoch, seed: int, number: int, most: int | None) -> Iterator[Any]:
+        self._requests.coming = islice(requests(epoch, seed if self._seeded else None, number), most)
+        # What workers draw outside of samples differs between ranks.
+        self._generator.manual_seed(derived_seed("workers", seed, number, epoch.plan.rank) >> 1)
+        return with_deaths_explained(self._loader)
+
+
+class _Requests:
+    """The batch sampler of the DataLoader."""
+
+    coming: Iterator[Request] = iter(())
+
+    def __iter__(self) -> Iterator[Request]:
+        return self.coming
+
+
+def requests(epoch: Epoch, seed: int | None, number: int) -> Iterator[Request]:
+    """Yield a request for each micro-batch. If ``seed`` is None, samples are not seeded."""
+    plan = epoch.plan
+    for micro_batches in _gathered(plan):
+        # A rank without samples gets the first one of the global batch, as a stand-in.
+        parts = [
+            plan.part.positions(one.start, one.stop) if one.count else np.array([one.start]) for one in micro_batches
+        ]
+        positions = np.concatenate(parts)
+        samples = epoch.order.take(positions)
+        indices = samples.tolist()
+        seeds = None
+        if seed is not None:
+            seeds = sample_seeds(seed, number, samples, positions if epoch.repeats else None)
+        begin = 0
+        for one in micro_batches:
+            part = slice(begin, begin := begin + max(1, one.count))
+            yield Request(indices[part], seeds and seeds[part])
+
+
+def _gathered(micro_batches: Iterable[MicroBatch]) -> Iterator[Sequence[MicroBatch]]:
+    """Yield micro-batches in groups of about ``_LOOK_UP`` samples."""
+    gathered: list[MicroBatch] = []
+    samples = 0
+    for one in micro_batches:
+        gathered.append(one)
+        samples += max(1, one.count)
+        if samples >= _LOOK_UP:
+            yield gathered
+            gathered, samples = [], 0
+    if gathered:
+        yield gathered

@@ -1,0 +1,1 @@
+"""How a rank joins the job: handshake, authentication, checks."""

@@ -1,0 +1,112 @@
+"""The handshake: after the rendezvous, the ranks compare settings, versions and code before any work."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unitrain.communication.backend import Backend
+from unitrain.communication.communicator import Communicator
+from unitrain.config import Section, StrategyConfig
+from unitrain.errors import ConfigError, by_rank
+from unitrain.job.watch.hub import Member
+from unitrain.process import start_time
+
+# Settings that may differ between ranks.
+_OWN_SETTINGS = frozenset({"device", "threads_per_process", "pin_memory"})
+
+
+def handshake(communicator: Communicator, config: StrategyConfig, backend: type[Backend]) -> list[Member]:
+    """Check that all ranks run the same thing, and return all processes of the job, by rank. Collective.
+
+    Args:
+        communicator: the communicator of this process.
+        config: the settings of this process.
+        backend: the backend's class.
+
+    Raises:
+        ConfigError: settings, versions or code differ between ranks; on every rank, naming the difference.
+    """
+    _check_same(communicator, _facts(config, backend), set(type(config).model_fields))
+    own = (socket.gethostname(), os.getpid(), start_time(os.getpid()))
+    return [Member(rank, *process) for rank, process in enumerate(communicator.all_gather_data(own))]
+
+
+def _facts(config: StrategyConfig, backend: type[Backend]) -> dict[str, Any]:
+    """Return what must be the same on all ranks, by the name that the error message uses."""
+    # The section of another backend is missing on hosts where that backend is not installed.
+    others = {name for name, value in config if isinstance(value, Section) and name != backend.name}
+    settings = config.model_dump(mode="json", exclude={*_OWN_SETTINGS, *others})
+    script = Path(sys.argv[0]) if sys.argv else Path()
+    backend_file = Path(str(sys.modules[backend.__module__].__file__))
+    return {
+        **_flat(settings),
+        "UniTrain": version("unitrain"),
+        "torch": str(torch.__version__),
+        **backend.versions(),
+        "the code of UniTrain": _digest(*sorted(Path(__file__).parents[1].rglob("*.py")), backend_file),
+        f"the script {script.name}": _digest(script) if script.is_file() else None,
+    }
+
+
+def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        flat.update(_flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value})
+    return flat
+
+
+def _digest(*files: Path) -> str:
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _check_same(communicator: Communicator, facts: dict[str, Any], settings: Collection[str]) -> None:
+    found = difference_between_ranks(communicator, facts)
+    if found is None:
+        return
+    name, values = found
+    if name.split(".")[0] in settings:
+        hint = "Give all ranks the same environment variables, arguments and configuration file"
+    else:
+        hint = "Install and start the same version on every host"
+    raise ConfigError(f"the ranks do not run the same: {name} is {values}. {hint}.")
+
+
+def difference_between_ranks(communicator: Communicator, facts: dict[str, Any]) -> tuple[str, str] | None:
+    """Return the ``difference`` between the facts of all ranks, which must be plain data. Collective.
+
+    Digests are compared first: only if they differ is every rank sent the facts of all.
+    """
+    return None if all_alike(communicator, facts) else difference(communicator.all_gather_data(facts))
+
+
+def all_alike(communicator: Communicator, facts: Mapping[str, Any]) -> bool:
+    """Return whether all ranks have the same facts, by their digests. Collective."""
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).digest()
+    digests = communicator.all_gather(torch.frombuffer(bytearray(digest), dtype=torch.uint8))
+    return bool((digests == digests[0]).all())
+
+
+def difference(facts: Sequence[Mapping[str, Any]]) -> tuple[str, str] | None:
+    """Return the first name whose values differ between ranks, and the values with their ranks; None if all agree.
+
+    Args:
+        facts: the values of each rank, by name.
+    """
+    for name in dict.fromkeys(name for one in facts for name in one):
+        values = [repr(one.get(name)) for one in facts]
+        if len(set(values)) > 1:
+            return name, by_rank(enumerate(values))
+    return None

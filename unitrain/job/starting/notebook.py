@@ -1,0 +1,195 @@
+"""``unitrain.notebook_launch``: starts the ranks of a job from a cell of a notebook."""
+
+from __future__ import annotations
+
+import linecache
+import multiprocessing
+import os
+import pickle
+import sys
+import tempfile
+from codecs import getincrementaldecoder
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnContext, SpawnProcess
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from threading import Event, Thread
+from types import ModuleType
+from typing import Any, TypeVar
+
+from unitrain.errors import CommunicationError, UsageError
+from unitrain.job.starting.spawn import run_processes, spawn_environments
+
+T = TypeVar("T")
+
+# How long the reader of the output waits before it looks whether the ranks have ended: a process that a rank has left
+# behind may keep its pipe open.
+_CHECK_S = 0.2
+_READ_BYTES = 2**16
+
+
+def notebook_launch(fn: Callable[..., T], *args: Any, processes: int = 2) -> T:
+    """Start ``processes`` ranks on this host from a notebook, run ``fn(*args)`` in each, and return rank 0's result.
+
+    ``fn`` calls ``unitrain.init`` itself. What the ranks print appears below the cell, the lines of ranks other than 0
+    with the rank in front. Interrupting the kernel stops the ranks; an open checkpoint is saved first.
+
+    ``fn``, its arguments, and all functions, classes and variables of the notebook that it uses are copied into new
+    processes, with cloudpickle. So it does not matter what the notebook did before, and nothing in it changes. A fork
+    of the notebook's process would need no copies, and is what other libraries use: but it can't use CUDA once the
+    notebook or a library that it imported has, and it may wait for ever for locks of threads that were not forked.
+
+    Args:
+        fn: the function that every rank runs.
+        *args: its arguments, the same on all ranks.
+        processes: number of ranks.
+
+    Raises:
+        UsageError: ``processes`` is less than 1; or ``fn``, what it uses, or rank 0's result can't be pickled.
+        CommunicationError: a rank died, or called ``sys.exit`` (``unitrain.Stopped`` does).
+        BaseException: the exception of the first rank that failed, with its rank and traceback as the cause. The
+            other ranks are ended first.
+
+    Example:
+        >>> losses = unitrain.notebook_launch(train, 0.1, processes=2)
+    """
+    import cloudpickle  # which few programs need
+
+    if processes < 1:
+        raise UsageError(f"unitrain.notebook_launch: processes is {processes}, but must be at least 1.")
+    # The text of the cells, for tracebacks.
+    cells = {name: entry for name, entry in linecache.cache.items() if not os.path.exists(name)}
+    try:
+        work = cloudpickle.dumps((cells, fn, args))
+    except Exception as error:  # whatever the objects raise
+        raise UsageError(
+            "unitrain.notebook_launch copies the function, and what it uses of the notebook, into new processes, and "
+            f"failed: {str(error).rstrip('.')}. Create what can't be copied, such as the strategy, inside the function."
+        ) from error
+    # In a file: a pipe would have one rank after the other import torch before it reads.
+    with tempfile.TemporaryDirectory() as folder, spawn_environments(processes) as environments:
+        path = Path(folder, "work")
+        path.write_bytes(work)
+        try:
+            with _shown(processes) as pipes:
+                result, *_ = run_processes(_run_rank, (path, pipes), environments, _Context())
+        except SystemExit as error:  # IPython would hide where it came from, and say how to leave the notebook
+            raise CommunicationError(f"a rank has called sys.exit({error.code!r}); its output may say why.") from error
+    return pickle.loads(result)  # type: ignore[no-any-return]
+
+
+class _Process(SpawnProcess):
+    """A process that does not run the notebook again, as multiprocessing has it do with a main module from a file.
+
+    So a notebook that was exported as a script needs no ``if __name__ == "__main__"``.
+    """
+
+    @staticmethod
+    def _Popen(process_obj: BaseProcess) -> Any:  # noqa: N802
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = ModuleType("__main__")
+        try:
+            return SpawnProcess._Popen(process_obj)
+        finally:
+            sys.modules["__main__"] = main
+
+
+class _Context(SpawnContext):
+    Process = _Process
+
+
+def _run_rank(path: Path, pipes: Sequence[Sequence[Connection]]) -> bytes:
+    """Run the function on one rank, and return the pickled result if it is rank 0."""
+    rank = int(os.environ["RANK"])
+    for descriptor, stream, pipe in zip((1, 2), (sys.stdout, sys.stderr), pipes[rank], strict=True):
+        os.dup2(pipe.fileno(), descriptor)
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    # Otherwise the workers of a DataLoader would import the class of its dataset, which stands in a notebook.
+    multiprocessing.set_start_method("fork", force=True)
+    cells, fn, args = pickle.loads(path.read_bytes())
+    import cloudpickle
+
+    linecache.cache.update(cells)
+    if getattr(fn, "__module__", None) == "__main__":
+        # Instances of the notebook's classes are pickled by the names of these, here as there: exceptions, say.
+        names = {name: value for name, value in getattr(fn, "__globals__", {}).items() if not name.startswith("__")}
+        vars(sys.modules["__main__"]).update(names)
+    result = fn(*args)
+    if rank:
+        return b""
+    try:
+        pickled: bytes = cloudpickle.dumps(result)
+    except Exception as error:  # whatever the object raises
+        raise UsageError(
+            f"the result of rank 0 can't be copied to the notebook: {str(error).rstrip('.')}. Return plain data, "
+            "tensors, or what strategy.export(model) returns."
+        ) from error
+    return pickled
+
+
+@contextmanager
+def _shown(processes: int) -> Iterator[list[list[Connection]]]:
+    """Yield pipes for stdout and stderr of each rank, and show what the ranks write, until the end of the block."""
+    streams: dict[Connection, _Stream] = {}
+    pipes: list[list[Connection]] = []
+    for rank in range(processes):
+        pipes.append([])
+        for name in ("stdout", "stderr"):
+            reader, writer = multiprocessing.Pipe(duplex=False)
+            streams[reader] = _Stream(rank, name)
+            pipes[rank].append(writer)
+    ended = Event()
+    thread = Thread(target=_show, args=(streams, ended), name="unitrain output", daemon=True)
+    thread.start()
+    try:
+        yield pipes
+    finally:
+        for writer in (writer for pair in pipes for writer in pair):
+            writer.close()
+        ended.set()
+        thread.join()
+        for reader in streams:
+            reader.close()
+
+
+def _show(streams: dict[Connection, _Stream], ended: Event) -> None:
+    readers = list(streams)
+    while readers:
+        ready = wait(readers, _CHECK_S)
+        for reader in readers[:]:
+            if reader in ready:
+                written = os.read(reader.fileno(), _READ_BYTES)
+                streams[reader].show(written)
+                if not written:
+                    readers.remove(reader)
+        if not ready and ended.is_set():
+            break
+
+
+class _Stream:
+    """Writes what a rank has written to the notebook's stream of the same name, as text.
+
+    Args:
+        rank: the rank. Lines of ranks other than 0 get it in front.
+        name: ``stdout`` or ``stderr``.
+    """
+
+    def __init__(self, rank: int, name: str) -> None:
+        self._prefix = f"[rank {rank}] " if rank else ""
+        self._name = name
+        self._decoder = getincrementaldecoder("utf-8")(errors="replace")
+        self._line = ""
+
+    def show(self, written: bytes) -> None:
+        """Show bytes as far as possible: without a rank in front, at once; otherwise, whole lines. Empty: the end."""
+        text = self._decoder.decode(written, final=not written)
+        if self._prefix:
+            *lines, self._line = (self._line + text).split("\n")
+            if not written and self._line:
+                lines.append(self._line)
+            text = "".join(f"{self._prefix}{line}\n" for line in lines)
+        stream = getattr(sys, self._name)
+        stream.write(text)
+        stream.flush()

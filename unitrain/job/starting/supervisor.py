@@ -1,0 +1,287 @@
+"""``unitrain run``: runs a command, forwards signals to its ranks, restarts it on failure, and cleans up after it.
+
+Signals go directly to the ranks, not to their launcher. mpirun would kill the ranks 1 s after it gets a SIGTERM,
+horovodrun after 5 s and torchrun after 30 s, which may be too short for a checkpoint. A SIGUSR1 kills torchrun and
+horovodrun.
+
+There are two processes, and each cleans up if the other is killed. The one that the user has started, which may have
+children of an earlier life (``exec unitrain run`` in a shell), passes signals on. The other, the supervisor, has no
+children but the command, and adopts what the command leaves behind.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import psutil
+
+from unitrain.errors import ConfigError, LaunchError
+from unitrain.process import end_with_parent, print_stderr
+
+_PR_SET_CHILD_SUBREAPER = 36
+# All processes of a run inherit this variable: the runs that they are part of.
+_MARK = "_UNITRAIN_RUN"
+
+# With this process's path: "python -m" would look for modules in the current folder first.
+_SUPERVISOR = """import sys
+sys.path[:] = {}
+from unitrain.job.starting.supervisor import supervise
+sys.exit(supervise(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]))"""
+
+# Success, a wrong setting, not finite, stopped by SIGINT, SIGUSR1 or SIGTERM: a restart would end the same way.
+_FINAL_CODES = frozenset({0, 2, 3, 130, 138, 143})
+_STOPS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGUSR1})
+_SIGNALS = _STOPS | {signal.SIGHUP}
+# A process with one of these is a rank, unless the same value is in this process's environment.
+_RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "HOROVOD_RANK")
+
+_QUICK_S = 10.0
+_LONGEST_PAUSE_S = 30.0
+# Time for a launcher to notice that its ranks have ended; mpirun takes 2 s if they did not end at the same moment.
+_LEAVE_S = 5.0
+_CHECK_S = 1.0
+# Time for the ranks to save and stop when the terminal is closed, or nobody is left to wait for them.
+_HANGUP_S = 30.0
+
+
+def run(command: Sequence[str], *, max_restarts: int = 0) -> int:
+    """Run a command and return its exit code, or 128 plus the number of the signal that killed it.
+
+    After an unexpected failure the command is restarted, at most ``max_restarts`` times. The first SIGTERM, SIGINT or
+    SIGUSR1 is forwarded, and the command is not restarted after it; a second SIGTERM or SIGINT kills the command. If
+    this process gets a SIGHUP or is killed, the ranks get a SIGTERM, and 30 s to save. Everything that the command
+    has started is killed when it ends, and nothing else.
+
+    Args:
+        command: a program and its arguments.
+        max_restarts: maximum number of restarts, at least 0.
+
+    Raises:
+        ConfigError: ``max_restarts`` is less than 0.
+        LaunchError: there is no command.
+    """
+    if max_restarts < 0:
+        raise ConfigError(f"--max-restarts is {max_restarts}, but must be an integer >= 0.")
+    if not command:
+        raise LaunchError("no command was given: write it after --, as in unitrain run -- mpirun -np 2 ...")
+    mark = uuid.uuid4().hex
+    marks = f"{os.environ.get(_MARK, '')} {mark}".strip()
+    # nohup has SIGHUP ignored; blocked, it would be received all the same.
+    forwarded = _STOPS if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else _SIGNALS
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*_SIGNALS, signal.SIGCHLD})  # the supervisor inherits this
+    try:
+        supervisor = subprocess.Popen(
+            [sys.executable, "-c", _SUPERVISOR.format(sys.path), str(os.getpid()), str(max_restarts), *command],
+            env={**os.environ, _MARK: marks},
+            start_new_session=True,  # it receives Ctrl-C from this process only, once
+        )
+        while (code := supervisor.poll()) is None:
+            got = signal.sigtimedwait({*forwarded, signal.SIGCHLD}, _CHECK_S)
+            if got is not None and got.si_signo != signal.SIGCHLD:
+                supervisor.send_signal(got.si_signo)
+        if code < 0:
+            _print(f"its supervisor (pid {supervisor.pid}) {_describe(code)}; ending what it has started.")
+            _kill_marked(mark)
+        return code if code >= 0 else 128 - code
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def supervise(parent: int, max_restarts: int, command: Sequence[str]) -> int:
+    """Run the command as a child of this process, the supervisor, and return the exit code of ``run``."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*_SIGNALS, signal.SIGCHLD}) - {*_SIGNALS, signal.SIGCHLD}
+    # Orphaned descendants become children of this process, in whichever session they are.
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    end_with_parent(signal.SIGHUP)
+    if os.getppid() != parent:  # it has been killed before that
+        os.kill(os.getpid(), signal.SIGHUP)
+    try:
+        return _run(command, max_restarts, mask)
+    except LaunchError as error:
+        _print(str(error))
+        return error.exit_code
+    finally:
+        _kill_all()
+
+
+def _run(command: Sequence[str], max_restarts: int, mask: Iterable[int]) -> int:
+    quick_failures = 0
+    for restart in range(1, max_restarts + 2):
+        started = time.monotonic()
+        attempt = _Attempt(command, mask)
+        code = attempt.wait()
+        _kill_all()
+        seconds = time.monotonic() - started
+        if attempt.stopped or code in _FINAL_CODES or not max_restarts:
+            break
+        ended = f"{command[0]} {_describe(code)} after {seconds:.{0 if seconds >= 10 else 1}f} s"
+        if restart > max_restarts:
+            _print(f"{ended}; no restarts left (--max-restarts {max_restarts}).")
+            break
+        quick_failures = quick_failures + 1 if seconds < _QUICK_S else 0
+        pause = min(2.0 ** (quick_failures - 1), _LONGEST_PAUSE_S) if quick_failures else 0.0
+        _print(f"{ended}; restart {restart} of {max_restarts}{f' in {pause:g} s' if pause else ''}.")
+        stop = signal.sigtimedwait(_SIGNALS, pause)
+        if stop is not None:
+            return 128 + stop.si_signo
+    return code if code >= 0 else 128 - code
+
+
+class _Attempt:
+    """One run of the command."""
+
+    def __init__(self, command: Sequence[str], mask: Iterable[int]) -> None:
+        self.stopped = False
+        self._signalled: list[psutil.Process] = []
+        self._ended_at: float | None = None
+
+        def prepare() -> None:
+            # If both processes are killed, the command gets a SIGTERM; a launcher then ends its ranks.
+            end_with_parent(signal.SIGTERM)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+        try:
+            self._process = subprocess.Popen(command, start_new_session=True, preexec_fn=prepare)
+        except OSError as error:
+            raise LaunchError(
+                f"{command[0]!r} can't be started ({error.strerror}): give a program on PATH, or its path."
+            ) from error
+
+    def wait(self) -> int:
+        """Forward signals until the command ends. Return its exit code, negative if a signal killed it."""
+        terminated, kill_at = False, math.inf
+        while True:
+            got = signal.sigtimedwait({*_SIGNALS, signal.SIGCHLD}, _CHECK_S)
+            if time.monotonic() > kill_at:
+                return self._kill(signal.SIGHUP)
+            if got is None or got.si_signo == signal.SIGCHLD:
+                code = self._reap()
+                if code is not None:
+                    return code
+                self._end_launcher()
+            elif got.si_signo == signal.SIGHUP:
+                if not terminated and kill_at == math.inf:
+                    self._stop(signal.SIGTERM)
+                kill_at = min(kill_at, time.monotonic() + _HANGUP_S)
+            elif terminated and got.si_signo != signal.SIGUSR1:
+                return self._kill(got.si_signo)
+            elif not self.stopped or got.si_signo != signal.SIGUSR1:
+                terminated = got.si_signo != signal.SIGUSR1
+                self._stop(signal.Signals(got.si_signo))
+
+    def _kill(self, number: int) -> int:
+        _kill_all()
+        self._process.returncode = -signal.SIGKILL
+        return -number
+
+    def _stop(self, number: signal.Signals) -> None:
+        self.stopped = True
+        self._signalled = _receivers(psutil.Process(self._process.pid), number)
+        for process in self._signalled:
+            _send(process, number)
+
+    def _end_launcher(self) -> None:
+        """End a launcher that keeps running after its ranks have stopped: torchrun, say, which may restart them."""
+        if not self._signalled or any(process.is_running() for process in self._signalled):
+            return
+        if self._ended_at is None:
+            self._ended_at = time.monotonic()
+        elif time.monotonic() - self._ended_at > _LEAVE_S:
+            self._signalled.clear()
+            self._process.terminate()
+
+    def _reap(self) -> int | None:
+        """Reap children that have ended, including adopted orphans. Return the command's exit code, if it has ended."""
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == self._process.pid:
+                self._process.returncode = os.waitstatus_to_exitcode(status)
+                return self._process.returncode
+            if pid == 0:
+                return None
+
+
+def _receivers(command: psutil.Process, number: signal.Signals) -> list[psutil.Process]:
+    """Return the processes to signal: the ranks on this host, or the command if there are none.
+
+    Of a shell and the program that it runs, the one that handles the signal gets it: it would kill the other.
+    """
+    ranks = list(_ranks(command)) or [command]
+    return [process for rank in ranks for process in list(_handlers(rank, number)) or [rank]]
+
+
+def _ranks(process: psutil.Process) -> Iterator[psutil.Process]:
+    try:
+        environ = process.environ()
+        children = process.children()
+    except psutil.Error:  # the process has just ended
+        return
+    if any(name in environ and environ[name] != os.environ.get(name) for name in _RANK_VARIABLES):
+        yield process
+        return
+    for child in children:
+        yield from _ranks(child)
+
+
+def _handlers(process: psutil.Process, number: signal.Signals) -> Iterator[psutil.Process]:
+    try:
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        children = process.children()
+    except (OSError, psutil.Error):
+        return
+    caught = int(status.partition("SigCgt:")[2].split()[0], 16)
+    if caught >> (number - 1) & 1:
+        yield process
+        return
+    for child in children:
+        yield from _handlers(child, number)
+
+
+def _send(process: psutil.Process, number: signal.Signals) -> None:
+    try:
+        process.send_signal(number)
+    except psutil.NoSuchProcess:
+        return
+
+
+def _kill_all() -> None:
+    """Kill all descendants of this process."""
+    while True:
+        for process in psutil.Process().children(recursive=True):
+            _send(process, signal.SIGKILL)
+        try:
+            os.waitpid(-1, 0)  # an orphan is a child of this process as soon as its parent has died
+        except ChildProcessError:
+            return
+
+
+def _kill_marked(mark: str) -> None:
+    """Kill all processes of a run whose supervisor has been killed: this process did not adopt them."""
+    while marked := [process for process in psutil.process_iter() if _has_mark(process, mark)]:
+        for process in marked:
+            _send(process, signal.SIGKILL)
+        psutil.wait_procs(marked, _CHECK_S)
+
+
+def _has_mark(process: psutil.Process, mark: str) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE and mark in process.environ().get(_MARK, "")
+    except (psutil.Error, OSError):  # it has ended, or is another user's
+        return False
+
+
+def _describe(code: int) -> str:
+    return f"ended with exit code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
+
+
+def _print(line: str) -> None:
+    print_stderr(f"unitrain run: {line}")

@@ -1,0 +1,1 @@
+"""The watchdog: who is alive, who has failed, when to stop."""

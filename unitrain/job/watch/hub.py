@@ -1,0 +1,245 @@
+"""The hub on rank 0: decides which rank failed first, which is stalled, and where all ranks stop."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+
+from unitrain.job.watch import messages
+from unitrain.job.watch.emergency import Election
+from unitrain.job.watch.messages import Message, StopReason, Verdict
+from unitrain.pulse import CLOSING
+
+# How long one rank is in close() and another waits elsewhere before this is a deadlock, and not a late heartbeat.
+_DEADLOCK_S = 3.0
+# Libraries time out after ``timeout_s`` as well, and raise an error that the script can catch. They come first.
+_AFTER_LIBRARIES_S = 5.0
+# How many ranks a message names.
+_MOST_NAMED = 4
+# Heartbeats that the hub receives each second: the ranks of a larger job send fewer.
+_MOST_HEARTBEATS = 125
+SILENT_END = "ended without reporting an error: it was killed, crashed, or called os._exit()"
+
+
+@dataclass(frozen=True)
+class Member:
+    """One process of the job."""
+
+    rank: int
+    host: str
+    pid: int
+    started: int
+    """Its ``start_time``: a pid may be reused."""
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} on {self.host} (pid {self.pid})"
+
+
+def heartbeat_interval_s(heartbeat_timeout_s: float, world_size: int) -> float:
+    """Return the seconds between two heartbeats of a rank: 1, or more in a job of more than 125 ranks.
+
+    At least three heartbeats fit into the time after which a rank counts as stalled, in smaller jobs five.
+    """
+    return max(min(1.0, heartbeat_timeout_s / 5), min(world_size / _MOST_HEARTBEATS, heartbeat_timeout_s / 3))
+
+
+class Hub:
+    """Decides from the messages of the ranks why the job ends. Uses no sockets and no clock, for easy testing.
+
+    The first decision is the verdict of the job; later failures don't change it. The work for one message does not
+    grow with the number of ranks; ``check`` looks at each rank.
+
+    Args:
+        members: all processes, by rank.
+        timeout_s: seconds that a rank may wait for other ranks.
+        heartbeat_timeout_s: seconds without a heartbeat after which a rank counts as stalled.
+        send: sends a message to a rank, or to all (None).
+        now: the current time in seconds, as in all calls.
+        election_s: seconds that ranks have to report their states after the verdict.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        *,
+        timeout_s: float,
+        heartbeat_timeout_s: float,
+        send: Callable[[int | None, Message], None],
+        now: float,
+        election_s: float = 10.0,
+    ) -> None:
+        self._members = members
+        self._timeout_s, self._heartbeat_timeout_s = timeout_s, heartbeat_timeout_s
+        self._send = send
+        self._heard_at = dict.fromkeys(range(len(members)), now)
+        self._checked_at = self._now = now
+        self._election_s = election_s
+        self._election: Election | None = None
+        self._heartbeats: dict[int, messages.Heartbeat] = {}
+        self._present = dict.fromkeys(self._heard_at)  # a set, in the order of the ranks
+        self._not_waiting = list(self._present)  # in a collective; sorted
+        self._reasons: list[StopReason] = []  # the first is being agreed on, or acted on
+        self._boundaries: dict[int, int] = {}
+        self._settled: set[int] = set()
+        self._calls: dict[int, messages.Call] = {}  # of the ranks that have reached their next call
+        self.verdict: Verdict | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether all ranks have left."""
+        return not self._present
+
+    def receive(self, rank: int, message: Message, now: float) -> None:
+        """Process a message from a rank."""
+        self._heard_at[rank] = self._now = now
+        match message:
+            case messages.Heartbeat():
+                self._heartbeats[rank] = message
+                self._note(rank, waits=message.waits or rank not in self._present)
+            case messages.Failed():
+                self._decide_on_error(rank, message)
+            case messages.Ask():
+                self._send(rank, messages.Answer(self._describe_others(rank)))
+            case messages.Call():
+                self._compare_calls(rank, message)
+            case messages.RequestStop(reason=reason) if reason not in self._reasons:
+                self._reasons.append(reason)
+                if len(self._reasons) == 1:
+                    self._hold()
+            case messages.Held(boundary=boundary):
+                self._boundaries[rank] = boundary
+                if len(self._boundaries) == len(self._members):
+                    # No rank has passed the boundary that it reported, so all can still stop at the furthest of them.
+                    self._send(None, messages.Stop(max(self._boundaries.values()), self._reasons[0]))
+            case messages.Settled():
+                self._settled.add(rank)
+                if len(self._settled) == len(self._members):
+                    self._reasons.pop(0)
+                    if self._reasons:
+                        self._hold()
+            case messages.Whole() | messages.Saved():
+                self._take_part(rank, message)
+            case messages.Leave():
+                self._remove(rank)
+
+    def _take_part(self, rank: int, message: messages.Whole | messages.Saved) -> None:
+        if self._election is not None:
+            self._election.receive(rank, message)
+
+    def _note(self, rank: int, *, waits: bool) -> None:
+        ranks = self._not_waiting
+        at = bisect_left(ranks, rank)
+        known = at < len(ranks) and ranks[at] == rank
+        if waits and known:
+            del ranks[at]
+        elif not waits and not known:
+            ranks.insert(at, rank)
+
+    def _remove(self, rank: int) -> None:
+        self._present.pop(rank, None)
+        self._note(rank, waits=True)
+
+    def _hold(self) -> None:
+        if len(self._present) == len(self._members):  # otherwise the run is ending
+            self._boundaries, self._settled = {}, set()
+            self._send(None, messages.Hold())
+
+    def _compare_calls(self, rank: int, mine: messages.Call) -> None:
+        # The first stands for all so far: had they differed, the job would have ended.
+        other, theirs = next(iter(self._calls.items()), (rank, mine))
+        if theirs.call != mine.call:
+            self._decide(
+                rank,
+                f" called {mine.call} at {mine.place}, where rank {other} called {theirs.call} at {theirs.place}: "
+                "all ranks must make the same calls, in the same order",
+            )
+        self._calls[rank] = mine
+        if len(self._calls) == len(self._members):
+            self._calls = {}
+            self._send(None, messages.CallsAgree())
+
+    def disconnected(self, rank: int) -> None:
+        """Process the end of a rank's connection."""
+        if rank in self._present:
+            self._remove(rank)
+            if self._election is not None:
+                self._election.gone(rank)
+            self._decide(rank, f" {SILENT_END}")
+
+    def check(self, now: float) -> None:
+        """Check for stalled ranks, and for waits that exceed the timeout."""
+        self._now = now
+        if self._election is not None:
+            self._election.check(now)
+        asleep, self._checked_at = now - self._checked_at, now
+        if asleep > self._heartbeat_timeout_s / 2:  # this process was suspended itself, and perhaps the whole job
+            self._heard_at = dict.fromkeys(self._heard_at, now)
+        for rank in self._present:
+            silence = now - self._heard_at[rank]
+            if silence > self._heartbeat_timeout_s:
+                self._decide(
+                    rank, f" sent no heartbeat for {silence:.0f} s; it was {self._activity(rank)}", stalled=True
+                )
+        self._check_for_deadlock()
+        waits = {rank: beat for rank, beat in self._heartbeats.items() if rank in self._present and beat.waits}
+        longest = max(waits, key=lambda rank: waits[rank].seconds, default=None)
+        if longest is not None and waits[longest].seconds > self._timeout_s + _AFTER_LIBRARIES_S:
+            self._decide_on_wait(longest, f"timed out (timeout_s is {self._timeout_s:g}), {waits[longest]}")
+
+    def _decide_on_error(self, rank: int, error: messages.Failed) -> None:
+        if error.secondary:
+            self._decide_on_wait(rank, error.text)
+        else:
+            self._decide(rank, f": {error.text}", on_all_ranks=error.on_all_ranks, raised=True)
+
+    def _decide_on_wait(self, rank: int, text: str) -> None:
+        """Decide which rank is to blame for a wait that failed: one that does not wait, if there is one."""
+        if self.verdict is not None:
+            return
+        culprit = next((other for other in self._not_waiting if other != rank), None)
+        others = self._describe_others(rank)
+        if culprit is not None:
+            self._decide(culprit, f" did not reach the call that rank {rank} waited in: {others}. Rank {rank}: {text}")
+        else:
+            self._decide(rank, f": {text}; {others}")
+
+    def _check_for_deadlock(self) -> None:
+        """Check for a rank that is in ``close`` while another waits for it in another call."""
+        lasting = {
+            rank: beat
+            for rank, beat in self._heartbeats.items()
+            if rank in self._present and beat.waits and beat.seconds > _DEADLOCK_S
+        }
+        closing = [rank for rank, beat in lasting.items() if beat.phase == CLOSING]
+        waiting = [rank for rank, beat in lasting.items() if beat.phase != CLOSING]
+        if closing and waiting:
+            self._decide(
+                closing[0],
+                f" finished after step {lasting[closing[0]].step}, but rank {waiting[0]} still waits for it, "
+                f"{lasting[waiting[0]]}",
+            )
+
+    def _decide(
+        self, rank: int, text: str, *, stalled: bool = False, on_all_ranks: bool = False, raised: bool = False
+    ) -> None:
+        if self.verdict is None:
+            text = f"{self._members[rank]}{text}"
+            self.verdict = Verdict(rank, text, stalled, on_all_ranks, raised)
+            survivors = [other for other in self._present if other != rank]
+            self._election = Election(survivors, partial(self._send, None), self._now + self._election_s)
+            self._send(None, self.verdict)
+
+    def _activity(self, rank: int) -> str:
+        return str(self._heartbeats[rank]) if rank in self._heartbeats else "starting"
+
+    def _describe_others(self, asking: int) -> str:
+        """Return what the ranks that are not waiting are doing, or, if all wait, what each waits in."""
+        named = _first_others(self._not_waiting, asking) or _first_others(self._present, asking)
+        return "; ".join(f"{self._members[rank]} is {self._activity(rank)}" for rank in named)
+
+
+def _first_others(ranks: Iterable[int], asking: int) -> list[int]:
+    return list(islice((rank for rank in ranks if rank != asking), _MOST_NAMED))

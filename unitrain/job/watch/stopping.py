@@ -1,0 +1,332 @@
+"""Stops a run early, on all ranks at the same boundary, after saving a checkpoint.
+
+A thread receives the signal, and the ranks agree on a boundary while training continues: rank 0's hub asks every rank
+for its next boundary, and chooses the furthest. No rank has passed it, and each will reach it, so all stop there.
+Boundaries are counted. They are the points where a loader is asked for the next step's batch, each batch of an
+evaluation, and, without a loader, the ends of optimizer steps.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol, TypeGuard
+
+from unitrain.job.watch.messages import StopReason
+from unitrain.process import exit_now, print_stdout
+from unitrain.pulse import Pulse
+
+Handler = Callable[[int, Any], object]
+"""A handler of a signal."""
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+# The terminal sends Ctrl-C to all processes, and launchers forward it: signals this close together are the same one.
+_SAME_SIGNAL_S = 1.0
+_REQUEUE_S = 30.0
+
+
+class Stopped(SystemExit):
+    """Raised on every rank, at the same step, when the run is stopped. If uncaught, the process exits with ``code``.
+
+    Codes: 143 for SIGTERM, 130 for SIGINT, 138 for SIGUSR1, and 140 for SIGUSR2 under submitit, whose own code rank 0
+    exits with; 3 if a loss or gradient was not finite, with ``on_nonfinite="stop"``.
+    """
+
+
+class Saves(Protocol):
+    """The open checkpoint."""
+
+    def wait(self) -> None:
+        """Wait for the background writer, and raise its error. Collective."""
+
+    def save_now(self) -> str:
+        """Save a checkpoint, wait for it, and return where it is. Collective."""
+
+
+class Coordinator(Protocol):
+    """Lets the ranks agree on a boundary to stop at."""
+
+    def request_stop(self, reason: StopReason) -> None:
+        """Ask all ranks to stop at a common boundary."""
+
+    def settle(self) -> None:
+        """Report that this rank has acted on the stop."""
+
+
+class Boundaries:
+    """The boundaries of this process, and the one to stop at.
+
+    Args:
+        pulse: counts the boundaries that were passed.
+    """
+
+    def __init__(self, pulse: Pulse) -> None:
+        self._pulse = pulse
+        self._agreed = threading.Event()
+        self._stop_at = 0
+        self._reason = StopReason()
+        self.held: bool = False
+        """Whether ``due`` must be called before a boundary is passed."""
+
+    def hold(self) -> int:
+        """Hold this process at its next boundary until the ranks have agreed, and return it. From any thread."""
+        self.held = True  # set first: a boundary reached in between waits, and is at most the one returned
+        return self._pulse.boundary + 1
+
+    def agree(self, boundary: int, reason: StopReason) -> None:
+        """Set where to stop, and why. From any thread."""
+        self._stop_at, self._reason = boundary, reason
+        self._agreed.set()
+
+    def due(self) -> StopReason | None:
+        """Return the reason to stop at the boundary being passed, or None if it is not the one to stop at."""
+        self._agreed.wait()  # rank 0 answers at once, or the watch ends the process
+        if self._pulse.boundary < self._stop_at:
+            return None
+        self.held = False
+        self._agreed.clear()
+        return self._reason
+
+
+class Stopping:
+    """Stops this process at the boundary that all ranks have agreed on.
+
+    Args:
+        boundaries: the boundaries of this process.
+        pulse: counts the boundaries that were passed.
+        coordinator: lets the ranks agree; None in a world of one.
+        is_main: whether this is rank 0, which prints.
+
+    Attributes:
+        starts_again: whether this process has stopped to go on with other hosts.
+    """
+
+    def __init__(self, boundaries: Boundaries, pulse: Pulse, coordinator: Coordinator | None, *, is_main: bool) -> None:
+        self._boundaries = boundaries
+        self._pulse = pulse
+        self._coordinator = coordinator
+        self._is_main = is_main
+        self._checkpoint: Saves | None = None
+        self._signals: StopSignals | None = None
+        self._hosts_changed = False  # before there was a checkpoint
+        self.starts_again: bool = False
+
+    def listen(self, checkpoint: Saves) -> None:
+        """From now on, save a checkpoint and stop the run on SIGTERM, SIGINT and SIGUSR1, and if hosts have changed."""
+        self._checkpoint = checkpoint
+        if self._hosts_changed:
+            self.request(StopReason(hosts_changed=True))
+        self._signals = StopSignals(lambda number: self.request(StopReason(number)))
+
+    def close(self) -> None:
+        """Restore the previous signal handlers."""
+        self._checkpoint = None
+        if self._signals is not None:
+            self._signals.close()
+            self._signals = None
+
+    def request(self, reason: StopReason) -> None:
+        """Ask all ranks to stop at their next common boundary. Not collective; from any thread."""
+        if self._coordinator is None:
+            self._boundaries.agree(self._boundaries.hold(), reason)
+        else:
+            self._coordinator.request_stop(reason)
+
+    def pass_boundary(self) -> None:
+        """Pass a boundary, or stop if it is the one that was agreed on. In the main thread only.
+
+        Raises:
+            Stopped: after a signal, or if hosts have changed; the open checkpoint has been saved.
+            CheckpointError: a checkpoint could not be written in the background.
+        """
+        self._pulse.boundary += 1
+        if self._boundaries.held:
+            self._stop_if_due()
+
+    def _stop_if_due(self) -> None:
+        reason = self._boundaries.due()
+        if reason is None:
+            return
+        try:
+            self._act_on(reason)
+        finally:
+            if self._coordinator is not None:
+                self._coordinator.settle()
+
+    def _act_on(self, reason: StopReason) -> None:
+        """Act on the reason of a stop. Collective."""
+        if reason.hosts_changed:
+            self._go_on_elsewhere()
+            return
+        if reason.signal is None:
+            if self._checkpoint is not None:
+                self._checkpoint.wait()  # raises the error, unless it was raised already
+            return
+        number = signal.Signals(reason.signal)
+        resubmit = self._signals.resubmit.get(number) if self._signals is not None else None
+        where = f" and saved in {self._checkpoint.save_now()}" if self._checkpoint is not None else ""
+        if self._is_main:
+            requeues = number == signal.SIGUSR1 or (number == signal.SIGTERM and _is_preempted())
+            requeued = _requeue() if requeues and resubmit is None else ""
+            print_stdout(f"unitrain: stopped by {number.name} after step {self._pulse.step}{where}.{requeued}")
+        if resubmit is not None:
+            try:
+                resubmit(number, None)  # on rank 0 it requeues the job and exits
+            except SystemExit as end:
+                raise Stopped(end.code) from end
+        raise Stopped(128 + number)
+
+    def _go_on_elsewhere(self) -> None:
+        """Save a checkpoint, and stop; not before there is a checkpoint, from which to go on. Collective."""
+        self._hosts_changed = True
+        if self._checkpoint is None:
+            return
+        where = self._checkpoint.save_now()
+        if self._is_main:
+            print_stdout(f"unitrain: hosts have changed: stopped after step {self._pulse.step}, saved in {where}.")
+        self.starts_again = True
+        raise Stopped(os.EX_TEMPFAIL)
+
+
+class StopSignals:
+    """Calls ``request`` in a thread on SIGTERM, SIGINT and SIGUSR1. A second signal ends the process.
+
+    Under SLURM, a second SIGTERM does not: SLURM sends one of its own when a job that was warned comes to its end, and
+    leaves time to save until SIGKILL.
+
+    The thread reads the interpreter's wake-up descriptor, since Python runs signal handlers only when the main thread
+    has returned from a collective. Handlers that the script has installed are left in place, except for submitit's.
+
+    submitit sends its jobs a signal (SIGUSR2, if not set otherwise) before their time limit, and when they are
+    preempted. Its handler requeues the job and ends the process wherever it is, so it must wait until the run is saved.
+
+    Args:
+        request: called with the number of the signal.
+
+    Attributes:
+        resubmit: submitit's handlers, by signal, which are called when the run has been saved.
+    """
+
+    def __init__(self, request: Callable[[int], None]) -> None:
+        self._request = request
+        self._replaced: dict[int, Any] = {}
+        self._wakeup_before = -1
+        self.resubmit: dict[int, Handler] = {}
+        if threading.current_thread() is not threading.main_thread():
+            return  # only the main thread can set signal handlers
+        own = [n for n in _SIGNALS if signal.getsignal(n) in (signal.SIG_DFL, signal.default_int_handler)]
+        handlers = {number: signal.getsignal(number) for number in (*_SIGNALS, signal.SIGUSR2)}
+        self.resubmit = {number: handler for number, handler in handlers.items() if _is_submitits(handler)}
+        self._receiver, self._sender = socket.socketpair()
+        self._sender.setblocking(False)
+        self._wakeup_before = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
+        self._replaced = {number: signal.signal(number, _wake_up) for number in (*own, *self.resubmit)}
+        _set_up.add(self)
+        self._thread = threading.Thread(target=self._listen, name="unitrain signals", daemon=True)
+        self._thread.start()
+
+    def _listen(self) -> None:
+        first_at = 0.0
+        while numbers := self._receiver.recv(64):
+            for number in numbers:
+                if number not in self._replaced:
+                    continue
+                if not first_at:
+                    first_at = time.monotonic()
+                    self._request(number)
+                elif number == signal.SIGTERM and _slurm_job() is not None:
+                    continue  # SLURM's: the time is up, or a step beside this one has requeued the job. SIGKILL follows
+                elif time.monotonic() - first_at > _SAME_SIGNAL_S:
+                    name = signal.Signals(number).name
+                    exit_now(128 + number, f"unitrain: received a second {name}: exiting at once.")
+
+    def close(self) -> None:
+        """Restore the signal handlers, and end the thread."""
+        if self._replaced:
+            self.restore()
+            self._sender.shutdown(socket.SHUT_WR)  # closing would not do: a forked process may have a copy
+            self._thread.join()
+            self._sender.close()
+            self._receiver.close()
+
+    def restore(self) -> None:
+        """Restore the signal handlers."""
+        if self._replaced:
+            signal.set_wakeup_fd(self._wakeup_before)
+        for number, handler in self._replaced.items():
+            signal.signal(number, handler)
+        self._replaced = {}
+
+
+_set_up: weakref.WeakSet[StopSignals] = weakref.WeakSet()
+
+
+def _forget_in_child() -> None:
+    """Restore signal handlers in a forked child: its wake-ups would go to the parent's thread."""
+    for signals in _set_up:
+        signals.restore()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
+
+
+def _wake_up(number: int, frame: object) -> None:
+    """Do nothing: the interpreter writes to its wake-up descriptor only if a handler is set."""
+
+
+def _is_submitits(handler: object) -> TypeGuard[Handler]:
+    """Return whether a signal handler is submitit's that requeues a job. Its others only log the signal."""
+    owner = type(getattr(handler, "__self__", None))
+    own = any(one.__module__.split(".")[0] == "submitit" for one in owner.__mro__)
+    return own and str(getattr(handler, "__name__", "")).startswith("checkpoint_and")
+
+
+def _slurm_job() -> str | None:
+    """Return the name of this SLURM job, or None outside SLURM.
+
+    The id of one task of a job array is that of the array as well.
+    """
+    if "SLURM_ARRAY_JOB_ID" in os.environ:
+        return f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+    return os.environ.get("SLURM_JOB_ID")
+
+
+def _is_preempted() -> bool:
+    """Return whether SLURM is preempting this job, and has left it time to save.
+
+    SLURM requeues the job when that time is over, but takes a job that has ended before for a failed one.
+    """
+    job = _slurm_job()
+    if job is None:
+        return False
+    try:
+        shown = _scontrol("show", "job", job)
+    except (OSError, subprocess.SubprocessError):
+        return False
+    return re.search(r"\bPreemptTime=\d", shown) is not None
+
+
+def _requeue() -> str:
+    """Requeue this SLURM job, and return a message about it; an empty string outside SLURM."""
+    job = _slurm_job()
+    if job is None:
+        return ""
+    try:
+        _scontrol("requeue", job)
+    except subprocess.CalledProcessError as error:
+        if "pending execution" not in error.stderr:  # another step of this job has requeued it
+            return f" SLURM did not requeue job {job}: {error.stderr.strip()}"
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f" SLURM did not requeue job {job}: {error}"
+    return f" SLURM has requeued job {job}."
+
+
+def _scontrol(*arguments: str) -> str:
+    command = ["scontrol", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=_REQUEUE_S, check=True).stdout

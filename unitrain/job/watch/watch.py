@@ -1,0 +1,318 @@
+"""The watch: a thread in each process that sends heartbeats to the hub, and ends the process when the job ends.
+
+The hub runs in another thread of rank 0, which has a watch like the others. When a process dies, its connection is
+closed, and the hub notices at once. A stalled process sends no heartbeats. Nothing here runs within a training step.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import wait
+from typing import TypeVar
+
+from unitrain.communication.communicator import Communicator
+from unitrain.config import StrategyConfig
+from unitrain.errors import CommunicationError, ConfigError
+from unitrain.job.elastic import end_for_others
+from unitrain.job.watch import messages
+from unitrain.job.watch.admission import introduce
+from unitrain.job.watch.emergency import Emergency, Saver, election_s, grace_s
+from unitrain.job.watch.hub import SILENT_END, Member, heartbeat_interval_s
+from unitrain.job.watch.hub_server import start_hub
+from unitrain.job.watch.link import Link
+from unitrain.job.watch.messages import Message, StopReason, Verdict
+from unitrain.job.watch.reaper import Reaper
+from unitrain.job.watch.stopping import Boundaries
+from unitrain.launch.detect import Launch
+from unitrain.launch.network.addresses import own_addresses
+from unitrain.process import exit_now, kill_stalled, print_stacks, print_stderr
+
+A = TypeVar("A", messages.Answer, messages.CallsAgree)
+
+_CLOSE_S = 5.0
+_ANSWER_S = 2.0
+# The reaper leaves this much time to the verdict on a stalled rank, which says what the rank was doing.
+_REAP_AFTER_S = 3.0
+# How often the end of an emergency checkpoint is looked for.
+_POLL_S = 0.02
+# A rank that is ending with an error waits a little longer for the others than they may take.
+_AFTER_THE_OTHERS_S = 1.0
+
+
+class Watch:
+    """The watchdog of one process. Collective: connects to the hub, which waits for all ranks.
+
+    Args:
+        communicator: the communicator of this process.
+        members: all processes of the job, by rank.
+        boundaries: the boundaries of this process, at which it can be stopped.
+        config: the settings.
+        key: the job's key.
+        one_host: whether all ranks are on this host.
+        launch: how this process was started.
+
+    Attributes:
+        members: all processes of the job, by rank.
+        grace_s: seconds that an emergency checkpoint may take.
+        saver: writes an emergency checkpoint, if one is to be written when the job fails.
+
+    Raises:
+        CommunicationError: rank 0 can't be reached, or not all ranks reached it within ``timeout_s``.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        members: Sequence[Member],
+        boundaries: Boundaries,
+        config: StrategyConfig,
+        *,
+        key: bytes,
+        one_host: bool,
+        launch: Launch,
+    ) -> None:
+        self.saver: Saver | None = None
+        self._launch = launch
+        self.grace_s: float = grace_s(launch)
+        self._pulse = communicator.pulse
+        self._boundaries = boundaries
+        self.members: tuple[Member, ...] = tuple(members)
+        self._me = members[communicator.rank]
+        self._timeout_s = config.timeout_s
+        self._heartbeat_timeout_s = min(config.heartbeat_timeout_s, config.timeout_s)
+        self._interval_s = heartbeat_interval_s(self._heartbeat_timeout_s, len(members))
+        self._link, self._server = self._connect(communicator, key, one_host)
+        self._changed = threading.Condition()
+        self._verdict: Verdict | None = None
+        self._answer: messages.Answer | messages.CallsAgree | None = None
+        self._ending = False
+        self._own_error = False
+        self._over = threading.Event()
+        self._left = False
+        self._state, self._since = ("", 0, 0), 0.0
+        # Several ranks of a host kill the one that stalls; see _decide.
+        alone = not one_host and sum(member.host == self._me.host for member in members) == 1
+        self._reaper = Reaper(str(self._me), self._heartbeat_timeout_s + _REAP_AFTER_S) if alone else None
+        self._thread = threading.Thread(target=self._run, name="unitrain watch", daemon=True)
+        self._thread.start()
+
+    def __str__(self) -> str:
+        """Return the process that this watch belongs to, for messages."""
+        return str(self._me)
+
+    def _connect(self, communicator: Communicator, key: bytes, one_host: bool) -> tuple[Link, threading.Thread | None]:
+        server: threading.Thread | None = None
+
+        def start() -> tuple[list[str], int]:
+            nonlocal server
+            port, server = start_hub(
+                self.members,
+                key,
+                timeout_s=self._timeout_s,
+                heartbeat_timeout_s=self._heartbeat_timeout_s,
+                one_host=one_host,
+                election_s=election_s(self.grace_s),
+            )
+            return ["127.0.0.1"] if one_host else own_addresses(), port
+
+        hosts, port = communicator.on_main(start)
+        link = Link(introduce(hosts, port, key, communicator.rank, self._timeout_s))
+        if link.receive(self._timeout_s) is None:
+            raise CommunicationError(
+                f"rank 0 did not answer {self._me} within {self._timeout_s:g} s: not all ranks have connected to it."
+            )
+        return link, server
+
+    # --------------------------------------------------------------------------------------- for the main thread
+
+    def fail(
+        self, text: str, *, patience_s: float = 0.0, secondary: bool = False, on_all_ranks: bool = False
+    ) -> Verdict | None:
+        """Report that this process is about to end with an error, and return which failure was the first of the job.
+
+        From now on the caller ends this process; a verdict no longer does.
+
+        Args:
+            text: the error, in one line.
+            patience_s: seconds to wait first for a verdict on another rank.
+            secondary: whether the error follows from another rank's failure: a collective that failed, say.
+            on_all_ranks: whether all ranks have the same error (a wrong setting, say), so that one of them reports it.
+        """
+        self._own_error = not secondary
+        with self._changed:
+            known = self._verdict is not None
+        if known and not self._ending:  # the watch's thread is about to end the process
+            self._over.wait(self.grace_s)
+            time.sleep(_CLOSE_S)
+        with self._changed:
+            self._ending = True
+            known = self._changed.wait_for(lambda: self._verdict is not None, patience_s)
+        if not known:
+            self._send_heartbeat()
+            self._link.send(messages.Failed(text, secondary, on_all_ranks))
+            with self._changed:
+                self._changed.wait_for(lambda: self._verdict is not None, _ANSWER_S)
+        self.outlast()
+        return self._verdict
+
+    def outlast(self, patience_s: float = 0.0) -> None:
+        """Wait until the job has ended, if it is ending: this process, or another one, may save its state meanwhile.
+
+        Args:
+            patience_s: seconds to wait first for a verdict.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._verdict is not None, patience_s):
+                return
+        if self.saver is not None:
+            self._over.wait(self.grace_s + _AFTER_THE_OTHERS_S)
+
+    def whereabouts(self) -> str:
+        """Return what the ranks that this one waits for are doing, or an empty string if rank 0 does not answer."""
+        answer = self._ask(messages.Ask(), messages.Answer, _ANSWER_S)
+        return answer.text if answer is not None else ""
+
+    def _ask(self, request: Message, expected: type[A], timeout_s: float | None = None) -> A | None:
+        """Send the hub a request, from the main thread, and return its answer; None after ``timeout_s``."""
+        with self._changed:
+            self._answer = None
+        self._send_heartbeat()
+        self._link.send(request)
+        with self._changed:
+            self._changed.wait_for(lambda: isinstance(self._answer, expected), timeout_s)
+            return self._answer if isinstance(self._answer, expected) else None
+
+    def request_stop(self, reason: StopReason) -> None:
+        """Ask all ranks to stop at the same boundary; see ``unitrain.job.watch.stopping``."""
+        self._link.send(messages.RequestStop(reason))
+
+    def settle(self) -> None:
+        """Report that this process has acted on the stop."""
+        self._link.send(messages.Settled())
+
+    def compare_calls(self, call: str, place: str) -> None:
+        """Return once every rank has reached this call. The job ends if a rank makes another call.
+
+        Args:
+            call: the name and arguments of the call, as far as they must be the same on all ranks.
+            place: the line of the script that makes it, for the error message.
+        """
+        self._ask(messages.Call(call, place), messages.CallsAgree)
+
+    def close(self) -> None:
+        """Leave the job, after every rank has reached its end."""
+        self._left = True
+        self._link.send(messages.Leave())
+        self._thread.join(_CLOSE_S)
+        if self._server is not None:
+            self._server.join(_CLOSE_S)
+        if self._reaper is not None:
+            self._reaper.close()
+        self._link.close()
+
+    # --------------------------------------------------------------------------------------------- in the thread
+
+    def _run(self) -> None:
+        heard_at = checked_at = beat_at = now = time.monotonic()
+        while not self._left:
+            if now >= beat_at:
+                beat_at = now + self._interval_s
+                self._send_heartbeat()
+                if self._reaper is not None:
+                    self._reaper.beat()
+            ready = wait([self._link.fileno()], beat_at - now)
+            now = time.monotonic()
+            if now - checked_at > self._heartbeat_timeout_s / 2:
+                heard_at = now  # this process was suspended itself, and perhaps the whole job
+            checked_at = now
+            if ready:
+                heard_at = now
+                message = self._link.receive()
+                if message is None:
+                    if not self._left:
+                        self._decide(Verdict(0, f"{self.members[0]} {SILENT_END}"), has_hub=False)
+                    return
+                self._receive(message)
+            elif now - heard_at > self._heartbeat_timeout_s:
+                silence = f"sent no heartbeat for {now - heard_at:.0f} s"
+                self._decide(Verdict(0, f"{self.members[0]} {silence}", stalled=True), has_hub=False)
+
+    def _send_heartbeat(self) -> None:
+        pulse, now = self._pulse, time.monotonic()
+        state = (pulse.phase, pulse.calls, pulse.boundary)
+        if state != self._state:
+            self._state, self._since = state, now
+        self._link.send(messages.Heartbeat(pulse.phase, pulse.step, now - self._since))
+
+    def _receive(self, message: Message) -> None:
+        match message:
+            case Verdict():
+                self._decide(message)
+            case messages.Hold():
+                self._link.send(messages.Held(self._boundaries.hold()))
+            case messages.Stop(boundary=boundary, reason=reason):
+                self._boundaries.agree(boundary, reason)
+            case messages.Answer() | messages.CallsAgree():
+                with self._changed:
+                    self._answer = message
+                    self._changed.notify_all()
+            case messages.Leave():
+                self._left = True
+
+    def _decide(self, verdict: Verdict, *, has_hub: bool = True) -> None:
+        """End this process because of the verdict, which is its own if there is no hub any more."""
+        rank, culprit = verdict.rank, self.members[verdict.rank]
+        with self._changed:
+            self._verdict = verdict
+            self._changed.notify_all()
+        if self.saver is not None and not verdict.on_all_ranks:
+            self._survive(verdict, self.saver, has_hub=has_hub)
+        if self.saver is not None and self._launch.elastic:
+            self.saver.release()
+        ending = self._ending
+        self._over.set()
+        if verdict.stalled and culprit.host == self._me.host and rank != self._me.rank:
+            neighbours = [m.rank for m in self.members if m.host == culprit.host and m.rank != rank]
+            kill_stalled(culprit.pid, culprit.started, aborts=self._me.rank == neighbours[0])
+        if ending:
+            return  # the main thread has an error to report
+        if verdict.on_all_ranks:
+            exit_now(ConfigError.exit_code)
+        line = f"unitrain: {self._me}: stopped because {verdict.text}"
+        if rank == self._me.rank:
+            print_stacks(f"unitrain: stacks of {self._me} when the job was ended because of it:")
+            exit_now(1, line)
+        end_for_others(self._launch, line)
+
+    def _survive(self, verdict: Verdict, saver: Saver, *, has_hub: bool) -> None:
+        """Return when this rank or another has written an emergency checkpoint, or there is none to write."""
+        until = time.monotonic() + self.grace_s
+        emergency = None
+        if verdict.rank != self._me.rank:
+            emergency = Emergency(saver, self._link.send, self.grace_s, lambda: self._own_error, verdict)
+        while time.monotonic() < until:
+            if self._reaper is not None:
+                self._reaper.beat()
+            if not has_hub:
+                # It was rank 0's. Without it, each rank that has a whole state tries, and the first to begin goes on.
+                if emergency is None or emergency.over.wait(_POLL_S):
+                    self._say_why(1, "" if emergency is None else emergency.why)
+                    return
+                emergency.elect(True)
+            elif wait([self._link.fileno()], _POLL_S):
+                message = self._link.receive()
+                has_hub = message is not None
+                if isinstance(message, messages.Elect):
+                    if message.rank is None:
+                        self._say_why(0, message.why)
+                        return
+                    if emergency is not None:
+                        emergency.elect(message.rank == self._me.rank)
+        if emergency is not None and emergency.elected:
+            self._say_why(self._me.rank, f"rank {self._me.rank} had not written it after {self.grace_s:g} s")
+
+    def _say_why(self, rank: int, why: str) -> None:
+        if why and self._me.rank == rank:
+            print_stderr(f"unitrain: no emergency checkpoint: {why}.")

@@ -1,0 +1,1 @@
+"""Where the ranks meet: addresses, interfaces, stores."""

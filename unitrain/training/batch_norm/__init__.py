@@ -1,0 +1,1 @@
+"""BatchNorm over the global batch."""

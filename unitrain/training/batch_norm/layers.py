@@ -1,0 +1,229 @@
+"""BatchNorm layers whose statistics are computed over the global batch, with any backend, on CPU and GPU."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from unitrain.communication.communicator import Communicator
+from unitrain.data.loop import BatchInUse
+from unitrain.data.order.shares import Shares
+from unitrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from unitrain.training.batch_norm.ops import Ranks, Statistics
+
+
+class SyncBatchNorm(_BatchNorm):
+    """A BatchNorm layer whose training statistics are computed over the rows of all ranks.
+
+    Made by ``synchronise`` from an existing layer, whose parameters, buffers, hooks and state dict keys it keeps.
+    """
+
+    plain: ClassVar[type[_BatchNorm]]
+    ranks: Ranks
+    sync_name: str
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
+        """Normalise ``input`` (rows, channels, ...) by statistics over all ranks, or the running ones in eval mode."""
+        self._check_input_dim(input)  # type: ignore[no-untyped-call]
+        if not self.training or self.ranks.communicator.world_size == 1:
+            return self.plain.forward(self, input)
+        output, statistics = self.ranks.normalise(input, self.weight, self.bias, self.eps, self.sync_name)
+        if self.track_running_stats:
+            self._update_running(statistics)
+        return output
+
+    @torch.no_grad()
+    def _update_running(self, statistics: Statistics) -> None:
+        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
+            return
+        self.num_batches_tracked.add_(1)
+        momentum = self.momentum if self.momentum is not None else 1.0 / self.num_batches_tracked.double()
+        mean, variance, total, _ = statistics
+        unbiased = variance * (total / (total - 1).clamp(min=1))
+        self.running_mean.add_(momentum * (mean.to(self.running_mean.dtype) - self.running_mean))
+        self.running_var.add_(momentum * (unbiased.to(self.running_var.dtype) - self.running_var))
+
+
+class SyncBatchNorm1d(SyncBatchNorm, nn.BatchNorm1d):
+    """``BatchNorm1d`` over all ranks."""
+
+    plain: ClassVar[type[_BatchNorm]] = nn.BatchNorm1d
+
+
+class SyncBatchNorm2d(SyncBatchNorm, nn.BatchNorm2d):
+    """``BatchNorm2d`` over all ranks."""
+
+    plain: ClassVar[type[_BatchNorm]] = nn.BatchNorm2d
+
+
+class SyncBatchNorm3d(SyncBatchNorm, nn.BatchNorm3d):
+    """``BatchNorm3d`` over all ranks."""
+
+    plain: ClassVar[type[_BatchNorm]] = nn.BatchNorm3d
+
+
+class _ReplacesTorchs(SyncBatchNorm):
+    """torch's own ``SyncBatchNorm``, which needs GPUs and torch.distributed, on any device and backend."""
+
+    plain: ClassVar[type[_BatchNorm]] = nn.SyncBatchNorm
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
+        if not self.training or self.ranks.communicator.world_size == 1:
+            return _BatchNorm.forward(self, input)
+        return super().forward(input)
+
+    def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002  (torch's name)
+        if input.dim() < 2:
+            raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
+
+
+_SYNCED: dict[type, type[SyncBatchNorm]] = {
+    c.plain: c for c in (SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d, _ReplacesTorchs)
+}
+
+
+def _synced(plain: type) -> type[SyncBatchNorm] | None:
+    """Return the synchronised class of a BatchNorm class; None for a derived class, whose forward may be different."""
+    timm = sys.modules.get("timm.layers")
+    if timm is not None and plain is timm.BatchNormAct2d and plain not in _SYNCED:
+        _SYNCED[plain] = type("SyncBatchNormAct2d", (_SyncBatchNormAct2d,), {"plain": plain})
+    return _SYNCED.get(plain)
+
+
+class _SyncBatchNormAct2d(SyncBatchNorm2d):
+    """timm's ``BatchNormAct2d``, which is followed by a dropout and an activation, over all ranks."""
+
+    drop: nn.Module
+    act: nn.Module
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
+        normalised = super().forward(input)
+        if not self.training or self.ranks.communicator.world_size == 1:
+            return normalised  # by timm's own forward
+        return cast(Tensor, self.act(self.drop(normalised)))
+
+
+def is_unsynchronised(layer: nn.Module) -> bool:
+    """Return whether a layer is a BatchNorm whose running statistics differ between ranks."""
+    return isinstance(layer, _BatchNorm) and not isinstance(layer, SyncBatchNorm)
+
+
+def synchronise(
+    module: nn.Module, communicator: Communicator, in_use: BatchInUse, *, only_torchs: bool = False
+) -> None:
+    """Make every BatchNorm layer in ``module`` compute its training statistics over all ranks, in place.
+
+    Only the class of a layer changes: its parameters, buffers, hooks and state dict keys stay the same.
+
+    Args:
+        module: the module.
+        communicator: the communicator of this process.
+        in_use: the batch that the script works on: the rows of a stand-in don't count.
+        only_torchs: replace torch's own ``SyncBatchNorm`` layers, and no others.
+
+    Raises:
+        ConfigError: a layer is of a subclass of BatchNorm, whose forward may be different, or synchronises over a
+            process group of its own.
+    """
+    layers = [
+        (name, layer)
+        for name, layer in module.named_modules()
+        if is_unsynchronised(layer) and (not only_torchs or type(layer) is nn.SyncBatchNorm)
+    ]
+    if not layers:
+        return
+    from unitrain.training.batch_norm.ops import Ranks  # registers operators, which takes a while
+
+    ranks = Ranks(communicator, in_use)
+    for name, layer in layers:
+        if getattr(layer, "process_group", None) is not None:
+            raise ConfigError(
+                f"layer {name!r} synchronises over a process group of its own, which is not supported: create it "
+                "without process_group."
+            )
+        synced = _synced(type(layer))
+        if synced is None:
+            raise ConfigError(
+                f"sync_batchnorm does not support layer {name!r} of class {type(layer).__name__}: it supports only "
+                "BatchNorm1d, BatchNorm2d, BatchNorm3d and timm's BatchNormAct2d. Replace the layer, or set "
+                "sync_batchnorm to false."
+            )
+        layer.__class__ = synced
+        layer.__dict__.update(ranks=ranks, sync_name=f"batch_norm.{name}")
+
+
+def revert(module: nn.Module) -> None:
+    """Undo ``synchronise`` in place, keeping the statistics."""
+    for layer in module.modules():
+        if isinstance(layer, SyncBatchNorm):
+            del layer.ranks, layer.sync_name
+            layer.__class__ = layer.plain  # type: ignore[assignment]
+
+
+class _StandInHooks:
+    """Forward hooks that run an unsynchronised layer in eval mode on a stand-in.
+
+    One sample can be too few for statistics, and is not one of this rank.
+    """
+
+    def __init__(self, in_use: BatchInUse | None = None) -> None:
+        self._in_use = in_use
+        self._was_training = False
+
+    def before(self, layer: nn.Module, args: Any) -> None:
+        self._was_training = layer.training
+        if self._in_use is not None and self._in_use.is_stand_in:
+            layer.training = False
+
+    def after(self, layer: nn.Module, args: Any, output: Any) -> None:
+        layer.training = self._was_training
+
+    def __reduce__(self) -> tuple[type[_StandInHooks], tuple[()]]:
+        return _StandInHooks, ()
+
+
+def ignore_stand_ins(modules: Iterable[nn.Module], in_use: BatchInUse) -> None:
+    """Keep stand-ins out of the statistics of layers that are not synchronised. A second call does nothing."""
+    for module in modules:
+        for layer in module.modules():
+            if is_unsynchronised(layer) and not _ignores_stand_ins(layer):
+                hooks = _StandInHooks(in_use)
+                layer.register_forward_pre_hook(hooks.before)
+                layer.register_forward_hook(hooks.after, always_call=True)
+
+
+def _ignores_stand_ins(layer: nn.Module) -> bool:
+    return any(isinstance(getattr(hook, "__self__", None), _StandInHooks) for hook in layer._forward_hooks.values())
+
+
+@torch.no_grad()
+def average_statistics(modules: Iterable[nn.Module], communicator: Communicator, shares: Shares) -> None:
+    """Average the running means and variances of layers that are not synchronised over the ranks, in place.
+
+    A rank weighs as much as the share of the samples that it trains on.
+    """
+    buffers = [
+        buffer
+        for module in modules
+        for layer in module.modules()
+        if is_unsynchronised(layer)
+        for buffer in (layer.running_mean, layer.running_var)
+        if isinstance(buffer, Tensor)
+    ]
+    if communicator.world_size == 1 or not buffers:
+        return
+    flat = (
+        torch.cat([b.double().reshape(-1).to(communicator.device) for b in buffers]) * shares.current[communicator.rank]
+    )
+    with communicator.pulse.within("averaging BatchNorm statistics"):
+        communicator.all_reduce_async(flat, "sum", "batch_norm.statistics")()
+    flat /= sum(shares.current)
+    for buffer, mean in zip(buffers, torch.split(flat, [b.numel() for b in buffers]), strict=True):
+        buffer.copy_(mean.view_as(buffer))

@@ -1,0 +1,328 @@
+"""The arithmetic of synchronised BatchNorm, eager and as custom operators that ``torch.compile`` and export can trace.
+
+Each rank computes the mean, variance and count of its part of the batch. One all-gather collects them, and they are
+merged in float64 by the pairwise formula of Chan, Golub and LeVeque ("Algorithms for computing the sample variance",
+1983). The parts may be uneven or empty. The backward needs one all-reduce. Both block, since there is no other work to
+overlap them with. The passes over the batch itself use torch's kernels for given statistics, those of eval mode.
+
+The operators run the same code as the eager path, which does not go through them: the dispatcher takes longer, and the
+first call of a custom operator imports the compiler, which takes a second or more.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._higher_order_ops import effects
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import batch_norm
+
+from unitrain.communication.communicator import Communicator
+from unitrain.data.loop import BatchInUse
+
+_keys = itertools.count()
+_RANKS: weakref.WeakValueDictionary[int, Ranks] = weakref.WeakValueDictionary()
+
+
+class Ranks:
+    """What a layer needs of the run.
+
+    A compiled graph refers to it by its key, since the arguments of a custom operator are tensors and plain values.
+    What changes between steps, such as whether the batch is a stand-in, is thus read when the graph runs.
+
+    Args:
+        communicator: the communicator of this process.
+        in_use: the batch that the script works on: the rows of a stand-in don't count.
+
+    Attributes:
+        communicator: as given.
+        in_use: as given.
+        key: identifies this object in this process.
+    """
+
+    def __init__(self, communicator: Communicator, in_use: BatchInUse) -> None:
+        self.communicator: Communicator = communicator
+        self.in_use: BatchInUse = in_use
+        self.key: int = next(_keys)
+        _RANKS[self.key] = self
+
+    def normalise(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, name: str
+    ) -> tuple[Tensor, Statistics]:
+        """See ``normalise``."""
+        return normalise(x, weight, bias, eps, self, name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
+        """Return this object: a copy of a model runs on the same ranks."""
+        return self
+
+
+class Statistics(NamedTuple):
+    """Statistics of a batch over all ranks, and the number of rows of this rank."""
+
+    mean: Tensor
+    """Mean of each channel over the rows of all ranks, in float64."""
+    variance: Tensor
+    """Variance of each channel, without Bessel's correction, in float64."""
+    total: Tensor
+    """Number of rows of all ranks, as a float64."""
+    own: int | Tensor
+    """Number of rows of this rank; 0 for a stand-in. In a graph, a tensor on the CPU."""
+
+
+class Exchange(threading.local):
+    """What layers gather from other ranks in this thread.
+
+    Attributes:
+        record: is extended by what they gather; None: nothing is.
+        replay: what they get instead; None: they gather it.
+    """
+
+    record: list[Statistics] | None = None
+    replay: Iterator[Statistics] | None = None
+
+
+exchange: Exchange = Exchange()
+
+
+def normalise(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, ranks: Ranks, name: str
+) -> tuple[Tensor, Statistics]:
+    """Normalise (rows, channels, ...) by statistics over the rows of all ranks. Collective.
+
+    Args:
+        x: the rows of this rank.
+        weight: weight of each channel.
+        bias: bias of each channel.
+        eps: is added to the variance.
+        ranks: the ranks.
+        name: name of the layer, the same on all ranks.
+
+    Raises:
+        ValueError: there is only one value per channel; on all ranks.
+    """
+    if torch.compiler.is_compiling():
+        graphed = Statistics(*_statistics_op(x.detach(), ranks.key, name))
+        return _normalise_op(x, weight, bias, *graphed, eps, ranks.key, name), graphed
+    with torch.no_grad():
+        statistics = gather_statistics(x, ranks, name) if exchange.replay is None else next(exchange.replay)
+    if exchange.record is not None:
+        exchange.record.append(statistics)
+    return _Normalise.apply(x, weight, bias, statistics, eps, ranks, name), statistics
+
+
+def gather_statistics(x: Tensor, ranks: Ranks, name: str) -> Statistics:
+    """Return the statistics over the rows of all ranks. Collective."""
+    channels = x.size(1)
+    count = x.numel() // channels if channels and not ranks.in_use.is_stand_in else 0
+    local = torch.zeros(2 * channels + 1, dtype=torch.float64, device=x.device)
+    if count:
+        rows = [d for d in range(x.dim()) if d != 1]
+        variance, mean = torch.var_mean(x.to(_computed_in(x)), rows, correction=0)
+        local[:channels] = mean
+        local[channels : 2 * channels] = variance
+        local[-1:] = count  # older torch sets a single element by a copy from the host, which waits for the GPU
+    ranks.communicator.compare_calls(f"forward of {name}")
+    with ranks.communicator.pulse.within(name):
+        local = local.to(ranks.communicator.device)  # the layer may be on another one
+        gathered = ranks.communicator.all_gather_async(local, f"{name}.forward")().to(x.device)
+    means, variances, counts = gathered[:, :channels], gathered[:, channels:-1], gathered[:, -1:]
+    total = counts.sum()
+    if count <= 1 and total.item() <= 1:
+        raise ValueError(f"BatchNorm needs more than 1 value per channel over all ranks in training, got {x.shape}")
+    share = counts / total.clamp(min=1)
+    mean = (means * share).sum(0)
+    variance = ((variances + (means - mean) ** 2) * share).sum(0)
+    return Statistics(mean, variance, total, count)
+
+
+def _normalised(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, variance: Tensor, eps: float
+) -> Tensor:
+    kind = _computed_in(x)
+    # With given statistics, as in eval mode, torch's kernel needs a single pass.
+    return batch_norm(x, mean.to(kind), variance.to(kind), _to(weight, kind), _to(bias, kind), eps=eps)
+
+
+def _gradients(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    statistics: Statistics,
+    eps: float,
+    ranks: Ranks,
+    name: str,
+    *,
+    of_input: bool,
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """Return the gradients of the input (None unless ``of_input``), of the weight and of the bias. Collective."""
+    kind, channels = _computed_in(x), x.size(1)
+    mean, variance = statistics.mean.to(kind), statistics.variance.to(kind)
+    if statistics.own:
+        # The gradients for given statistics. That of the input lacks the part through the statistics.
+        grad_input, grad_weight, grad_bias = torch.ops.aten.native_batch_norm_backward(
+            grad.to(kind), x.to(kind), _to(weight, kind), mean, variance, None, None, False, eps,
+            [of_input, True, True],
+        )  # fmt: skip
+    else:
+        # Without rows, or for a stand-in: its gradient is 0, and nothing depends on its statistics.
+        grad_input, grad_weight, grad_bias = (
+            torch.zeros_like(x, dtype=kind),
+            mean.new_zeros(channels),
+            mean.new_zeros(channels),
+        )
+    sums = torch.cat([grad_bias, grad_weight]).double().to(ranks.communicator.device)
+    ranks.communicator.all_reduce_async(sums, "sum", f"{name}.backward")()
+    sums = sums.to(x.device)
+    if of_input and statistics.own:
+        inverse_std = torch.rsqrt(variance + eps)
+        scale = inverse_std if weight is None else inverse_std * weight.to(kind)
+        by_bias, by_weight = (sums / statistics.total).to(kind).neg_().mul_(scale.repeat(2)).view(2, channels)
+        shape = [1, channels] + [1] * (x.dim() - 2)
+        centred = x.to(kind) - mean.view(shape)
+        grad_input.addcmul_(centred, (by_weight * inverse_std).view(shape)).add_(by_bias.view(shape))
+    parameters = x.dtype if weight is None else weight.dtype
+    return grad_input.to(x.dtype) if of_input else None, grad_weight.to(parameters), grad_bias.to(parameters)
+
+
+def _computed_in(x: Tensor) -> torch.dtype:
+    """Return the dtype to compute in: at least float32, since half-precision sums would be too inexact."""
+    return x.dtype if x.dtype in (torch.float32, torch.float64) else torch.float32
+
+
+def _to(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if tensor is None else tensor.to(dtype)
+
+
+class _Normalise(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        statistics: Statistics,
+        eps: float,
+        ranks: Ranks,
+        name: str,
+    ) -> Tensor:
+        kind = _computed_in(x)
+        mean, variance = statistics.mean.to(kind), statistics.variance.to(kind)
+        ctx.save_for_backward(x, weight, mean, variance, statistics.total)
+        ctx.plain = statistics.own, eps, ranks, name
+        return _normalised(x, weight, bias, mean, variance, eps)
+
+    @staticmethod
+    @once_differentiable  # a second derivative would be wrong: autograd does not see the all-reduce
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, variance, total = ctx.saved_tensors
+        count, *rest = ctx.plain
+        of_input, of_weight, of_bias, *_ = ctx.needs_input_grad
+        statistics = Statistics(mean, variance, total, count)
+        grad_input, grad_weight, grad_bias = _gradients(grad, x, weight, statistics, *rest, of_input=of_input)
+        return grad_input, grad_weight if of_weight else None, grad_bias if of_bias else None, None, None, None, None
+
+
+# ----------------------------------------------------------------------------------------------- custom operators
+
+
+@torch.library.custom_op(
+    "unitrain::batch_norm_statistics",
+    mutates_args=(),
+    schema="(Tensor x, int ranks, str name) -> (Tensor, Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.cudagraph_unsafe,),
+)
+def _statistics_op(x: Tensor, ranks: int, name: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    mean, variance, total, count = gather_statistics(x, _RANKS[ranks], name)
+    return mean, variance, total, torch.as_tensor(count)
+
+
+@_statistics_op.register_fake
+def _(x: Tensor, ranks: int, name: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    mean = x.new_empty(x.size(1), dtype=torch.float64)
+    return mean, torch.empty_like(mean), mean.new_empty(()), torch.empty((), dtype=torch.int64, device="cpu")
+
+
+@torch.library.custom_op(
+    "unitrain::batch_norm",
+    mutates_args=(),
+    schema="(Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor variance, Tensor total, Tensor count, "
+    "float eps, int ranks, str name) -> Tensor",
+)
+def _normalise_op(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, variance: Tensor, *rest: Any
+) -> Tensor:
+    eps = rest[2]
+    return _normalised(x, weight, bias, mean, variance, eps)
+
+
+@_normalise_op.register_fake
+def _(x: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op(
+    "unitrain::batch_norm_backward",
+    mutates_args=(),
+    schema="(Tensor grad, Tensor x, Tensor? weight, Tensor mean, Tensor variance, Tensor total, Tensor count, "
+    "float eps, int ranks, str name, bool of_input) -> (Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.cudagraph_unsafe,),
+)
+def _backward_op(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    variance: Tensor,
+    total: Tensor,
+    count: Tensor,
+    eps: float,
+    ranks: int,
+    name: str,
+    of_input: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    statistics = Statistics(mean, variance, total, int(count))
+    grad_input, grad_weight, grad_bias = _gradients(
+        grad, x, weight, statistics, eps, _RANKS[ranks], name, of_input=of_input
+    )
+    return x.new_empty(0) if grad_input is None else grad_input, grad_weight, grad_bias
+
+
+@_backward_op.register_fake
+def _(grad: Tensor, x: Tensor, weight: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    of_input = rest[-1]
+    channels = (x if weight is None else weight).new_empty(x.size(1))
+    return torch.empty_like(x) if of_input else x.new_empty(0), channels, torch.empty_like(channels)
+
+
+def _save(ctx: Any, inputs: Any, output: Any) -> None:
+    x, weight, _, mean, variance, total, count, *ctx.plain = inputs
+    ctx.save_for_backward(x, weight, mean, variance, total, count)
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    of_input, of_weight, of_bias, *others = ctx.needs_input_grad
+    grad_input, grad_weight, grad_bias = _backward_op(grad, *ctx.saved_tensors, *ctx.plain, of_input)
+    return (
+        grad_input if of_input else None,
+        grad_weight if of_weight else None,
+        grad_bias if of_bias else None,
+        *(None for _ in others),
+    )
+
+
+_normalise_op.register_autograd(_differentiate, setup_context=_save)
+
+
+STATISTICS_OP: torch._ops.OpOverload[Any, Any] = _statistics_op._opoverload
+
+# Compilers may reorder operators that don't depend on each other, and differently for batches of another size. But
+# communication libraries match collectives by their order. torch has no public name for this yet.
+for _op in (_statistics_op, _backward_op):
+    effects._register_effectful_op(_op._opoverload, effects._EffectType.ORDERED)

@@ -1,0 +1,1 @@
+"""Gradients: buckets, reduction, checks and clipping."""

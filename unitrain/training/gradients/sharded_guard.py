@@ -1,0 +1,92 @@
+"""The optimizer's step with gradients of which each rank has a part: all ranks check and clip them alike."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.nn.utils import get_total_norm
+from torch.optim import Optimizer
+
+from unitrain.communication.communicator import Communicator
+from unitrain.training.gradients.guard import GuardedStep
+
+
+class ShardedGuardedStep(GuardedStep):
+    """A ``GuardedStep`` that is given the local parts of gradients. Collective.
+
+    Whether all are finite, or their norm, takes one all-reduce of one element in a step.
+
+    Args:
+        communicator: the communicator of this process.
+        clip_norm: as in ``GuardedStep``.
+        clip_value: as in ``GuardedStep``.
+        measure_norm: as in ``GuardedStep``.
+    """
+
+    def __init__(
+        self, communicator: Communicator, clip_norm: float | None, clip_value: float | None, measure_norm: bool
+    ) -> None:
+        super().__init__(communicator.device, clip_norm, clip_value, measure_norm)
+        self._communicator = communicator
+        # What is in host memory is checked there, and stepped there: no optimizer reads a flag on the GPU.
+        self._may_flag = self._may_flag and not communicator.offloads
+        self._in_memory = GuardedStep(torch.device("cpu"), None, None) if communicator.offloads else None
+        self._sharded: list[Tensor] = []
+        self._replicated: list[Tensor] = []
+
+    def gradients(self, parameters: Iterable[Parameter]) -> list[Tensor]:
+        """Return this rank's parts of the gradients."""
+        return [self._communicator.to_local(gradient) for gradient in super().gradients(parameters)]
+
+    def __call__(
+        self,
+        optimizer: Optimizer,
+        parameters: Iterable[Parameter],
+        gradients: list[Tensor],
+        losses: Sequence[Tensor] = (),
+    ) -> tuple[bool, Tensor | None]:
+        """See ``GuardedStep``."""
+        whole = [p.grad for p in parameters if p.grad is not None]
+        pairs = list(zip(gradients, whole, strict=True))
+        self._sharded = [local for local, gradient in pairs if local is not gradient]
+        self._replicated = [local for local, gradient in pairs if local is gradient]
+        try:
+            return super().__call__(optimizer, parameters, gradients, losses)
+        finally:
+            self._sharded, self._replicated = [], []  # their memory is needed
+
+    def _norm(self, gradients: list[Tensor]) -> Tensor:
+        """Return the 2-norm over all ranks. What every rank has is counted once."""
+        sharded, replicated = self._square(self._sharded), self._square(self._replicated)
+        self._communicator.all_reduce_async(sharded, "sum", "gradients.norm")()
+        norm = (sharded / self._communicator.replicas + replicated).sqrt()
+        return norm.to(gradients[0].dtype.to_real()) if gradients else norm.float()
+
+    def _square(self, gradients: list[Tensor]) -> Tensor:
+        """Return the square of the 2-norm of gradients, in float64: it overflows float32."""
+        device = self._communicator.device
+        if not gradients:  # torch's norm of none is on the CPU, from where a copy would wait for the GPU
+            return torch.zeros((), dtype=torch.float64, device=device)
+        return get_total_norm(gradients).to(device, torch.float64).square()
+
+    def _scale(self, parameters: Iterable[Parameter], gradients: list[Tensor], limit: float, norm: Tensor) -> None:
+        factor = torch.clamp(limit / (norm + 1e-6), max=1.0)  # as torch's clip_grads_with_norm_
+        by_kind = defaultdict(list)
+        for gradient in gradients:
+            by_kind[gradient.dtype, gradient.device].append(gradient)
+        for alike in by_kind.values():
+            torch._foreach_mul_(alike, factor.to(alike[0].device))
+
+    def _check(self, gradients: list[Tensor], losses: Sequence[Tensor]) -> None:
+        """Set the flag to 1 if a gradient or a loss is not finite on any rank."""
+        if self._in_memory is not None:
+            there = [gradient for gradient in gradients if gradient.device.type == "cpu"]
+            gradients = [gradient for gradient in gradients if gradient.device.type != "cpu"]
+            if not self._in_memory._are_finite(there, []):
+                self._found.fill_(1.0)
+        super()._check(gradients, losses)
+        self._communicator.all_reduce_async(self._found, "max", "gradients.found")()

@@ -1,0 +1,1 @@
+"""The training step: the order of operations around forward, backward and update."""

@@ -1,0 +1,123 @@
+"""The training loop as seen by loaders: which batches are trained on, and where the run can be stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from unitrain.data.loop import Batches, Iteration
+from unitrain.data.order.sharding import MicroBatch
+from unitrain.data.order.shares import Shares
+from unitrain.errors import UsageError
+from unitrain.training.batch_norm import layers as batch_norm
+from unitrain.training.loop.step import TrainingStep
+from unitrain.training.models.prepared import PreparedModules
+
+
+class TrainingLoop:
+    """Receives the notifications of a strategy's loaders; see ``unitrain.data.loop.LoopListener``.
+
+    Args:
+        step: the training step.
+        prepared: the prepared modules.
+        pass_boundary: called where the run can be stopped; raises if it is to be stopped.
+
+    Attributes:
+        shares: the shares of the ranks in every micro-batch.
+        evaluating: whether an evaluation is in progress.
+    """
+
+    def __init__(self, step: TrainingStep, prepared: PreparedModules, pass_boundary: Callable[[], None]) -> None:
+        self._step = step
+        self._batches = step.batches
+        self._prepared = prepared
+        self._pass_boundary = pass_boundary
+        self._evaluations: list[Iteration] = []  # in progress
+        self._latest: Iteration | None = None  # has yielded the last batch
+        self.shares: Shares = prepared.shares
+        self.evaluating: bool = False
+
+    def begin(self, iteration: Iteration, batches: Batches) -> Batches:
+        """Record that an iteration begins, and let hooks measure its batches if they are trained on."""
+        if self._is_training():
+            self.follows()
+            self._batches.begin(iteration)
+            for measured in self._step.hooks.batches:
+                batches = measured(batches)
+        return batches
+
+    def _is_training(self) -> bool:
+        """Return whether batches are used for training, and not for an evaluation."""
+        return torch.is_grad_enabled() and not self.evaluating
+
+    def follows(self) -> None:
+        """Record that what follows the previous training iteration is done, and check what is trained from now on."""
+        self._step.check_modules()
+        self._batches.between_epochs = False
+        if self._is_training():
+            self._reach_boundary()
+
+    def hand_out(self, micro_batch: MicroBatch, iteration: Iteration) -> bool:
+        """Record the next batch of an iteration. Return whether this rank is to get it."""
+        # Checked for each batch: an evaluation may begin and end within a training epoch.
+        training = self._is_training()
+        if not training or (micro_batch.first and self._reach_boundary()):
+            self._pass_boundary()
+        iteration.take(micro_batch)
+        if not micro_batch.count and not self._needs_stand_in(iteration, training=training):
+            return False
+        self._latest = iteration
+        if training:
+            self._batches.take(micro_batch, iteration)
+            if not micro_batch.count:
+                batch_norm.ignore_stand_ins(self._prepared, self._batches.in_use)
+            self._step.expect_next()
+        else:
+            self._batches.in_use.is_stand_in = not micro_batch.count
+            if iteration not in self._evaluations:
+                self._evaluations.append(iteration)
+        return True
+
+    def _needs_stand_in(self, iteration: Iteration, *, training: bool) -> bool:
+        """Return whether a rank without samples has to take part: in a step, or in the gathers of an evaluation."""
+        in_step = training and (iteration.trained or any(module.training for module in self._prepared))
+        return iteration.gathers or in_step
+
+    def _reach_boundary(self) -> bool:
+        """Return whether this is between two steps, and call the hooks of a boundary if so.
+
+        It is not while the training has not finished the batches before this point.
+        """
+        if self._step.within_window or self._batches.last_is_open:
+            return False
+        self._step.hooks.reach_boundary()
+        return True
+
+    def gathers(self) -> None:
+        """Record a gather. For the rest of an evaluation, ranks without samples of a batch get stand-ins.
+
+        Raises:
+            UsageError: they have none of this batch, and can't know, because there was no gather before.
+        """
+        for iteration in self._evaluations:
+            assert iteration.micro_batch is not None
+            if not (iteration.micro_batch.everywhere or iteration.gathers):
+                raise UsageError(
+                    "gather was called for a batch of which other ranks may have no samples, and for none before it: "
+                    "they would not take part. Gather after the loop, or use more data or fewer processes."
+                )
+            iteration.gathers = True
+
+    def end(self, iteration: Iteration, *, complete: bool) -> None:
+        """Record the end of an iteration. If it is not complete, its batches are forgotten: it does not count."""
+        if complete and self._is_training():
+            self._batches.end(iteration)
+            self._step.hooks.end_epoch()
+            return
+        if iteration in self._evaluations:
+            self._evaluations.remove(iteration)
+            if self._latest is iteration:  # what is gathered after it is not of its last batch
+                self._batches.in_use.is_stand_in = False
+        if not complete:
+            self._batches.drop(iteration)

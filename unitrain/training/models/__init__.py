@@ -1,0 +1,1 @@
+"""Models: preparation, precision, buffers and checks."""

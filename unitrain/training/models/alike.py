@@ -1,0 +1,80 @@
+"""Checks that all ranks prepare the same models and optimizers: ranks exchange a hash, and details if it differs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from unitrain.communication.communicator import Communicator
+from unitrain.errors import CommunicationError, by_rank
+from unitrain.job.joining.handshake import all_alike
+from unitrain.training.models.prepared import PreparedModules
+
+_MISSING = "missing"
+
+
+def check_models(communicator: Communicator, named: Iterable[tuple[str, Tensor]]) -> None:
+    """Check that a model has the same parameters and buffers on all ranks. Collective.
+
+    Args:
+        communicator: the communicator of this process.
+        named: the model's parameters and buffers.
+
+    Raises:
+        CommunicationError: names, shapes, dtypes or ``requires_grad`` differ; on every rank.
+    """
+    facts = {
+        f"tensor {i}": f"{name} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} "
+        f"requires_grad={tensor.requires_grad}"
+        for i, (name, tensor) in enumerate(named)
+    }
+    _check(communicator, facts, "models", "Build the same model on every rank, and freeze the same layers.")
+
+
+def check_optimizers(
+    communicator: Communicator, prepared: PreparedModules, optimizer: Optimizer, *, options: bool
+) -> None:
+    """Check that an optimizer is the same on all ranks. Collective.
+
+    Args:
+        communicator: the communicator of this process.
+        prepared: gives the names of parameters.
+        optimizer: of this rank.
+        options: compare the options of the parameter groups as well as their parameters.
+
+    Raises:
+        CommunicationError: the classes, the parameter groups or their options differ; on every rank.
+    """
+    facts = {"the class": type(optimizer).__name__}
+    for i, group in enumerate(optimizer.param_groups):
+        names = [prepared.name(parameter) for parameter in group["params"]]
+        facts.update({f"parameter {j} of parameter group {i}": name for j, name in enumerate(names)})
+        if options:
+            facts.update(
+                {f"{key} of parameter group {i}": _plain(group[key]) for key in sorted(group) if key != "params"}
+            )
+    _check(communicator, facts, "optimizers", "Make the same optimizer with the same options on every rank.")
+
+
+def _plain(value: Any) -> str:
+    """Return a text that is the same for the same option on every rank."""
+    if isinstance(value, Tensor):
+        return str(value.tolist())  # of a learning rate for a compiled step, say
+    if isinstance(value, (list, tuple)):
+        return f"({', '.join(map(_plain, value))})"
+    return repr(value) if isinstance(value, (bool, int, float, str, type(None))) else type(value).__name__
+
+
+def _check(communicator: Communicator, facts: Mapping[str, str], what: str, remedy: str) -> None:
+    if all_alike(communicator, facts):
+        return
+    # Rank 0's facts, each rank's first difference from them, and all values of the first of these.
+    expected = communicator.broadcast_data(dict(facts))
+    own = next((name for name in {**expected, **facts} if expected.get(name) != facts.get(name)), None)
+    differences = communicator.all_gather_data(own)
+    other, name = next((rank, name) for rank, name in enumerate(differences) if name is not None)
+    values = by_rank(enumerate(communicator.all_gather_data(facts.get(name, _MISSING))))
+    raise CommunicationError(f"the {what} of rank 0 and rank {other} differ: {name} is {values}. {remedy}")

@@ -1,0 +1,132 @@
+"""``Precision``: the dtype in which a model computes, and the loss scale of fp16."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp.autocast_mode import is_autocast_available
+
+from unitrain.communication.communicator import Communicator
+from unitrain.config import Precision as PrecisionName
+from unitrain.device import devices_of
+
+AUTOCAST_DTYPE: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class _AutocastForward:
+    """Two forward hooks that enable autocast while a module's forward runs.
+
+    Autocast's dtype is thread-local, and DataParallel's threads inherit only whether autocast is enabled, so it must be
+    entered inside the forward. The stack of contexts is thread-local for the same reason. These are hooks and not a
+    replaced ``forward``, so that a deep copy of the module (such as an average of weights) calls its own forward.
+
+    ``torch.compile`` can't trace a context that one function enters and another leaves: both functions are excluded
+    from tracing, and the code between them is compiled.
+    """
+
+    def __init__(self, device_types: tuple[str, ...], dtype: torch.dtype) -> None:
+        self._arguments = (device_types, dtype)
+        self._local = threading.local()
+        # Not as decorators: these would import the compiler with unitrain, which takes a second or more.
+        self._enter = torch.compiler.disable(self._enter_untraced)  # type: ignore[no-untyped-call]
+        self._leave = torch.compiler.disable(self._leave_untraced)  # type: ignore[no-untyped-call]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _AutocastForward:
+        return _AutocastForward(*self._arguments)
+
+    def __reduce__(self) -> tuple[type[_AutocastForward], tuple[tuple[str, ...], torch.dtype]]:
+        return _AutocastForward, self._arguments
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        self._enter()
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._leave()
+
+    def _enter_untraced(self) -> None:
+        device_types, dtype = self._arguments
+        for device_type in device_types:
+            context = torch.autocast(device_type, dtype)
+            context.__enter__()  # type: ignore[no-untyped-call]
+            self._local.__dict__.setdefault("stack", []).append(context)
+
+    def _leave_untraced(self) -> None:
+        stack = self._local.__dict__.get("stack")
+        if stack:  # empty if another hook raised before autocast was entered
+            for _ in self._arguments[0]:
+                stack.pop().__exit__(None, None, None)
+
+
+def _to_double(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.double() if value.is_floating_point() else value
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(_to_double, value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_to_double, value))
+    if isinstance(value, dict):
+        return {k: _to_double(v) for k, v in value.items()}
+    return value
+
+
+def _inputs_to_double(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    return _to_double(args), _to_double(kwargs)
+
+
+class Precision:
+    """The precision of a run: fp32, fp64, or float32 weights with autocast to bf16 or fp16.
+
+    Args:
+        name: the setting.
+        device: the device of this process.
+        sharded: the communicator, if each rank has a part of every parameter.
+
+    Attributes:
+        scaler: the GradScaler of fp16, else None.
+    """
+
+    def __init__(self, name: PrecisionName, device: torch.device, sharded: Communicator | None = None) -> None:
+        self._device_type = device.type
+        self._name = name
+        self._dtype = AUTOCAST_DTYPE.get(name)
+        self.scaler: torch.amp.GradScaler | None = None
+        if name == "fp16" and sharded is not None:
+            from unitrain.training.gradients.sharded_scaler import ShardedScaler
+
+            self.scaler = ShardedScaler(sharded)
+        elif name == "fp16":
+            self.scaler = torch.amp.GradScaler(device.type)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return the context manager in which to compute a loss. It does nothing in fp32 and fp64."""
+        return nullcontext() if self._dtype is None else torch.autocast(self._device_type, self._dtype)
+
+    def _device_types(self, module: nn.Module) -> tuple[str, ...]:
+        """Return the types of the devices that a forward runs on: those of its layers, if the script has put them."""
+        spread = devices_of(module)
+        of_layers = [one.type for one in spread if len(spread) > 1 and is_autocast_available(one.type)]
+        return tuple(dict.fromkeys([self._device_type, *of_layers]))
+
+    def apply(self, module: nn.Module) -> None:
+        """Make the module's forward compute in this precision, in any thread."""
+        if self._dtype is not None:
+            autocast = _AutocastForward(self._device_types(module), self._dtype)
+            module.register_forward_pre_hook(autocast.enter, prepend=True)
+            module.register_forward_hook(autocast.leave, always_call=True)
+        elif self._name == "fp64":
+            module.double()
+            module.register_forward_pre_hook(_inputs_to_double, prepend=True, with_kwargs=True)
+
+
+def remove_hooks(module: nn.Module) -> None:
+    """Remove the hooks that ``Precision.apply`` registered on a module."""
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key, hook in list(hooks.items()):
+            if hook is _inputs_to_double or isinstance(getattr(hook, "__self__", None), _AutocastForward):
+                del hooks[key]
+                for options in (module._forward_pre_hooks_with_kwargs, module._forward_hooks_always_called):
+                    options.pop(key, None)

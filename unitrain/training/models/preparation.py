@@ -1,0 +1,182 @@
+"""``strategy.prepare``: prepares modules, optimizers and schedulers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from unitrain.communication.backend import Backend
+from unitrain.communication.communicator import Communicator
+from unitrain.communication.streaming import broadcast_tensors, outline, receive_optimizer
+from unitrain.config import StrategyConfig
+from unitrain.data.loop import BatchInUse
+from unitrain.data.structure import tensors
+from unitrain.device import devices_of
+from unitrain.errors import UsageError
+from unitrain.process import print_stderr
+from unitrain.rng import seed_rank
+from unitrain.training.batch_norm import layers as batch_norm
+from unitrain.training.models import alike, supported
+from unitrain.training.models.compile import compile_in_place
+from unitrain.training.models.precision import Precision, remove_hooks
+from unitrain.training.models.prepared import PreparedModules
+
+
+class Preparation:
+    """Implements ``prepare`` of a strategy.
+
+    Args:
+        communicator: the communicator of this process.
+        backend: wraps modules.
+        precision: sets the precision of modules.
+        prepared: records prepared modules.
+        register: called with each optimizer.
+        in_use: the batch that the script works on.
+        config: the settings.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        backend: Backend,
+        precision: Precision,
+        prepared: PreparedModules,
+        register: Callable[[Optimizer], object],
+        in_use: BatchInUse,
+        config: StrategyConfig,
+    ) -> None:
+        self._communicator = communicator
+        self._backend = backend
+        self._precision = precision
+        self._prepared = prepared
+        self._register = register
+        self._in_use = in_use
+        self._config = config
+        self._ranks_differ = False  # in the random numbers that they draw
+
+    def prepare(self, objects: Sequence[Any]) -> tuple[Any, ...]:
+        """See ``Strategy.prepare``. Modules are prepared first, so that their parameters are known to optimizers."""
+        for one in objects:
+            supported.check_kind(one)
+        modules = [one for one in objects if isinstance(one, nn.Module)]
+        wanted = self._config.activation_checkpointing
+        blocks: list[nn.Module] = []
+        if modules and wanted:
+            from unitrain.training.models import activation_checkpointing
+
+            blocks = activation_checkpointing.blocks(modules, wanted)
+        done = {i: self._module(one, blocks) for i, one in enumerate(objects) if isinstance(one, nn.Module)}
+        for one in objects:
+            if isinstance(one, Optimizer):
+                self._optimizer(one)
+        if not self._ranks_differ:
+            self._ranks_differ = True
+            # From here on, random numbers (dropout) differ between ranks; rank 0's are those of a single process.
+            if self._communicator.rank > 0:
+                seed_rank(self._config.seed, self._communicator.rank)
+        return tuple(done.get(i, one) for i, one in enumerate(objects))
+
+    def keep_random_states(self) -> None:
+        """Record that the ranks' random number generators have been restored: ``prepare`` seeds them no more."""
+        self._ranks_differ = True
+
+    def _module(self, module: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
+        if module in self._prepared:
+            raise UsageError(f"this {type(module).__name__} has already been prepared: prepare each module once.")
+        from unitrain.training.models.materialising import Origins, WithoutWeights  # not with unitrain: it takes 12 ms
+
+        supported.check_module(module)
+        if self._communicator.world_size > 1:
+            supported.check_lookups(module)
+        plain = self._prepared.unwrap(module)
+        origins = Origins.of(self._communicator, plain, self._backend.device)
+        self._place(module)
+        # torch's own SyncBatchNorm layers are synchronised in any case.
+        batch_norm.synchronise(
+            plain,
+            self._communicator,
+            self._in_use,
+            only_torchs=not self._config.sync_batchnorm,
+        )
+        if blocks:
+            from unitrain.training.models import activation_checkpointing
+
+            for block in set(blocks).intersection(module.modules()):
+                activation_checkpointing.apply(block, self._in_use)
+        self._precision.apply(module)
+        self._check_alike(module)
+        if origins is None:
+            self._copy_from_rank_0(module)
+        elif not self._communicator.shards_parameters:
+            origins.fill(plain)
+        parameters = dict(plain.named_parameters())
+        if self._config.compile:
+            if self._communicator.world_size > 1:
+                # Hooks that are added later would make the compiler start again.
+                batch_norm.ignore_stand_ins([module], self._in_use)
+            compile_in_place(module, self._config)
+        wrapped = self._backend.wrap_model(module)
+        if origins is not None:
+            if self._communicator.shards_parameters:
+                origins.fill(plain)
+            if origins.unknown:
+                self._prepared.without_weights[plain] = WithoutWeights(plain, origins.unknown)
+        self._prepared.add(wrapped, module)
+        self._prepared.add_names(module)
+        self._prepared.replace(parameters, module)
+        return wrapped
+
+    def _place(self, module: nn.Module) -> None:
+        """Place a module, and say so where a script may have meant another place."""
+        before = devices_of(module)
+        self._backend.place(module)
+        now = devices_of(module)
+        if not self._communicator.is_main:
+            return
+        if len(now) > 1:
+            print_stderr(f"unitrain: the layers of {type(module).__name__} stay on {', '.join(map(str, now))}.")
+        elif before != now and before[0].type not in ("cpu", "meta"):
+            print_stderr(f"unitrain: {type(module).__name__} is moved from {before[0]} to {now[0]}, this run's device.")
+
+    def _check_alike(self, module: nn.Module) -> None:
+        if self._communicator.world_size > 1:
+            alike.check_models(self._communicator, [*module.named_parameters(), *module.named_buffers()])
+
+    @torch.no_grad()
+    def _copy_from_rank_0(self, module: nn.Module) -> None:
+        if self._communicator.world_size > 1:
+            own = [*module.parameters(), *module.buffers()]
+            broadcast_tensors(self._communicator, own, own)
+
+    def _optimizer(self, optimizer: Optimizer) -> None:
+        supported.check_optimizer(optimizer)
+        self._prepared.update(optimizer)
+        self._prepared.check([p for group in optimizer.param_groups for p in group["params"]])
+        ranks = self._communicator
+        if optimizer.state or ranks.world_size > 1:
+            state = optimizer.state_dict()
+            # State that the script has sharded itself is that of this rank.
+            own_is_kept = any(map(ranks.is_sharded, tensors(state["state"])))
+            expected = ranks.broadcast_object(outline(state) if state["state"] and not own_is_kept else None)
+            if ranks.world_size > 1:
+                # With its state, rank 0's options are loaded on the other ranks, too.
+                alike.check_optimizers(ranks, self._prepared, optimizer, options=expected is None)
+            if expected is not None:
+                # This also moves state that was loaded or made before the parameters were moved to the device.
+                receive_optimizer(ranks, optimizer, expected, state)
+        self._register(optimizer)
+
+
+def export(module: nn.Module, backend: Backend) -> nn.Module:
+    """Return a plain copy of an original module on the CPU, in eval mode. Collective if it is sharded."""
+    from unitrain.training.models import activation_checkpointing
+
+    plain = backend.copy_module(module).cpu().eval()
+    activation_checkpointing.revert(plain)
+    batch_norm.revert(plain)
+    remove_hooks(plain)
+    return plain

@@ -1,0 +1,156 @@
+"""The prepared modules, and the names of their parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from typing import Protocol
+from weakref import WeakKeyDictionary
+
+from torch import nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from unitrain.data.order.shares import Shares
+from unitrain.errors import UsageError
+
+
+class Exchange(Protocol):
+    """Has exchanged the weights of a module for others."""
+
+    def exchange(self) -> None:
+        """Exchange them again."""
+
+
+class Refusal(Protocol):
+    """Refuses calls of a module."""
+
+    def end(self) -> None:
+        """Let it be called from now on."""
+
+
+class PreparedModules:
+    """Records the modules that a strategy has prepared, and their parameters.
+
+    Args:
+        distributed: whether there are several processes.
+        shares: how the samples are shared among them.
+
+    Attributes:
+        shares: as given.
+        swapped: the modules that don't have the weights of training now, and what has those.
+        without_weights: the modules some of whose weights have no values yet, and what refuses their calls.
+    """
+
+    def __init__(self, *, distributed: bool, shares: Shares) -> None:
+        self._distributed = distributed
+        self._originals: MutableMapping[nn.Module, nn.Module] = {}
+        self._names: dict[Parameter, str] = {}
+        self.shares = shares
+        self._replaced: dict[Parameter, Parameter] = {}
+        self.swapped: dict[nn.Module, Exchange] = {}
+        self.without_weights: dict[nn.Module, Refusal] = {}
+
+    def add_names(self, module: nn.Module) -> None:
+        """Record the names of a module's parameters."""
+        # Without the prefix of a compiled module: messages and checkpoints use the names of the original.
+        self._names.update({p: name for name, p in self.unwrap(module).named_parameters()})
+
+    def replace(self, parameters: Mapping[str, Parameter], module: nn.Module) -> None:
+        """Record which parameters of a module have replaced those that it had, by name."""
+        for name, parameter in self.unwrap(module).named_parameters():
+            if parameters[name] is not parameter:
+                self._replaced[parameters[name]] = parameter
+
+    def update(self, optimizer: Optimizer) -> None:
+        """Give an optimizer the parameters that have replaced its own, in place. Its state stays."""
+        for group in optimizer.param_groups:
+            group["params"] = [self._replaced.get(p, p) for p in group["params"]]
+        for old, new in self._replaced.items():
+            if old in optimizer.state:
+                optimizer.state[new] = optimizer.state.pop(old)
+
+    def add(self, wrapped: nn.Module, module: nn.Module) -> None:
+        """Record the module that ``prepare`` returns for ``module``: a wrapper, or ``module`` itself."""
+        self._originals[wrapped] = module
+
+    def __contains__(self, module: nn.Module) -> bool:
+        return module in self._originals or module in self._originals.values()
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        """Yield what ``prepare`` returned for each module."""
+        return iter(list(self._originals))
+
+    def unwrap(self, module: nn.Module) -> nn.Module:
+        """Return the original module, without wrappers of the backend and ``torch.compile``, in any order."""
+        while True:
+            inner = self._originals.get(module, module)
+            inner = getattr(inner, "_orig_mod", inner)
+            if inner is module:
+                return module
+            module = inner
+
+    @contextmanager
+    def training_weights(self) -> Iterator[None]:
+        """Context manager in which all modules have the weights of training."""
+        swapped = dict(self.swapped)
+        self.swapped.clear()
+        for one in swapped.values():
+            one.exchange()
+        try:
+            yield
+        finally:
+            for one in swapped.values():
+                one.exchange()
+            self.swapped.update(swapped)
+
+    def has(self, parameter: Parameter) -> bool:
+        """Return whether a parameter belongs to a prepared module."""
+        return parameter in self._names or parameter in self._replaced
+
+    def name(self, parameter: Parameter) -> str:
+        """Return a parameter's name in its module."""
+        return self._names.get(parameter, f"an unprepared parameter of shape {tuple(parameter.shape)}")
+
+    def check(self, parameters: Iterable[Parameter]) -> None:
+        """Check that an optimizer's parameters belong to prepared modules. Needed only with several processes.
+
+        Raises:
+            UsageError: a parameter belongs to no prepared module.
+        """
+        if not self._distributed:
+            return
+        missing = [p for p in parameters if p not in self._names]
+        replaced = [self._names[self._replaced[p]] for p in missing if p in self._replaced]
+        if replaced:
+            raise UsageError(
+                f"the optimizer has {len(replaced)} parameters ({', '.join(replaced[:3])}, ...) that prepare() has "
+                "replaced by shards, so it would change nothing: pass the optimizer to prepare(), with the model or "
+                "after it."
+            )
+        if missing:
+            shapes = ", ".join(str(tuple(p.shape)) for p in missing[:3])
+            raise UsageError(
+                f"{len(missing)} parameters of the optimizer belong to no prepared module (shapes {shapes}, ...), so "
+                "their gradients would not be averaged over the ranks. Pass the module to prepare(), before or with "
+                "the optimizer."
+            )
+
+    def check_modules(self) -> None:
+        """Check that the modules have no parameters that they did not have when they were prepared.
+
+        Raises:
+            UsageError: they have; their values differ between the ranks, and their gradients would not be averaged.
+        """
+        for module in map(self.unwrap, self):
+            for name, parameter in module.named_parameters():
+                if parameter.requires_grad and not self.has(parameter):
+                    raise UsageError(
+                        f"{name} of a prepared {type(module).__name__} is another parameter than when it "
+                        "was prepared, and would be trained on each rank alone, or not at all: change the model before "
+                        "prepare(), load values into its parameters (without assign=True), or prepare what is added."
+                    )
+
+    def release(self) -> None:
+        """Release the wrappers, whose reducers must be gone before their process group is destroyed."""
+        self._originals = WeakKeyDictionary(self._originals)

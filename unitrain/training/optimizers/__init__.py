@@ -1,0 +1,1 @@
+"""Optimizers: sharded state, averaged weights."""

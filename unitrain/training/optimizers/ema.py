@@ -1,0 +1,233 @@
+"""``EMA``: an exponential moving average of a model's weights, with which the model can be evaluated and exported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from unitrain.device import by_device
+from unitrain.errors import UsageError
+from unitrain.training.batch_norm.layers import is_unsynchronised
+from unitrain.training.loop.hooks import StepHook
+from unitrain.training.models.prepared import PreparedModules
+
+_DTYPES = (torch.float32, torch.float64, torch.complex64, torch.complex128)
+
+
+class EMA(nn.Module, StepHook):
+    """Exponential moving average of a prepared model's weights. Made by ``strategy.ema``.
+
+    It begins with the weights before training (those that the script has loaded until the first step), and after each
+    step of an optimizer of this model becomes ``decay * average + (1 - decay) * weights``. Parameters and the running
+    statistics of BatchNorm are averaged. Other buffers are the model's own.
+
+    It is a module so that checkpoints treat it as they do the model. Its state dict has the keys of the model's.
+
+    Args:
+        prepared: the prepared modules.
+        model: the model, as ``prepare`` returned it.
+        decay: share of the average that a step keeps.
+        to_local: returns this rank's part of a weight, in the same memory.
+
+    Raises:
+        UsageError: the model was not prepared, its weights can't be averaged, or ``decay`` is not in [0, 1).
+    """
+
+    def __init__(
+        self,
+        prepared: PreparedModules,
+        model: nn.Module,
+        decay: float,
+        to_local: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+    ) -> None:
+        super().__init__()
+        if not 0 <= decay < 1:
+            raise UsageError(f"ema: decay is {decay}, but must be at least 0 and less than 1, like 0.999.")
+        original = prepared.unwrap(model)
+        self._models = model, original  # in a tuple: they are no part of this module
+        self._prepared = prepared
+        self._named = _averaged(original)
+        for name, weight in self._named.items():
+            if isinstance(weight, Parameter) and not prepared.has(weight):
+                raise UsageError(
+                    f"ema() needs a prepared model, but {name} belongs to none: pass it what prepare() returned."
+                )
+            if weight.dtype not in _DTYPES:
+                raise UsageError(
+                    f"ema: {name} is {str(weight.dtype).removeprefix('torch.')}, which is too coarse for an average: "
+                    "keep the weights in float32, and set precision to bf16 or fp16 for the forward."
+                )
+        averages = [weight.detach().clone() for weight in self._named.values()]
+        self._average_of = {id(weight): average for weight, average in zip(self._named.values(), averages, strict=True)}
+        self._weights = [to_local(weight) for weight in self._named.values()]
+        self._averages = [to_local(average) for average in averages]
+        self._alike = list(zip(by_device(self._averages), by_device(self._weights), strict=True))
+        # Layers without a forward hold the statistics that differ between ranks: they are averaged as a model's are.
+        self._statistics = nn.ModuleList(
+            _holder(layer, self._average_of) for layer in original.modules() if is_unsynchronised(layer)
+        )
+        self._parameters_of_model = {weight for weight in self._named.values() if isinstance(weight, Parameter)}
+        self._update = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
+        self._begun = False
+        self._versions: list[int] = []  # of the weights, when they were exchanged last
+        saved = {id(value) for value in original.state_dict(keep_vars=True).values()}
+        for name, weight in self._named.items():
+            if id(weight) not in saved:
+                raise UsageError(f"ema: the model's state_dict() lacks {name}, so its average could not be saved.")
+
+    # ------------------------------------------------------------------------------------------------------- steps
+
+    def before_update(self, optimizer: Optimizer, parameters: Sequence[Parameter]) -> None:
+        """Copy the weights before the first step, if the script has loaded others since the average was made."""
+        if not self._averages_any(parameters):
+            return
+        if self._is_swapped:
+            raise UsageError(
+                "a step was made within ema.swapped(), where it would train the averaged weights: leave it first."
+            )
+        if not self._begun:
+            self._begin()
+            self._begun = True
+
+    def after_update(self, optimizer: Optimizer, parameters: Sequence[Parameter], stepped: bool) -> None:
+        """Update the average."""
+        if stepped and self._averages_any(parameters):
+            for averages, weights in self._alike:
+                self._update(averages, weights, 0)  # which ignores the number of steps
+
+    def _averages_any(self, parameters: Sequence[Parameter]) -> bool:
+        return any(parameter in self._parameters_of_model for parameter in parameters)  # as a rule, the first is
+
+    @torch.no_grad()
+    def _begin(self) -> None:
+        """Copy the weights, if the script has loaded others before the first step. Not within a swap."""
+        if self._begun:
+            return
+        # Values and not versions: to write to ``parameter.data`` does not change the version.
+        pairs = zip(self._named.values(), self._weights, self._averages, strict=True)
+        if all(torch.equal(weight, average) for one, weight, average in pairs if isinstance(one, Parameter)):
+            return
+        for averages, weights in self._alike:
+            torch._foreach_copy_(averages, weights)
+
+    # -------------------------------------------------------------------------------------------------- evaluation
+
+    @contextmanager
+    def swapped(self) -> Iterator[nn.Module]:
+        """Context manager in which the model has the averaged weights. It yields the model. Not collective.
+
+        Checkpoints that are saved or resumed within have the weights of training all the same.
+
+        Raises:
+            UsageError: the model has the averaged weights already, or its weights were changed within.
+        """
+        if self._is_swapped:
+            raise UsageError("swapped() was called within swapped(): the model has averaged weights already.")
+        model, original = self._models
+        self._begin()
+        self.exchange()
+        self._prepared.swapped[original] = self
+        try:
+            yield model
+            changed = self._changed
+        finally:
+            del self._prepared.swapped[original]
+            self.exchange()
+        if changed:
+            raise UsageError(
+                f"the model's weights ({changed}) were changed within ema.swapped(), where they are the averaged ones: "
+                "train, and load weights, outside."
+            )
+
+    @torch.no_grad()
+    def exchange(self) -> None:
+        """Exchange the contents of the weights and of their averages. Wrappers and compiled code keep their tensors."""
+        self._check_model()
+        for weight, average in zip(self._weights, self._averages, strict=True):
+            held = weight.clone()
+            weight.copy_(average)
+            average.copy_(held)
+        self._versions = [weight._version for weight in self._named.values()]
+
+    @property
+    def _is_swapped(self) -> bool:
+        return self._models[1] in self._prepared.swapped
+
+    @property
+    def _changed(self) -> str:
+        """Name of a parameter that was changed since the weights were exchanged."""
+        for (name, weight), version in zip(self._named.items(), self._versions, strict=True):
+            if isinstance(weight, Parameter) and weight._version != version:
+                return name
+        return ""
+
+    def _check_model(self) -> None:
+        """Check that the model's weights are the tensors that are averaged."""
+        now = _averaged(self._models[1])
+        for name in {**self._named, **now}:
+            if now.get(name) is not self._named.get(name):
+                raise UsageError(
+                    f"{name} of the model is not the tensor that it was when ema() was called, and is not averaged: "
+                    "change the model first, or load other values into its weights."
+                )
+
+    # ------------------------------------------------------------------------------------------------------- state
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Return the model's state dict with the averages in place of the weights."""
+        self._check_readable()
+        self._begin()
+        state: dict[str, Any] = self._models[1].state_dict(keep_vars=True)
+        for key, value in state.items():
+            value = self._average_of.get(id(value), value)
+            state[key] = value.detach() if isinstance(value, Tensor) else value
+        return state
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Load the averages from a state dict of an EMA, or of a model. Other values in it are ignored."""
+        self._check_readable()
+        own: dict[str, Any] = self._models[1].state_dict(keep_vars=True)
+        averages = {key: self._average_of[id(value)] for key, value in own.items() if id(value) in self._average_of}
+        for key, average in averages.items():
+            if key not in state_dict or state_dict[key].shape != average.shape:
+                raise UsageError(f"ema: the state dict has no {key} of shape {tuple(average.shape)}.")
+        for key, average in averages.items():
+            average.copy_(state_dict[key])
+        self._begun = True
+
+    def _check_readable(self) -> None:
+        self._check_model()
+        if self._is_swapped:
+            raise UsageError("within ema.swapped(), the model has the averaged weights: save or load the model's.")
+
+
+def _averaged(module: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors that are averaged, by name: floating-point parameters, and the statistics of BatchNorm."""
+    named: dict[str, Tensor] = {
+        name: parameter
+        for name, parameter in module.named_parameters()
+        if parameter.is_floating_point() or parameter.is_complex()
+    }
+    for path, layer in module.named_modules():
+        if isinstance(layer, _BatchNorm) and layer.running_mean is not None and layer.running_var is not None:
+            prefix = f"{path}." if path else ""
+            named[f"{prefix}running_mean"] = layer.running_mean
+            named[f"{prefix}running_var"] = layer.running_var
+    return named
+
+
+def _holder(layer: nn.Module, average_of: Mapping[int, Tensor]) -> nn.Module:
+    """Return a BatchNorm whose statistics are the averages of a layer's."""
+    holder = nn.BatchNorm1d(0, affine=False)
+    holder.running_mean = average_of.get(id(layer.running_mean))
+    holder.running_var = average_of.get(id(layer.running_var))
+    return holder
