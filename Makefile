@@ -1,17 +1,18 @@
 # make train   train a small ResNet on two processes
-# make test    run the whole test suite
+# make test    run the test suite
+# make check   check style, types, the documentation site, Dockerfiles, and the released packages
 # make soak    run every fault under every launcher, kills at random moments, and what make test leaves out: most
 #              benchmarks' short forms, more worlds (about half an hour), and a hundred starts and ends under each
 #              launcher (another two hours on two cores). Write docs/faults.md
 # make coverage  measure what make test covers, in a third more time; print the total, and the files below 90 %
 # make bench   measure speed beside hand-written loops and other frameworks, into benchmarks/results/
-# make lint    check style and types (.pre-commit-config.yaml has the list)
+# make lint    check style and types only (.pre-commit-config.yaml has the list)
 # make hooks   have git check what is committed, too
 # make dist    build what is released of the last commit, wheel and sdist, into dist/
 # make docs    build the documentation into site/
 # make clean   remove the virtual environment and what tools left (not runs/)
 #
-# Settings: PYTHON makes the virtual environment VENV; WORKERS is the number of processes that make test runs tests in;
+# Settings: PYTHON makes the virtual environment VENV; WORKERS is the number of processes that run tests;
 # ARGS is added to the command of the recipe, of pytest, of each benchmark (--short, say) or of the build.
 
 PYTHON ?= python3
@@ -28,7 +29,7 @@ export PATH := $(BIN):$(PATH)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help train test soak coverage bench lint hooks dist docs clean
+.PHONY: help train test check soak coverage bench lint hooks dist docs clean
 .NOTPARALLEL:
 
 help:
@@ -43,11 +44,14 @@ test: $(VENV)/.has-test
 	@$(BIN)/unitrain install-horovod || echo "Horovod could not be installed: its tests will be skipped." >&2
 	$(BIN)/pytest -n $(WORKERS) --max-worker-restart 0 $(ARGS)
 
+check: $(VENV)/.has-test
+	$(BIN)/pytest -n $(WORKERS) --max-worker-restart 0 -m check $(ARGS)
+
 soak: $(VENV)/.has-test
 	@$(BIN)/unitrain install-horovod
 	rm -f ends.jsonl
 	TESTS_ENDS=$(CURDIR)/ends.jsonl $(BIN)/pytest tests/faults -m "soak or not soak" $(ARGS)
-	$(BIN)/python tests/faults/report.py ends.jsonl > docs/faults.md
+	$(BIN)/python tests/faults/support/report.py ends.jsonl > docs/faults.md
 	$(BIN)/pytest tests --ignore tests/faults -m soak $(ARGS)
 
 # Without what bounds a time, which takes longer when every line is counted.
@@ -56,14 +60,14 @@ coverage: $(VENV)/.has-test
 	@$(BIN)/unitrain install-horovod
 	rm -rf build/coverage
 	mkdir -p build/coverage
-	-$(BIN)/coverage run $(BIN)/pytest -n $(WORKERS) --max-worker-restart 0 -m "not soak and not alone" $(ARGS)
+	-$(BIN)/coverage run $(BIN)/pytest -n $(WORKERS) --max-worker-restart 0 -m "not soak and not check and not alone" $(ARGS)
 	$(BIN)/coverage combine --quiet
 	@$(BIN)/coverage report | awk 'NR <= 2 || /^TOTAL/ || int($$NF) < 90'
 
 bench: $(VENV)/.has-bench
 	@$(BIN)/unitrain install-horovod || echo "Horovod could not be installed: it will not be measured." >&2
 	@set -e; for script in benchmarks/*.py; do echo "== $$script" >&2; $(BIN)/python $$script $(ARGS); done
-	$(BIN)/python tests/page_copies.py  # into the page on performance
+	$(BIN)/python tests/docs/page_copies.py  # into the page on performance
 
 lint: $(VENV)/.has-test
 	$(BIN)/pre-commit run --all-files $(ARGS)

@@ -26,6 +26,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+import warm
 from hypothesis import HealthCheck, settings
 
 from unitrain import Strategy, initialize
@@ -55,8 +56,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _processes() -> set[psutil.Process]:
-    """Return the running descendants of this process, except the two that multiprocessing keeps."""
+    """Return the running descendants of this process, except the two that multiprocessing keeps, and warm ranks."""
     kept = {forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid}  # type: ignore[attr-defined]
+    kept |= warm.pids()
     return {
         process
         for process in psutil.Process().children(recursive=True)
@@ -141,6 +143,11 @@ def process_state_is_restored() -> Iterator[None]:
     torch.backends.cudnn.benchmark = benchmark
     if torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(False)
+
+
+def pytest_unconfigure() -> None:
+    """End the ranks that wait for functions."""
+    warm.close_all()
 
 
 # ---------------------------------------------------------------------------------------------- what was skipped

@@ -64,7 +64,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Backend": "backend",
+    "Backend": "communication.backend",
     "Section": "config",
     "StrategyConfig": "settings.strategy_config",
     "dump_yaml": "settings",
@@ -72,12 +72,12 @@ _HOMES = {
     "Loader": "data",
     "init": "initialize",
     "Launch": "launch.detect",
-    "notebook_launch": "job.notebook",
-    "spawn": "job.spawn",
-    "Stopped": "job.stopping",
+    "notebook_launch": "job.starting.notebook",
+    "spawn": "job.starting.spawn",
+    "Stopped": "job.watch.stopping",
     "Strategy": "strategy",
     "Meter": "metrics.meter",
-    "StepResult": "training.step",
+    "StepResult": "training.loop.step",
 }
 
 

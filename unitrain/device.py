@@ -1,4 +1,4 @@
-"""Chooses the device of a process, and tells on which devices the layers of a model are."""
+"""Chooses the device of a process, finds the devices of a model's layers, and names the half-precision dtypes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from unitrain.errors import ConfigError, LaunchError
 from unitrain.launch.detect import Launch
+
+HALF_DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def devices_of(module: nn.Module) -> list[torch.device]:

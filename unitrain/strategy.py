@@ -32,7 +32,7 @@ from unitrain.metrics.meter import Meter
 from unitrain.metrics.throughput import Throughput
 from unitrain.pulse import CLOSING
 from unitrain.training.batch_norm import layers as batch_norm
-from unitrain.training.loop.hooks import Hooks
+from unitrain.training.hooks import Hooks
 from unitrain.training.loop.backward import Weight
 from unitrain.training.loop.load_balancing import LoadBalancer
 from unitrain.training.loop.loop import TrainingLoop

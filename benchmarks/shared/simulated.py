@@ -32,7 +32,7 @@ from unitrain.data.order.shares import Shares
 from unitrain.job.watch.stopping import Boundaries, Stopping
 from unitrain.launch.detect import Launch
 from unitrain.pulse import Pulse
-from unitrain.training.loop.hooks import Hooks
+from unitrain.training.hooks import Hooks
 from unitrain.training.loop.step import TrainingStep
 from unitrain.training.models.precision import Precision
 from unitrain.training.models.preparation import Preparation
@@ -93,7 +93,7 @@ class SimulatedBackend(Backend):
 
         return wait
 
-    # What unitrain.job.joining.verb_check and unitrain.job.joining.authentication expect of ranks, others give what rank 0 does.
+    # What verb_check and authentication of unitrain.job.joining expect of ranks; others give what rank 0 does.
 
     def _reduce(self, tensor: Tensor, op: str, name: str) -> None:
         if name.startswith(f"self_test.{op}."):

@@ -9,11 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from places import ROOT, TESTS
 
 from unitrain.commands.cli import main
 
-PLUGIN = Path(__file__).parent / "plugin"
-PAGE = (Path(__file__).parents[1] / "docs" / "backends.md").read_text(encoding="utf-8")
+PLUGIN = TESTS / "plugin"
+PAGE = (ROOT / "docs" / "backends.md").read_text(encoding="utf-8")
 [CODE] = re.findall(r"```python title=.+?\n(.*?)```", PAGE, re.DOTALL)
 [PROJECT] = re.findall(r"```toml title=.+?\n(.*?)```", PAGE, re.DOTALL)
 

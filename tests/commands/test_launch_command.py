@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from page_blocks import ROOT, blocks
+from page_blocks import blocks
+from places import ROOT
 
 from unitrain.commands.cli import main
 from unitrain.commands.launch import parse_hosts

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
+from places import TESTS
 
 import unitrain
 from unitrain import BackendError, LaunchError, UnitrainError
 from unitrain.testing.worlds import World
 
-PLUGIN = Path(__file__).parent / "plugin"
+PLUGIN = TESTS / "plugin"
 PATH = (str(PLUGIN), str(PLUGIN / "wrong"))
 # Two ranks' sums are rounded alike in any order.
 RANKS = 3

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from needs import HOROVOD
 from partly_used import PartlyUsed
+from places import TESTS
 from ranks import horovodrun_environments, run_ranks
 from torch import nn
 from torch.optim import SGD
@@ -22,7 +22,7 @@ from unitrain.testing.duties import gradients, parity
 from unitrain.testing.duty import Duty
 from unitrain.testing.worlds import World
 
-PLUGIN = (str(Path(__file__).parent / "plugin"),)
+PLUGIN = (str(TESTS / "plugin"),)
 WORLDS = [
     World("single", 1, "python"),
     World("data_parallel", 1, "python"),

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from markdown_it import MarkdownIt
+from places import ROOT
 
-ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 COPY = re.compile(r"<!-- (file|diff|table): (.+?) -->")
 

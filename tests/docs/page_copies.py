@@ -14,7 +14,8 @@ from __future__ import annotations
 import difflib
 import re
 
-from page_blocks import COPY, PAGES, ROOT
+from page_blocks import COPY, PAGES
+from places import ROOT
 
 _END = "<!-- end of copy -->"
 

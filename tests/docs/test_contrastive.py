@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import needs
 import pytest
 import torch
+from places import ROOT
 from ranks import run_ranks
 from torch import Tensor
 
-PAGE = Path(__file__).parents[1] / "docs" / "training.md"
+PAGE = ROOT / "docs" / "training.md"
 
 
 def trained() -> list[Tensor]:

@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from page_blocks import PAGES, ROOT
+from page_blocks import PAGES
 from page_copies import renewed
+from places import ROOT
 
 import unitrain
 
@@ -25,6 +26,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.check
 def test_every_public_name_is_in_the_reference(site: Path) -> None:
     pages = "".join(page.read_text(encoding="utf-8") for page in (site / "api").rglob("*.html"))
     members = [f"Strategy.{name}" for name in vars(unitrain.Strategy) if not name.startswith("_")]

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from page_blocks import PAGES, ROOT, Block, blocks
+from page_blocks import PAGES, Block, blocks
+from places import ROOT
 from ranks import run_ranks
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 from host_commands import host_commands
-from page_blocks import PAGES, ROOT, Block, blocks
+from page_blocks import PAGES, Block, blocks
+from places import ROOT
 from slurm import Slurm
 from trained import TRAINS, Weights, assert_trained, expected
 

@@ -12,9 +12,10 @@ import pytest
 import sklearn.datasets  # noqa: F401  (so that run_ranks has the ranks forked with it)
 import torch
 from needs import HOROVOD
+from places import ROOT
 from ranks import run_ranks
 
-SCRIPTS = Path(__file__).parents[1] / "docs" / "migrating" / "scripts"
+SCRIPTS = ROOT / "docs" / "migrating" / "scripts"
 # What torchrun sets, by which Fabric and Ignite know it.
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "tests", "TORCHELASTIC_RESTART_COUNT": "0"}
 EPOCHS = 3

@@ -29,9 +29,10 @@ from harness import (
     when_step,
     worlds,
 )  # fmt: skip
+from places import TESTS
 
 pytestmark = pytest.mark.launcher
-LEAVES_FIRST = Path(__file__).with_name("leaves_first.py")
+LEAVES_FIRST = TESTS / "faults" / "programs" / "leaves_first.py"
 HANGUP_S = 30.0  # of unitrain run
 UNITRAIN_RUN = (sys.executable, "-m", "unitrain.commands.cli", "run", "--")
 # What a launcher takes to end, and a busy machine to schedule all of that; to import torch, too.

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from places import TESTS
 
 from unitrain.job.starting.spawn import spawn_environments
 
@@ -212,7 +213,7 @@ def test_a_wrong_setting_is_told_by_rank_0(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("rank", "messages"), [(1, 0), (2, 1)])
 def test_what_only_some_hosts_can_t_do_is_told_by_one_rank_of_each(tmp_path: Path, rank: int, messages: int) -> None:
     """Ranks 0 and 1 are on the first host, rank 2 is on the second. srun does not end the others."""
-    recorded = json.loads(Path(__file__).with_name("launch_environments").joinpath("srun-two-nodes.json").read_text())
+    recorded = json.loads(TESTS.joinpath("launch_environments", "srun-two-nodes.json").read_text())
     environ = {**os.environ, **recorded["environments"][rank], "MASTER_ADDR": "nowhere.invalid", "MASTER_PORT": "29500"}
     (tmp_path / "script.py").write_text("import unitrain; unitrain.init()")
     [end] = _run([sys.executable, str(tmp_path / "script.py")], [environ], None)

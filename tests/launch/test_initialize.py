@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from needs import HOROVOD
+from places import TESTS
 from ranks import run_ranks
 from torch import nn
 
@@ -30,7 +31,7 @@ from unitrain.launch.detect import detect
 
 RECORDED = {
     path.stem: json.loads(path.read_text())["environments"]
-    for path in sorted(Path(__file__).with_name("launch_environments").glob("*.json"))
+    for path in sorted((TESTS / "launch_environments").glob("*.json"))
 }
 JOBS = {name: environments[-1] for name, environments in RECORDED.items() if detect(environments[-1]).world_size > 1}
 
@@ -411,7 +412,7 @@ def test_a_script_that_forgets_to_close_is_closed_at_exit(tmp_path: Path) -> Non
 
 def test_only_a_backend_that_can_goes_on_with_other_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Elsewhere, horovodrun would wait for the others as long as they wait for the one that failed."""
-    recorded = Path(__file__).parent / "launch_environments" / "horovodrun-gloo.json"
+    recorded = TESTS / "launch_environments" / "horovodrun-gloo.json"
     for name, value in {**json.loads(recorded.read_text())["environments"][0], "HOROVOD_ELASTIC": "1"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match="backend 'ddp' can't go on with other hosts"):

@@ -8,12 +8,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from places import TESTS
 
 from unitrain.errors import LaunchError
 from unitrain.launch.detect import LAUNCHERS, Launch, detect
@@ -21,7 +21,7 @@ from unitrain.launch.slurm import PORTS, first_host_of_groups, hosts, step_port
 
 RECORDED: dict[str, list[dict[str, str]]] = {
     path.stem: json.loads(path.read_text())["environments"]
-    for path in sorted(Path(__file__).with_name("launch_environments").glob("*.json"))
+    for path in sorted((TESTS / "launch_environments").glob("*.json"))
 }
 BY_HAND = {
     "RANK": "1",

@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 
 import pytest
 from jobs import RECIPE, Job, run_job
+from places import TESTS
 from slurm import Slurm, slurm_missing
 
 pytestmark = [pytest.mark.launcher, pytest.mark.xdist_group("slurm")]
 
 PYTHON = sys.executable
-RAISES = Path(__file__).parent / "programs" / "raises.py"
+RAISES = TESTS / "programs" / "raises.py"
 MPIRUN = ("mpirun", "--oversubscribe", "-np")
 TORCHRUN = ("torchrun", "--standalone", "--nproc-per-node")
 DEPRECATED = (PYTHON, "-m", "torch.distributed.launch", "--standalone", "--nproc-per-node")

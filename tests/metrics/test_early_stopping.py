@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from places import ROOT
 from plain_loop import data, model_of, sgd, strategy_of
 from ranks import run_ranks
 from torch.nn.functional import mse_loss
@@ -81,7 +82,7 @@ def test_rank_0_decides() -> None:
 
 def test_the_documented_example_stops_and_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    section = (Path(__file__).parents[1] / "docs" / "training.md").read_text().split("## Early stopping")[1]
+    section = (ROOT / "docs" / "training.md").read_text().split("## Early stopping")[1]
     [example] = re.findall(r"```python\n(.*?)```", section.split("\n## ")[0], re.DOTALL)
     metric = [1.0, 2.0, math.nan, 0.0, 1.0, 2.0, 1.0, 0.0]
     ended_at = []

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from jobs import run_job
+from places import ROOT
 from plain_loop import model_of
 from ranks import run_ranks
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -153,7 +154,7 @@ def test_the_documented_examples_run(
     strategy: Strategy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    page = (Path(__file__).parents[1] / "docs" / "tracking.md").read_text()
+    page = (ROOT / "docs" / "tracking.md").read_text()
     model = model_of().float()
     names: dict[str, Any] = {
         "strategy": strategy, "model": model, "optimizer": SGD(model.parameters(), lr=0.1), "criterion": mse_loss,

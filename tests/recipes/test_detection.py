@@ -14,6 +14,7 @@ import torch
 from jobs import run_job
 from needs import HOROVOD
 from PIL import Image
+from places import ROOT
 from ranks import run_ranks
 from test_detection_data import make_coco, make_voc
 from torch import Tensor, nn
@@ -30,7 +31,7 @@ from unitrain.recipes.object_detection import metrics as detection_metrics
 from unitrain.recipes.object_detection import models as detection_models
 from unitrain.recipes.object_detection.data import Boxes
 
-RECIPE = Path(__file__).parents[1] / "recipes" / "detection.py"
+RECIPE = ROOT / "recipes" / "detection.py"
 V2: detection_models.ModelName = "ssdlite320_mobilenet_v2"
 V3: detection_models.ModelName = "ssdlite320_mobilenet_v3_large"
 FLAGS = (

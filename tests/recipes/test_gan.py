@@ -14,6 +14,7 @@ import torch
 from jobs import run_job
 from needs import HOROVOD
 from PIL import Image
+from places import ROOT
 from scipy.linalg import sqrtm
 from tqdm import tqdm
 
@@ -21,7 +22,7 @@ from unitrain.communication.backend import backend_names
 from unitrain.recipes import gan
 from unitrain.recipes.generative.data import Digits, frechet_distance, independent_pixels
 
-RECIPE = Path(__file__).parents[1] / "recipes" / "gan.py"
+RECIPE = ROOT / "recipes" / "gan.py"
 # Steps of 701 images and a last one of 35, in float64.
 SHORT = (
     "--batch-size", "701", "--max-steps", "5", "--evaluate-every", "1", "--strategy.precision", "fp64",

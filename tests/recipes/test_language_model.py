@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from jobs import run_job
 from needs import HOROVOD
+from places import ROOT, TESTS
 from ranks import run_ranks
 from torch import Tensor
 from tqdm import tqdm
@@ -24,8 +25,8 @@ from unitrain.recipes import language_model
 from unitrain.recipes.text import data as text
 from unitrain.recipes.text import gpt
 
-RECIPES = Path(__file__).parents[1] / "recipes"
-PROGRAM = Path(__file__).parent / "programs" / "short_recipes.py"
+RECIPES = ROOT / "recipes"
+PROGRAM = TESTS / "programs" / "short_recipes.py"
 # Of different lengths, so that the last sequences of the documents are, too.
 DOCUMENTS = [f"Document {n}: " + "what is said here is said again, in other words. " * (15 + n) for n in range(6)]
 SMALL = (

@@ -13,15 +13,17 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from places import ROOT
 
 import unitrain
 from unitrain import ConfigError, UnitrainError, errors
 from unitrain.communication.backend import GROUP, backend_names, load_backend
 
-ROOT = Path(__file__).parent.parent
-FILES = {path.stem for path in (ROOT / "backends").glob("[!_]*.py")}
-# A file called as a backend and more (ddp_module) is a part of that backend.
-BUILT_IN = sorted(name for name in FILES if not any(name.startswith(f"{other}_") for other in FILES))
+# A backend is a file, or a folder with a file backend.py.
+BUILT_IN = sorted(
+    {path.stem for path in (ROOT / "backends").glob("[!_]*.py")}
+    | {path.parent.name for path in (ROOT / "backends").glob("*/backend.py")} - {"process_group"}
+)
 
 
 def python(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -69,8 +71,9 @@ def test_public_verbs_are_documented(name: str) -> None:
 
 
 def test_import_brings_no_engine_along() -> None:
-    code = "import sys, torch; before = set(sys.modules); from unitrain import *; from unitrain import backend"
-    modules = set(python("-c", f"{code}; backend.backend_names(); print(*set(sys.modules) - before)").stdout.split())
+    code = "import sys, torch; before = set(sys.modules); from unitrain import *"
+    names = "from unitrain.communication.backend import backend_names; backend_names()"
+    modules = set(python("-c", f"{code}; {names}; print(*set(sys.modules) - before)").stdout.split())
     unwanted = {
         "horovod",
         "mpi4py",
@@ -118,12 +121,18 @@ def test_import_costs_little_over_torch() -> None:
 # --------------------------------------------------------------------------------------------------------- layers
 
 
-def test_every_file_in_backends_has_an_entry_point() -> None:
+def home_of(backend: str) -> Path:
+    """Return the file of a backend: its only one, or the first of its folder."""
+    folder = ROOT / "backends" / backend
+    return folder / "backend.py" if folder.is_dir() else folder.with_suffix(".py")
+
+
+def test_every_backend_has_an_entry_point() -> None:
     text = (ROOT / "pyproject.toml").read_text()
     [section] = re.findall(rf'^\[project\.entry-points\."{GROUP}"\]\n(.+?)\n\n', text, re.MULTILINE | re.DOTALL)
     declared = dict(re.findall(r'^(\w+) = "(.+)"$', section, re.MULTILINE))
     assert {name: value.split(":")[0] for name, value in declared.items()} == {
-        name: f"unitrain.backends.{name}" for name in BUILT_IN
+        name: ".".join(["unitrain", *home_of(name).relative_to(ROOT).with_suffix("").parts]) for name in BUILT_IN
     }
     installed = {point.name: point.value for point in entry_points(group=GROUP)}
     lacking = sorted(set(declared.items()) - set(installed.items()))
@@ -134,7 +143,7 @@ def test_every_file_in_backends_has_an_entry_point() -> None:
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_a_backend_is_short_and_called_as_its_file(name: str) -> None:
     assert load_backend(name).name == name
-    assert len((ROOT / "backends" / f"{name}.py").read_text().splitlines()) <= 250
+    assert len(home_of(name).read_text().splitlines()) <= 250
 
 
 def sources(*folders: str) -> Iterator[tuple[Path, ast.Module]]:
@@ -193,10 +202,19 @@ def test_nothing_outside_backends_asks_which_backend_it_is() -> None:
 
 
 def test_every_module_of_training_and_data_has_a_test_file_of_its_name() -> None:
-    elsewhere = {Path("data", "settings.py"): "test_loader_settings.py", Path("data", "options.py"): "test_loader.py"}
-    modules = [path.relative_to(ROOT / "unitrain") for path in (ROOT / "unitrain").glob("*/[!_]*.py")]
-    tested = [module for module in modules if module.parts[0] in ("training", "data")]
-    lacking = [str(one) for one in tested if not (ROOT / "tests" / elsewhere.get(one, f"test_{one.name}")).exists()]
+    elsewhere = {
+        "data/settings.py": "data/test_loader_settings.py",
+        "data/options.py": "data/test_loader.py",
+        "data/structure.py": "ground/test_structure.py",
+        "data/loop.py": "training/loop/test_loop.py",
+        "training/batch_norm/layers.py": "training/batch_norm/test_batch_norm.py",
+        "training/batch_norm/ops.py": "training/batch_norm/test_batch_norm_ops.py",
+        "training/optimizers/ema.py": "training/optimizers/test_averaging.py",
+    }
+    rooms = [ROOT / "unitrain" / "training", ROOT / "unitrain" / "data"]
+    tested = [path.relative_to(ROOT / "unitrain") for room in rooms for path in room.rglob("[!_]*.py")]
+    own = {one: elsewhere.get(one.as_posix(), one.with_name(f"test_{one.name}")) for one in tested}
+    lacking = [str(one) for one, test in own.items() if not (ROOT / "tests" / test).exists()]
     assert len(tested) > 20
     assert lacking == []
 

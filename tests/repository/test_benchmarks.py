@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 from jobs import run_job
+from places import ROOT
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+BENCHMARKS = ROOT / "benchmarks"
 AT_MOST_LINEAR = ("O(1)", "O(log n)", "O(n)")
 
 

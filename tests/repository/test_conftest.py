@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
+from places import TESTS
 
-CONFTEST = Path(__file__).with_name("conftest.py")
+CONFTEST = TESTS / "conftest.py"
 
 
 @pytest.fixture
 def suite(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
-    monkeypatch.setenv("PYTHONPATH", str(CONFTEST.parent))  # what it imports stands beside it
+    monkeypatch.setenv("PYTHONPATH", f"{TESTS / 'support'}:{TESTS / 'support' / 'hosts'}")  # what it imports
     pytester.makeconftest(CONFTEST.read_text())
     pytester.makeini("[pytest]\naddopts = -p no:cacheprovider\n")
     return pytester

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import yaml
 from host_commands import blocks_for
+from places import ROOT
 
-ROOT = Path(__file__).parent.parent
 DOCKERFILES = sorted(ROOT.glob("docker/*.Dockerfile"))
 COMPOSE_FILES = sorted(ROOT.glob("docker/compose.*.yaml"))
 
@@ -36,6 +36,7 @@ def test_there_is_an_image_for_cpus_and_one_for_gpus() -> None:
     assert [path.name for path in COMPOSE_FILES] == ["compose.cluster.yaml", "compose.cpu.yaml", "compose.gpu.yaml"]
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.name)
 def test_the_linter_has_nothing_to_say(dockerfile: Path) -> None:
     hadolint = Path(sysconfig.get_path("scripts"), "hadolint")

@@ -20,8 +20,9 @@ from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
+from places import ROOT
 
-ROOT = Path(__file__).parent.parent
+pytestmark = pytest.mark.check
 LIBRARY = Path("lib", f"python{sys.version_info.major}.{sys.version_info.minor}", "site-packages")
 
 

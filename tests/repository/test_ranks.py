@@ -153,7 +153,7 @@ def hang_on_rank_1() -> None:
 
 def test_deadline(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(TimeoutError, match=r"did not end in time: \[1\]"):
-        run_ranks(hang_on_rank_1, timeout=2)
+        run_ranks(hang_on_rank_1, timeout=5)
     assert "in hang_on_rank_1" in capfd.readouterr().out
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
-from pathlib import Path
 from typing import NamedTuple
 
+import places
 import pytest
 
-PLUGIN = Path(__file__).with_name("sharing.py")
+PLUGIN = places.TESTS / "support" / "hosts" / "sharing.py"
 TESTS = """
     import json, os, time
     import pytest

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from places import ROOT
 
-ROOT = Path(__file__).parent.parent
+pytestmark = pytest.mark.check
 CHECKS = [
     hook["id"]
     for repository in yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]

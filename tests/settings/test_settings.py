@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+from places import ROOT
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 import unitrain
@@ -30,7 +31,7 @@ from unitrain.settings.schema import Setting, dotted, flag, groups_of, variable
 
 DDPSettings: Any = load_backend("ddp").Settings
 HorovodSettings: Any = load_backend("horovod").Settings
-DOCS = Path(__file__).parent.parent / "docs" / "configuration.md"
+DOCS = ROOT / "docs" / "configuration.md"
 
 
 class Optimizer(Section):
@@ -757,7 +758,10 @@ BROKEN = {
     "needy": PLUGIN.replace("class Echo(", "class B(")
     .replace("Field(ge=0)] = 11", "Field(ge=0)]")
     .replace('name = "echo"', 'name = "needy"'),
-    "other": "from unitrain.communication.backend import LocalBackend\nclass B(LocalBackend):\n  name = 'other'\n  Settings = dict",
+    "other": (
+        "from unitrain.communication.backend import LocalBackend\n"
+        "class B(LocalBackend):\n  name = 'other'\n  Settings = dict"
+    ),
 }
 
 # Each line of standard input is a command line and variables; each line of the output is what came of them.

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+from places import ROOT
 
-RECIPE = Path(__file__).parents[1] / "recipes" / "resnet.py"
+RECIPE = ROOT / "recipes" / "resnet.py"
 _LEAVE_S = 5.0
 
 

@@ -18,7 +18,7 @@ from unitrain.data.order.shares import Shares
 from unitrain.job.watch.stopping import Boundaries, Stopping
 from unitrain.launch.detect import Launch
 from unitrain.pulse import Pulse
-from unitrain.training.loop.hooks import Hooks
+from unitrain.training.hooks import Hooks
 from unitrain.training.loop.loop import TrainingLoop
 from unitrain.training.loop.step import TrainingStep
 from unitrain.training.models.prepared import PreparedModules

@@ -1,6 +1,7 @@
-"""The tests' ``run_ranks``: that of ``unitrain.testing``, and the environments of horovodrun without horovodrun.
+"""The tests' ``run_ranks``: as in ``unitrain.testing``, but in warm worlds, and horovodrun's environments.
 
-horovodrun itself takes seconds to start processes, and only ``backends/horovod/backend.py`` may import Horovod in ``unitrain``.
+horovodrun itself takes seconds to start processes, and only ``backends/horovod/backend.py`` may import Horovod in
+``unitrain``.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
+import warm
+
+from unitrain.job.starting.spawn import spawn_environments
 from unitrain.testing import ranks
 
 # Test modules import them, and with the module each of its ranks would (1 to 3 s).
@@ -24,12 +28,26 @@ def run_ranks(
     nprocs: int = 2,
     timeout: float = 60,
     launcher: Literal["spawn", "horovodrun", "mpirun"] = "spawn",
+    fresh: bool = False,
 ) -> list[Any]:
-    """Call ``unitrain.testing.ranks.run_ranks``, with ``horovodrun_environments`` for the launcher ``horovodrun``."""
+    """Run ``fn(*args)`` on each of ``nprocs`` ranks; see ``unitrain.testing.ranks.run_ranks``.
+
+    Args:
+        fn: a function at the top level of a module.
+        *args: its arguments.
+        nprocs: number of ranks.
+        timeout: time limit in seconds.
+        launcher: what starts the ranks, or for "horovodrun", what sets up their environments.
+        fresh: whether the ranks must be new processes, because the function measures memory, or leaves what ``warm``
+            neither puts back nor sees.
+    """
     # All test modules have been collected by now.
     ranks.preload([name for name in _PRELOADED_WHERE_USED if name in sys.modules])
-    starter = horovodrun_environments if launcher == "horovodrun" else launcher
-    return ranks.run_ranks(fn, *args, nprocs=nprocs, timeout=timeout, launcher=starter)
+    make = _FORKED.get(launcher)
+    if make is None or fresh:
+        return ranks.run_ranks(fn, *args, nprocs=nprocs, timeout=timeout, launcher=make or launcher)
+    with make(nprocs) as environments, ranks.logged(environments) as logged:
+        return warm.run(launcher, logged, fn, args, timeout)
 
 
 @contextmanager
@@ -52,3 +70,6 @@ def horovodrun_environments(nprocs: int) -> Iterator[list[dict[str, str]]]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+_FORKED = {"spawn": spawn_environments, "horovodrun": horovodrun_environments}

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from places import TESTS
 
-TRAINS = Path(__file__).parent / "programs" / "trains.py"
+TRAINS = TESTS / "programs" / "trains.py"
 Weights = dict[str, torch.Tensor]
 
 

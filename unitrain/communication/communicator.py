@@ -233,7 +233,7 @@ class Communicator:
         return self._broadcast(value, src, pickles=True)
 
     def broadcast_data(self, value: T, src: int = 0) -> T:
-        """Return rank ``src``'s plain data (see ``unitrain.communication.plain_data``), for the core: never pickled. Collective."""
+        """Return rank ``src``'s plain data (``communication.plain_data``), for the core: never pickled. Collective."""
         return self._broadcast(value, src, pickles=False)
 
     def all_gather_object(self, value: T) -> list[T]:

@@ -11,7 +11,7 @@ import torch
 
 from unitrain.communication.communicator import Communicator
 from unitrain.data.loop import Batches
-from unitrain.training.loop.hooks import StepHook
+from unitrain.training.hooks import StepHook
 
 
 class Totals(NamedTuple):

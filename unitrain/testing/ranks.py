@@ -72,11 +72,17 @@ def run_ranks(
     if isinstance(launcher, str) and launcher not in _FORKED:
         return _run_under(launcher, fn, args, nprocs, timeout)
     make = _FORKED[launcher] if isinstance(launcher, str) else launcher
-    with make(nprocs) as environments, tempfile.TemporaryDirectory() as folder:
-        logs = [Path(folder, f"rank {rank}") for rank in range(nprocs)]
-        environments = [{**environ, "RANKS_LOG": str(log)} for environ, log in zip(environments, logs, strict=True)]
+    with make(nprocs) as environments, logged(environments) as with_logs:
+        return run_processes(_rank, (timeout, fn, args), with_logs, _FORKSERVER, timeout)
+
+
+@contextmanager
+def logged(environments: Sequence[dict[str, str]]) -> Iterator[list[dict[str, str]]]:
+    """Add a file for each rank's output to its environment, and print the output in the end."""
+    with tempfile.TemporaryDirectory() as folder:
+        logs = [Path(folder, f"rank {rank}") for rank in range(len(environments))]
         try:
-            return run_processes(_rank, (timeout, fn, args), environments, _FORKSERVER, timeout)
+            yield [{**environ, "RANKS_LOG": str(log)} for environ, log in zip(environments, logs, strict=True)]
         finally:
             for log in logs:
                 if log.exists() and (text := log.read_text(errors="replace")):

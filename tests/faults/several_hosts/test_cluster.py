@@ -1,4 +1,4 @@
-"""Jobs of several hosts that have names, addresses and sshd (tests/support/hosts/cluster.py), started as the pages say."""
+"""Jobs of several hosts that have names, addresses and sshd (``cluster.py``), started as the pages say."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """horovodrun's elastic driver: a host is lost and another one added, and the job goes on by itself, with as many steps.
 
-The discovery script names those hosts that the test wants, of three (tests/support/hosts/cluster.py), or names of this one.
+The discovery script names those hosts that the test wants, of three (``cluster.py``), or names of this one.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from cluster import Cluster, cluster
 from harness import PROGRAM, TIMEOUT_S, World, alone, assert_same_training, run
 from host_commands import blocks_for, host_commands, on_hosts
 from lives import EPOCHS, PHASES, assert_undisturbed, begun_again, lives, ranks, undisturbed
+from places import TESTS
 
 from unitrain.launch import horovod_elastic
 
@@ -138,7 +139,7 @@ def test_a_rank_is_lost(tmp_path: Path, alone: Path) -> None:
 @pytest.mark.soak
 def test_a_rank_is_lost_while_horovod_initialises_it(tmp_path: Path, alone: Path) -> None:
     """Others don't learn of it there. They give up before Horovod does, which would abort them."""
-    program = Path(__file__).parent / "killed_in_horovod.py"
+    program = TESTS / "faults" / "programs" / "killed_in_horovod.py"
     end = run(OnTwoNames("horovodrun", "horovod"), tmp_path, program=program)
     assert end.job.code == 0, end.job.output
     assert "stopped because the ranks have not all joined the job within 12 s (timeout_s is 8)" in end.job.output

@@ -15,7 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 from harness import PROGRAM, assert_same_training, notes, train_alone
-from page_blocks import ROOT, blocks
+from page_blocks import blocks
+from places import ROOT
 from slurm import Slurm, local_slurm, slurm_missing
 
 PAGE = ROOT / "docs" / "launchers" / "slurm.md"

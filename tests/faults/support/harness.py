@@ -20,12 +20,13 @@ import psutil
 import pytest
 import torch
 from jobs import Job, run_job
+from places import TESTS
 from program import RANK_VARIABLES
 from slurm import slurm_missing
 
 from unitrain.commands.toolchain import find_program
 
-PROGRAM = Path(__file__).parent / "program.py"
+PROGRAM = TESTS / "faults" / "programs" / "program.py"
 STEPS = 40
 HEARTBEAT_S, TIMEOUT_S = 3.0, 8.0
 QUICK = {"UNITRAIN_HEARTBEAT_TIMEOUT_S": str(HEARTBEAT_S), "UNITRAIN_TIMEOUT_S": str(TIMEOUT_S)}
@@ -47,7 +48,7 @@ class World:
         script = [str(program), *arguments]
         count = str(ranks)
         starts: dict[str, list[str]] = {
-            "plain": [sys.executable, str(Path(__file__).parent / "by_hand.py"), count],
+            "plain": [sys.executable, str(TESTS / "faults" / "programs" / "by_hand.py"), count],
             "torchrun": ["torchrun", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", count],
             "mpirun": ["mpirun", "--oversubscribe", "-np", count, sys.executable],
             "mpich": ["mpiexec.mpich", "-n", count, sys.executable],

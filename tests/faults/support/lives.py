@@ -18,9 +18,10 @@ import pytest
 import torch
 from harness import ONE, TORCHRUN, World
 from jobs import run_job
+from places import TESTS
 from program import GLOBAL_BATCH, RANK_VARIABLES, SAMPLES
 
-PHASES = Path(__file__).parent / "phases.py"
+PHASES = TESTS / "faults" / "programs" / "phases.py"
 EPOCHS, PAUSE_S, RESTARTS = 6, 0.03, 5
 STEPS = EPOCHS * -(-SAMPLES // GLOBAL_BATCH)
 # A kill comes so many seconds after the first step of a start, or after its first process.

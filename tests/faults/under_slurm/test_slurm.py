@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 from batch import ENDS_S, PATH, Job, alone, assert_requeued_itself, cluster, slow_at_first
+from places import TESTS
 from slurm import NODES, Slurm
 
 __all__ = ["alone", "cluster"]  # fixtures
 pytestmark = [pytest.mark.launcher, pytest.mark.xdist_group("slurm"), pytest.mark.soak, pytest.mark.timeout(900)]
 
-TRAINS = Path(__file__).parent.parent / "programs" / "trains.py"
+TRAINS = TESTS / "programs" / "trains.py"
 TWO_BY_TWO = ("--nodes=2", "--ntasks-per-node=2")
 
 

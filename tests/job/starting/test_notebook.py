@@ -15,10 +15,11 @@ from typing import Any
 import psutil
 import pytest
 from jupyter_client.manager import start_new_kernel
+from places import ROOT
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:jupyter_client", "ignore::RuntimeWarning:zmq")
 
-NOTEBOOK = Path(__file__).parents[1] / "recipes" / "notebook.ipynb"
+NOTEBOOK = ROOT / "recipes" / "notebook.ipynb"
 DEADLINE_S = 200
 CELL = '''
 import os, sys, time

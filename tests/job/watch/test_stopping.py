@@ -14,6 +14,7 @@ from types import FrameType
 
 import pytest
 from jobs import Job, run_job
+from places import ROOT
 from slurm import Slurm
 
 from unitrain.job.watch.stopping import StopSignals
@@ -53,7 +54,7 @@ print(job.results())
 
 def submit(folder: Path, cluster: str, then: str, environ: dict[str, str]) -> Job:
     """Run the documented example on a cluster, with ``then`` once it trains."""
-    page = (Path(__file__).parents[1] / "docs" / "reliability.md").read_text()
+    page = (ROOT / "docs" / "reliability.md").read_text()
     [example] = re.findall(r"```python\n(import submitit\n.*?)```", page, re.DOTALL)
     (folder / "train.py").write_text(TRAIN)
     (folder / "driver.py").write_text(example.replace('("logs")', f'("logs", cluster="{cluster}")') + WAIT + then)

@@ -14,6 +14,7 @@ from typing import Any, cast
 import pytest
 import torch
 from needs import HOROVOD
+from places import ROOT
 from plain_loop import SAMPLES, Ready, assert_equal, data, model_of, ready, sgd, strategy_of, weights
 from ranks import run_ranks
 from torch import Tensor, nn
@@ -248,7 +249,7 @@ def test_an_update_is_one_call() -> None:
 
 def test_the_documented_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    section = (Path(__file__).parents[1] / "docs" / "training.md").read_text().split("## Averaged weights")[1]
+    section = (ROOT / "docs" / "training.md").read_text().split("## Averaged weights")[1]
     [example] = re.findall(r"```python\n(.*?)```", section.split("\n## ")[0], re.DOTALL)
     strategy, model = strategy_of(), model_of()
     train = strategy.dataloader(data(), global_batch_size=4)

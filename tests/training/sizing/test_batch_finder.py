@@ -119,7 +119,7 @@ def assert_found(outcome: dict[str, Any], world_size: int, unlimited: Tensor) ->
 
 
 def test_a_training_fits_at_the_size_found_and_not_at_a_larger_one(unlimited: Tensor) -> None:
-    [outcome] = run_ranks(limited, "single", [70], nprocs=1)
+    [outcome] = run_ranks(limited, "single", [70], nprocs=1, fresh=True)
     assert_found(outcome, 1, unlimited)
     assert outcome["fails"] <= 2 * outcome["size"]
 
@@ -130,7 +130,7 @@ def test_a_training_fits_at_the_size_found_and_not_at_a_larger_one(unlimited: Te
 def test_the_rank_with_the_least_memory_decides(
     backend: str, launcher: Any, unlimited: Tensor, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    outcomes = run_ranks(limited, backend, [300, 55], launcher=launcher)
+    outcomes = run_ranks(limited, backend, [300, 55], launcher=launcher, fresh=True)
     for outcome in outcomes:
         assert_found(outcome, 2, unlimited)
     assert len({outcome["size"] for outcome in outcomes}) == 1

@@ -101,11 +101,11 @@ def measure_shards(folder: str) -> dict[str, float]:
 
 
 def test_no_rank_has_more_than_its_part_of_a_model_that_is_built_without_memory(tmp_path: Path) -> None:
-    for found in run_ranks(measure_shards, str(tmp_path)):
+    for found in run_ranks(measure_shards, str(tmp_path), fresh=True):
         assert {name: mb for name, mb in found.items() if mb > 5 * LAYER_MB} == {}, found
 
 
 @pytest.mark.parametrize(("backend", "world"), [("single", 1), ("ddp", 2)])
 def test_nothing_is_held_twice(tmp_path: Path, backend: str, world: int) -> None:
-    for found in run_ranks(measure, str(tmp_path), backend, nprocs=world):
+    for found in run_ranks(measure, str(tmp_path), backend, nprocs=world, fresh=True):
         assert {name: mb for name, mb in found.items() if mb > ALLOWED_MB} == {}

@@ -107,7 +107,7 @@ def limited() -> list[int]:
 
 
 def test_free_memory_is_what_a_limit_leaves() -> None:
-    [[without, *found]] = run_ranks(limited, nprocs=1)
+    [[without, *found]] = run_ranks(limited, nprocs=1, fresh=True)
     assert without == pytest.approx(psutil.virtual_memory().available, rel=0.5)  # others use it meanwhile
     assert found == pytest.approx([300, 100, 300, 100], abs=5)
 
@@ -127,7 +127,7 @@ def capped() -> list[str]:
 
 
 def test_a_process_without_a_limit_can_be_given_one_for_a_while() -> None:
-    assert run_ranks(capped, nprocs=1) == [["400 True"]]
+    assert run_ranks(capped, nprocs=1, fresh=True) == [["400 True"]]
 
 
 def kept() -> list[float]:
@@ -143,4 +143,4 @@ def kept() -> list[float]:
 
 
 def test_freed_memory_that_glibc_keeps_is_returned() -> None:
-    assert run_ranks(kept, nprocs=1) == [pytest.approx([0, 0, -200], abs=20)]
+    assert run_ranks(kept, nprocs=1, fresh=True) == [pytest.approx([0, 0, -200], abs=20)]

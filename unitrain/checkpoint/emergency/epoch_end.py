@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from unitrain import rng
 from unitrain.checkpoint.run_state import RunState
 from unitrain.data.structure import tensors
-from unitrain.training.loop.hooks import StepHook
+from unitrain.training.hooks import StepHook
 from unitrain.training.loop.step import TrainingStep
 
 _MOST_BYTES = 2**20  # of an object's tensors; larger ones are weights, which this code does not change

@@ -22,7 +22,7 @@ from unitrain.checkpoint.emergency.epoch_end import EpochEnd, EpochEndHook
 from unitrain.data import Loader
 from unitrain.data.structure import rebuilt
 from unitrain.pulse import USER_CODE, Pulse
-from unitrain.training.loop.hooks import StepHook
+from unitrain.training.hooks import StepHook
 
 _POLL_S = 0.005
 # How long the main thread may need to leave a collective that has just been completed.

@@ -11,7 +11,7 @@ from unitrain.communication.backend import load_backend
 from unitrain.errors import ConfigError
 from unitrain.metrics.throughput import Totals
 from unitrain.strategy import Strategy
-from unitrain.training.loop.hooks import StepHook
+from unitrain.training.hooks import StepHook
 
 
 class Recording(StepHook):

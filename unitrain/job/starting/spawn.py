@@ -143,21 +143,23 @@ def run_processes(
             receiver, sender = context.Pipe(duplex=False)
             receivers.append(receiver)
             with sender:
-                process = context.Process(target=_run, args=(sender, dict(environ), fn, args))
+                process = context.Process(target=run_rank, args=(sender, dict(environ), fn, args))
                 process.start()
             processes.append(process)
-        return _collect(processes, receivers, deadline)
+        results = collect(processes, receivers, deadline)
+        join(processes, deadline)
+        return results
     except KeyboardInterrupt:
-        _end(processes, _LEAVE_S)  # a rank with an open checkpoint saves it first
+        end(processes, _LEAVE_S)  # a rank with an open checkpoint saves it first
         raise
     finally:
-        _end(processes)
+        end(processes)
         for receiver in receivers:
             receiver.close()
 
 
-def _collect(processes: list[BaseProcess], receivers: list[Connection], deadline: float | None) -> list[Any]:
-    """Return the results of all processes, or raise the first failure."""
+def collect(processes: list[BaseProcess], receivers: list[Connection], deadline: float | None) -> list[Any]:
+    """Return the results of all processes, in order. Raise the first failure, after ending all processes."""
     reports: dict[int, _Report] = {}
     settled_at = math.inf
     while len(reports) < len(processes) and time.monotonic() < settled_at:
@@ -174,13 +176,17 @@ def _collect(processes: list[BaseProcess], receivers: list[Connection], deadline
     if failed:
         first = min(failed, key=lambda rank: reports[rank].at)
         _fail(first, reports[first], processes)
-    for rank, process in enumerate(processes):  # after its report, a process only shuts down
+    return [reports[rank].result for rank in range(len(processes))]
+
+
+def join(processes: list[BaseProcess], deadline: float | None) -> None:
+    """Wait until processes that have reported end, and raise CommunicationError if one ends with an error."""
+    for rank, process in enumerate(processes):
         process.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
         if process.exitcode is None:
             _check_deadline(deadline, [rank])
         elif process.exitcode != 0:
             raise _death(rank, process)
-    return [reports[rank].result for rank in range(len(processes))]
 
 
 def _check_deadline(deadline: float | None, late: list[int]) -> None:
@@ -215,11 +221,11 @@ def _fail(rank: int, report: _Report, processes: list[BaseProcess]) -> None:
         leave_by = time.monotonic() + _LEAVE_S
         for process in processes:
             process.join(max(0.0, leave_by - time.monotonic()))
-    _end(processes)
+    end(processes)
     raise report.error from (excepthook.RankError(rank, report.trace, report.place) if report.trace else None)
 
 
-def _end(processes: list[BaseProcess], patience_s: float = _TERMINATE_S) -> None:
+def end(processes: list[BaseProcess], patience_s: float = _TERMINATE_S) -> None:
     """End all processes, with SIGTERM and after some time with SIGKILL."""
     for process in processes:
         if process.exitcode is None:
@@ -232,8 +238,8 @@ def _end(processes: list[BaseProcess], patience_s: float = _TERMINATE_S) -> None
             process.join()
 
 
-def _run(sender: Connection, environ: dict[str, str], fn: Callable[..., object], args: tuple[Any, ...]) -> None:
-    """Run one rank, in a child process."""
+def run_rank(sender: Connection, environ: dict[str, str], fn: Callable[..., object], args: tuple[Any, ...]) -> None:
+    """Run ``fn(*args)`` as one rank in this process, and report its result. End the process if it fails."""
     # A rank is killed when its parent dies. A forkserver, the parent of the processes that it forks, ends with the
     # process that started it.
     end_with_parent()

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from unitrain.testing.duties.models import EXACT, SAMPLES, Net, assert_same, samples, sgd, train_both
 from unitrain.testing.duty import duty
+from unitrain.testing.models import EXACT, SAMPLES, Net, assert_same, samples, sgd, train_both
 from unitrain.testing.worlds import World
 
 

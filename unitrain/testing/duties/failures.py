@@ -7,8 +7,8 @@ import time
 import torch
 from torch.nn.functional import mse_loss
 
-from unitrain.testing.duties.models import Net, sgd, two_rows_each
 from unitrain.testing.duty import duty, two_processes
+from unitrain.testing.models import Net, sgd, two_rows_each
 from unitrain.testing.worlds import World
 
 

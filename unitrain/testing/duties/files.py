@@ -13,8 +13,8 @@ from torch.nn.functional import mse_loss
 from torch.optim import SGD
 
 from unitrain import CheckpointError, UsageError
-from unitrain.testing.duties.models import SAMPLES, Net, assert_bit_equal_on_all_ranks, assert_same, samples, sgd, whole
 from unitrain.testing.duty import duty
+from unitrain.testing.models import SAMPLES, Net, assert_bit_equal_on_all_ranks, assert_same, samples, sgd, whole
 from unitrain.testing.worlds import World
 
 

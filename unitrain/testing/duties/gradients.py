@@ -11,7 +11,8 @@ from torch.nn.functional import mse_loss
 from torch.optim import SGD, AdamW, Optimizer
 
 from unitrain import UsageError
-from unitrain.testing.duties.models import (
+from unitrain.testing.duty import duty
+from unitrain.testing.models import (
     EXACT,
     Branches,
     Net,
@@ -23,7 +24,6 @@ from unitrain.testing.duties.models import (
     two_rows_each,
     whole,
 )
-from unitrain.testing.duty import duty
 from unitrain.testing.worlds import World
 from unitrain.training.gradients.gradients import GradientReducer
 

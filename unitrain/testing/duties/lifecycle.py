@@ -9,8 +9,8 @@ import torch
 from torch.nn.functional import mse_loss
 
 from unitrain import UsageError
-from unitrain.testing.duties.models import Net, flat, local, sgd, two_rows_each
 from unitrain.testing.duty import duty
+from unitrain.testing.models import Net, flat, local, sgd, two_rows_each
 from unitrain.testing.worlds import World
 
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from unitrain import NonFiniteError, Stopped, Strategy
-from unitrain.testing.duties.models import (
+from unitrain.testing.duty import duty
+from unitrain.testing.models import (
     Net,
     assert_bit_equal_on_all_ranks,
     assert_same,
@@ -21,7 +22,6 @@ from unitrain.testing.duties.models import (
     sgd,
     two_rows_each,
 )
-from unitrain.testing.duty import duty
 from unitrain.testing.worlds import World
 
 _POISONS = ("loss", "labels", "gradient", "backward")

@@ -11,7 +11,8 @@ from torch.nn.functional import mse_loss
 from torch.optim import SGD
 
 from unitrain import UsageError
-from unitrain.testing.duties.models import (
+from unitrain.testing.duty import duty
+from unitrain.testing.models import (
     Net,
     assert_bit_equal_on_all_ranks,
     assert_same,
@@ -22,7 +23,6 @@ from unitrain.testing.duties.models import (
     two_rows_each,
     whole,
 )
-from unitrain.testing.duty import duty
 from unitrain.testing.worlds import World
 
 

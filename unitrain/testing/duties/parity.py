@@ -17,8 +17,8 @@ from torch.optim import SGD
 from unitrain.commands.verify import cases, comparison, plain, trial
 from unitrain.commands.verify.cases import Case
 from unitrain.commands.verify.trace import Trace
-from unitrain.testing.duties.models import assert_bit_equal_on_all_ranks, whole
 from unitrain.testing.duty import compresses, duty
+from unitrain.testing.models import assert_bit_equal_on_all_ranks, whole
 from unitrain.testing.ranks import run_ranks
 from unitrain.testing.worlds import World
 

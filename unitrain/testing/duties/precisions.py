@@ -6,8 +6,8 @@ import torch
 from torch.nn.functional import mse_loss
 from torch.optim import SGD
 
-from unitrain.testing.duties.models import SAMPLES, Net, assert_bit_equal_on_all_ranks, flat, samples
 from unitrain.testing.duty import duty
+from unitrain.testing.models import SAMPLES, Net, assert_bit_equal_on_all_ranks, flat, samples
 from unitrain.testing.worlds import World
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -13,8 +13,8 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
 
 from unitrain import CommunicationError, Strategy, UsageError
-from unitrain.testing.duties.models import Net, assert_bit_equal_on_all_ranks, assert_same, sgd, train_both
 from unitrain.testing.duty import duty, several_processes
+from unitrain.testing.models import Net, assert_bit_equal_on_all_ranks, assert_same, sgd, train_both
 from unitrain.testing.worlds import World
 
 

@@ -9,8 +9,8 @@ from torch.nn import Parameter
 from unitrain.communication.backend import Backend
 from unitrain.communication.communicator import Communicator
 from unitrain.config import StrategyConfig
+from unitrain.device import HALF_DTYPES
 from unitrain.training.gradients.gradients import GradientReducer
-from unitrain.training.models.precision import AUTOCAST_DTYPE
 
 Finish = Callable[[bool], None]
 """Completes the averaging of a step; see ``Backend.watch_gradients``."""
@@ -31,7 +31,7 @@ class Reduction:
     def __init__(self, communicator: Communicator, backend: Backend, config: StrategyConfig) -> None:
         self._communicator = communicator
         self._backend = backend
-        self._wire_dtype = AUTOCAST_DTYPE.get(config.compression)
+        self._wire_dtype = HALF_DTYPES.get(config.compression)
         # Libraries that match calls by order would confuse buckets with BatchNorm's collectives.
         self._overlap = backend.matches_by_name or not config.sync_batchnorm
         self._distributed = communicator.world_size > 1

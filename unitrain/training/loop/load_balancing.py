@@ -21,7 +21,7 @@ from unitrain.data.loop import Batches
 from unitrain.data.order.sharding import MicroBatch
 from unitrain.data.order.shares import Shares, proportional
 from unitrain.process import print_stderr
-from unitrain.training.loop.hooks import StepHook
+from unitrain.training.hooks import StepHook
 from unitrain.training.loop.step import TrainingStep
 
 # Steps. The first ones take longer: compilers, memory, DDP's buckets.

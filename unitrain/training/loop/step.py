@@ -18,17 +18,17 @@ from unitrain.data.order.sharding import MicroBatch
 from unitrain.device import by_device
 from unitrain.errors import UsageError
 from unitrain.pulse import USER_CODE
-from unitrain.training.loop.checks import CopyCheck, DirectStepCheck
 from unitrain.training.gradients.guard import GuardedStep
 from unitrain.training.gradients.reduction import Reduction
-from unitrain.training.loop.hooks import Hooks
+from unitrain.training.hooks import Hooks
 from unitrain.training.loop.backward import Weight, checked, refuse_reentrant_checkpointing, run_backward
 from unitrain.training.loop.batches import OpenBatches
+from unitrain.training.loop.checks import CopyCheck, DirectStepCheck
 from unitrain.training.loop.nonfinite import NonFinitePolicy
+from unitrain.training.loop.weights import Weights
 from unitrain.training.loop.window import Window, Windows
 from unitrain.training.models.prepared import PreparedModules
 from unitrain.training.models.supported import check_scheduler
-from unitrain.training.loop.weights import Weights
 
 if TYPE_CHECKING:
     from unitrain.training.optimizers.sharded_optimizers import ShardedOptimizers

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from unitrain.communication.communicator import Communicator
 from unitrain.communication.counts import CountReduction
 from unitrain.communication.streaming import broadcast_tensors
-from unitrain.training.loop.hooks import StepHook
+from unitrain.training.hooks import StepHook
 from unitrain.training.models.prepared import PreparedModules
 
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from unitrain.communication.communicator import Communicator
 from unitrain.errors import CommunicationError
 from unitrain.training.batch_norm.layers import is_unsynchronised
-from unitrain.training.loop.hooks import StepHook
+from unitrain.training.hooks import StepHook
 from unitrain.training.models.prepared import PreparedModules
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -12,9 +12,7 @@ from torch.amp.autocast_mode import is_autocast_available
 
 from unitrain.communication.communicator import Communicator
 from unitrain.config import Precision as PrecisionName
-from unitrain.device import devices_of
-
-AUTOCAST_DTYPE: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+from unitrain.device import HALF_DTYPES, devices_of
 
 
 class _AutocastForward:
@@ -92,7 +90,7 @@ class Precision:
     def __init__(self, name: PrecisionName, device: torch.device, sharded: Communicator | None = None) -> None:
         self._device_type = device.type
         self._name = name
-        self._dtype = AUTOCAST_DTYPE.get(name)
+        self._dtype = HALF_DTYPES.get(name)
         self.scaler: torch.amp.GradScaler | None = None
         if name == "fp16" and sharded is not None:
             from unitrain.training.gradients.sharded_scaler import ShardedScaler

@@ -16,7 +16,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from unitrain.device import by_device
 from unitrain.errors import UsageError
 from unitrain.training.batch_norm.layers import is_unsynchronised
-from unitrain.training.loop.hooks import StepHook
+from unitrain.training.hooks import StepHook
 from unitrain.training.models.prepared import PreparedModules
 
 _DTYPES = (torch.float32, torch.float64, torch.complex64, torch.complex128)

@@ -22,7 +22,7 @@ from unitrain.communication.row_shards import RowShard, rows_of
 from unitrain.data.structure import tensors
 from unitrain.errors import UsageError
 from unitrain.training.gradients.gradients import is_dense
-from unitrain.training.loop.hooks import StepHook
+from unitrain.training.hooks import StepHook
 from unitrain.training.optimizers.row_gather import RowGather
 from unitrain.training.optimizers.row_trial import Shape, exchange, mapped_state, shapes_of_common_state
 
