@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ROUNDS, SHORT_ROUNDS, CALLS = 5, 2, 200
-PLACES = {"disk": tempfile.gettempdir(), "memory (/dev/shm)": "/dev/shm"}
 LAUNCHERS_S = {"mpirun": 1, "horovodrun": 5, "torchrun": 30}
 USED = 0.9  # of that time
 INPUTS = {"MLP (64-64-10)": (8, 64), "ResNet-50, SGD": (2, 3, 32, 32)}
@@ -60,11 +59,11 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, torch.optim.Optimizer]]] = {
 }
 
 
-def measure_model(name: str, rounds: int, place: str) -> Found | None:
-    """Measure the emergency checkpoints of a model in a place, and its boundaries, on rank 0."""
+def measure_model(name: str, rounds: int) -> Found | None:
+    """Measure the emergency checkpoints of a model, and its boundaries, on rank 0."""
     with unitrain.init(device="cpu", threads_per_process=1) as strategy:
         model, optimizer = strategy.prepare(*MODELS[name]())
-        folder = Path(strategy.on_main(lambda: tempfile.mkdtemp(dir=PLACES[place])))
+        folder = Path(strategy.on_main(tempfile.mkdtemp))
         checkpoint = strategy.checkpoint(folder, model=model, optimizer=optimizer)
         inputs = torch.ones(()) if name == "1 GB, Adam" else torch.randn(*INPUTS[name])
         strategy.step(model(inputs).square().mean(), optimizer)
@@ -72,7 +71,7 @@ def measure_model(name: str, rounds: int, place: str) -> Found | None:
         strategy.barrier()
         checkpoint.close()
         strategy.on_main(lambda: shutil.rmtree(folder))
-    return found and {"model": name, "place": place, **found}
+    return found and {"model": name, **found}
 
 
 def measure_rank_0(
@@ -111,20 +110,13 @@ def measure_rank_0(
 
 def measure(short: bool) -> Found:
     names, rounds = (list(MODELS)[:1], SHORT_ROUNDS) if short else (list(MODELS), ROUNDS)
-    return {
-        "cases": [
-            in_processes(GLOO, measure_model, name=name, rounds=rounds, place=place)
-            for name in names
-            for place in PLACES
-        ]
-    }
+    return {"cases": [in_processes(GLOO, measure_model, name=name, rounds=rounds) for name in names]}
 
 
 def tables(found: Found) -> str:
     rows = [
         [
-            case["model"], f"{case['bytes'] / 1e6:,.1f}", case["place"], f"{case['seconds']:.3f}",
-            f"{case['slowest']:.3f}",
+            case["model"], f"{case['bytes'] / 1e6:,.1f}", f"{case['seconds']:.3f}", f"{case['slowest']:.3f}",
             ", ".join(name for name, seconds in LAUNCHERS_S.items() if case["slowest"] < USED * seconds) or "none",
             f"{case['boundary_s'] * 1e6:.1f}", str(case["buffers"]),
         ]
@@ -133,7 +125,6 @@ def tables(found: Found) -> str:
     head = [
         "model",
         "MB",
-        "on",
         "s, median",
         "s, slowest",
         "in time under",
@@ -145,7 +136,7 @@ def tables(found: Found) -> str:
 
 def plot(found: Found, figure: Figure) -> None:
     axis = figure.subplots()
-    names = [f"{case['model']}\n{case['place']}" for case in found["cases"]]
+    names = [case["model"] for case in found["cases"]]
     axis.barh(names, [case["seconds"] for case in found["cases"]])
     axis.axvline(USED * LAUNCHERS_S["mpirun"], color="black", linewidth=0.8)
     axis.set_xlabel("seconds to write an emergency checkpoint; the line is what mpirun leaves")

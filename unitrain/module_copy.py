@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
+from typing import Any
 
 from torch import Tensor, nn
+from torch.nn import Parameter
 
 
 def computed_values(module: nn.Module) -> dict[int, Tensor]:
@@ -16,3 +19,12 @@ def computed_values(module: nn.Module) -> dict[int, Tensor]:
 def copied(module: nn.Module) -> nn.Module:
     """Return a deep copy of a module; what its layers have computed is copied without its graph."""
     return copy.deepcopy(module, {key: value.clone() for key, value in computed_values(module).items()})
+
+
+def without_memory(module: nn.Module, tensors: Iterable[Tensor]) -> nn.Module:
+    """Return a deep copy of a module in which some parameters and buffers are on the meta device."""
+    memo: dict[int, Any] = {key: value.to("meta") for key, value in computed_values(module).items()}
+    for tensor in tensors:
+        empty = tensor.detach().to("meta")
+        memo[id(tensor)] = Parameter(empty, tensor.requires_grad) if isinstance(tensor, Parameter) else empty
+    return copy.deepcopy(module, memo)

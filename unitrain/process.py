@@ -25,7 +25,6 @@ _libc = ctypes.CDLL(None)
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _NEVER = 2**31 - 1
 _LARGEST_FROM_HEAP = 32 * 2**20  # the largest value that glibc accepts
-_MADV_HUGEPAGE, _PAGE = 14, os.sysconf("SC_PAGESIZE")  # Linux
 
 
 def print_stdout(message: str) -> None:
@@ -178,12 +177,6 @@ def keep_no_memory(smallest: int = 64 * 2**10) -> None:
     mallopt = getattr(_libc, "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, smallest)
-
-
-def use_huge_pages(address: int, size: int) -> None:
-    """Have the system back memory that has not been touched by huge pages, of which it needs to clear fewer."""
-    start = -(-address // _PAGE) * _PAGE
-    _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(address + size - start), _MADV_HUGEPAGE)
 
 
 def return_memory() -> None:

@@ -40,6 +40,7 @@ from unitrain.training.loop.step import StepResult, TrainingStep
 from unitrain.training.models import preparation
 from unitrain.training.models.buffers import BufferSync
 from unitrain.training.models.in_sync import InSyncCheck, check_in_sync
+from unitrain.training.models.materialising import Initialise
 from unitrain.training.models.precision import Precision
 from unitrain.training.models.prepared import PreparedModules
 from unitrain.training.models.supported import check_scheduler
@@ -138,12 +139,16 @@ class Strategy:
     # --------------------------------------------------------------------------------------------------- training
 
     @overload
-    def prepare(self, one: T, /) -> T: ...
+    def prepare(self, one: T, /, *, initialise: Initialise = True) -> T: ...
 
     @overload
-    def prepare(self, first: T, second: U, /, *more: Unpack[Ts]) -> tuple[T, U, Unpack[Ts]]: ...
+    def prepare(
+        self, first: T, second: U, /, *more: Unpack[Ts], initialise: Initialise = True
+    ) -> tuple[T, U, Unpack[Ts]]: ...
 
-    def prepare(self, first: Any, /, *more: Any) -> Any:  # type: ignore[misc]  # mypy on TypeVarTuple
+    def prepare(  # type: ignore[misc]  # mypy on TypeVarTuple
+        self, first: Any, /, *more: Any, initialise: Initialise = True
+    ) -> Any:
         """Prepare modules, optimizers and schedulers for this run, and return them in the same order. Collective.
 
         A module is moved to the device, unless the script has put its layers on several, where they stay. Its BatchNorm
@@ -153,26 +158,35 @@ class Strategy:
         place. An optimizer is returned as it is, with rank 0's state, so that loaded state and existing schedulers stay
         valid. A module may be prepared before its optimizer exists.
 
+        Parameters on the meta device get memory, and values that follow from the seed and the names of the modules.
+        They are the same on any number of ranks and any backend.
+
+        Args:
+            first: a module, an optimizer or a scheduler.
+            more: others.
+            initialise: what gives values to a model without memory. A function is called with each module after the
+                module's ``reset_parameters``, such as Hugging Face's ``model._init_weights``. True calls
+                ``reset_parameters`` alone, if the model was built within ``deferred()``. False leaves the weights to
+                ``load_weights`` or a checkpoint; the model can't be called before.
+
         Raises:
-            UsageError: an argument is of another type, or was prepared before.
+            UsageError: an argument is of another type, or was prepared before; or a parameter is not initialised.
             CommunicationError: the ranks' models or optimizers differ.
 
         Example:
             >>> model, optimizer, scheduler = strategy.prepare(model, optimizer, scheduler)
         """
-        prepared = self._preparation.prepare((first, *more))
+        prepared = self._preparation.prepare((first, *more), initialise)
         return prepared if more else prepared[0]
 
     def deferred(self) -> AbstractContextManager[None]:
-        """Return a context manager in which a model is built without memory, for ``prepare`` to give it its weights.
+        """Return a context manager in which a model's parameters are built on the meta device. Buffers take memory.
 
-        The weights are those that the same lines without it give, bit for bit, and so are all later random numbers:
-        each large tensor's initialisation is carried out and recorded, the tensor is forgotten, and rank 0 repeats it
-        when the tensor's memory is there: in a sharded model, that of this rank's part. Building takes as long as
-        without it, and a few times the memory of the largest tensor. Buffers are included.
+        ``prepare`` then initialises the parameters with ``reset_parameters`` of each module. What a constructor does to
+        weights in another way has no effect: ``prepare`` refuses such a model, unless ``initialise`` is passed.
 
-        A model that is built on the meta device (``torch.device("meta")``) is different: it gets no weights, and must
-        be given some before it is called, by ``load_weights`` or by resuming a checkpoint.
+        A model that is built under ``torch.device("meta")`` has no buffers either, and waits for ``load_weights`` or a
+        checkpoint.
 
         Example:
             >>> with strategy.deferred():
@@ -310,11 +324,11 @@ class Strategy:
         compute_loss: Callable[[Any], Tensor],
         optimizer: Optimizer | Sequence[Optimizer],
     ) -> int:
-        """Find the largest micro-batch that fits into memory on every rank, and let ``loader`` use it. Collective.
+        """Find a micro-batch that fits into memory on every rank, and let ``loader`` use it. Collective.
 
-        A global batch is then split into as few micro-batches as possible, so the training stays the same. Whole steps
-        are tried at rising sizes, on the first samples of the epoch. Weights, buffers, optimizer state, random numbers
-        and the position in the data are as before at the end. 5 % of the memory that is free now are left free.
+        A rank's share of the global batch is halved until steps on the first samples of the epoch fit on every rank, so
+        the training stays the same. Each rank makes these steps alone: gradients are not averaged. Weights, buffers,
+        optimizer state, random numbers and the position in the data are as before at the end.
 
         Call it after ``prepare``, ``ema`` and ``checkpoint.resume``, and before the loop.
 
@@ -344,8 +358,7 @@ class Strategy:
             self._communicator,
             self._step,
             self._prepared,
-            self._devices_in_use(),
-            self.launch.local_world_size,
+            [device for device in self._devices_in_use() if device.type == "cuda"],
             self.config,
             loader,
             compute_loss,

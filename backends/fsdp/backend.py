@@ -123,7 +123,6 @@ class FSDPBackend(ProcessGroupBackend):
             )
         if not any(True for _ in original.parameters()):
             return module.to(self.device)
-        from .gloo import adapt
         from .module import ShardedModule
 
         sharded = ShardedModule(
@@ -137,7 +136,7 @@ class FSDPBackend(ProcessGroupBackend):
             compute_dtype=_DTYPES.get(self.config.precision),
             reduce_dtype=_DTYPES.get(self.config.compression),
             offload=self.offloads,
-            adapt=None if "nccl" in dist.get_backend() else partial(adapt, device=self.device),
+            has_mean="nccl" in dist.get_backend(),
         )
         return_memory()  # the whole model's, of which glibc would keep most
         sharded.arm(self._armed)

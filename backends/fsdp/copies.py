@@ -1,4 +1,4 @@
-"""Copies of sharded modules: torch can't deep-copy them, so a copy without weights is made before they are sharded."""
+"""Copies of sharded modules, which torch can't deep-copy: a copy without memory, made before, is filled."""
 
 from __future__ import annotations
 
@@ -9,17 +9,8 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from unitrain.errors import UsageError
-from unitrain.module_copy import computed_values
 
 from .shards import full_tensor
-
-
-def without_weights(module: nn.Module) -> nn.Module:
-    """Return a deep copy of a module with parameters and buffers on the meta device."""
-    memo: dict[int, Any] = {id(p): Parameter(p.detach().to("meta"), p.requires_grad) for p in module.parameters()}
-    memo.update({id(buffer): buffer.detach().to("meta") for buffer in module.buffers()})
-    memo.update({key: value.to("meta") for key, value in computed_values(module).items()})  # until the next forward
-    return copy.deepcopy(module, memo)
 
 
 def filled(skeleton: nn.Module, module: nn.Module) -> nn.Module:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,10 +13,11 @@ from torch.nn import Parameter
 
 from unitrain.data.structure import tensors
 from unitrain.errors import UsageError
+from unitrain.module_copy import without_memory
 from unitrain.training.models.materialising import give_memory
 
 from .changes import ForwardChanges
-from .copies import filled, refuse_copy, without_weights
+from .copies import filled, refuse_copy
 from .parameters import converted_by_autocast, not_divisible
 from .shards import to_local
 from .units import units
@@ -35,7 +36,7 @@ class ShardedModule:
         compute_dtype: the dtype of autocast, in which weights are gathered where autocast would convert them.
         reduce_dtype: the dtype in which gradients are reduced; None for their own.
         offload: keep shards and their gradients in host memory.
-        adapt: called with each unit before it communicates; None if nothing is to be adapted.
+        has_mean: whether the communication library can average, instead of sum.
 
     Attributes:
         root: the module, whose class fully_shard has changed to a subclass of it and of ``FSDPModule``.
@@ -55,28 +56,20 @@ class ShardedModule:
         compute_dtype: torch.dtype | None,
         reduce_dtype: torch.dtype | None,
         offload: bool,
-        adapt: Callable[[FSDPModule], None] | None,
+        has_mean: bool,
     ) -> None:
-        before = dict(module.named_parameters())
-        self._skeleton = without_weights(module)
+        self._skeleton = without_memory(module, [*module.parameters(), *module.buffers()])
+        give_memory(module, device, only=not_divisible(module))
         self.replicated: set[Parameter] = not_divisible(module)
+        before = dict(module.named_parameters())
         for parameter in self.replicated:
-            if parameter.is_meta:
-                give_memory(parameter, device)
             parameter.data = parameter.data.to(device)
-        converted = converted_by_autocast(module)
-        policy = MixedPrecisionPolicy(
-            param_dtype=compute_dtype,
-            reduce_dtype=reduce_dtype,
-            cast_forward_inputs=False,
-            param_dtype_override_fn=lambda p: None if p in converted and p.dtype == torch.float32 else p.dtype,
-        )
+        policy = _policy(module, compute_dtype, reduce_dtype)
         changes: dict[nn.Module, ForwardChanges] = {}
         for unit in (*units(module, wrap), module):
+            give_memory(unit, device)  # until it is divided; values come later
             dense = [p for p in unit.parameters() if to_local(p) is p and p not in self.replicated]
             for parameter in dense:
-                if parameter.is_meta:
-                    give_memory(parameter, device)  # until it is divided; values come later
                 parameter.data = parameter.data.contiguous()  # of channels_last, say
             changes[unit] = ForwardChanges(unit)
             fully_shard(
@@ -96,9 +89,12 @@ class ShardedModule:
         self.root: FSDPModule = module
         self._module: nn.Module = module
         self.units: list[FSDPModule] = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
-        if adapt is not None:
-            for one in self.units:
-                adapt(one)
+        for one in self.units:
+            if not has_mean:
+                one.set_force_sum_reduction_for_comms(True)
+            if device.type == "cpu":
+                # The next unit could be gathered before this one's backward, but gloo would block meanwhile.
+                one.set_modules_to_backward_prefetch([one])
         module._get_fsdp_state()._lazy_init()  # now: else the first module that is called would be taken for the root
         self._held: dict[Tensor, Any] = {one.sharded_param: one for one in self._make_leaves()}
         names = {parameter: name for name, parameter in module.named_parameters()}
@@ -166,6 +162,19 @@ class ShardedModule:
         """Return a copy of the module before it was sharded, with the weights of now, on the CPU. Collective."""
         self.reshard()  # a forward may have left weights as it gathered them: in bf16, say
         return filled(self._skeleton, self._module)
+
+
+def _policy(
+    module: nn.Module, compute_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None
+) -> MixedPrecisionPolicy:
+    """Return the dtypes in which weights are gathered and gradients reduced. The forward's are autocast's matter."""
+    if compute_dtype is None or not hasattr(MixedPrecisionPolicy, "param_dtype_override_fn"):  # torch 2.15
+        return MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+    converted = converted_by_autocast(module)
+    override: dict[str, Any] = {
+        "param_dtype_override_fn": lambda p: None if p in converted and p.dtype == torch.float32 else p.dtype
+    }
+    return MixedPrecisionPolicy(compute_dtype, reduce_dtype, cast_forward_inputs=False, **override)
 
 
 def _gathered_by(unit: Any) -> Iterator[Any]:

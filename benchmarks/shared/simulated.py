@@ -21,8 +21,8 @@ from unitrain.checkpoint import Checkpoint
 from unitrain.checkpoint.run_state import RunState
 from unitrain.checkpoint.sharded.shards import file_name
 from unitrain.checkpoint.sharded.together import write_own
-from unitrain.checkpoint.store.folder import Begun
-from unitrain.checkpoint.store.local import BegunOnDisk
+from unitrain.checkpoint.store.disk import Disk
+from unitrain.checkpoint.store.folder import Draft
 from unitrain.communication.backend import Backend, Wait
 from unitrain.communication.communicator import Communicator
 from unitrain.communication.row_shards import RowShard
@@ -184,14 +184,14 @@ def written_by_others(rank_0: SimulatedRank0, checkpoint: Checkpoint, others: Me
     checkpoints = vars(checkpoint)["_folder"]
     begin = checkpoints.begin
 
-    def begin_with_files(step: int) -> Begun | None:
+    def begin_with_files(step: int) -> Draft | None:
         began = time.thread_time()
-        begun: Begun | None = begin(step)
-        assert begun is not None
+        draft: Draft | None = begin(step)
+        assert draft is not None
         for path in folder.iterdir():
-            path.rename(Path(begun.place[0], path.name))
+            path.rename(Path(draft.store.location, draft.name, path.name))
         rank_0.backend.seconds += time.thread_time() - began
-        return begun
+        return draft
 
     checkpoints.begin = begin_with_files
 
@@ -203,4 +203,4 @@ def _write(
         name: [torch.zeros(counts[rank], *rest, dtype=dtype) for counts, rest, dtype in its]
         for name, its in shapes.items()
     }
-    write_own(BegunOnDisk(folder), rank, file_name(rank), own, patience_s=0.0)
+    write_own(Draft(Disk(folder.parent), folder.name, ""), rank, file_name(rank), own)

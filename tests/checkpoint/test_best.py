@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import run_ranks
-from saved_run import SavedRun
+from saved_run import SavedRun, steps_in
 from torch import nn
 
 import unitrain
 from unitrain import CheckpointError, Strategy
-from unitrain.checkpoint.store import storage
+from unitrain.checkpoint.store.manifest import NAME as MANIFEST
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ class Run(SavedRun):
 
     @property
     def steps(self) -> list[int]:
-        return [storage.step_of(path) for path in storage.found(self.folder)]
+        return steps_in(self.folder)
 
     @property
     def link(self) -> str:
@@ -90,7 +90,7 @@ def test_a_damaged_best_is_an_error_and_a_damaged_newest_one_is_not(
     strategy: Strategy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = Run(strategy, tmp_path).save(1, best=True).save(2, 3)
-    (tmp_path / "step-0000000003" / storage.MANIFEST).write_text("{")
+    (tmp_path / "step-0000000003" / MANIFEST).write_text("{")
     assert run.resumed("best") == 1
     assert "skipping a damaged checkpoint: " in capsys.readouterr().err
     (tmp_path / "step-0000000001" / "model.pt").write_bytes(b"")

@@ -11,17 +11,13 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
+from saved_run import folder_of, steps_in
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import unitrain
 from unitrain import CheckpointError
 from unitrain.checkpoint import Checkpoint
-from unitrain.checkpoint.store import storage
-
-
-def steps_in(folder: Path) -> list[int]:
-    return [storage.step_of(path) for path in storage.found(folder)]
 
 
 class Run:
@@ -91,7 +87,7 @@ def test_a_resumed_run_says_so_and_which_options_of_the_script_it_does_not_use(
     assert not capsys.readouterr().err
     run(lr, weight_decay)
     resumed, *options = capsys.readouterr().err.splitlines()
-    assert resumed == f"unitrain: resumed after step 1, from {storage.folder_of(tmp_path, 1)}"
+    assert resumed == f"unitrain: resumed after step 1, from {folder_of(tmp_path, 1)}"
     if said:
         (line,) = options
         assert line.startswith(f"unitrain: as saved, and not as this script has made it: {said}. To train with other ")

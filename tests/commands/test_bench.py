@@ -12,13 +12,12 @@ from jobs import run_job
 
 from unitrain import StrategyConfig
 from unitrain.commands.bench.candidates import LEVERS, Candidate, levers_of
-from unitrain.commands.bench.command import bench
+from unitrain.commands.bench.command import Tuning, bench, efficiency, recommendation
 from unitrain.commands.bench.measuring import Measurement, evaluate, measure
-from unitrain.commands.bench.report import efficiency, recommendation
-from unitrain.commands.bench.search import Levers
 from unitrain.commands.verify.worlds import World
 from unitrain.config import Section
 from unitrain.errors import UsageError
+from unitrain.metrics.throughput import Totals
 from unitrain.settings import parse_command_line
 
 RECIPE = """
@@ -81,11 +80,10 @@ def test_every_world_is_measured_and_what_is_recommended_can_be_used(recipe: Pat
         assert row["problem"] == ""
         assert row["samples_per_second"] == pytest.approx(8 / row["step_seconds"])
         assert sum(row["split"].values()) == pytest.approx(row["step_seconds"])
-    assert alone["split"]["communication"] == alone["split"]["idle"] == 0
-    assert horovodrun["split"]["communication"] > 0.0005  # it waits for Horovod's cycle, of 1 ms
+    assert alone["split"]["idle"] == 0
+    assert horovodrun["split"]["step"] > 0.0005  # it waits for Horovod's cycle, of 1 ms
     assert "RuntimeError: this recipe dislikes mpirun" in mpirun["problem"]
     assert "RuntimeError: this recipe dislikes mpirun" in " ".join(job.stdout.split())
-    assert (tmp_path / "bench" / "results.png").read_bytes().startswith(b"\x89PNG")
     recommended = tmp_path / "bench" / "recommended.yaml"
     read = parse_command_line(Recommended, ["--config", str(recommended)], prog="tiny.py", description="Train.")
     fastest = max((alone, horovodrun), key=lambda row: row["samples_per_second"])
@@ -94,11 +92,10 @@ def test_every_world_is_measured_and_what_is_recommended_can_be_used(recipe: Pat
 
 @pytest.mark.launcher
 def test_a_lever_reaches_the_run(recipe: Path) -> None:
-    candidate = Candidate(World("torchrun", 2, "ddp")).with_lever("ddp.static_graph", True)
+    candidate = Candidate(World("torchrun", 2, "ddp")).with_setting("ddp.static_graph", True)
     found = measure(candidate, recipe, (), steps=9)
     assert found.problem == ""
     assert found.samples_per_second > 0
-    assert found.split is None  # a static graph can't leave its reduction out
 
 
 def test_a_recipe_that_fails_alone_is_one_message(recipe: Path) -> None:
@@ -121,32 +118,27 @@ def test_a_run_that_is_not_the_candidate_s_is_none(recipe: Path, flags: tuple[st
 # --------------------------------------------------------------------------------------------------------- arithmetic
 
 
-def record(step: float, data: float, alone: float) -> dict[str, Any]:
-    """Return what a rank writes of 4 samples a step, in steps of equal length."""
-    steps = [(4 * i, step * i, data * i, 0.0) for i in range(7)]
-    return {"steps": steps, "alone": [(4 * i, alone * i, data * i, 0.0) for i in range(4)]}
+def totals(data: float, forward: float, step: float) -> list[Totals]:
+    """Return what a rank records of 4 samples a step, in steps of equal length."""
+    return [Totals(4 * i, (data + forward + step) * i, data * i, step * i) for i in range(7)]
 
 
-def test_a_step_is_split_by_what_it_takes_without_communication() -> None:
+def test_a_step_is_split_by_what_precedes_it_on_each_rank() -> None:
     candidate = Candidate(World("torchrun", 2, "ddp"))
-    found = evaluate(candidate, [record(0.10, 0.01, 0.05), record(0.10, 0.03, 0.09)], skipped=2)
+    found = evaluate(candidate, [totals(0.01, 0.03, 0.06), totals(0.03, 0.05, 0.02)])
     assert found.samples_per_second == pytest.approx(80)
     assert (found.step_seconds, found.spread) == pytest.approx((0.1, 0.0))
-    assert found.split is not None
-    # Computing takes them 40 and 60 ms: one waits for 20, which is 10 on the mean.
-    assert found.split.data == pytest.approx(0.02)
-    assert found.split.compute == pytest.approx(0.05)
-    assert found.split.idle == pytest.approx(0.01)
-    assert found.split.communication == pytest.approx(0.02)
-    alone = evaluate(Candidate(World("python", 1, "single")), [record(0.08, 0.01, 0.0)], skipped=2)
+    # They begin their steps after 40 and 80 ms: one waits for 40 in its step, which is 20 on the mean.
+    assert found.split == pytest.approx((0.02, 0.04, 0.02, 0.02))
+    alone = evaluate(Candidate(World("python", 1, "single")), [totals(0.01, 0.03, 0.04)])
+    assert alone.split == pytest.approx((0.01, 0.03, 0.04, 0))
     assert efficiency(found, alone) == pytest.approx(80 / (2 * 50))
 
 
 def test_levers_are_those_that_do_something_in_a_world() -> None:
     names = {name for name, _ in levers_of(World("mpirun", 2, "horovod"), list(LEVERS))}
-    assert names == {"horovod.cycle_time_ms", "horovod.fusion_threshold_mb", "threads_per_process", "compression"}
+    assert names == {"horovod.cycle_time_ms", "horovod.fusion_threshold_mb", "threads_per_process"}
     assert {name for name, _ in levers_of(World("python", 1, "single"), list(LEVERS))} == {"threads_per_process"}
-    assert dict(levers_of(World("mpirun", 2, "horovod"), ["compression"])) == {"compression": "fp16"}
 
 
 def test_a_candidate_is_variables_that_a_recipe_reads() -> None:
@@ -171,7 +163,7 @@ def test_a_recommendation_holds_the_settings_and_how_to_start_them(tmp_path: Pat
     assert "UNITRAIN_BACKEND=ddp UNITRAIN_THREADS_PER_PROCESS=2 UNITRAIN_DDP__BUCKET_CAP_MB=1.0" in said
 
 
-def test_a_lever_is_kept_only_where_it_helps_twice_and_changes_no_result() -> None:
+def test_a_lever_is_kept_only_where_it_helps_twice() -> None:
     base = Candidate(World("torchrun", 2, "ddp"))
     small = base.with_setting("ddp.bucket_cap_mb", 1.0)
     speeds = {
@@ -181,15 +173,13 @@ def test_a_lever_is_kept_only_where_it_helps_twice_and_changes_no_result() -> No
         small.with_setting("ddp.bucket_cap_mb", 100.0): [90.0],
     }
     speeds[base].append(100.0)
-    for _, compression in levers_of(base.world, ["compression"]):
-        speeds[small.with_lever("compression", compression)] = [500.0]
 
     def measured(candidate: Candidate) -> Measurement:
         return Measurement(candidate, speeds[candidate].pop(0))
 
-    levers = Levers(Measurement(base, 100.0), ["ddp.static_graph", "ddp.bucket_cap_mb", "compression"], measured)
-    assert [found.samples_per_second for found in levers][:3] == [120.0, 130.0, 90.0]
-    assert levers.best == Measurement(small, 125.0)
+    tuning = Tuning(Measurement(base, 100.0), ["ddp.static_graph", "ddp.bucket_cap_mb"], measured)
+    assert [found.samples_per_second for found in tuning] == [120.0, 130.0, 90.0]
+    assert tuning.best == Measurement(small, 125.0)
     assert not any(speeds.values())
 
 
@@ -207,14 +197,6 @@ def test_a_lever_is_kept_only_where_it_helps_twice_and_changes_no_result() -> No
 def test_a_wrong_argument_is_one_message(recipe: Path, settings: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         bench(recipe, **settings)
-
-
-def test_without_matplotlib_nothing_is_measured_before_it_is_said(
-    recipe: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(UsageError, match="pip install matplotlib, or pass --no-picture"):
-        bench(recipe)
 
 
 def test_a_target_that_is_not_there_is_one_message(tmp_path: Path) -> None:

@@ -86,6 +86,7 @@ def test_the_command_line_imports_no_subcommand() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert set(ast.literal_eval(done.stdout)) == {
         "unitrain.commands",
+        "unitrain.commands.arguments",
         "unitrain.commands.cli",
         "unitrain.errors",
         "unitrain.process",

@@ -9,3 +9,6 @@ HOROVOD = pytest.mark.skipif(
     find_spec("horovod") is None, reason="Horovod is not installed: unitrain install-horovod adds it"
 )
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU, and pytest -m gpu to see it")
+FSDP_IN_16_BITS = pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 15), reason="torch before 2.15 gathers in fp32"
+)

@@ -8,18 +8,18 @@ from typing import Any
 
 from unitrain import rng
 from unitrain.checkpoint import fit, metric_states
-from unitrain.checkpoint.emergency.emergency import EmergencyCheckpoint, is_here
+from unitrain.checkpoint.emergency.emergency import EmergencyCheckpoint
 from unitrain.checkpoint.emergency.epoch_end import EpochEnd, EpochEndHook
 from unitrain.checkpoint.emergency.last_boundary import LastBoundary
-from unitrain.checkpoint.emergency.spool import Spool, is_too_slow
-from unitrain.checkpoint.emergency.spool import collect as collect_spooled
 from unitrain.checkpoint.run_state import RunState
 from unitrain.checkpoint.sharded import loading, saved
 from unitrain.checkpoint.sharded.opening import Opened, open_checkpoint
 from unitrain.checkpoint.sharded.shards import file_name, gather_shards, separate
 from unitrain.checkpoint.sharded.together import begin
-from unitrain.checkpoint.store.folder import METRICS, RUN, Begun
-from unitrain.checkpoint.store.manifest import folder_name
+from unitrain.checkpoint.store.disk import Disk
+from unitrain.checkpoint.store.folder import Draft, Folder
+from unitrain.checkpoint.store.located import store_at
+from unitrain.checkpoint.store.manifest import METRICS, RUN, folder_name
 from unitrain.checkpoint.writer import Writer
 from unitrain.communication.communicator import Communicator
 from unitrain.errors import CheckpointError, UsageError, listed
@@ -31,9 +31,6 @@ from unitrain.rng import seed_rank
 from unitrain.training.batch_norm import layers as batch_norm
 from unitrain.training.loop.step import TrainingStep
 from unitrain.url import parsed
-
-# A checkpoint is this many times as large as its models, at most as a rule: Adam keeps two numbers for each parameter.
-_MOST_STATES = 3
 
 
 class Checkpoint:
@@ -79,7 +76,7 @@ class Checkpoint:
         self._stopping = stopping
         self._watch = watch
         self._restored = restored
-        self._folder = saved.folder_at(folder)
+        self._folder = Folder(store_at(parsed(folder)))
         self._writer = Writer(
             self._folder,
             state,
@@ -93,47 +90,34 @@ class Checkpoint:
         self._boundary: LastBoundary | None = None
         self.closed: bool = False
         communicator.on_main(lambda: self._folder.claim(state.nbytes))
-        # Of sharded state, no rank has all. What a GPU has queued before a rank failed may still change the weights.
-        whole = not communicator.shards and communicator.device.type == "cpu"
-        survives = watch is not None and state.settings.emergency_checkpoint == "auto" and whole
-        place = parsed(folder)
-        root = place if isinstance(place, Path) else None
-        self._spool = self._collect(root, may_spool=survives)
         communicator.on_main(self._look)
         step.hooks.add_hook(self._epoch_end)
-        if watch is not None and survives:
-            self._prepare_for_emergencies(watch, root)
+        if watch is not None:
+            self._prepare_for_emergencies(watch)
         stopping.listen(self)
-
-    def _collect(self, root: Path | None, *, may_spool: bool) -> Spool | None:
-        """Fetch an emergency checkpoint from where it was written first, if there is one. Collective.
-
-        Returns:
-            Where this run may write one first; None if it does not.
-        """
-        ranks, watch = self._communicator, self._watch
-        large = watch is not None and is_too_slow(_MOST_STATES * self._state.nbytes, watch.grace_s)
-        makes = may_spool and (root is None or large)
-        run = ranks.on_main(lambda: self._folder.run_id(make=makes))
-        if run is None:
-            return None
-        spool, members = Spool(run), watch.members if watch is not None else ()
-        here = root is None or not members or is_here(root, members, ranks.rank)
-        collect_spooled(ranks, members, self._folder, spool, is_here=here)
-        return spool
 
     def _look(self) -> None:
         self._unclaimed = next(iter(self._folder.steps()), None)
         if self._unclaimed is not None:
             self._stopping.request(StopReason())  # before the first step, unless resume or discard is called
 
-    def _prepare_for_emergencies(self, watch: Watch, root: Path | None) -> None:
+    def _prepare_for_emergencies(self, watch: Watch) -> None:
         ranks, state = self._communicator, self._state
+        # Of sharded state, no rank has all. What a GPU has queued before a rank failed may still change the weights.
+        whole = not ranks.shards and ranks.device.type == "cpu"
+        if state.settings.emergency_checkpoint != "auto" or not whole:
+            return
+        store = self._folder.store
+        if not isinstance(store, Disk):  # an upload takes longer than a launcher leaves
+            if ranks.is_main:
+                print_stderr(
+                    f"unitrain: no emergency checkpoints in {store}: they are written to folders only. If a rank "
+                    "fails, the run resumes from its last save."
+                )
+            return
         self._boundary = LastBoundary(state.objects, state.modules.values(), self._epoch_end, ranks.pulse)
         self._step.hooks.add_hook(self._boundary)
-        watch.saver = EmergencyCheckpoint(
-            root, self._spool, watch.grace_s, self._boundary, state, self._writer, ranks.rank, watch.members
-        )
+        watch.saver = EmergencyCheckpoint(store.root, self._boundary, state, self._writer, ranks.rank, watch.members)
 
     # ------------------------------------------------------------------------------------------------------- save
 
@@ -191,7 +175,7 @@ class Checkpoint:
 
             ranks.on_main(write)
 
-    def _sharded_parts(self) -> tuple[dict[str, Any], Begun | None]:
+    def _sharded_parts(self) -> tuple[dict[str, Any], Draft | None]:
         """Return states without shards, which each rank writes, and the checkpoint begun; or whole states. Collective.
 
         Whole they are if rank 0 alone can write: not all ranks see the folder, or the store wants few commits.
@@ -215,17 +199,13 @@ class Checkpoint:
     def discard(self) -> None:
         """Remove all checkpoints of earlier runs from the folder. Collective."""
 
-        def remove() -> str | None:
+        def remove() -> None:
             for step in self._folder.steps():
                 self._folder.remove(step)
             self._folder.point_to_best(None)
-            self._folder.forget_run()
             self._unclaimed = self._writer.best = None
-            return self._folder.run_id(make=self._spool is not None)
 
-        run = self._communicator.on_main(remove)
-        if self._spool is not None and run is not None:
-            self._spool.belong_to(run)
+        self._communicator.on_main(remove)
 
     def wait(self) -> None:
         """Wait until the checkpoint in the background is written. Collective.
@@ -283,7 +263,7 @@ class Checkpoint:
             loaded = metric_states.check(metrics, outlines.get(METRICS), ranks.world_size, force=force)
             if changed and ranks.is_main:
                 print_stderr(f"unitrain: resuming with other settings: {'; '.join(changed)}")
-            self._writer.resumed_best = ranks.on_main(lambda: self._keep_best(opened, is_newest=path is None))
+            ranks.on_main(lambda: self._keep_best(opened, is_newest=path is None))
             replaced = [] if self._step.global_step else loading.replaced_options(state, outlines)
             self._go_on_from(loading.load(ranks, state, opened, held))
             if METRICS in outlines:
@@ -298,12 +278,11 @@ class Checkpoint:
                 )
         return True
 
-    def _keep_best(self, opened: Opened, *, is_newest: bool) -> int | None:
+    def _keep_best(self, opened: Opened, *, is_newest: bool) -> None:
         self._unclaimed = None
-        self._writer.best = best = None if opened.saved is None else saved.best_beside(opened.saved, self._folder)
+        self._writer.best = best = saved.best_beside(opened.manifest, self._folder)
         if is_newest:
             self._folder.point_to_best(best)  # a kill may have come before this
-        return best
 
     def _go_on_from(self, run: Mapping[str, Any]) -> None:
         """Restore the state of the run itself."""

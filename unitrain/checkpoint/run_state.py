@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from unitrain.checkpoint.sharded.parameter_names import Name, names_of
 from unitrain.checkpoint.sharded.shards import PREFIX
-from unitrain.checkpoint.store.folder import METRICS, RUN
+from unitrain.checkpoint.store.manifest import METRICS, RUN
 from unitrain.communication.communicator import Communicator
 from unitrain.config import StrategyConfig
 from unitrain.errors import UsageError

@@ -12,7 +12,7 @@ from typing import Any
 from unitrain.checkpoint.run_state import RunState
 from unitrain.checkpoint.sharded.together import collect, write_own
 from unitrain.checkpoint.snapshot import on_host, snapshot
-from unitrain.checkpoint.store.folder import Begun, Folder, prune
+from unitrain.checkpoint.store.folder import Draft, Folder
 from unitrain.errors import CheckpointError
 
 # What is being written in the background. This uses executors, which refuse work once the main thread has ended: a
@@ -39,7 +39,6 @@ class Writer:
         under_way: what is written in the background, or was written last and is not finished yet.
         best: the step of the best checkpoint that is complete, if any; on rank 0 only.
         resumed_from: the step that the run was resumed from, if any.
-        resumed_best: the step of the best checkpoint when the run was resumed, if any.
         marked: the step that this run saved as the best last, or is saving, if any.
     """
 
@@ -64,10 +63,9 @@ class Writer:
         self.under_way: Future[None] | None = None
         self.best: int | None = None
         self.resumed_from: int | None = None
-        self.resumed_best: int | None = None
         self.marked: int | None = None
 
-    def write(self, step: int, parts: dict[str, Any], begun: Begun | None, writers: int, *, best: bool) -> None:
+    def write(self, step: int, parts: dict[str, Any], begun: Draft | None, writers: int, *, best: bool) -> None:
         """Write a checkpoint, or start to write a snapshot of it in the background. On rank 0.
 
         Args:
@@ -85,7 +83,7 @@ class Writer:
         self._started(writing)
         writing.add_done_callback(self._report)
 
-    def write_own(self, begun: Begun, rank: int, name: str, own: dict[str, Any]) -> None:
+    def write_own(self, begun: Draft, rank: int, name: str, own: dict[str, Any]) -> None:
         """Write this rank's file of a checkpoint, or start to write a snapshot of it in the background.
 
         Args:
@@ -95,12 +93,12 @@ class Writer:
             own: its contents.
         """
         if self._thread is None:
-            write_own(begun, rank, name, on_host(own), self._patience_s)
+            write_own(begun, rank, name, on_host(own))
             return
         if self.under_way is not None:
             wait([self.under_way])  # rank 0 has finished, so this is about to
         self._snapshot = snapshot(own, self._snapshot)
-        self._started(self._thread.submit(write_own, begun, rank, name, self._snapshot, self._patience_s))
+        self._started(self._thread.submit(write_own, begun, rank, name, self._snapshot))
 
     def _started(self, writing: Future[None]) -> None:
         self.under_way = writing
@@ -111,26 +109,18 @@ class Writer:
         if writing.exception() is not None:
             self._failed()
 
-    def _write(self, step: int, parts: dict[str, Any], begun: Begun | None, writers: int, best: bool) -> None:
+    def _write(self, step: int, parts: dict[str, Any], begun: Draft | None, writers: int, best: bool) -> None:
         best_step = step if best else self.best
         about = self._state.about(best_step)
-        try:
-            self.folder.check()
-            if not self._began:
-                self._remove_newer()
-                self._began = True
-            if begun is None:
-                self.folder.write(step, parts, about)
-            else:
-                others = partial(collect, begun, range(1, writers), self._patience_s)
-                self.folder.write(step, parts, about, begun, others)
-        except BaseException:
-            if begun is not None:
-                begun.give_up()
-            raise
+        self.folder.check()
+        if not self._began:
+            self._remove_newer()
+            self._began = True
+        others = dict if begun is None else partial(collect, begun, range(1, writers), self._patience_s)
+        self.folder.write(step, parts, about, begun, others)
         self.best = best_step  # not before: what was the best is kept if this one can't be written
         self.folder.point_to_best(best_step)
-        prune(self.folder, self._keep, best_step)
+        self.folder.prune(self._keep, best_step)
 
     def _remove_newer(self) -> None:
         """Remove checkpoints newer than the one that was resumed: later ones of this run would not be the newest."""

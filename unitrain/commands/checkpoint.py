@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -13,10 +14,13 @@ import torch
 from torch import Tensor
 
 from unitrain.checkpoint.sharded import saved, shards
-from unitrain.checkpoint.store.folder import NotACheckpointError, Saved
-from unitrain.checkpoint.store.local import checkpoint_in
+from unitrain.checkpoint.sharded.saved import Saved
+from unitrain.checkpoint.store.disk import Disk
+from unitrain.checkpoint.store.folder import Folder
+from unitrain.checkpoint.store.located import NotACheckpointError, checkpoint_at
 from unitrain.checkpoint.store.manifest import DamagedError
 from unitrain.checkpoint.weights.safetensors import DTYPES
+from unitrain.commands.arguments import path, sentence
 from unitrain.communication.streaming import Form, RowBlocks
 from unitrain.errors import CheckpointError, UsageError
 
@@ -87,11 +91,11 @@ def open_checkpoint(path: Path) -> Saved:
         CheckpointError: there is none, or it is damaged.
     """
     try:
-        return checkpoint_in(path)
+        return saved.opened(checkpoint_at(path))
     except DamagedError as error:
         raise CheckpointError(f"the checkpoint is damaged: {error}") from error
     except NotACheckpointError as error:
-        found = saved.wanted(None, saved.folder_at(path)) if path.is_dir() else None
+        found = saved.wanted(None, Folder(Disk(path))) if path.is_dir() else None
         if found is None:
             raise CheckpointError(f"{path} {error}, so there is nothing to read.") from None
         return found
@@ -124,3 +128,86 @@ def _write_safetensors(file: BinaryIO, name: str, state: Mapping[str, Any]) -> N
     for value in state.values():
         for block in value.blocks if isinstance(value, RowBlocks) else [value]:
             file.write(block.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command to its parser."""
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    where = "folder of a checkpoint, or of checkpoints, whose newest is taken"
+    summary = "verify a checkpoint, and list its tensors"
+    inspect = actions.add_parser("inspect", help=summary, description=sentence(summary))
+    inspect.add_argument("path", type=path, metavar="PATH", help=where)
+    inspect.set_defaults(run=_run_inspect)
+    summary = "write the state of one object to a file, with whole tensors"
+    merge = actions.add_parser("merge", help=summary, description=sentence(summary))
+    merge.add_argument("path", type=path, metavar="PATH", help=where)
+    merge.add_argument(
+        "-o", "--output", type=path, metavar="FILE", required=True, help="a .safetensors file, or one for torch.load"
+    )
+    merge.add_argument("--object", default="model", metavar="NAME", help="name of the object (default: %(default)s)")
+    merge.set_defaults(run=_run_merge)
+    summary = "write weights and optimizer state in the layout of torch.distributed.checkpoint, for dcp.load"
+    export = actions.add_parser("export", help=summary, description=sentence(summary))
+    export.add_argument("path", type=path, metavar="PATH", help=where)
+    export.add_argument("-o", "--output", type=path, metavar="DIR", required=True, help="a new folder")
+    export.add_argument(
+        "--object",
+        action="append",
+        type=_prefixed,
+        metavar="NAME[=PREFIX]",
+        help="an object, and what its keys begin with (default: all objects with tensors, by their names)",
+    )
+    export.add_argument("--flatten-optimizer", action="store_true", help="options by parameter, as torchtitan has them")
+    export.set_defaults(run=_run_export)
+    summary = "write what dcp.save of torch.distributed.checkpoint has written as a checkpoint to resume from"
+    importing = actions.add_parser("import", help=summary, description=sentence(summary))
+    importing.add_argument("path", type=path, metavar="DIR", help="the folder that dcp.save was given")
+    importing.add_argument(
+        "-o", "--output", type=path, metavar="FOLDER", required=True, help="folder of checkpoints; step-N is added"
+    )
+    importing.add_argument("--step", type=int, default=0, metavar="N", help="steps made so far (default: %(default)s)")
+    importing.add_argument(
+        "--object",
+        action="append",
+        type=_prefixed,
+        metavar="NAME[=PREFIX]",
+        help="an object, and what its keys begin with (default: model and optimizer)",
+    )
+    importing.set_defaults(run=_run_import)
+
+
+def _prefixed(text: str) -> tuple[str, str]:
+    """Return the name of an object, and the prefix of its keys, which is the name by default."""
+    name, equals, prefix = text.partition("=")
+    if not name or "/" in name or name.startswith("_"):
+        raise argparse.ArgumentTypeError(f"{text!r} must be the name of an object, or NAME=PREFIX")
+    return name, prefix if equals else name
+
+
+def _run_inspect(arguments: argparse.Namespace) -> int:
+    for line in inspect(arguments.path):
+        print(line)
+    return 0
+
+
+def _run_merge(arguments: argparse.Namespace) -> int:
+    merge(arguments.path, arguments.output, arguments.object)
+    print(f"written: {arguments.output}")
+    return 0
+
+
+def _run_export(arguments: argparse.Namespace) -> int:
+    from unitrain.commands.dcp import export
+
+    prefixes = dict(arguments.object or ())
+    for line in export(arguments.path, arguments.output, prefixes, flatten_optimizer=arguments.flatten_optimizer):
+        print(line)
+    return 0
+
+
+def _run_import(arguments: argparse.Namespace) -> int:
+    from unitrain.commands.dcp import import_
+
+    for line in import_(arguments.path, arguments.output, dict(arguments.object or ()), arguments.step):
+        print(line)
+    return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
@@ -50,3 +51,17 @@ def conform(backend: str, *, processes: str, arguments: Sequence[str] = ()) -> i
     if code not in _RAN:
         raise UsageError(f"pytest could not run the contract tests (exit code {code}); its output above says why.")
     return code
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command to its parser."""
+    parser.add_argument("--backend", metavar="NAME", required=True, help="name of the backend")
+    parser.add_argument(
+        "--processes", metavar="N", default="1,2,3", help="numbers of processes, comma-separated (default: %(default)s)"
+    )
+    parser.add_argument("arguments", nargs="*", metavar="ARGUMENT", help="arguments for pytest, after --")
+    parser.set_defaults(run=_run_command)
+
+
+def _run_command(arguments: argparse.Namespace) -> int:
+    return conform(arguments.backend, processes=arguments.processes, arguments=arguments.arguments)

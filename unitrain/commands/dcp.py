@@ -16,8 +16,10 @@ from torch import Tensor
 
 from unitrain.checkpoint.sharded import dcp
 from unitrain.checkpoint.sharded.dcp_optimizer import GROUPS, STATE, flattened, named, numbered
-from unitrain.checkpoint.store.folder import RUN, Saved
-from unitrain.checkpoint.store.local import LocalFolder
+from unitrain.checkpoint.sharded.saved import Saved
+from unitrain.checkpoint.store.disk import Disk
+from unitrain.checkpoint.store.folder import Folder
+from unitrain.checkpoint.store.manifest import RUN
 from unitrain.commands.checkpoint import open_checkpoint, tensors_of
 from unitrain.errors import CheckpointError, UsageError
 
@@ -94,7 +96,7 @@ def import_(path: Path, output: Path, prefixes: Prefixes, step: int) -> Iterator
             f"{path} has neither 'model' nor 'optimizer', but {', '.join(tops)}: name what is to be imported, with "
             "--object model=PREFIX (--object model= if the keys of the weights have none)."
         )
-    folder = LocalFolder(output)
+    folder = Folder(Disk(output))
     folder.claim(sum(size.numel() * dtype.itemsize for size, dtype in filter(None, reader.keys.values())))
     try:
         if step in folder.steps():

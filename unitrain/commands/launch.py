@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shlex
 from collections.abc import Sequence
 
+from unitrain.commands.arguments import after_dashes, path
 from unitrain.commands.launchers import Host, launcher_options
 from unitrain.commands.toolchain import search_path
 from unitrain.errors import UsageError
@@ -64,3 +66,34 @@ def launch(launcher: str, hosts: str | None, processes: int, arguments: Sequence
             print(f"# on {listed[number].name}")
         print(shlex.join(command))
     return 0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command to its parser."""
+    parser.usage = "unitrain launch [OPTION ...] TARGET [-- FLAG ...]"
+    parser.add_argument(
+        "--launcher",
+        choices=["torchrun", "mpirun", "horovodrun", "srun"],
+        default="torchrun",
+        metavar="NAME",
+        help="torchrun, mpirun, horovodrun or srun (default: %(default)s)",
+    )
+    place = parser.add_mutually_exclusive_group()
+    place.add_argument("--hosts", metavar="LIST", help="hosts and their numbers of processes: node1:8,node2:8")
+    place.add_argument(
+        "--processes", type=int, default=2, metavar="N", help="number of processes on this host (default: %(default)s)"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print the command, and start nothing")
+    parser.add_argument("target", type=path, metavar="TARGET", help="path of the script, the same on every host")
+    parser.add_argument("flags", nargs=argparse.REMAINDER, metavar="FLAG", help="flags for the script")
+    parser.set_defaults(run=_run_command)
+
+
+def _run_command(arguments: argparse.Namespace) -> int:
+    return launch(
+        arguments.launcher,
+        arguments.hosts,
+        arguments.processes,
+        [str(arguments.target), *after_dashes(arguments.flags)],
+        dry_run=arguments.dry_run,
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import shlex
@@ -12,6 +13,7 @@ from pathlib import Path
 from string import Template
 from textwrap import indent
 
+from unitrain.commands.arguments import after_dashes, path
 from unitrain.errors import UsageError
 
 
@@ -162,3 +164,49 @@ KINDS: dict[str, Callable[[Job], str]] = {
     "ray": _ray,
     "slurm": _slurm,
 }
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command to its parser."""
+    parser.usage = "unitrain template [OPTION ...] KIND TARGET [-- FLAG ...]"
+    parser.add_argument(
+        "--hosts", type=int, default=2, metavar="N", help="number of hosts, or of pods (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--processes", type=int, default=8, metavar="N", help="number of processes of each host (default: %(default)s)"
+    )
+    parser.add_argument("--no-gpus", action="store_true", help="don't ask for a GPU for each process")
+    parser.add_argument(
+        "--image",
+        default="unitrain:cuda",
+        metavar="NAME",
+        help="container image with the script (default: %(default)s)",
+    )
+    parser.add_argument("--name", metavar="NAME", help="name of the job (default: that of the script)")
+    parser.add_argument("--output", "-o", type=path, metavar="FILE", help="file to write (default: standard output)")
+    parser.add_argument(
+        "kind", choices=["compose", "mpijob", "pytorchjob", "ray", "slurm"], metavar="KIND", help="%(choices)s"
+    )
+    parser.add_argument(
+        "target", type=path, metavar="TARGET", help="path of the script, from the folder in which the job starts"
+    )
+    parser.add_argument("flags", nargs=argparse.REMAINDER, metavar="FLAG", help="flags for the script")
+    parser.set_defaults(run=_run_command)
+
+
+def _run_command(arguments: argparse.Namespace) -> int:
+    job = Job(
+        arguments.target,
+        after_dashes(arguments.flags),
+        name=arguments.name or default_name(arguments.target),
+        hosts=arguments.hosts,
+        processes=arguments.processes,
+        gpus=not arguments.no_gpus,
+        image=arguments.image,
+    )
+    text = template(arguments.kind, job)
+    if arguments.output is None:
+        print(text, end="")
+    else:
+        write(arguments.output, text)
+    return 0

@@ -15,7 +15,6 @@ from torch.nn import Parameter
 
 from unitrain import call_site
 from unitrain.communication import row_shards
-from unitrain.communication.alone import Alone
 from unitrain.communication.backend import Backend, Divided, Wait
 from unitrain.communication.object_codec import ObjectCodec, unreadable
 from unitrain.communication.plain_data import chunks
@@ -84,9 +83,9 @@ class Communicator:
         self.is_main: bool = self.rank == 0
         self.pulse = pulse
         self.closed: bool = False
-        self._around_waits: Callable[[Callable[[], Any]], Any] | None = None
-        self._use(backend)
-        self._alone = False
+        self._backend = backend
+        self.call_around_waits(None)
+        self._refusal = ""
         several = backend.world_size > 1
         self.shards_parameters: bool = backend.shards and several
         self.shards: bool = (backend.shards or backend.config.shard_optimizer) and several
@@ -103,38 +102,26 @@ class Communicator:
         self._codec = ObjectCodec(self.rank, key)
         self._exchanges = 0  # of objects
 
-    def _use(self, backend: Backend) -> None:
-        self._backend = backend
-        around = self._around_waits
-        self.all_reduce_async: Callable[[Tensor, str, str], Wait] = (
-            backend.all_reduce if around is None else _with_waits(backend.all_reduce, around)
-        )
-        self.all_gather_async: Callable[[Tensor, str], Callable[[], Tensor]] = (
-            backend.all_gather if around is None else _with_waits(backend.all_gather, around)
-        )
-        self.gather_in_place_async: Callable[[Sequence[Divided], str], Wait] = (
-            backend.gather_in_place if around is None else _with_waits(backend.gather_in_place, around)
-        )
-
     def call_around_waits(self, around: Callable[[Callable[[], Any]], Any] | None) -> None:
         """Call ``around(wait)`` where a collective is waited for, from now on. It returns what ``wait()`` does.
 
         None ends it. Without it, nothing stands between a caller and the backend.
         """
-        self._around_waits = around
-        self._use(self._backend)
+        backend = self._backend
+        self.all_reduce_async: Callable[[Tensor, str, str], Wait] = _with_waits(backend.all_reduce, around)
+        self.all_gather_async: Callable[[Tensor, str], Callable[[], Tensor]] = _with_waits(backend.all_gather, around)
+        self.gather_in_place_async: Callable[[Sequence[Divided], str], Wait] = _with_waits(
+            backend.gather_in_place, around
+        )
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Context manager in which no collective communicates: results are as if all ranks gave what this one does."""
-        backend, compares = self._backend, self._compares
-        self._use(Alone(backend))
-        self._alone, self._compares = True, False
+    def refused(self, when: str) -> Iterator[None]:
+        """Context manager in which collectives of the script raise a UsageError, which says when they were called."""
+        self._refusal = when
         try:
             yield
         finally:
-            self._use(backend)
-            self._alone, self._compares = False, compares
+            self._refusal = ""
 
     def is_sharded(self, value: object) -> TypeGuard[Tensor]:
         """Return whether a value is a tensor of which this rank has a part."""
@@ -246,7 +233,7 @@ class Communicator:
 
     def _broadcast(self, value: T, src: int, *, pickles: bool) -> T:
         self._check_rank(src)
-        if self.world_size == 1 or self._alone:
+        if self.world_size == 1:
             return value
         self._exchanges += 1
         is_sender = self.rank == src
@@ -265,8 +252,8 @@ class Communicator:
         return cast(T, result())
 
     def _all_gather(self, value: T, *, pickles: bool) -> list[T]:
-        if self.world_size == 1 or self._alone:
-            return [value] * self.world_size
+        if self.world_size == 1:
+            return [value]
         self._exchanges += 1
         header, tensors = self._codec.encode(value, self._exchanges, pickles=pickles)
         contents = [_from_bytes(_LENGTH.pack(len(header)) + header), *map(_as_bytes, tensors)]
@@ -355,6 +342,8 @@ class Communicator:
         """
         if self.closed:
             raise UsageError(f"{verb} was called after strategy.close(), which ends communication: call it before.")
+        if self._refusal:
+            raise UsageError(f"{verb} was called {self._refusal}")
         with self.pulse.within(verb):
             if self._compares:
                 what = "" if tensor is None else f" of {str(tensor.dtype)[6:]}{list(tensor.shape)}"
@@ -388,10 +377,10 @@ class Communicator:
 
 
 def _with_waits(
-    collective: Callable[..., Callable[[], T]], around: Callable[[Callable[[], T]], T]
+    collective: Callable[..., Callable[[], T]], around: Callable[[Callable[[], T]], T] | None
 ) -> Callable[..., Callable[[], T]]:
-    """Return a collective whose wait is called by ``around``."""
-    return lambda *arguments: partial(around, collective(*arguments))
+    """Return a collective whose wait is called by ``around``, if it is given."""
+    return collective if around is None else lambda *arguments: partial(around, collective(*arguments))
 
 
 def _check_range(total: Tensor, dtype: torch.dtype) -> None:

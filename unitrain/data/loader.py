@@ -29,7 +29,8 @@ class Loader:
     In training, every rank gets the same number of batches, already on its device. If a global batch has fewer samples
     than there are ranks, a rank without samples gets a stand-in: a batch of one sample of another rank, which has
     weight 0 in ``strategy.step``, in BatchNorm, in meters and in metrics. ``stand_in`` tells. In an evaluation, and
-    while no prepared model is in training mode, it gets no batch, so that each sample is yielded exactly once.
+    while no prepared model is in training mode, it gets no batch, so that each sample is yielded exactly once. If a
+    prepared model's parameters are sharded (fsdp), it always gets a stand-in, since every forward is collective.
 
     A complete iteration is an epoch. An iteration that ends early counts as an epoch, too, if one of its batches was
     used in a backward of the strategy: the next iteration starts the next epoch. Otherwise, after

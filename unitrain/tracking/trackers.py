@@ -7,8 +7,9 @@ import json
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -16,10 +17,25 @@ from unitrain.communication.communicator import Communicator
 from unitrain.errors import ConfigError, UsageError
 from unitrain.process import print_stderr
 from unitrain.tracking import libraries
-from unitrain.tracking.tracker import Run, Tracker
 
 _IDS = "trackers.json"
 _CLOSE_S = 20.0  # in which the other ranks wait
+
+
+class Tracker(Protocol):
+    """Records the metrics of one run somewhere. All methods are called in one thread, one after another.
+
+    A method may take long, and may raise any exception: training does not wait for it, and goes on.
+    """
+
+    def log_settings(self, settings: Mapping[str, Any]) -> None:
+        """Record the run's settings. Also called when the run continues, perhaps with other values."""
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Record metrics by the optimizer step. After a resume, steps may come again that were recorded before."""
+
+    def close(self, *, completed: bool) -> None:
+        """Record the end of the run: whether the script closed the trackers, or the process ends before."""
 
 
 class Trackers:
@@ -53,7 +69,7 @@ class Trackers:
     def _start(self, trackers: Sequence[str | Tracker], folder: Path, name: str, step: int) -> None:
         for one in trackers:
             if isinstance(one, str):
-                libraries.check_installed(one)
+                _check_installed(one)
         ids = _read_ids(folder) if step else {}
         for one in trackers:
             if not isinstance(one, str):
@@ -61,28 +77,25 @@ class Trackers:
                 continue
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                started = libraries.start(one, Run(folder, name, step, ids.get(one)))
+                started = libraries.start(one, folder, name, step, ids.get(one))
             except Exception as error:  # the libraries', urllib3's, the file system's
-                self._could_not_start(one, error, resumed=step > 0)
+                reason = f"the tracker {one} could not be started: {type(error).__name__}: {error}"
+                if not step:
+                    self._close(completed=False)
+                    raise ConfigError(f"{reason}. Correct its settings, or start without it.") from error
+                # A job that was restarted at night must not end for want of a server.
+                print_stderr(f"unitrain: {reason}. The run is resumed without it.")
                 continue
             self._workers.append(_Worker(one, started))
             if started.id is not None:
                 ids[one] = started.id
                 (folder / _IDS).write_text(json.dumps(ids), encoding="utf-8")
 
-    def _could_not_start(self, name: str, error: Exception, *, resumed: bool) -> None:
-        reason = f"the tracker {name} could not be started: {type(error).__name__}: {error}"
-        if not resumed:
-            self._close(completed=False)
-            raise ConfigError(f"{reason}. Correct its settings, or start without it.") from error
-        # A job that was restarted at night must not end for want of a server.
-        print_stderr(f"unitrain: {reason}. The run is resumed without it.")
-
     def log_settings(self, settings: Mapping[str, Any]) -> None:
         """Log the run's settings: plain data, in nested dicts. Does nothing on other ranks than 0."""
         settings = dict(settings)
         for worker in self._workers:
-            worker.submit(lambda tracker: tracker.log_settings(settings))
+            worker.calls.put(lambda tracker: tracker.log_settings(settings))
 
     def log(self, metrics: Mapping[str, Tensor | float], step: int) -> None:
         """Log metrics by the optimizer step, ``strategy.global_step``. Does nothing on other ranks than 0.
@@ -94,7 +107,7 @@ class Trackers:
             return
         numbers = {name: _number(name, value) for name, value in metrics.items()}
         for worker in self._workers:
-            worker.submit(lambda tracker: tracker.log(numbers, step))
+            worker.calls.put(lambda tracker: tracker.log(numbers, step))
 
     def close(self) -> None:
         """Record that the run has ended, and wait for the trackers, up to 20 seconds. Further calls do nothing."""
@@ -106,49 +119,48 @@ class Trackers:
         self._closed = True
         atexit.unregister(self._close)
         for worker in self._workers:
-            worker.end(completed=completed)
+            worker.calls.put(lambda tracker: tracker.close(completed=completed))
+            worker.calls.put(None)
         for worker in self._workers:
-            worker.join()
+            worker.thread.join(_CLOSE_S)
+            if worker.thread.is_alive():
+                worker.report(f"had not recorded everything {_CLOSE_S:.0f} s after the end")
 
 
 class _Worker:
-    """Calls a tracker in a thread, and reports its first failure."""
+    """Calls a tracker in a thread, until a call is None, and reports its first failure."""
 
     def __init__(self, name: str, tracker: Tracker) -> None:
         self._name = name
         self._tracker = tracker
-        self._calls: queue.SimpleQueue[Callable[[Tracker], None] | None] = queue.SimpleQueue()
         self._failed = False
+        self.calls: queue.SimpleQueue[Callable[[Tracker], None] | None] = queue.SimpleQueue()
         # A daemon: a call that hangs must not keep the process.
-        self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
-        self._thread.start()
-
-    def submit(self, call: Callable[[Tracker], None]) -> None:
-        """Call ``call`` with the tracker after all earlier calls."""
-        self._calls.put(call)
-
-    def end(self, *, completed: bool) -> None:
-        """Close the tracker after all earlier calls."""
-        self._calls.put(lambda tracker: tracker.close(completed=completed))
-        self._calls.put(None)
-
-    def join(self) -> None:
-        """Wait for the calls, and report it if they take too long."""
-        self._thread.join(_CLOSE_S)
-        if self._thread.is_alive():
-            self._report(f"had not recorded everything {_CLOSE_S:.0f} s after the end")
+        self.thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
+        self.thread.start()
 
     def _work(self) -> None:
-        while (call := self._calls.get()) is not None:
+        while (call := self.calls.get()) is not None:
             try:
                 call(self._tracker)
             except Exception as error:  # whatever a library raises, training goes on
-                self._report(f"failed: {type(error).__name__}: {error}")
+                self.report(f"failed: {type(error).__name__}: {error}")
 
-    def _report(self, what: str) -> None:
+    def report(self, what: str) -> None:
         if not self._failed:
             self._failed = True
             print_stderr(f"unitrain: the tracker {self._name} {what}. What it could not record is lost there.")
+
+
+def _check_installed(name: str) -> None:
+    """Raise ConfigError if the library of a tracker is not installed, or there is no such tracker."""
+    if name not in libraries.NAMES:
+        raise ConfigError(
+            f"there is no tracker {name!r}: name {', '.join(libraries.NAMES)}, or pass an object of your own."
+        )
+    found = find_spec(name)
+    if found is None or found.origin is None:  # a folder of that name, such as W&B's own, is no package
+        raise ConfigError(f"the tracker {name} needs the package {name}, which is not installed: pip install {name}")
 
 
 def _read_ids(folder: Path) -> dict[str, str]:

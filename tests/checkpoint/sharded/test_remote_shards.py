@@ -16,8 +16,8 @@ from torch.optim import Adam
 
 import unitrain
 from unitrain import CheckpointError
-from unitrain.checkpoint.store import remote_writing
-from unitrain.checkpoint.store.remote_files import RemoteFiles
+from unitrain.checkpoint.store import folder as folders
+from unitrain.checkpoint.store.objects import Objects
 
 pytestmark = pytest.mark.usefixtures("server")
 WIDTH = 40
@@ -60,7 +60,7 @@ def save(url: str, settings: dict[str, Any], background: bool) -> list[Tensor]:
             strategy.step(model(torch.randn(4, WIDTH)).square().mean(), optimizer)
             checkpoint.wait()
             if step == 2 and strategy.rank == 1:
-                vars(remote_writing)["upload"] = burn
+                vars(folders)["write_files"] = burn
             fails = pytest.raises(CheckpointError, match="rank 1 could not write its shards: OSError: it burns")
             with fails if step == 2 else nullcontext():
                 checkpoint.save()
@@ -81,18 +81,18 @@ def resume(url: str, settings: dict[str, Any]) -> tuple[int, list[str], list[Ten
         model, optimizer = strategy.prepare(*made())
         checkpoint = strategy.checkpoint(url, model=model, optimizer=optimizer)
         downloaded: list[str] = []
-        download = RemoteFiles.download
+        file = Objects.file
 
-        def noted(files: RemoteFiles, name: str, file: Path) -> None:
-            downloaded.append(name)
-            download(files, name, file)
+        def noted(store: Objects, name: str) -> Any:
+            downloaded.append(name.rpartition("/")[2])
+            return file(store, name)
 
-        vars_of: Any = RemoteFiles
-        vars_of.download = noted
+        vars_of: Any = Objects
+        vars_of.file = noted
         try:
             assert checkpoint.resume()
         finally:
-            vars_of.download = download
+            vars_of.file = file
         step, found = strategy.global_step, whole(strategy, model, optimizer)
         strategy.step(model(torch.randn(4, WIDTH)).square().mean(), optimizer)
         return step, downloaded, found
@@ -154,18 +154,19 @@ def load(url: str, backend: str) -> tuple[int, dict[str, Tensor]]:
             model = nn.Sequential(nn.Linear(1200, 600), nn.Linear(600, 3, bias=False))
         model = strategy.prepare(model)
         sizes: list[int] = []
-        read_range = RemoteFiles.read_range
+        get = Objects.get
 
-        def noted(files: RemoteFiles, name: str, start: int, end: int) -> bytes:
-            sizes.append(end - start)
-            return read_range(files, name, start, end)
+        def noted(store: Objects, name: str, start: int = 0, end: int | None = None) -> bytes:
+            content = get(store, name, start, end)
+            sizes.append(len(content))
+            return content
 
-        vars_of: Any = RemoteFiles
-        vars_of.read_range = noted
+        vars_of: Any = Objects
+        vars_of.get = noted
         try:
             strategy.load_weights(model, url)
         finally:
-            vars_of.read_range = read_range
+            vars_of.get = get
         said = ""
         try:
             strategy.load_weights(model, f"{url}/none.safetensors")

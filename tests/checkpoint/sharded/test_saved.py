@@ -13,14 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from saved_run import folder_of, steps_in, verified
 from torch import nn
 
 import unitrain
 from unitrain import CheckpointError, Strategy, UsageError
 from unitrain.checkpoint import Checkpoint
-from unitrain.checkpoint.store import storage
-
-MANIFEST = storage.MANIFEST
+from unitrain.checkpoint.store.manifest import NAME as MANIFEST
 
 
 @pytest.fixture
@@ -96,8 +95,8 @@ def of_no_torch(folder: Path) -> None:
 ZERO = Path("/dev/zero")
 SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
     "file": (as_file, r"manifest\.json: Not a directory"),
-    "dangling link": (as_link, r"manifest\.json: No such file"),
-    "empty folder": (emptied, r"manifest\.json: No such file"),
+    "dangling link": (as_link, r"manifest\.json does not exist"),
+    "empty folder": (emptied, r"manifest\.json does not exist"),
     "pipe": (replaced("model.pt", os.mkfifo), r"model\.pt: not a regular file"),
     "zeros": (replaced("model.pt", lambda path: path.symlink_to(ZERO)), r"model\.pt: not a regular file"),
     "folder": (replaced("model.pt", os.mkdir), r"model\.pt: not a regular file"),
@@ -126,32 +125,32 @@ def test_the_checkpoint_before_is_taken(
 ) -> None:
     spoil, said = SPOILED[case]
     save(strategy, tmp_path, 1, 2)
-    spoil(storage.folder_of(tmp_path, 2))
+    spoil(folder_of(tmp_path, 2))
     model, checkpoint = opened(strategy, tmp_path, keep=1)
     assert checkpoint.resume()
     assert strategy.global_step == 1
     assert model.get_parameter("weight").item() == 1
     line, resumed = capsys.readouterr().err.splitlines()
-    assert resumed == f"unitrain: resumed after step 1, from {storage.folder_of(tmp_path, 1)}"
+    assert resumed == f"unitrain: resumed after step 1, from {folder_of(tmp_path, 1)}"
     assert line.startswith("unitrain: skipping a damaged checkpoint: ")
     assert re.search(said, line)
     # What was spoilt makes room, and nothing else does.
     strategy.training_step.global_step = 3
     checkpoint.save()
-    assert [storage.step_of(path) for path in storage.found(tmp_path)] == [3]
+    assert steps_in(tmp_path) == [3]
 
 
 def test_a_link_to_a_checkpoint_is_one_and_only_the_link_is_removed(strategy: Strategy, tmp_path: Path) -> None:
     root, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
     save(strategy, root, 1)
-    storage.folder_of(root, 1).rename(elsewhere)
-    storage.folder_of(root, 1).symlink_to(elsewhere)
+    folder_of(root, 1).rename(elsewhere)
+    folder_of(root, 1).symlink_to(elsewhere)
     _, checkpoint = opened(strategy, root, keep=1)
     assert checkpoint.resume()
     strategy.training_step.global_step = 2
     checkpoint.save()
-    assert [storage.step_of(path) for path in storage.found(root)] == [2]
-    assert storage.verify(elsewhere).step == 1
+    assert steps_in(root) == [2]
+    assert verified(elsewhere).step == 1
 
 
 @pytest.fixture
@@ -173,13 +172,13 @@ def test_a_checkpoint_that_can_not_be_removed_is_kept_and_reported(
     strategy: Strategy, tmp_path: Path, immutable: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save(strategy, tmp_path, 1)
-    immutable(storage.folder_of(tmp_path, 1))
+    immutable(folder_of(tmp_path, 1))
     _, checkpoint = opened(strategy, tmp_path, keep=1)
     assert checkpoint.resume()
     for step in (2, 3):
         strategy.training_step.global_step = step
         checkpoint.save()
-    assert [storage.step_of(path) for path in storage.found(tmp_path)] == [3, 1]
+    assert steps_in(tmp_path) == [3, 1]
     assert "an old checkpoint is kept: " in capsys.readouterr().err
     strategy.training_step.global_step = 1
     with pytest.raises(CheckpointError, match=r"step-0000000001 could not be written: .*not permitted"):

@@ -11,15 +11,18 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
+from saved_run import folder_of, steps_in, verified
 from torch import nn
 from torch.optim import Adam
 
 import unitrain
 from unitrain import CheckpointError
 from unitrain.checkpoint.sharded import together
-from unitrain.checkpoint.store import storage
-from unitrain.checkpoint.store.local import BegunOnDisk
+from unitrain.checkpoint.store import folder as folders
+from unitrain.checkpoint.store.disk import Disk
+from unitrain.checkpoint.store.folder import Draft
 from unitrain.checkpoint.store.manifest import DamagedError
+from unitrain.checkpoint.store.store import Store
 
 
 def made() -> tuple[nn.Module, Adam]:
@@ -39,7 +42,7 @@ def save(folder: str, steps: int, failing: tuple[int, str] | None = None, backgr
                 strategy.step(model(torch.ones(2, 5) * step).square().mean(), optimizer)
                 checkpoint.wait()
                 if failing is not None and step == steps and strategy.rank == failing[0]:
-                    vars(storage)["write_files"] = fail_by(failing[1])
+                    vars(folders)["write_files"] = fail_by(failing[1])
                 checkpoint.save()
             if failing is None:
                 checkpoint.wait()
@@ -51,8 +54,8 @@ def save(folder: str, steps: int, failing: tuple[int, str] | None = None, backgr
 
 
 def fail_by(how: str) -> Any:
-    def fail(folder: Path, parts: Any) -> Any:
-        (folder / f"{next(iter(parts))}.pt").write_bytes(b"half of it")  # one of this rank's own
+    def fail(store: Store, folder: str, parts: Any) -> Any:
+        store.put(f"{folder}/{next(iter(parts))}.pt", b"half of it")  # one of this rank's own
         if how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         raise OSError("the disk is on fire")
@@ -89,12 +92,12 @@ def test_a_rank_that_fails_as_it_writes_leaves_the_checkpoint_before(tmp_path: P
 @pytest.mark.parametrize("background", [False, True])
 def test_every_rank_writes_its_own_and_no_bit_of_it_can_change_unnoticed(tmp_path: Path, background: bool) -> None:
     run_ranks(save, str(tmp_path), 1, None, background, nprocs=3)
-    (folder,) = storage.found(tmp_path)
+    folder = folder_of(tmp_path, *steps_in(tmp_path))
     assert sorted(path.name for path in folder.iterdir()) == [
         "_run.pt", "_shards-00000.pt", "_shards-00001.pt", "_shards-00002.pt", "manifest.json", "model.pt",
         "optimizer.pt",
     ]  # fmt: skip
-    storage.verify(folder)
+    verified(folder)
     draw = random.Random(0)
     for path in folder.iterdir():
         content = path.read_bytes()
@@ -103,14 +106,14 @@ def test_every_rank_writes_its_own_and_no_bit_of_it_can_change_unnoticed(tmp_pat
             changed[draw.randrange(len(changed))] ^= 1 << draw.randrange(8)
             path.write_bytes(changed)
             with pytest.raises((DamagedError, CheckpointError)):
-                storage.verify(folder)
+                verified(folder)
         path.write_bytes(content)
-    storage.verify(folder)
+    verified(folder)
 
 
 def test_a_rank_that_does_not_write_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"rank 1 has not written its shards within timeout_s \(0\.1 s\)"):
-        together.collect(BegunOnDisk(tmp_path), [1], 0.1)
+        together.collect(Draft(Disk(tmp_path), "draft", ""), [1], 0.1)
 
 
 def save_in_memory() -> bool:

@@ -9,14 +9,16 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
+from saved_run import folder_of, steps_in
 from torch import Tensor, nn
 from torch.optim import Adam
 
 import unitrain
 from unitrain import CheckpointError
 from unitrain.checkpoint.sharded import verifying
+from unitrain.checkpoint.sharded.saved import opened
 from unitrain.checkpoint.sharded.verifying import JointVerification
-from unitrain.checkpoint.store import manifest, storage
+from unitrain.checkpoint.store.located import checkpoint_at
 from unitrain.checkpoint.store.manifest import DamagedError
 
 WIDTH = 150
@@ -48,7 +50,7 @@ def resume(folder: str, device: str = "cpu", blind: int | None = None) -> tuple[
     """Resume. Return the step, how many bytes were sent meanwhile, and weights and state."""
     with unitrain.init(backend="fsdp", device="cpu", timeout_s=30) as strategy:
         if strategy.rank == blind:
-            vars(verifying)["_manifest"] = lambda folder: None
+            vars(verifying)["_seen"] = lambda request: None
         torch.manual_seed(strategy.rank)
         with torch.device(device):
             model, optimizer = made()
@@ -103,28 +105,28 @@ def flip(folder: str) -> int:
         if not strategy.is_main:
             joint.serve()
             return 0
-        files = manifest.read(path).files
-        joint(path, files)
+        found = checkpoint_at(path)
+        opened(found, joint)
         assert joint.shards is not None
         assert list(joint.shards.contents()) == [f"_shards-0000{rank}" for rank in range(3)]
         assert list(joint.shards.loaded_rows()) == ["_shards-00000"]  # the others are open on the other ranks
-        for name in files:
+        for name in found.manifest.files:
             content = (path / name).read_bytes()
             for _ in range(30):
                 changed = bytearray(content)
                 changed[draw.randrange(len(changed))] ^= 1 << draw.randrange(8)
                 (path / name).write_bytes(changed)
                 with pytest.raises(DamagedError, match=name):
-                    joint(path, files)
+                    opened(found, joint)
                 noticed += 1
             (path / name).write_bytes(content)
-        joint(path, files)
+        opened(found, joint)
         joint.end()
         return noticed
 
 
 def test_no_bit_can_change_unnoticed(saved: Saved) -> None:
-    newest = next(storage.found(saved[0]))
+    newest = folder_of(saved[0], steps_in(saved[0])[0])
     assert run_ranks(flip, str(newest), nprocs=3)[0] == 6 * 30
 
 

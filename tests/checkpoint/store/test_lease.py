@@ -20,9 +20,8 @@ from torch import nn
 import unitrain
 from unitrain import CheckpointError
 from unitrain.checkpoint.store import lock
-from unitrain.checkpoint.store.lease import Lease
-from unitrain.checkpoint.store.lock import NAME
-from unitrain.checkpoint.store.remote_files import RemoteFiles
+from unitrain.checkpoint.store.lock import NAME, Lock
+from unitrain.checkpoint.store.objects import Objects
 
 pytestmark = pytest.mark.usefixtures("server")
 
@@ -30,8 +29,8 @@ ELSEWHERE: dict[str, Any] = {"host": "elsewhere", "pids": "pid:[1]", "pid": os.g
 
 
 @pytest.fixture
-def files(s3_url: str) -> RemoteFiles:
-    return RemoteFiles(s3_url)
+def files(s3_url: str) -> Objects:
+    return Objects(s3_url)
 
 
 @pytest.fixture
@@ -41,37 +40,42 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock, "_POLL_S", 0.05)
 
 
+def assert_empty(files: Objects) -> None:
+    with pytest.raises(FileNotFoundError):
+        files.list()
+
+
 HOLDER = """
 import sys
-from unitrain.checkpoint.store.lease import Lease
-from unitrain.checkpoint.store.remote_files import RemoteFiles
-Lease(RemoteFiles(sys.argv[1]))
+from unitrain.checkpoint.store.lock import Lock
+from unitrain.checkpoint.store.objects import Objects
+Lock(Objects(sys.argv[1]))
 print("locked", flush=True)
 sys.stdin.read()
 """
 
 
-def test_a_second_job_is_refused_until_the_first_has_ended(files: RemoteFiles) -> None:
+def test_a_second_job_is_refused_until_the_first_has_ended(files: Objects) -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", HOLDER, files.url], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", HOLDER, str(files)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "locked\n"
         with (
             unitrain.init(backend="single", device="cpu") as strategy,
-            pytest.raises(CheckpointError, match=rf"{files.url} is in use by process {process.pid} on .*: two jobs"),
+            pytest.raises(CheckpointError, match=rf"{files} is in use by process {process.pid} on .*: two jobs"),
         ):
-            strategy.checkpoint(files.url, model=nn.Linear(1, 1))
+            strategy.checkpoint(str(files), model=nn.Linear(1, 1))
         process.send_signal(signal.SIGKILL)
         process.wait()
-        Lease(files).release()
-    assert files.names() == []
+        Lock(files).release()
+    assert_empty(files)
 
 
-def test_of_jobs_that_start_at_the_same_time_the_server_lets_in_one(files: RemoteFiles) -> None:
+def test_of_jobs_that_start_at_the_same_time_the_server_lets_in_one(files: Objects) -> None:
     def create(number: int) -> bool:
         try:
-            files.write(NAME, str(number).encode(), exclusive=True)
+            files.put(NAME, str(number).encode(), exclusive=True)
         except FileExistsError:
             return False
         return True
@@ -82,44 +86,44 @@ def test_of_jobs_that_start_at_the_same_time_the_server_lets_in_one(files: Remot
 
 @pytest.mark.usefixtures("quick")
 def test_a_job_of_another_host_runs_if_it_writes_its_lock_again(
-    files: RemoteFiles, capsys: pytest.CaptureFixture[str]
+    files: Objects, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text, ended = json.dumps(ELSEWHERE).encode(), threading.Event()
-    files.write(NAME, text)
+    files.put(NAME, text)
 
     def beat() -> None:
         while not ended.wait(0.3):
-            files.write(NAME, text)
+            files.put(NAME, text)
 
     thread = threading.Thread(target=beat)
     thread.start()
     with pytest.raises(CheckpointError, match=rf"in use by process {os.getpid()} on elsewhere"):
-        Lease(files)
+        Lock(files)
     ended.set()
     thread.join()
     assert "s to see whether that process is still running" in capsys.readouterr().err
-    held = Lease(files)
+    held = Lock(files)
     written = files.modified(NAME)
     for _ in range(100):
         if threading.Event().wait(0.1) or files.modified(NAME) > written:
             break
     assert files.modified(NAME) > written, "it writes its own again, too"
     held.release()
-    assert files.names() == []
+    assert_empty(files)
 
 
 def test_a_lock_that_was_taken_is_noticed_and_not_given_back(
-    files: RemoteFiles, capsys: pytest.CaptureFixture[str]
+    files: Objects, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    held = Lease(files)
+    held = Lock(files)
     files.remove(NAME)
     held.check()
-    assert f"{files.url} was removed, moved or emptied" in capsys.readouterr().err
-    files.write(NAME, json.dumps(ELSEWHERE).encode())
+    assert f"{files} was removed, moved or emptied" in capsys.readouterr().err
+    files.put(NAME, json.dumps(ELSEWHERE).encode())
     with pytest.raises(CheckpointError, match=rf"was taken by process {os.getpid()} on elsewhere while this run"):
         held.check()
     held.release()
-    assert json.loads(files.read(NAME)) == ELSEWHERE
+    assert json.loads(files.get(NAME)) == ELSEWHERE
     files.remove(NAME)
     with pytest.raises(CheckpointError, match="has been closed"):
         held.check()  # by a writer in the background that a failing run did not wait for
@@ -134,14 +138,12 @@ class Commits(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
 @pytest.mark.usefixtures("quick")
 def test_where_each_write_is_a_commit_a_lock_is_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(_registry, "hf", Commits)
-    files = RemoteFiles(f"hf://datasets/me/{uuid4().hex}")
-    held = Lease(files)
+    files = Objects(f"hf://datasets/me/{uuid4().hex}")
+    held = Lock(files)
     written = files.modified(NAME)
     assert not threading.Event().wait(1)
     assert files.modified(NAME) == written
     held.release()
-    files.write(NAME, json.dumps(ELSEWHERE).encode())
-    with pytest.raises(
-        CheckpointError, match=rf"elsewhere: two jobs .*\. If it was killed, remove {files.url}/\.lock\."
-    ):
-        Lease(files)
+    files.put(NAME, json.dumps(ELSEWHERE).encode())
+    with pytest.raises(CheckpointError, match=rf"elsewhere: two jobs .*\. If it was killed, remove {files}/\.lock\."):
+        Lock(files)

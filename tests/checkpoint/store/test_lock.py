@@ -16,17 +16,20 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import run_ranks
+from saved_run import steps_in
 from torch import nn
 
 import unitrain
 from unitrain import CheckpointError
-from unitrain.checkpoint.store import lock, storage
-from unitrain.checkpoint.store.lock import NAME, FolderLock
+from unitrain.checkpoint.store import lock
+from unitrain.checkpoint.store.disk import Disk
+from unitrain.checkpoint.store.lock import NAME, Lock
 
 HOLDER = """
 import sys, pathlib, unitrain
-from unitrain.checkpoint.store.lock import FolderLock
-FolderLock(pathlib.Path(sys.argv[1]))
+from unitrain.checkpoint.store.disk import Disk
+from unitrain.checkpoint.store.lock import Lock
+Lock(Disk(pathlib.Path(sys.argv[1])))
 print("locked", flush=True)
 sys.stdin.read()
 """
@@ -66,14 +69,14 @@ def test_an_ended_process_that_its_parent_has_not_reaped_has_ended(tmp_path: Pat
     with held(tmp_path) as process:
         process.kill()
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        FolderLock(tmp_path).release()
+        Lock(Disk(tmp_path)).release()
 
 
 def test_a_process_that_got_the_id_of_an_ended_one_is_another(tmp_path: Path) -> None:
     with held(tmp_path):
         holder = json.loads((tmp_path / NAME).read_text())
         (tmp_path / NAME).write_text(json.dumps({**holder, "started": holder["started"] - 1}))
-        FolderLock(tmp_path).release()
+        Lock(Disk(tmp_path)).release()
 
 
 def of_another_host(folder: Path) -> Path:
@@ -105,11 +108,11 @@ def test_a_process_of_another_host_runs_if_it_touches_its_lock(
     thread = threading.Thread(target=beat)
     thread.start()
     with pytest.raises(CheckpointError, match=rf"in use by process {os.getpid()} on elsewhere"):
-        FolderLock(tmp_path)
+        Lock(Disk(tmp_path))
     ended.set()
     thread.join()
     assert "Waiting for up to 1 s to see whether that process is still running" in capsys.readouterr().err
-    FolderLock(tmp_path).release()
+    Lock(Disk(tmp_path)).release()
 
 
 def test_a_process_of_another_host_that_was_silent_for_long_is_not_waited_for(
@@ -118,13 +121,13 @@ def test_a_process_of_another_host_that_was_silent_for_long_is_not_waited_for(
     path = of_another_host(tmp_path)
     before = path.stat().st_mtime - lock.STALE_S - 1
     os.utime(path, (before, before))
-    FolderLock(tmp_path).release()
+    Lock(Disk(tmp_path)).release()
     assert not capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("quick")
 def test_a_lock_is_touched_while_it_is_held(tmp_path: Path) -> None:
-    held_here = FolderLock(tmp_path)
+    held_here = Lock(Disk(tmp_path))
     os.utime(tmp_path / NAME, (0, 0))
     touched = threading.Event()
     for _ in range(100):
@@ -140,19 +143,19 @@ def test_a_lock_is_touched_while_it_is_held(tmp_path: Path) -> None:
 )
 def test_a_lock_that_can_not_be_read_is_taken_when_nobody_touches_it(tmp_path: Path, text: str) -> None:
     (tmp_path / NAME).write_text(text)
-    FolderLock(tmp_path).release()
+    Lock(Disk(tmp_path)).release()
     assert not (tmp_path / NAME).exists()
 
 
 def test_a_pipe_is_no_lock(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / NAME)
     with pytest.raises(CheckpointError, match=r"\.lock can't be read: .*not a regular file.*, remove it"):
-        FolderLock(tmp_path)
+        Lock(Disk(tmp_path))
 
 
 def test_a_lock_that_was_taken_is_not_given_back(tmp_path: Path) -> None:
-    first = FolderLock(tmp_path)
-    second = FolderLock(tmp_path)  # of the same process, whose first checkpoint was never closed
+    first = Lock(Disk(tmp_path))
+    second = Lock(Disk(tmp_path))  # of the same process, whose first checkpoint was never closed
     with pytest.raises(CheckpointError, match=r"was taken by process \d+ on .* while this run was saving"):
         first.check()
     first.release()
@@ -183,7 +186,7 @@ def train(folder: Path, spoil: str) -> list[int]:
                 folder.write_text("in the way")
             elif spoil == "taken":
                 of_another_host(folder)
-        return [storage.step_of(path) for path in storage.found(folder)]
+        return steps_in(folder)
 
 
 @pytest.mark.parametrize(("spoil", "steps"), [("removed", [2]), ("moved", [2]), ("emptied", [2, 1])])
@@ -213,7 +216,7 @@ def test_a_disk_that_is_gone_is_not_replaced_by_the_one_below(tmp_path: Path) ->
     mounted = True
     try:
         (tmp_path / "run").mkdir()
-        held_here = FolderLock(tmp_path / "run")
+        held_here = Lock(Disk(tmp_path / "run"))
         subprocess.run(["umount", str(tmp_path)], check=True)
         mounted = False
         with pytest.raises(CheckpointError, match=r"the disk of .*/run is no longer mounted"):

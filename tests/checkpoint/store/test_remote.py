@@ -22,10 +22,11 @@ from torch import nn
 
 import unitrain
 from unitrain import CheckpointError, Strategy, UsageError
-from unitrain.checkpoint.store import remote, remote_files
+from unitrain.checkpoint.sharded import saved
+from unitrain.checkpoint.store import objects as stores
+from unitrain.checkpoint.store.folder import Folder
 from unitrain.checkpoint.store.manifest import NAME as MANIFEST
-from unitrain.checkpoint.store.remote import RemoteFolder
-from unitrain.checkpoint.store.remote_files import RemoteFiles
+from unitrain.checkpoint.store.objects import Objects
 
 pytestmark = pytest.mark.usefixtures("server")
 
@@ -150,8 +151,8 @@ def test_a_kill_at_any_moment_leaves_the_old_or_the_new_one(
             return call
 
         with monkeypatch.context() as patched:
-            for name in ("write", "upload", "remove"):
-                patched.setattr(RemoteFiles, name, dying(getattr(RemoteFiles, name)))
+            for name in ("put", "remove"):
+                patched.setattr(Objects, name, dying(getattr(Objects, name)))
             try:
                 run.save(step, best=True)
                 survived = True
@@ -269,7 +270,7 @@ def test_what_is_named_but_is_no_checkpoint(strategy: Strategy, url: str, tmp_pa
 
 def test_what_is_resumed_is_read_where_it_is_used(strategy: Strategy, url: str) -> None:
     Run(strategy, url).save(1)
-    opened = RemoteFolder(url).open(1)
+    opened = saved.opened(Folder(Objects(url)).find(1))
     assert opened.parts["model"]["weight"].item() == 1
     mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith("model.pt (deleted)")]
     assert mapped, "not held in memory, and without a name"
@@ -350,7 +351,7 @@ def test_a_server_that_does_not_answer_is_named_and_not_waited_for_for_ever(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(remote, "SILENT_S", 0.5)
+    monkeypatch.setattr(stores, "SILENT_S", 0.5)
     server.pause()
     going_on = threading.Timer(1.5, server.go_on)
     going_on.start()
@@ -358,7 +359,7 @@ def test_a_server_that_does_not_answer_is_named_and_not_waited_for_for_ever(
     going_on.join()
     assert f"unitrain: {s3_url} has not answered for 0.5 s. It is tried again before" in capsys.readouterr().err
     run = Run(strategy, f"{s3_url}-2", background=True)
-    monkeypatch.setattr(remote_files, "PATIENCE_S", 1.0)
+    monkeypatch.setattr(stores, "PATIENCE_S", 1.0)
     server.pause()
     try:
         with pytest.raises(CheckpointError, match=r"\.lock could not be read: the server has not answered, or was"):

@@ -64,8 +64,9 @@ def save_slowly(url: str, server: int) -> tuple[int, int, bool]:
         return steps, strategy.global_step, torch.equal(run.weights, saved)
 
 
-def test_training_goes_on_while_a_server_is_slow(url: str, server: S3Server) -> None:
+def test_training_goes_on_while_a_server_is_slow(url: str, server: S3Server, capfd: pytest.CaptureFixture[str]) -> None:
     assert run_ranks(save_slowly, url, server.pid) == [(30, 0, True)] * 2
+    assert capfd.readouterr().out.count(f"unitrain: no emergency checkpoints in {url}: ") == 1
 
 
 def lose_the_server(url: str, server: int) -> str:

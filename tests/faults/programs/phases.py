@@ -82,8 +82,6 @@ def main(folder: Path, epochs: int) -> None:
     strategy = unitrain.init(precision="fp64", accumulate=2, seed=7, sync_batchnorm=True)
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.BatchNorm1d(16), nn.Linear(16, 1))
-    # As large as a test wants it. It is not trained, and takes no time in a step.
-    model.register_parameter("rest", nn.Parameter(torch.zeros(int(os.environ.get("TESTS_REST", "0"))), False))
     optimizer = SlowSGD(phases, model.parameters(), lr=0.1, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.98)
     model, optimizer = strategy.prepare(model, optimizer)
@@ -91,7 +89,7 @@ def main(folder: Path, epochs: int) -> None:
     evaluated = strategy.dataloader(Held(), global_batch_size=GLOBAL_BATCH)
     history: dict[str, Any] = {"losses": []}
     checkpoint = strategy.checkpoint(
-        os.environ.get("TESTS_URL", folder / "checkpoints"),
+        folder / "checkpoints",
         model=model,
         optimizer=optimizer,
         scheduler=scheduler,

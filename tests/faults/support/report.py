@@ -26,12 +26,11 @@ over. The launcher `plain` stands for processes started with `RANK`, `WORLD_SIZE
 |---|---|
 | a rank, in a step or between two epochs | at most this step: another [saves][emergency] the one before |
 | a rank, while the others wait for it between a step and the next batch | the steps since the last checkpoint |
-| a rank, and then the host in whose [memory][memory] a survivor has saved | the steps since the last checkpoint |
+| a rank, with checkpoints at a URL | the steps since the last checkpoint |
 | all ranks, their only host, or the one rank of a job | the steps since the last checkpoint |
 | a rank of a sharded model, or on a GPU | the steps since the last checkpoint |
 
 [emergency]: reliability.md#emergency-checkpoints
-[memory]: reliability.md#where-it-is-written-first
 
 | fault | what happens |
 |---|---|

@@ -1,4 +1,4 @@
-"""A run for tests of what is kept where: it saves without training."""
+"""For tests of what is kept where: a run that saves without training, and what is found in a folder."""
 
 from __future__ import annotations
 
@@ -11,6 +11,27 @@ from typing_extensions import Self
 
 from unitrain import Strategy
 from unitrain.checkpoint import Checkpoint
+from unitrain.checkpoint.store.disk import Disk
+from unitrain.checkpoint.store.folder import Folder
+from unitrain.checkpoint.store.located import locate, verify
+from unitrain.checkpoint.store.manifest import Manifest, folder_name
+
+
+def steps_in(folder: str | Path) -> list[int]:
+    """Return the steps that have a checkpoint, newest first."""
+    return Folder(Disk(Path(folder))).steps()
+
+
+def folder_of(folder: str | Path, step: int) -> Path:
+    """Return the folder of a step's checkpoint."""
+    return Path(folder) / folder_name(step)
+
+
+def verified(folder: Path) -> Manifest:
+    """Verify every byte of a checkpoint, and return its manifest."""
+    found = locate(Disk(folder), "")
+    verify(found)
+    return found.manifest
 
 
 class SavedRun:

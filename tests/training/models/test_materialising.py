@@ -1,7 +1,8 @@
-"""Models that are built without memory get the weights of any construction, on every backend; or are refused."""
+"""Models that are built without memory get the same weights on any number of ranks and any backend; or are refused."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.optim import AdamW
 import unitrain
 from unitrain import UsageError
 
-WORDS, WIDTH = 130, 160  # matrices are deferred
+WORDS, WIDTH = 130, 16
 
 
 class Block(nn.Module):
@@ -24,31 +25,39 @@ class Block(nn.Module):
         super().__init__()
         self.attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
         self.layers = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
-        self.gate = nn.Parameter(torch.randn(()))
+        self.gate = nn.Parameter(torch.empty(()))
+        self.scales = nn.Parameter(torch.empty(3))
         self.register_buffer("mask", torch.triu(torch.ones(140, 140), 1).bool(), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.gate)
+        nn.init.constant_(self.scales, 0.5)
+        nn.init.zeros_(self.get_parameter("layers.2.bias"))  # of another module, within this one
 
     def forward(self, x: Tensor) -> Tensor:
         mask = self.get_buffer("mask")[: x.shape[1], : x.shape[1]]
-        x = x + self.gate * self.attention(x, x, x, attn_mask=mask)[0]
+        x = x + self.gate * self.attention(x, x, x, attn_mask=mask)[0] * self.scales.sum()
         out: Tensor = x + self.layers(x)
         return out
 
 
 class Model(nn.Module):
-    """Draws its weights twice, as nanoGPT does, and ties its head to its embedding."""
+    """Ties its head to its embedding, and initialises linear layers from the top, as nanoGPT does."""
 
     def __init__(self) -> None:
         super().__init__()
         self.words = nn.Embedding(WORDS, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(2))
         self.recurrent = nn.LSTM(WIDTH, WIDTH, batch_first=True)  # it has weak references to its weights
+        self.norm = nn.BatchNorm1d(WIDTH)
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
         self.head.weight = self.words.weight
         self.apply(self._init_weights)
 
     @staticmethod
     def _init_weights(layer: nn.Module) -> None:
-        if isinstance(layer, nn.Linear):
+        if type(layer) is nn.Linear:
             layer.weight.data.normal_(0.0, 0.02)
 
     def forward(self, words: Tensor) -> Tensor:
@@ -56,24 +65,25 @@ class Model(nn.Module):
         for block in self.blocks:
             x = block(x)
         x = x + self.recurrent(x)[0]
-        out: Tensor = self.head(x)
+        out: Tensor = self.head(self.norm(x.flatten(0, 1)))
         return out
 
 
-def train(settings: dict[str, Any], how: str = "deferred") -> tuple[dict[str, Tensor], list[float], list[float]]:
-    """Build and train a model. Return its first weights, losses, and random numbers that follow the construction."""
+def train(settings: dict[str, Any], how: str = "deferred") -> tuple[dict[str, Tensor], list[float]]:
+    """Build and train a model. Return its first weights and its losses."""
     with unitrain.init(device="cpu", timeout_s=60, **settings) as strategy:
-        if how == "deferred":
-            with strategy.deferred():
+        if how == "dense on rank 0":
+            with torch.device("cpu" if strategy.is_main else "meta"):
+                torch.manual_seed(0)
                 model = Model()
         else:
-            with torch.device("cpu" if how == "dense" or strategy.is_main else "meta"):
+            with strategy.deferred():
                 model = Model()
-        optimizer, drawn = AdamW(model.parameters()), torch.rand(2).tolist()
+        optimizer = AdamW(model.parameters())
         called: list[int] = []
         model.words.weight.register_hook(lambda gradient: called.append(gradient.numel()))  # type: ignore[no-untyped-call]
         model.words.weight.learns = "fast"  # type: ignore[attr-defined]
-        model, optimizer = strategy.prepare(model, optimizer)
+        model, optimizer = strategy.prepare(model, optimizer, initialise=model._init_weights)
         kept = strategy.unwrap(model).get_parameter("words.weight")
         assert settings["backend"] == "fsdp" or vars(kept)["learns"] == "fast"
         plain = strategy.export(model)
@@ -81,11 +91,12 @@ def train(settings: dict[str, Any], how: str = "deferred") -> tuple[dict[str, Te
         words = torch.arange(24).view(4, 6)
         losses = []
         for _ in range(2):
-            loss = cross_entropy(model(words).flatten(0, 1), words.flatten())
+            loss = cross_entropy(model(words), words.flatten())
             losses.append(loss.item())
             strategy.step(loss, optimizer)
         assert called == [WORDS * WIDTH] * 2
-        return first, losses, drawn
+        assert not torch.equal(strategy.export(model).get_parameter("words.weight"), first["words.weight"])
+        return first, losses
 
 
 def assert_trained(found: Any, expected: Any) -> None:
@@ -96,10 +107,9 @@ def assert_trained(found: Any, expected: Any) -> None:
 
 
 CASES = [
-    ({"backend": "single"}, 1, "deferred"),
     ({"backend": "ddp"}, 2, "deferred"),
-    ({"backend": "fsdp"}, 2, "deferred"),
-    ({"backend": "fsdp", "activation_checkpointing": True}, 3, "deferred"),
+    ({"backend": "fsdp", "fsdp": {"wrap": ["Linear", "LSTM"]}}, 2, "deferred"),
+    ({"backend": "fsdp"}, 3, "deferred"),
     ({"backend": "fsdp"}, 2, "dense on rank 0"),
     pytest.param({"backend": "ddp"}, 2, "dense on rank 0", marks=pytest.mark.soak),
     pytest.param({"backend": "horovod"}, 2, "deferred", marks=HOROVOD),
@@ -107,27 +117,121 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def dense() -> Any:
-    return run_ranks(train, {"backend": "single"}, "dense", nprocs=1)[0]
+def alone() -> dict[str, Any]:
+    return {how: run_ranks(train, {"backend": "single"}, how, nprocs=1)[0] for how in ("deferred", "dense on rank 0")}
 
 
 @pytest.mark.parametrize(("settings", "world", "how"), CASES)
-def test_its_weights_are_those_of_one_process_that_builds_it_in_memory(
-    settings: dict[str, Any], world: int, how: str, dense: Any
+def test_weights_are_the_same_on_any_number_of_ranks_and_any_backend(
+    settings: dict[str, Any], world: int, how: str, alone: dict[str, Any]
 ) -> None:
     launcher: Any = "horovodrun" if settings["backend"] == "horovod" else "spawn"
-    for rank, found in enumerate(run_ranks(train, settings, how, nprocs=world, launcher=launcher)):
-        assert_trained(found, dense)
-        assert found[2] == dense[2] or (how != "deferred" and rank > 0)
+    for found in run_ranks(train, settings, how, nprocs=world, launcher=launcher):
+        assert_trained(found, alone[how])
 
 
-@pytest.mark.soak
-def test_in_fp64_as_well() -> None:
-    settings = {"backend": "fsdp", "precision": "fp64"}
-    expected = run_ranks(train, {**settings, "backend": "single"}, "dense", nprocs=1)[0]
-    for found in run_ranks(train, settings):
-        assert_trained(found, expected)
-        assert found[0]["words.weight"].dtype == torch.float64
+def test_weights_are_drawn_as_the_modules_say(alone: dict[str, Any]) -> None:
+    weights = alone["deferred"][0]
+    for block in ("blocks.0", "blocks.1"):
+        assert weights[f"{block}.layers.0.weight"].std() == pytest.approx(0.02, rel=0.2)
+        assert weights[f"{block}.layers.2.bias"].eq(0).all(), "the block's own reset_parameters comes later"
+        assert weights[f"{block}.attention.in_proj_bias"].eq(0).all()
+        assert weights[f"{block}.scales"].eq(0.5).all()
+        assert weights[f"{block}.mask"].any()
+    assert weights["words.weight"].std() == pytest.approx(1, rel=0.1)
+    for name in ("gate", "attention.in_proj_weight", "layers.0.weight", "layers.0.bias"):
+        assert not torch.equal(weights[f"blocks.0.{name}"], weights[f"blocks.1.{name}"]), name
+    assert weights["head.weight"].equal(weights["words.weight"])
+    assert weights["norm.running_var"].eq(1).all()
+
+
+def test_two_models_differ_and_other_random_numbers_stay() -> None:
+    with unitrain.init(backend="single", device="cpu") as strategy:
+        torch.manual_seed(3)
+        later = torch.rand(2)
+        torch.manual_seed(3)
+        with strategy.deferred():
+            models = [nn.Linear(3, 4), nn.Linear(3, 4)]
+        one, other = strategy.prepare(models[0], models[1])
+        assert not torch.equal(one.weight, other.weight)
+        assert torch.equal(torch.rand(2), later)
+    with unitrain.init(backend="single", device="cpu", precision="fp64") as strategy:
+        with torch.device("meta"):
+            again = nn.Linear(3, 4)
+        again = strategy.prepare(again, initialise=lambda module: None)
+        assert torch.equal(again.weight, one.weight.double()), "the seed and the order of preparation decide"
+
+
+def test_models_of_hugging_face_initialise_themselves() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(vocab_size=64, n_positions=8, n_embd=64, n_layer=8, n_head=2, bos_token_id=1, eos_token_id=2)
+    with unitrain.init(backend="single", device="cpu") as strategy:
+        with strategy.deferred():
+            model = GPT2LMHeadModel(config)
+        with pytest.raises(UsageError, match=r"GPT2LMHeadModel in a constructor.*model._init_weights"):
+            strategy.prepare(model)
+        model = strategy.prepare(model, initialise=model._init_weights)
+        weights = model.state_dict()
+        assert weights["transformer.h.1.mlp.c_fc.weight"].std() == pytest.approx(0.02, rel=0.05)
+        assert weights["transformer.h.1.mlp.c_proj.weight"].std() == pytest.approx(0.02 / 4, rel=0.05)
+        assert torch.isfinite(model(input_ids=torch.arange(6)[None]).logits).all()
+
+
+# ------------------------------------------------------------------------------------------------------ what is refused
+
+
+class Direct(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.gate = nn.Parameter(torch.randn(2))
+
+
+class Partly(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 2))
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight[:2])
+
+
+class Copied(nn.Module):
+    """Copies another module's weight, which is not in memory with its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def reset_parameters(self) -> None:
+        self.second.weight.data.copy_(self.first.weight)
+
+
+def refusals() -> list[str]:
+    said = []
+    with unitrain.init(device="cpu", timeout_s=30) as strategy:
+        kinds: list[Callable[[], nn.Module]] = [
+            Direct, Partly, Copied, lambda: nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)),
+        ]  # fmt: skip
+        for kind in kinds:
+            with strategy.deferred():
+                model = kind()
+            try:
+                strategy.prepare(nn.Sequential(model), initialise=lambda module: None)
+            except UsageError as error:
+                said.append(str(error))
+    return said
+
+
+def test_what_nothing_initialises_is_refused_by_name() -> None:
+    for said in run_ranks(refusals):
+        direct, partly, copied, normed = said
+        assert "prepare() can't initialise 0.gate of a Direct" in direct
+        assert "Give the module a reset_parameters() that sets it, or pass prepare(..., initialise=function)" in direct
+        assert "prepare() can't initialise 0.weight of a Partly" in partly
+        assert "can't initialise 0.second: initialising the Copied at 0 needs more than the parameters of one" in copied
+        assert "0.parametrizations.weight.original0 of a ParametrizationList" in normed
 
 
 class Lost(nn.Module):
@@ -138,21 +242,24 @@ class Lost(nn.Module):
 
 
 def without_values() -> list[str]:
-    """Return the errors for models on the meta device."""
+    """Return the errors for models whose weights are to be loaded."""
     said = []
     with unitrain.init(backend="fsdp", device="cpu", timeout_s=30) as strategy:
         with torch.device("meta"):
             lost, model = Lost(), nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+        with strategy.deferred():
+            deferred = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
         try:
             strategy.prepare(lost)
         except UsageError as error:
             said.append(str(error))
-        model = strategy.prepare(model)
-        assert all(strategy.full_tensor(p.detach()).isnan().all() for p in model.parameters())
-        try:
-            model(torch.ones(1, 2))
-        except UsageError as error:
-            said.append(str(error))
+        for one, initialise in ((model, True), (deferred, False)):
+            one = strategy.prepare(one, initialise=initialise)
+            assert all(strategy.full_tensor(p.detach()).isnan().all() for p in one.parameters())
+            try:
+                one(torch.ones(1, 2))
+            except UsageError as error:
+                said.append(str(error))
         return said
 
 
@@ -176,9 +283,11 @@ def test_a_model_on_the_meta_device_is_called_when_all_its_weights_are_loaded(tm
             assert torch.equal(model(torch.ones(1, 1, 3))[0], expected(torch.ones(1, 1, 3))[0])
 
 
-def test_a_model_on_the_meta_device_is_not_called_without_values() -> None:
-    for lost, called in run_ranks(without_values):
+def test_a_model_is_not_called_without_values() -> None:
+    for lost, *called in run_ranks(without_values):
         assert "1 buffers that no checkpoint contains (table, ...) have no values" in lost
         assert "build it within `with strategy.deferred():` instead" in lost
-        assert "4 of its weights (0.bias, 0.weight, 1.bias, ...) have no values: load them" in called
-        assert "strategy.load_weights, or resume a checkpoint" in called
+        assert len(called) == 2
+        for said in called:
+            assert "4 of its weights (0.bias, 0.weight, 1.bias, ...) have no values: load them" in said
+            assert "strategy.load_weights, or resume a checkpoint" in said

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from unitrain.checkpoint.weights.reading import open_regular, reason
+from unitrain.checkpoint.store.reading import open_regular, reason
 from unitrain.communication.streaming import RowBlocks
 from unitrain.errors import CheckpointError
 

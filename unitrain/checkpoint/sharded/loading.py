@@ -15,7 +15,7 @@ from unitrain.checkpoint.run_state import RunState
 from unitrain.checkpoint.sharded.opening import Opened
 from unitrain.checkpoint.sharded.parameter_names import in_order, numbers_before, path_in_order
 from unitrain.checkpoint.sharded.shards import put_blocks
-from unitrain.checkpoint.store.folder import RUN
+from unitrain.checkpoint.store.manifest import RUN
 from unitrain.communication.communicator import Communicator
 from unitrain.communication.streaming import Form, Held, Keys, RowBlocks, receive, receive_optimizer, rows_read
 

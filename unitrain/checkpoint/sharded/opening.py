@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from unitrain.checkpoint.sharded import saved
+from unitrain.checkpoint.sharded.saved import Saved
 from unitrain.checkpoint.sharded.shards import paths
 from unitrain.checkpoint.sharded.verifying import JointVerification
-from unitrain.checkpoint.store.folder import Folder, Saved
+from unitrain.checkpoint.store.folder import Folder
 from unitrain.checkpoint.store.manifest import Manifest
 from unitrain.communication.communicator import Communicator
 from unitrain.communication.streaming import Keys, outline

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from unitrain.checkpoint.store.folder import Begun, Folder
-from unitrain.checkpoint.weights.reading import reason
+from unitrain.checkpoint.store.folder import Draft, Folder
+from unitrain.checkpoint.store.reading import reason
 from unitrain.communication.communicator import Communicator
 from unitrain.errors import CheckpointError
 from unitrain.process import print_stderr
@@ -21,13 +21,13 @@ T = TypeVar("T")
 _POLL_S, _LONGEST_POLL_S = 0.05, 1.0
 
 
-def begin(communicator: Communicator, folder: Folder, step: int) -> Begun | None:
+def begin(communicator: Communicator, folder: Folder, step: int) -> Draft | None:
     """Begin a checkpoint, and return its place as this rank sees it; None if rank 0 has to write it alone. Collective.
 
     Raises:
         CheckpointError: rank 0 can't begin it.
     """
-    begun: Begun | None = None
+    begun: Draft | None = None
 
     def place() -> list[str] | None:
         nonlocal begun
@@ -50,7 +50,7 @@ def begin(communicator: Communicator, folder: Folder, step: int) -> Begun | None
     return begun if all(sees for sees, _ in answers) else None
 
 
-def write_own(begun: Begun, rank: int, name: str, content: Any, patience_s: float) -> None:
+def write_own(begun: Draft, rank: int, name: str, content: Any) -> None:
     """Write this rank's file, and describe it, or why it could not be written, to rank 0.
 
     Args:
@@ -58,11 +58,8 @@ def write_own(begun: Begun, rank: int, name: str, content: Any, patience_s: floa
         rank: this rank.
         name: of the file, without ending.
         content: tensors and plain data.
-        patience_s: how long to wait until rank 0 has begun.
     """
     try:
-        if waited_for(lambda: begun.is_ready() or None, patience_s) is None:
-            raise CheckpointError(f"rank 0 has not begun the checkpoint within timeout_s ({patience_s:g} s)")
         said: dict[str, Any] = {"files": begun.write({name: content})}
     except Exception as error:  # pickling may raise any exception
         said = {"error": reason(error)}
@@ -70,7 +67,7 @@ def write_own(begun: Begun, rank: int, name: str, content: Any, patience_s: floa
         begun.tell(rank, json.dumps(said))
 
 
-def collect(begun: Begun, ranks: Iterable[int], patience_s: float) -> dict[str, Any]:
+def collect(begun: Draft, ranks: Iterable[int], patience_s: float) -> dict[str, Any]:
     """Wait for the files of other ranks, and return what the manifest says of them.
 
     Args:

@@ -1,18 +1,18 @@
 """Keeps two jobs from saving to one folder: a file in it names the process that does, and shows that it is alive.
 
-``Lock`` decides who may save; what a file is differs between a disk (``FolderLock``) and an object store (``Lease``).
+File locks are not used: object stores have none, many network file systems neither, or keep them to one host.
 
-File locks are not used: many network file systems have none, or keep them to one host.
+Of two jobs that start at the same time, one creates the file: the file system or the server decides. Over the file of a
+job that ended without removing it, two may both be let in within the same moment. Then the first of them finds out
+before it writes its next manifest, and fails.
 """
 
 from __future__ import annotations
 
 import os
 import socket
-import tempfile
 import threading
 import time
-from abc import ABC, abstractmethod
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, ClassVar
@@ -20,7 +20,7 @@ from uuid import uuid4
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from unitrain.checkpoint.weights.reading import open_regular
+from unitrain.checkpoint.store.store import Store
 from unitrain.errors import CheckpointError
 from unitrain.process import print_stderr
 
@@ -29,8 +29,6 @@ BEAT_S = 5.0
 STALE_S = 30.0
 """The holder of a lock on another host counts as ended if it has not touched the file for this long."""
 _POLL_S = 0.5
-LARGEST = 2**12
-"""Bytes that are read of a lock."""
 
 
 class Holder(BaseModel):
@@ -92,24 +90,30 @@ def _this_process() -> Holder:
     return Holder(host=socket.gethostname(), pids=pids, pid=os.getpid(), started=started, token=uuid4().hex)
 
 
-class Lock(ABC):
-    """Holds the lock of a folder until ``release``. A thread touches the file every few seconds meanwhile.
+class Lock:
+    """Holds the lock of a store until ``release``. A thread renews the file every few seconds meanwhile.
 
     Args:
-        folder: path or URL of the folder, for messages.
+        store: the folder of the checkpoints.
+
+    Attributes:
+        token: tells this lock from all others.
 
     Raises:
         CheckpointError: another process holds the lock, or the file can't be written.
     """
 
-    def __init__(self, folder: str) -> None:
-        self._name = folder
+    def __init__(self, store: Store) -> None:
+        self._store = store
         self._own = _this_process()
-        holder = self._read()
+        self.token: str = self._own.token
+        store.make()
+        holder = holder_of(store)
         if holder is not None and self._is_alive(holder):
+            remedy = f" If it was killed, remove {store.shown(NAME)}." if store.few_writes else ""
             raise CheckpointError(
-                f"{folder} is in use by {self._read() or holder}: two jobs can't save checkpoints to one folder. "
-                f"Wait until that job has ended, or stop it, or use another folder.{self._remedy}"
+                f"{store} is in use by {holder_of(store) or holder}: two jobs can't save checkpoints to one folder. "
+                f"Wait until that job has ended, or stop it, or use another folder.{remedy}"
             )
         self._take(replaces=holder is not None)
         self._released = threading.Event()
@@ -122,20 +126,19 @@ class Lock(ABC):
         Raises:
             CheckpointError: another process has taken the folder, or it was on a disk that is no longer there.
         """
-        holder = self._read()
+        holder = holder_of(self._store)
         if holder == self._own:
             return
         if holder is not None:
             raise CheckpointError(
-                f"{self._name} was taken by {holder} while this run was saving to it: two jobs can't save "
+                f"{self._store} was taken by {holder} while this run was saving to it: two jobs can't save "
                 "checkpoints to one folder."
             )
         if self._released.is_set():
-            raise CheckpointError(f"{self._name} has been closed.")
-        self._check_place()
+            raise CheckpointError(f"{self._store} has been closed.")
         self._take(replaces=False)
         print_stderr(
-            f"unitrain: {self._name} was removed, moved or emptied while this run was going on: it has been made "
+            f"unitrain: {self._store} was removed, moved or emptied while this run was going on: it has been made "
             "again, and holds this run's checkpoints from now on."
         )
 
@@ -146,144 +149,79 @@ class Lock(ABC):
         self._released.set()
         self._thread.join()
         with suppress(OSError, CheckpointError):
-            if self._read() == self._own:
-                self._remove()
+            if holder_of(self._store) == self._own:
+                self._store.remove(NAME)
 
     def _take(self, *, replaces: bool) -> None:
-        self._write(self._own.model_dump_json().encode(), replaces=replaces)
-        if self._read() != self._own:
-            raise CheckpointError(f"{self._name} was taken by another job at the same moment: start one at a time.")
+        try:
+            self._store.make()
+            with suppress(FileExistsError):  # another process has written it just now
+                self._store.put(NAME, self._text, exclusive=not replaces)
+        except OSError as error:
+            raise CheckpointError(f"checkpoints can't be written to {self._store}: {error}") from error
+        if holder_of(self._store) != self._own:
+            raise CheckpointError(f"{self._store} was taken by another job at the same moment: start one at a time.")
+
+    @property
+    def _text(self) -> bytes:
+        return self._own.model_dump_json().encode()
 
     def _is_alive(self, holder: Holder) -> bool:
         if holder.place != self._own.place:
-            return self._is_touched(holder)
+            return self._store.few_writes or self._is_renewed(holder)
         # A checkpoint of this process that was not closed is no longer used: a strategy has only one.
         return holder.pid != self._own.pid and holder.is_running()
 
-    def _is_touched(self, holder: Holder) -> bool:
-        """Return whether the file is touched within the next seconds; not if it has not been for long."""
-        first = self._touched()
+    def _is_renewed(self, holder: Holder) -> bool:
+        """Return whether the file is renewed within the next seconds; not if it has not been for long."""
+        first = self._renewed()
         left = STALE_S - (self._clock() - first)
         if left > 0:
             print_stderr(
-                f"unitrain: {self._name} is locked by {holder}. Waiting for up to {left:.0f} s to see whether that "
+                f"unitrain: {self._store} is locked by {holder}. Waiting for up to {left:.0f} s to see whether that "
                 "process is still running."
             )
         end = time.monotonic() + left
         while time.monotonic() < end:
             time.sleep(_POLL_S)
-            if self._touched() != first:
-                return self._read() is not None
+            if self._renewed() != first:
+                return holder_of(self._store) is not None
         return False
 
-    def _beat(self) -> None:
-        while not self._released.wait(BEAT_S):
-            with suppress(OSError, CheckpointError):
-                if self._read() == self._own:
-                    self._touch()
-
-    @property
-    def _remedy(self) -> str:
-        return ""
-
-    def _check_place(self) -> None:
-        """Raise CheckpointError if the folder must not be made again."""
-
-    @abstractmethod
-    def _read(self) -> Holder | None:
-        """Return the holder of the lock, an unknown one if the file is damaged, or None if there is no file."""
-
-    @abstractmethod
-    def _write(self, text: bytes, *, replaces: bool) -> None:
-        """Write the file, unless there is one that it does not replace."""
-
-    @abstractmethod
-    def _touch(self) -> None:
-        """Change when the file was last written to."""
-
-    @abstractmethod
-    def _touched(self) -> float:
-        """Return when the file was last written to, in seconds by the clock of where it is; 0 if it is gone."""
-
-    @abstractmethod
-    def _clock(self) -> float:
-        """Return the time by that clock."""
-
-    @abstractmethod
-    def _remove(self) -> None:
-        """Remove the file."""
-
-
-class FolderLock(Lock):
-    """The lock of a folder of a file system.
-
-    Args:
-        folder: it exists.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._path = folder / NAME
-        self._disk = folder.stat().st_dev
-        super().__init__(str(folder))
-
-    def _check_place(self) -> None:
-        there = next(path for path in (self._folder, *self._folder.absolute().parents) if path.exists())
-        if there.stat().st_dev != self._disk:
-            raise CheckpointError(
-                f"the disk of {self._folder} is no longer mounted: what is there now is on another. Mount it again, "
-                "and resume the run."
-            )
-
-    def _read(self) -> Holder | None:
-        return holder_of(self._folder)
-
-    def _write(self, text: bytes, *, replaces: bool) -> None:
+    def _renewed(self) -> float:
+        """Return when the file was renewed, in seconds by the clock of where it is; 0 if it is gone."""
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            if replaces:
-                temporary = self._path.with_name(f"{NAME}.{self._own.token}")
-                temporary.write_bytes(text)
-                os.replace(temporary, self._path)
-            else:
-                with suppress(FileExistsError), open(self._path, "xb") as file:  # by another process, just now
-                    file.write(text)
-        except OSError as error:
-            raise CheckpointError(f"checkpoints can't be written to {self._folder}: {error}") from error
-
-    def _touch(self) -> None:
-        os.utime(self._path)
-
-    def _touched(self) -> float:
-        # Opened, a file is looked up again on the server.
-        try:
-            with open_regular(self._path) as file:
-                return os.fstat(file.fileno()).st_mtime
+            return self._store.modified(NAME)
         except FileNotFoundError:
             return 0.0
 
     def _clock(self) -> float:
-        # The server of the file system may have another clock than this host.
-        with tempfile.TemporaryFile(dir=self._folder) as file:
-            file.write(b"now")
-            file.flush()
-            return os.fstat(file.fileno()).st_mtime
+        """Return the time by that clock: the server of a file system may have another one than this host."""
+        name = f"{NAME}.{self.token}"
+        self._store.put(name, b"now")
+        try:
+            return self._store.modified(name)
+        finally:
+            self._store.remove(name)
 
-    def _remove(self) -> None:
-        self._path.unlink()
+    def _beat(self) -> None:
+        while not self._released.wait(BEAT_S):
+            with suppress(OSError, CheckpointError):
+                if not self._store.few_writes and holder_of(self._store) == self._own:
+                    self._store.touch(NAME, self._text)
 
 
-def holder_of(folder: Path) -> Holder | None:
-    """Return the holder of the lock of a folder of a file system, an unknown one if the file is damaged, or None.
+def holder_of(store: Store) -> Holder | None:
+    """Return the holder of the lock of a store, an unknown one if the file is damaged, or None if there is no file.
 
     Raises:
         CheckpointError: the file can't be read.
     """
-    path = folder / NAME
     try:
-        with open_regular(path) as file:
-            return Holder.parsed(file.read(LARGEST))
+        return Holder.parsed(store.get(NAME))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        raise CheckpointError(f"{path} can't be read: {error}. If no job uses this folder, remove it.") from error
+        raise CheckpointError(
+            f"{store.shown(NAME)} can't be read: {error}. If no job uses this folder, remove it."
+        ) from error

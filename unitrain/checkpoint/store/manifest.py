@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
-from unitrain.checkpoint.weights.reading import open_regular
 from unitrain.errors import CheckpointError
 
 NAME = "manifest.json"
 SCHEMA = 1
+RUN = "_run"
+METRICS = "_metrics"
+"""Parts of a checkpoint that are not an object's state."""
 LARGEST = 2**26
 """Bytes that are read of a manifest."""
+FOLDER = re.compile(r"step-(\d{10})(?:\.(\d+))?")
+"""The names of the folders of checkpoints: the step, and in an object store how often it had been saved before."""
 
-FileName = Annotated[str, StringConstraints(pattern=r"^[^/\x00]+\.pt$")]
+FileName = Annotated[str, StringConstraints(pattern=r"^[^/\x00]+$")]
 
 
 def folder_name(step: int) -> str:
@@ -62,28 +66,16 @@ def to_json(step: int, about: Mapping[str, Any], files: Mapping[str, Any]) -> st
     return json.dumps({**manifest, "digest": _digest(manifest)}, indent=1)
 
 
-def read(folder: Path) -> Manifest:
-    """Return the manifest of a checkpoint.
-
-    Raises:
-        DamagedError: it is missing or changed, or has other fields than it must.
-        CheckpointError: its format is that of another version.
-    """
-    path = folder / NAME
-    try:
-        with open_regular(path) as file:
-            text = file.read(LARGEST)
-    except OSError as error:
-        raise DamagedError(f"{path}: {error.strerror}") from error
-    return parsed(text, str(folder))
-
-
 def parsed(text: bytes, folder: str) -> Manifest:
-    """Return the manifest with this text. Raises the errors of ``read``.
+    """Return the manifest with this text.
 
     Args:
         text: the content of the file.
         folder: path or URL of the checkpoint, for messages.
+
+    Raises:
+        DamagedError: the text has changed, or has other fields than it must.
+        CheckpointError: its format is that of another version.
     """
     path = f"{folder}/{NAME}"
     try:

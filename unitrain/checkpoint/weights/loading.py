@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from unitrain.checkpoint.weights.weight_files import LocalWeights, WeightFiles
+from unitrain.checkpoint.store.located import store_at
+from unitrain.checkpoint.weights.weight_files import WeightFiles
 from unitrain.communication.communicator import Communicator
 from unitrain.communication.streaming import Form, broadcast_tensors, rows_read
 from unitrain.errors import CheckpointError, UsageError
@@ -24,16 +25,16 @@ def load_weights(communicator: Communicator, prepared: PreparedModules, module: 
     plain = prepared.unwrap(module)
     files: WeightFiles | None = None
 
-    def read() -> tuple[list[str], list[str], dict[str, Form]]:
+    def read() -> tuple[str, list[str], list[str], dict[str, Form]]:
         nonlocal files
-        files = _files_at(place)
-        return files.names, files.digests(), files.forms()
+        files = WeightFiles.at(place)
+        return files.store.location, files.names, files.digests(), files.forms()
 
-    names, digests, forms = communicator.on_main(read)
+    location, names, digests, forms = communicator.on_main(read)
     targets = _targets(plain, forms, path)
     if communicator.shards_parameters:
         if files is None:
-            files = _seen(place, names, digests)
+            files = _seen(location, names, digests)
         if all(communicator.all_gather_data(files is not None)):
             assert files is not None
             # Each reads its own part. What every rank needs whole is sent instead: a disk serves one reader faster.
@@ -49,23 +50,10 @@ def load_weights(communicator: Communicator, prepared: PreparedModules, module: 
         waiting.end()
 
 
-def _files_at(place: Path | str) -> WeightFiles:
-    if isinstance(place, Path):
-        return LocalWeights.at(place)
-    from unitrain.checkpoint.weights.remote_weights import RemoteWeights  # and fsspec
-
-    return RemoteWeights.at(place)
-
-
-def _seen(place: Path | str, names: list[str], digests: list[str]) -> WeightFiles | None:
+def _seen(location: str, names: list[str], digests: list[str]) -> WeightFiles | None:
     """Return the files that rank 0 has found, on another rank; None if it does not see the same."""
     try:
-        if isinstance(place, Path):
-            files: WeightFiles = LocalWeights(names)
-        else:
-            from unitrain.checkpoint.weights.remote_weights import RemoteWeights  # and fsspec
-
-            files = RemoteWeights(names)
+        files = WeightFiles(store_at(parsed(location)), names)
         return files if files.digests() == digests else None
     except CheckpointError:
         return None

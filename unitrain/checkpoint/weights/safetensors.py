@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from unitrain.checkpoint.weights.mapped import MappedFiles
-from unitrain.checkpoint.weights.reading import open_regular
 from unitrain.errors import CheckpointError
 
 DTYPES = {
@@ -36,28 +33,6 @@ class Stored(NamedTuple):
         """Return some of its rows."""
         row = (self.end - self.start) // max(1, self.shape[0])
         return Stored(self.dtype, [end - start, *self.shape[1:]], self.start + start * row, self.start + end * row)
-
-
-def files_at(path: Path) -> list[Path]:
-    """Return the files with a model's weights: one, or those that an index of Hugging Face names.
-
-    Args:
-        path: a file, an index, or the folder of one of either.
-
-    Raises:
-        CheckpointError: there is none, or the index is none.
-    """
-    if path.is_dir():
-        path /= name_in([one.name for one in path.iterdir()], str(path))
-    if not path.exists():
-        raise CheckpointError(f"{path} does not exist.")
-    if not path.name.endswith(INDEX):
-        return [path]
-    try:
-        text = path.read_bytes()
-    except OSError as error:
-        raise CheckpointError(f"{path} could not be read: {error.strerror or error}.") from error
-    return [path.parent / name for name in names_in_index(text, str(path))]
 
 
 def name_in(names: Sequence[str], folder: str) -> str:
@@ -111,26 +86,6 @@ def stored_in(read: Callable[[int, int], bytes], size: int, shown: str) -> dict[
         return {name: _stored(8 + length, size, about) for name, about in header.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{shown} is no whole file of safetensors: {type(error).__name__}: {error}") from error
-
-
-def tensors_in(path: Path, files: MappedFiles) -> dict[str, Tensor]:
-    """Return the tensors of a file, which are read from the disk when they are used.
-
-    Raises:
-        CheckpointError: it can't be read, or is no such file.
-    """
-    try:
-        with open_regular(path) as file:
-
-            def read(start: int, end: int) -> bytes:
-                file.seek(start)
-                return file.read(end - start)
-
-            found = stored_in(read, path.stat().st_size, str(path))
-        content = torch.empty(0, dtype=torch.uint8).set_(files.map(path))
-    except OSError as error:
-        raise CheckpointError(f"{path} could not be read: {error.strerror or error}.") from error
-    return {name: tensor_of(content[stored.start : stored.end], stored) for name, stored in found.items()}
 
 
 def tensor_of(raw: Tensor, stored: Stored) -> Tensor:

@@ -10,8 +10,6 @@ import torch
 
 from unitrain.commands.launchers import local_launchers
 from unitrain.commands.verify.worlds import World, find_worlds
-from unitrain.communication.backend import load_backend
-from unitrain.config import StrategyConfig
 from unitrain.settings.schema import variable
 
 LEVERS: dict[str, tuple[object, ...]] = {
@@ -20,17 +18,8 @@ LEVERS: dict[str, tuple[object, ...]] = {
     "horovod.cycle_time_ms": (0.5, 2.0),
     "horovod.fusion_threshold_mb": (8.0, 256.0),
     "threads_per_process": (),
-    "compression": (),
 }
-"""Settings that affect speed, and the values to try; for empty ones see ``values_of``."""
-
-LOSSY = frozenset({"compression"})
-"""Settings that change the result of training: measured, but never recommended."""
-
-# By default PowerSGD's first 1000 steps are not compressed.
-_TOGETHER_WITH: dict[tuple[str, object], tuple[tuple[str, object], ...]] = {
-    ("compression", "powersgd"): (("ddp.powersgd_start_step", 2),),
-}
+"""Settings that affect speed but not the result, and the values to try; those of threads depend on the world."""
 
 
 @dataclass(frozen=True)
@@ -45,13 +34,6 @@ class Candidate:
         """Return the candidate with a setting added or replaced."""
         return replace(self, settings=(*((n, v) for n, v in self.settings if n != name), (name, value)))
 
-    def with_lever(self, name: str, value: object) -> Candidate:
-        """Return the candidate with a setting to tune, and those that it needs to have an effect in a short run."""
-        candidate = self.with_setting(name, value)
-        for other in _TOGETHER_WITH.get((name, value), ()):
-            candidate = candidate.with_setting(*other)
-        return candidate
-
     def variables(self) -> dict[str, str]:
         """Return the environment variables with which the recipe runs as this candidate."""
         settings = (("backend", self.world.backend), *self.settings)
@@ -61,13 +43,12 @@ class Candidate:
         return ", ".join([f"{self.world}: {self.world.backend}", *(f"{name} {value}" for name, value in self.settings)])
 
 
-def most_processes() -> int:
-    """Return the number of GPUs of this host, or of cores if there are none."""
-    return torch.cuda.device_count() or len(os.sched_getaffinity(0))
+def worlds_to_measure(backends: Sequence[str], most: int | None) -> list[World]:
+    """Return the worlds of 2, 4, 8, ..., ``most`` processes that can be started here, smallest first.
 
-
-def worlds_to_measure(backends: Sequence[str], most: int) -> list[World]:
-    """Return the worlds of 2, 4, 8, ..., ``most`` processes that can be started here, smallest first."""
+    None means the number of GPUs of this host, or of cores if there are none.
+    """
+    most = most or torch.cuda.device_count() or len(os.sched_getaffinity(0))
     sizes = sorted({*(2**i for i in range(1, most.bit_length()) if 2**i <= most), most} - {1})
     found = find_worlds(backends, {launcher: sizes for launcher in local_launchers() if launcher != "python"})
     return sorted(found, key=lambda world: world.size)
@@ -75,20 +56,10 @@ def worlds_to_measure(backends: Sequence[str], most: int) -> list[World]:
 
 def levers_of(world: World, names: Sequence[str]) -> Iterator[tuple[str, object]]:
     """Yield the settings among ``names`` that have an effect in a world, with each value to try."""
+    share = max(1, len(os.sched_getaffinity(0)) // world.size)
+    threads = sorted({1, share} | ({2 * share} if world.size > 1 else set()))
     for name in names:
-        section, _, own = name.rpartition(".")
-        if section and (section != world.backend or world.size == 1):
-            continue
-        for value in values_of(own, world) or LEVERS[name]:
-            yield name, value
-
-
-def values_of(lever: str, world: World) -> tuple[object, ...]:
-    """Return the values to try that depend on the world; empty for other settings."""
-    if lever == "threads_per_process":
-        share = max(1, len(os.sched_getaffinity(0)) // world.size)
-        return tuple(sorted({1, share, 2 * share} - ({2 * share} if world.size == 1 else set())))
-    if lever == "compression" and world.size > 1:
-        allowed = StrategyConfig.model_json_schema()["properties"]["compression"]["enum"]
-        return tuple(c for c in load_backend(world.backend).compressions if c in allowed and c != "none")
-    return ()
+        section = name.rpartition(".")[0]
+        if not section or (section == world.backend and world.size > 1):
+            for value in LEVERS[name] or threads:
+                yield name, value

@@ -6,29 +6,30 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
+from operator import sub
 from pathlib import Path
 from statistics import mean, median, quantiles
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 from unitrain.commands.bench.candidates import Candidate
 from unitrain.commands.launchers import launch_command
 from unitrain.commands.toolchain import running, small_mpi_environment
 from unitrain.commands.verify.comparison import cause
+from unitrain.metrics.throughput import Totals
 
 
-@dataclass(frozen=True)
-class Split:
-    """Where the time of a step goes, in seconds, as means over the ranks."""
+class Split(NamedTuple):
+    """Where the time of a step goes, in seconds of the host, as means over the ranks."""
 
-    data: float
+    data: float = 0.0
     """Waiting for the loader."""
-    compute: float
-    """Forward, backward and optimizer, as measured without communication."""
-    communication: float
-    """Averaging gradients, as far as it does not overlap with backward."""
-    idle: float
-    """Waiting for the slowest rank."""
+    forward: float = 0.0
+    """Everything else before ``strategy.step``."""
+    step: float = 0.0
+    """Backward, averaging gradients, and the optimizer."""
+    idle: float = 0.0
+    """The part of the step in which a rank waits for the slowest one to begin it."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,6 @@ class Measurement:
     spread: float = 0.0
     """Half of the interquartile range of the steps, relative to the median."""
     split: Split | None = None
-    """None if steps without communication are not possible."""
     problem: str = ""
     """Why it could not be measured, in one line."""
 
@@ -51,7 +51,8 @@ class Measurement:
         """Return the measurement for JSON."""
         world = self.candidate.world
         where = {"launcher": world.launcher, "processes": world.size, "backend": world.backend}
-        return {**where, **asdict(self), "candidate": str(self.candidate), "settings": dict(self.candidate.settings)}
+        more = {"split": self.split and self.split._asdict(), "settings": dict(self.candidate.settings)}
+        return {**where, **asdict(self), **more, "candidate": str(self.candidate)}
 
 
 def measure(candidate: Candidate, recipe: Path, flags: Sequence[str], steps: int) -> Measurement:
@@ -61,31 +62,23 @@ def measure(candidate: Candidate, recipe: Path, flags: Sequence[str], steps: int
         candidate: world and settings to run it with.
         recipe: a script that calls ``unitrain.init`` and takes ``--output-dir``.
         flags: further flags for it.
-        steps: number of optimizer steps, at least 6; steps without communication come in addition.
+        steps: number of optimizer steps, at least 6.
     """
     with TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        output = ("--output-dir", str(folder / "output"))
-        program = [
-            "-m",
-            "unitrain.commands.bench.trial",
-            temporary,
-            str(steps),
-            str(steps // 3),
-            str(recipe),
-            *flags,
-            *output,
-        ]
+        program = ["-m", "unitrain.commands.bench.trial", temporary, str(steps), str(recipe), *flags]
+        program += ["--output-dir", str(folder / "output")]
         world = candidate.world
         environment = {**small_mpi_environment(), **candidate.variables()}
         with running(launch_command(world.launcher, world.size, program), environment) as process:
             printed, _ = process.communicate()
         if process.returncode:
             return Measurement(candidate, problem=f"exit code {process.returncode}: {cause(printed)}")
-        files = sorted(folder.glob("rank*.json"))
-        records = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+        records = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("rank*.json"))]
     problem = _problem(candidate, records, steps)
-    return Measurement(candidate, problem=problem) if problem else evaluate(candidate, records, skipped=steps // 3)
+    if problem:
+        return Measurement(candidate, problem=problem)
+    return evaluate(candidate, [record["steps"][steps // 3 :] for record in records])
 
 
 def _problem(candidate: Candidate, records: Sequence[dict[str, Any]], steps: int) -> str:
@@ -106,43 +99,17 @@ def _problem(candidate: Candidate, records: Sequence[dict[str, Any]], steps: int
     return ""
 
 
-def evaluate(candidate: Candidate, records: Sequence[dict[str, Any]], skipped: int) -> Measurement:
-    """Return the measurement of a candidate from the records of its ranks.
-
-    Args:
-        candidate: the candidate.
-        records: the records of all ranks, as written by ``Recording``.
-        skipped: number of first steps that are not counted.
-    """
-    ranks = [_differences(record["steps"][skipped:]) for record in records]
-    steps = [mean(rank[i]["seconds"] for rank in ranks) for i in range(len(ranks[0]))]
-    samples = sum(step["samples"] for rank in ranks for step in rank) / len(steps)
+def evaluate(candidate: Candidate, ranks: Sequence[Sequence[Sequence[float]]]) -> Measurement:
+    """Return the measurement of a candidate from the ``Totals`` of each rank at the end of each step."""
+    ranks_steps = [[Totals(*map(sub, after, before)) for before, after in pairwise(rank)] for rank in ranks]
+    steps = [mean(one.seconds for one in step) for step in zip(*ranks_steps, strict=True)]
+    samples = sum(one.samples for rank in ranks_steps for one in rank) / len(steps)
     typical = median(steps)
     if not (typical and samples):
         return Measurement(candidate, problem="the training loop does not iterate over strategy.dataloader")
     low, _, high = quantiles(steps, n=4)
-    return Measurement(
-        candidate, samples / typical, typical, (high - low) / 2 / typical, _split(typical, ranks, records)
-    )
-
-
-def _split(step: float, ranks: Sequence[list[dict[str, float]]], records: Sequence[dict[str, Any]]) -> Split | None:
-    data = mean(median(one["data"] for one in rank) for rank in ranks)
-    if len(ranks) == 1:
-        return Split(data, step - data, 0.0, 0.0)
-    alone = [_differences(record["alone"]) for record in records]
-    if not all(alone):
-        return None
-    computing = [median(one["seconds"] - one["data"] for one in rank) for rank in alone]
-    compute = min(mean(computing), step - data)
-    idle = min(max(computing) - mean(computing), step - data - compute)
-    return Split(data, compute, step - data - compute - idle, idle)
-
-
-def _differences(totals: Sequence[Sequence[float]]) -> list[dict[str, float]]:
-    """Return the differences of a rank's ``Totals`` over each step."""
-    names = ("samples", "seconds", "data", "step")
-    return [
-        {name: now - before for name, now, before in zip(names, after, earlier, strict=True)}
-        for earlier, after in pairwise(totals)
-    ]
+    before = [median(one.seconds - one.step for one in rank) for rank in ranks_steps]  # of each rank, in a step
+    data = mean(median(one.data for one in rank) for rank in ranks_steps)
+    idle = min(max(before) - mean(before), typical - mean(before))
+    split = Split(data, mean(before) - data, typical - mean(before) - idle, idle)
+    return Measurement(candidate, samples / typical, typical, (high - low) / 2 / typical, split)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from dataclasses import asdict
 
@@ -56,3 +57,19 @@ def _print_table(findings: dict[str, Finding]) -> None:
         console.print("\nTo install or fix:")
         for fix, name in fixes.items():
             console.print(Text(f"  {name.replace('_', ' ')}: {fix}"), soft_wrap=True)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command to its parser."""
+    parser.add_argument(
+        "--hosts",
+        "-H",
+        metavar="LIST",
+        help="hosts of a job to look at over ssh: node1,node2 (or node1:8,node2:8); exit code 1 if one can't take part",
+    )
+    parser.add_argument("--json", action="store_true", help="print a JSON object")
+    parser.set_defaults(run=_run_command)
+
+
+def _run_command(arguments: argparse.Namespace) -> int:
+    return doctor(arguments.hosts, as_json=arguments.json)

@@ -6,6 +6,7 @@ A wheel is cached for every combination of versions, with a version that identif
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import os
@@ -250,3 +251,23 @@ def _install(console: Console, wheel: Path, combination: Combination, log: Path)
     found = find_horovod()
     if found is None or (found.controllers, found.nccl) != (combination.controllers, bool(combination.gpu)):
         raise BackendError(f"{wheel} was installed, but lacks features that it was built with ({combination}): {found}")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command to its parser."""
+    parser.add_argument("--version", default="0.28.1", help="version of Horovod (default: %(default)s)")
+    parser.add_argument(
+        "--gpu",
+        choices=["auto", "nccl", "none"],
+        default="auto",
+        help="nccl also builds GPU operations; auto does so if torch finds a GPU (default: %(default)s)",
+    )
+    parser.add_argument("--without-mpi", action="store_true", help="build without MPI even if it is installed")
+    parser.add_argument("--force", action="store_true", help="build, install and test again even if it is installed")
+    parser.set_defaults(run=_run_command)
+
+
+def _run_command(arguments: argparse.Namespace) -> int:
+    gpu = None if arguments.gpu == "none" else arguments.gpu
+    install_horovod(arguments.version, gpu=gpu, without_mpi=arguments.without_mpi, force=arguments.force)
+    return 0

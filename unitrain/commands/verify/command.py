@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -13,6 +14,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from unitrain.commands.arguments import path
 from unitrain.commands.launchers import launch_command, launch_environment
 from unitrain.commands.toolchain import running
 from unitrain.commands.verify import plain, recipe
@@ -149,3 +151,25 @@ def _print(verdicts: Sequence[Verdict], console: Console) -> None:
         if not v.passed and (not v.problems or v.problems not in printed):
             printed.add(v.problems)
             console.print(str(v), style="red", markup=False)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command to its parser."""
+    parser.add_argument("--backend", metavar="NAME", help="the only backend to verify (default: all)")
+    parser.add_argument(
+        "--device", default="cpu", help="device to train on: cpu, cuda or cuda:N (default: %(default)s)"
+    )
+    parser.add_argument("--recipe", type=path, metavar="PATH", help="recipe to train instead of the built-in model")
+    parser.add_argument("--output", type=path, metavar="FILE", help="write the deviations to this file as JSON")
+    parser.add_argument("flags", nargs="*", metavar="FLAG", help="flags for the recipe, after --")
+    parser.set_defaults(run=_run_command)
+
+
+def _run_command(arguments: argparse.Namespace) -> int:
+    return verify(
+        backend=arguments.backend,
+        device=arguments.device,
+        script=arguments.recipe,
+        flags=arguments.flags,
+        output=arguments.output,
+    )

@@ -11,11 +11,11 @@ import tempfile
 from codecs import getincrementaldecoder
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnContext, SpawnProcess
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from threading import Event, Thread
+from threading import Thread
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -24,9 +24,8 @@ from unitrain.job.starting.spawn import run_processes, spawn_environments
 
 T = TypeVar("T")
 
-# How long the reader of the output waits before it looks whether the ranks have ended: a process that a rank has left
-# behind may keep its pipe open.
-_CHECK_S = 0.2
+# How long to wait for the end of a rank's output: a process that it has left behind may keep its pipe open.
+_LEAVE_S = 0.5
 _READ_BYTES = 2**16
 
 
@@ -132,64 +131,40 @@ def _run_rank(path: Path, pipes: Sequence[Sequence[Connection]]) -> bytes:
 @contextmanager
 def _shown(processes: int) -> Iterator[list[list[Connection]]]:
     """Yield pipes for stdout and stderr of each rank, and show what the ranks write, until the end of the block."""
-    streams: dict[Connection, _Stream] = {}
-    pipes: list[list[Connection]] = []
-    for rank in range(processes):
-        pipes.append([])
+    pipes: list[list[Connection]] = [[] for _ in range(processes)]
+    threads = []
+    for rank, writers in enumerate(pipes):
         for name in ("stdout", "stderr"):
             reader, writer = multiprocessing.Pipe(duplex=False)
-            streams[reader] = _Stream(rank, name)
-            pipes[rank].append(writer)
-    ended = Event()
-    thread = Thread(target=_show, args=(streams, ended), name="unitrain output", daemon=True)
-    thread.start()
+            writers.append(writer)
+            threads.append(Thread(target=_show, args=(reader, rank, name), name="unitrain output", daemon=True))
+            threads[-1].start()
     try:
         yield pipes
     finally:
-        for writer in (writer for pair in pipes for writer in pair):
+        for writer in (writer for writers in pipes for writer in writers):
             writer.close()
-        ended.set()
-        thread.join()
-        for reader in streams:
-            reader.close()
+        for thread in threads:
+            thread.join(_LEAVE_S)
 
 
-def _show(streams: dict[Connection, _Stream], ended: Event) -> None:
-    readers = list(streams)
-    while readers:
-        ready = wait(readers, _CHECK_S)
-        for reader in readers[:]:
-            if reader in ready:
-                written = os.read(reader.fileno(), _READ_BYTES)
-                streams[reader].show(written)
-                if not written:
-                    readers.remove(reader)
-        if not ready and ended.is_set():
-            break
+def _show(reader: Connection, rank: int, name: str) -> None:
+    """Write what a rank writes to the notebook's stream of the same name: whole lines with the rank, if it is not 0."""
+    decoder, line = getincrementaldecoder("utf-8")(errors="replace"), ""
+    with reader:
+        while written := os.read(reader.fileno(), _READ_BYTES):
+            line += decoder.decode(written)
+            if rank:
+                *lines, line = line.split("\n")
+                _write(name, "".join(f"[rank {rank}] {one}\n" for one in lines))
+            else:
+                _write(name, line)
+                line = ""
+    if line:
+        _write(name, f"[rank {rank}] {line}\n")
 
 
-class _Stream:
-    """Writes what a rank has written to the notebook's stream of the same name, as text.
-
-    Args:
-        rank: the rank. Lines of ranks other than 0 get it in front.
-        name: ``stdout`` or ``stderr``.
-    """
-
-    def __init__(self, rank: int, name: str) -> None:
-        self._prefix = f"[rank {rank}] " if rank else ""
-        self._name = name
-        self._decoder = getincrementaldecoder("utf-8")(errors="replace")
-        self._line = ""
-
-    def show(self, written: bytes) -> None:
-        """Show bytes as far as possible: without a rank in front, at once; otherwise, whole lines. Empty: the end."""
-        text = self._decoder.decode(written, final=not written)
-        if self._prefix:
-            *lines, self._line = (self._line + text).split("\n")
-            if not written and self._line:
-                lines.append(self._line)
-            text = "".join(f"{self._prefix}{line}\n" for line in lines)
-        stream = getattr(sys, self._name)
-        stream.write(text)
-        stream.flush()
+def _write(name: str, text: str) -> None:
+    stream = getattr(sys, name)
+    stream.write(text)
+    stream.flush()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
@@ -165,6 +166,19 @@ def revert(module: nn.Module) -> None:
         if isinstance(layer, SyncBatchNorm):
             del layer.ranks, layer.sync_name
             layer.__class__ = layer.plain  # type: ignore[assignment]
+
+
+@contextmanager
+def local_statistics(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Context manager in which synchronised layers use the rows of this rank only, and don't communicate."""
+    layers = [layer for module in modules for layer in module.modules() if isinstance(layer, SyncBatchNorm)]
+    for layer in layers:
+        layer.ranks.apart = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.ranks.apart = False
 
 
 class _StandInHooks:

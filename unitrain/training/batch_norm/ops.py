@@ -43,12 +43,14 @@ class Ranks:
     Attributes:
         communicator: as given.
         in_use: as given.
+        apart: whether layers use the rows of this rank only, and don't communicate.
         key: identifies this object in this process.
     """
 
     def __init__(self, communicator: Communicator, in_use: BatchInUse) -> None:
         self.communicator: Communicator = communicator
         self.in_use: BatchInUse = in_use
+        self.apart: bool = False
         self.key: int = next(_keys)
         _RANKS[self.key] = self
 
@@ -128,13 +130,16 @@ def gather_statistics(x: Tensor, ranks: Ranks, name: str) -> Statistics:
         local[:channels] = mean
         local[channels : 2 * channels] = variance
         local[-1:] = count  # older torch sets a single element by a copy from the host, which waits for the GPU
-    ranks.communicator.compare_calls(f"forward of {name}")
-    with ranks.communicator.pulse.within(name):
-        local = local.to(ranks.communicator.device)  # the layer may be on another one
-        gathered = ranks.communicator.all_gather_async(local, f"{name}.forward")().to(x.device)
+    if ranks.apart:
+        gathered = local.unsqueeze(0)
+    else:
+        ranks.communicator.compare_calls(f"forward of {name}")
+        with ranks.communicator.pulse.within(name):
+            local = local.to(ranks.communicator.device)  # the layer may be on another one
+            gathered = ranks.communicator.all_gather_async(local, f"{name}.forward")().to(x.device)
     means, variances, counts = gathered[:, :channels], gathered[:, channels:-1], gathered[:, -1:]
     total = counts.sum()
-    if count <= 1 and total.item() <= 1:
+    if count <= 1 and not ranks.apart and total.item() <= 1:
         raise ValueError(f"BatchNorm needs more than 1 value per channel over all ranks in training, got {x.shape}")
     share = counts / total.clamp(min=1)
     mean = (means * share).sum(0)
@@ -178,7 +183,8 @@ def _gradients(
             mean.new_zeros(channels),
         )
     sums = torch.cat([grad_bias, grad_weight]).double().to(ranks.communicator.device)
-    ranks.communicator.all_reduce_async(sums, "sum", f"{name}.backward")()
+    if not ranks.apart:
+        ranks.communicator.all_reduce_async(sums, "sum", f"{name}.backward")()
     sums = sums.to(x.device)
     if of_input and statistics.own:
         inverse_std = torch.rsqrt(variance + eps)

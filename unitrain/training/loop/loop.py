@@ -80,9 +80,13 @@ class TrainingLoop:
         return True
 
     def _needs_stand_in(self, iteration: Iteration, *, training: bool) -> bool:
-        """Return whether a rank without samples has to take part: in a step, or in the gathers of an evaluation."""
-        in_step = training and (iteration.trained or any(module.training for module in self._prepared))
-        return iteration.gathers or in_step
+        """Return whether a rank without samples has to take part all the same.
+
+        It has to in a step, in the gathers of an evaluation, and in any forward that gathers sharded parameters.
+        """
+        if iteration.gathers or self._step.gathers_parameters:
+            return True
+        return training and (iteration.trained or any(module.training for module in self._prepared))
 
     def _reach_boundary(self) -> bool:
         """Return whether this is between two steps, and call the hooks of a boundary if so.
@@ -102,7 +106,7 @@ class TrainingLoop:
         """
         for iteration in self._evaluations:
             assert iteration.micro_batch is not None
-            if not (iteration.micro_batch.everywhere or iteration.gathers):
+            if not (iteration.micro_batch.everywhere or iteration.gathers or self._step.gathers_parameters):
                 raise UsageError(
                     "gather was called for a batch of which other ranks may have no samples, and for none before it: "
                     "they would not take part. Gather after the loop, or use more data or fewer processes."

@@ -123,6 +123,11 @@ class TrainingStep:
         self._windows.close()
         self._reduction.close()
 
+    @property
+    def gathers_parameters(self) -> bool:
+        """Whether the forward of a prepared model is collective, since its parameters are sharded."""
+        return self._communicator.shards_parameters and any(True for _ in self._prepared)
+
     def check_modules(self) -> None:
         """Check that the prepared modules have the parameters that they were prepared with."""
         # Between a forward and its backward, the parameters of a sharded module are others; FSDP finds new ones itself.
@@ -152,14 +157,10 @@ class TrainingStep:
                 self._reduction.arm(window.micro_batches + 1 >= self._accumulate)
 
     @contextmanager
-    def rehearsal(self, optimizers: Sequence[Optimizer], *, averages: bool) -> Iterator[list[Window]]:
-        """Context manager for backwards and steps that the caller makes itself, and that count for nothing.
+    def trial(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:
+        """Context manager for backwards and optimizer steps of the caller itself, which don't average gradients.
 
-        It yields the optimizers' windows. What averages their gradients has its memory from now on.
-
-        Args:
-            optimizers: the optimizers.
-            averages: whether backwards average gradients over the ranks, to be completed by the windows' finishers.
+        What averages the gradients of these optimizers has its memory from now on.
 
         Raises:
             UsageError: gradients have been accumulated.
@@ -168,12 +169,12 @@ class TrainingStep:
             raise UsageError("gradients have been accumulated: call this before the loop, or between two steps.")
         windows = self._windows.of(optimizers)
         armed, is_stand_in = self._reduction.armed, self.batches.in_use.is_stand_in
-        self._reduction.arm(averages)
+        self._reduction.arm(False)
         self.batches.in_use.is_stand_in = False
         if self._direct_steps is not None:
             self._direct_steps.allowed = True
         try:
-            yield windows
+            yield
         finally:
             if self._direct_steps is not None:
                 self._direct_steps.allowed = False

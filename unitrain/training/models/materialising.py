@@ -1,9 +1,8 @@
-"""Gives memory and values to the tensors of a model that was built without: deferred, or on the meta device."""
+"""Gives memory and values to the tensors of a model that was built on the meta device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,72 +10,152 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from unitrain.communication.communicator import Communicator
-from unitrain.communication.streaming import broadcast_tensors
+from unitrain.communication.streaming import broadcast_tensors, copy_own
 from unitrain.errors import UsageError
-from unitrain.process import return_memory
-from unitrain.training.models.deferred import is_deferred, materialise
+from unitrain.module_copy import without_memory
+from unitrain.rng import derived_seed, generators_restored, seed_generators
+from unitrain.training.models.deferred import RESETS, construction_of
+
+Initialise = Callable[[nn.Module], object] | bool
+"""What initialises tensors on the meta device: a function that is called with each module after ``reset_parameters``;
+True: ``reset_parameters`` alone, if the model was built within ``deferred()``; False: nothing, as they are loaded."""
+_REMEDY = (
+    "Give the module a reset_parameters() that sets it, or pass prepare(..., initialise=function), which is called "
+    "with each module (Hugging Face: model._init_weights), or initialise=False to load the weights afterwards."
+)
 
 
-class Origins:
-    """What rank 0 has the values of a model's tensors from, if a rank has no memory for some of them.
+class Values:
+    """Where the values of a model's tensors come from, if rank 0 or another rank has some of them on the meta device.
+
+    A tensor that rank 0 has in memory is sent to the other ranks. The others are initialised by each rank alike, or are
+    NaN until they are loaded.
 
     Args:
         communicator: the communicator of this process.
-        module: the model. It gets memory without values on ``device``; but if ranks have parts of parameters, those
-            are put on the meta device.
-        device: of this process.
+        module: the model.
+        initialise: what initialises it.
+        seed: the seed to draw with, the same on all ranks.
 
     Raises:
-        UsageError: a buffer has no value and is in no checkpoint; on every rank.
+        UsageError: a tensor would never have a value; on every rank.
     """
 
-    def __init__(self, communicator: Communicator, module: nn.Module, device: torch.device) -> None:
+    def __init__(self, communicator: Communicator, module: nn.Module, initialise: Initialise, seed: int) -> None:
         self._communicator = communicator
-        self._values: dict[str, Callable[[], Tensor]] = {}
-        saved = module.state_dict(keep_vars=True).keys()
-        unknown = [name for name, tensor in _named(module) if tensor.is_meta]
-        self.unknown: Sequence[str] = communicator.broadcast_data(unknown)
-        names = {name for name, _ in module.named_parameters()} | saved
-        lost = [name for name in self.unknown if name not in names]
+        on_meta = [name for name, tensor in _named(module) if tensor.is_meta]
+        construction = construction_of(module)
+        if on_meta and construction is not None and construction.changed_at is not None and initialise is True:
+            raise UsageError(
+                f"{construction.changed_at} initialises weights of a {type(module).__name__} in a constructor. Within "
+                "strategy.deferred(), this has no effect: pass prepare(..., initialise=function), a function that does "
+                "it for each module that it is called with (Hugging Face: model._init_weights), or initialise=False to "
+                "load the weights afterwards."
+            )
+        initialises = callable(initialise) or (initialise and construction is not None)
+        without_value: Sequence[str]
+        without_value, initialises = communicator.broadcast_data((on_meta, initialises))
+        self._drawn: Sequence[str] = without_value if initialises else ()
+        self.unknown: Sequence[str] = () if initialises else without_value
+        lost = set(self.unknown) - {name for name, _ in module.named_parameters()} - module.state_dict().keys()
         if lost:
             raise UsageError(
                 f"the model was built on the meta device, and {len(lost)} buffers that no checkpoint contains "
-                f"({', '.join(lost[:3])}, ...) have no values: build it within `with strategy.deferred():` instead."
+                f"({', '.join(sorted(lost)[:3])}, ...) have no values: build it within `with strategy.deferred():` "
+                "instead, which leaves buffers in memory."
             )
-        for name, parameter in module.named_parameters():
-            emptied = "meta" if communicator.shards_parameters else device
-            has_none = parameter.is_meta or is_deferred(parameter)
-            self._add(name, give_memory(parameter, emptied) if has_none else parameter.detach())
-        for prefix, layer in module.named_modules():
-            for name, buffer in layer._buffers.items():
-                if buffer is None:
-                    continue
-                self._add(f"{prefix}.{name}".lstrip("."), buffer)
-                if buffer.is_meta or is_deferred(buffer):
-                    layer._buffers[name] = _empty_like(buffer, device)
+        # Other ranks need not hold on to what they have.
+        sent = {name: t.detach() for name, t in _named(module) if name not in without_value}
+        self._sent = sent if communicator.is_main else dict.fromkeys(sent, torch.empty(0))
+        function = initialise if callable(initialise) else None
+        self._initialiser = _Initialiser(module, function, seed) if initialises else None
 
     @classmethod
-    def of(cls, communicator: Communicator, module: nn.Module, device: torch.device) -> Origins | None:
-        """Return the origins of a model's values, or None if all ranks have memory with values. Collective."""
-        own = any(tensor.is_meta or is_deferred(tensor) for _, tensor in _named(module))
-        return cls(communicator, module, device) if any(communicator.all_gather_data(own)) else None
-
-    def _add(self, name: str, tensor: Tensor) -> None:
-        self._values[name] = partial(materialise, tensor) if is_deferred(tensor) else lambda: tensor
+    def of(cls, communicator: Communicator, module: nn.Module, initialise: Initialise, seed: int) -> Values | None:
+        """Return where values come from, or None if all ranks have all tensors in memory. Collective."""
+        own = any(tensor.is_meta for _, tensor in _named(module))
+        needed = any(communicator.all_gather_data(own))
+        return cls(communicator, module, initialise, seed) if needed else None
 
     @torch.no_grad()
     def fill(self, module: nn.Module) -> None:
-        """Give rank 0's values to the tensors of a model on all ranks, one after the other. Collective.
-
-        A tensor without a value becomes NaN.
-        """
+        """Give the tensors of a model in memory their values, one module after the other. Collective."""
         tensors = dict(_named(module))
         for name in self.unknown:
-            part = self._communicator.to_local(tensors.pop(name))
+            part = self._communicator.to_local(tensors[name])
             part.fill_(torch.nan if part.is_floating_point() or part.is_complex() else 0)
-        sources = (self._values.pop(name)() for name in tensors)
-        broadcast_tensors(self._communicator, list(tensors.values()), sources)
-        return_memory()
+        if self._initialiser is not None:
+            for name, value in self._initialiser.values(self._drawn):
+                copy_own(self._communicator, tensors[name], value)
+        broadcast_tensors(self._communicator, [tensors[name] for name in self._sent], self._sent.values())
+
+
+class _Initialiser:
+    """Draws the values of a model's parameters, a module at a time: the same for any number of ranks and any backend.
+
+    A module's own parameters are in memory while it and the modules that contain it are initialised, in this order; all
+    others are on the meta device, where nothing is drawn.
+
+    Args:
+        module: the model.
+        function: called with each module after its ``reset_parameters``.
+        seed: the seed to draw with.
+    """
+
+    def __init__(self, module: nn.Module, function: Callable[[nn.Module], object] | None, seed: int) -> None:
+        self._skeleton = without_memory(module, module.parameters())
+        self._function = function
+        self._seed = seed
+
+    def values(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        """Yield parameters and buffers with their values, on the CPU.
+
+        Raises:
+            UsageError: nothing initialises one; on every rank.
+        """
+        for path, layer in list(self._skeleton.named_modules()):
+            own = {name: tensor for name, tensor in _named(layer, prefix=path, recurse=False) if name in names}
+            for name, tensor in own.items():
+                setattr(layer, name.rpartition(".")[2], _in_memory(tensor, "cpu"))
+            if own:
+                yield from self._initialised(path, layer, own)
+            for name, tensor in own.items():
+                setattr(layer, name.rpartition(".")[2], tensor)
+
+    def _initialised(self, path: str, layer: nn.Module, own: Collection[str]) -> list[tuple[str, Tensor]]:
+        found = {name: getattr(layer, name.rpartition(".")[2]).detach() for name in own}
+        versions = {}
+        for name, value in found.items():
+            if value.is_floating_point() or value.is_complex():
+                value.fill_(torch.nan)
+            versions[name] = value._version
+        parts = path.split(".") if path else []
+        with generators_restored():
+            for length in range(len(parts), -1, -1):
+                around = ".".join(parts[:length])
+                seed_generators(derived_seed(self._seed, path, around))
+                self._initialise(around, path)
+        for name in own:
+            value = getattr(layer, name.rpartition(".")[2]).detach()
+            is_number = value.is_floating_point() or value.is_complex()
+            if value.isnan().any() if is_number else value._version == versions[name]:
+                raise UsageError(f"prepare() can't initialise {name} of a {type(layer).__name__}. {_REMEDY}")
+            found[name] = value
+        return list(found.items())
+
+    def _initialise(self, around: str, path: str) -> None:
+        module = self._skeleton.get_submodule(around)
+        calls = [getattr(module, name) for name in RESETS if hasattr(module, name)][:1]
+        if self._function is not None:
+            calls.append(lambda: self._function(module))
+        for call in calls:
+            try:
+                call()
+            except (RuntimeError, NotImplementedError) as error:
+                raise UsageError(
+                    f"prepare() can't initialise {path or 'the model'}: initialising the {type(module).__name__} at "
+                    f"{around or 'the top'} needs more than the parameters of one module ({error}). {_REMEDY}"
+                ) from error
 
 
 class WithoutWeights:
@@ -99,7 +178,7 @@ class WithoutWeights:
         raise UsageError(
             f"the model was built on the meta device, and {len(self._names)} of its weights ({some}, ...) have no "
             "values: load them before the model is called (strategy.load_weights, or resume a checkpoint), or build "
-            "it within `with strategy.deferred():` instead, which initialises them."
+            "it within `with strategy.deferred():` instead, so that prepare() initialises them."
         )
 
     def _after_load(self, module: nn.Module, keys: Any) -> None:
@@ -112,28 +191,29 @@ class WithoutWeights:
             hook.remove()
 
 
-def give_memory(parameter: Parameter, device: torch.device | str) -> Tensor:
-    """Give a parameter memory without values, and return a tensor that is what it was. It stays the same object."""
-    kind = Parameter if is_deferred(parameter) else type(parameter)
-    new: Any = Tensor._make_subclass(kind, _empty_like(parameter, device), parameter.requires_grad)
-    vars(new).update({key: value for key, value in vars(parameter).items() if key not in ("recorder", "_is_param")})
-    for hook in (parameter._backward_hooks or {}).values():
-        new.register_hook(hook)
-    for hook in (parameter._post_accumulate_grad_hooks or {}).values():
-        new.register_post_accumulate_grad_hook(hook)
-    # As torch.utils.swap_tensors, which refuses a parameter with weak references: of a layer such as LSTM to its own.
-    for name in ("__class__", "__dict__"):
-        before = getattr(parameter, name)
-        setattr(parameter, name, getattr(new, name))
-        setattr(new, name, before)
-    torch._C._swap_tensor_impl(parameter, new)
-    old: Tensor = new.detach()
-    return old
+def give_memory(module: nn.Module, device: torch.device, only: Collection[Tensor] | None = None) -> None:
+    """Replace tensors of a module on the meta device by tensors in memory, without values. Tied ones stay tied."""
+    made: dict[Tensor, Tensor] = {}
+    for layer in module.modules():
+        for name, tensor in list(_named(layer, recurse=False, remove_duplicate=False)):
+            if tensor.is_meta and (only is None or tensor in only):
+                if tensor not in made:
+                    made[tensor] = _in_memory(tensor, device)
+                setattr(layer, name, made[tensor])
 
 
-def _empty_like(tensor: Tensor, device: torch.device | str) -> Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+def _in_memory(tensor: Tensor, device: torch.device | str) -> Tensor:
+    new = torch.empty_like(tensor.detach(), device=device)
+    if not isinstance(tensor, Parameter):
+        return new
+    parameter = Parameter(new, tensor.requires_grad)
+    vars(parameter).update(vars(tensor))
+    for hook in (tensor._backward_hooks or {}).values():
+        parameter.register_hook(hook)  # type: ignore[no-untyped-call]
+    for hook in (tensor._post_accumulate_grad_hooks or {}).values():
+        parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    return parameter
 
 
-def _named(module: nn.Module) -> list[tuple[str, Tensor]]:
-    return [*module.named_parameters(), *module.named_buffers()]
+def _named(module: nn.Module, **options: Any) -> list[tuple[str, Tensor]]:
+    return [*module.named_parameters(**options), *module.named_buffers(**options)]

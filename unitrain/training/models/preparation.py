@@ -18,10 +18,11 @@ from unitrain.data.structure import tensors
 from unitrain.device import devices_of
 from unitrain.errors import UsageError
 from unitrain.process import print_stderr
-from unitrain.rng import seed_rank
+from unitrain.rng import derived_seed, seed_rank
 from unitrain.training.batch_norm import layers as batch_norm
 from unitrain.training.models import alike, supported
 from unitrain.training.models.compile import compile_in_place
+from unitrain.training.models.materialising import Initialise, Values, WithoutWeights, give_memory
 from unitrain.training.models.precision import Precision, remove_hooks
 from unitrain.training.models.prepared import PreparedModules
 
@@ -58,7 +59,7 @@ class Preparation:
         self._config = config
         self._ranks_differ = False  # in the random numbers that they draw
 
-    def prepare(self, objects: Sequence[Any]) -> tuple[Any, ...]:
+    def prepare(self, objects: Sequence[Any], initialise: Initialise = True) -> tuple[Any, ...]:
         """See ``Strategy.prepare``. Modules are prepared first, so that their parameters are known to optimizers."""
         for one in objects:
             supported.check_kind(one)
@@ -69,7 +70,7 @@ class Preparation:
             from unitrain.training.models import activation_checkpointing
 
             blocks = activation_checkpointing.blocks(modules, wanted)
-        done = {i: self._module(one, blocks) for i, one in enumerate(objects) if isinstance(one, nn.Module)}
+        done = {i: self._module(one, blocks, initialise) for i, one in enumerate(objects) if isinstance(one, nn.Module)}
         for one in objects:
             if isinstance(one, Optimizer):
                 self._optimizer(one)
@@ -84,16 +85,15 @@ class Preparation:
         """Record that the ranks' random number generators have been restored: ``prepare`` seeds them no more."""
         self._ranks_differ = True
 
-    def _module(self, module: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
+    def _module(self, module: nn.Module, blocks: Sequence[nn.Module], initialise: Initialise) -> nn.Module:
         if module in self._prepared:
             raise UsageError(f"this {type(module).__name__} has already been prepared: prepare each module once.")
-        from unitrain.training.models.materialising import Origins, WithoutWeights  # not with unitrain: it takes 12 ms
-
         supported.check_module(module)
         if self._communicator.world_size > 1:
             supported.check_lookups(module)
         plain = self._prepared.unwrap(module)
-        origins = Origins.of(self._communicator, plain, self._backend.device)
+        parameters = dict(plain.named_parameters())
+        values = self._values(plain, initialise)
         self._place(module)
         # torch's own SyncBatchNorm layers are synchronised in any case.
         batch_norm.synchronise(
@@ -109,26 +109,32 @@ class Preparation:
                 activation_checkpointing.apply(block, self._in_use)
         self._precision.apply(module)
         self._check_alike(module)
-        if origins is None:
+        if values is None:
             self._copy_from_rank_0(module)
-        elif not self._communicator.shards_parameters:
-            origins.fill(plain)
-        parameters = dict(plain.named_parameters())
         if self._config.compile:
             if self._communicator.world_size > 1:
                 # Hooks that are added later would make the compiler start again.
                 batch_norm.ignore_stand_ins([module], self._in_use)
             compile_in_place(module, self._config)
         wrapped = self._backend.wrap_model(module)
-        if origins is not None:
-            if self._communicator.shards_parameters:
-                origins.fill(plain)
-            if origins.unknown:
-                self._prepared.without_weights[plain] = WithoutWeights(plain, origins.unknown)
+        if values is not None:
+            values.fill(plain)
+            if values.unknown:
+                self._prepared.without_weights[plain] = WithoutWeights(plain, values.unknown)
         self._prepared.add(wrapped, module)
         self._prepared.add_names(module)
         self._prepared.replace(parameters, module)
         return wrapped
+
+    def _values(self, module: nn.Module, initialise: Initialise) -> Values | None:
+        """Return where the values of tensors come from that are on the meta device, and give them memory."""
+        seed = derived_seed("initialise", self._config.seed, sum(1 for _ in self._prepared))
+        values = Values.of(self._communicator, module, initialise, seed)
+        if values is not None:
+            # FSDP gives parameters memory itself, a unit at a time.
+            only = set(module.buffers()) if self._communicator.shards_parameters else None
+            give_memory(module, self._backend.device, only)
+        return values
 
     def _place(self, module: nn.Module) -> None:
         """Place a module, and say so where a script may have meant another place."""

@@ -125,7 +125,7 @@ class PreparedModules:
         if replaced:
             raise UsageError(
                 f"the optimizer has {len(replaced)} parameters ({', '.join(replaced[:3])}, ...) that prepare() has "
-                "replaced by shards, so it would change nothing: pass the optimizer to prepare(), with the model or "
+                "replaced, so it would change nothing: pass the optimizer to prepare(), with the model or "
                 "after it."
             )
         if missing:

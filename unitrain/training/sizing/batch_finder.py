@@ -1,19 +1,15 @@
-"""The batch finder: the largest micro-batch that fits into memory on every rank.
+"""The batch finder: halves the micro-batch until it fits into memory on every rank.
 
-Every rank tries the same sizes with whole steps: forward, backward with accumulated gradients, and the optimizer. These
-steps don't communicate, so a rank that runs out of memory leaves no other waiting; between them, the ranks tell each
-other who did. What they change is put back.
-
-What a training step has in memory and a trial would not comes first, or is added: buffers of the gradient averaging and
-of the communication library (two steps at the smallest size do communicate), the previous batch and the next one, and a
-margin. A size has to fit several times in a row, so that fragmentation shows.
+A rank that runs out of memory within a collective would leave the others waiting. So a trial is made of forwards and
+backwards on each rank alone, without averaging gradients. After each, the ranks tell each other who ran out of memory.
 """
 
 from __future__ import annotations
 
+import errno
 import gc
+import re
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -23,37 +19,37 @@ from torch.optim import Optimizer
 from unitrain.communication.communicator import Communicator
 from unitrain.config import StrategyConfig
 from unitrain.data.loader import Loader
-from unitrain.data.structure import rebuilt
 from unitrain.errors import DataError, UsageError, listed
-from unitrain.process import keep_no_memory, print_stdout
+from unitrain.process import print_stdout
+from unitrain.training.batch_norm import layers as batch_norm
 from unitrain.training.loop.backward import checked
 from unitrain.training.loop.step import TrainingStep
 from unitrain.training.models.compile import is_compiled
 from unitrain.training.models.prepared import PreparedModules
-from unitrain.training.sizing.out_of_memory import (
-    at_most,
-    free_memory,
-    is_limited,
-    is_out_of_memory,
-    reason,
-    release_cached_memory,
-)
 from unitrain.training.sizing.restoring import TrainingState
 
-MARGIN = 0.05
-"""Share of the memory that is free before the first trial, to be left free."""
-_TRIAL_STEPS, _STEPS_IN_A_ROW = 2, 6
+# Share of a GPU's free memory that trials leave free: for buffers of the communication library, and fragmentation.
+_MARGIN = 0.05
+_ALONE = (
+    "in a trial of find_micro_batch_size, which each rank makes alone. A loss of the samples of all ranks would depend "
+    "on how a batch is split: choose micro_batch_size yourself."
+)
+# What torch, CUDA's libraries and C++ say. Without memory for its workspace, cuDNN finds no engine.
+_MESSAGES = re.compile(
+    r"out of memory|can't allocate memory|cannot allocate memory|bad_alloc|STATUS_ALLOC_FAILED|CUBLAS_STATUS_NOT_INIT"
+    r"|unable to find an engine to execute",
+    re.IGNORECASE,
+)
 
 
 class BatchFinder:
-    """Finds the largest micro-batch for a training. Made by ``strategy.find_micro_batch_size``.
+    """Finds a micro-batch for a training that fits. Made by ``strategy.find_micro_batch_size``.
 
     Args:
         communicator: the communicator of this process.
         step: the training step.
         prepared: the prepared modules.
-        devices: all devices of this process.
-        local_world_size: number of processes on this host.
+        gpus: the GPUs of this process.
         config: the settings.
         loader: the loader of the training.
         compute_loss: returns the loss of a batch.
@@ -68,37 +64,22 @@ class BatchFinder:
         communicator: Communicator,
         step: TrainingStep,
         prepared: PreparedModules,
-        devices: Sequence[torch.device],
-        local_world_size: int,
+        gpus: Sequence[torch.device],
         config: StrategyConfig,
         loader: Loader,
         compute_loss: Callable[[Any], Tensor],
         optimizers: Sequence[Optimizer],
     ) -> None:
-        _check(config, loader, compute_loss, optimizers)
-        if communicator.shards_parameters:
-            raise UsageError(
-                "find_micro_batch_size tries sizes on each rank alone, but the forward of a sharded model needs all "
-                "ranks: set accumulate yourself."
-            )
+        _check(communicator, config, loader, compute_loss, optimizers)
         self._communicator = communicator
         self._step = step
-        self._devices = devices
+        self._modules = [prepared.unwrap(module) for module in prepared]
+        self._compiled = any(map(is_compiled, (*prepared, *self._modules)))
+        self._gpus = gpus
         self._loader = loader
         self._compute_loss = compute_loss
         self._optimizers = optimizers
-        self._averaged = communicator.world_size == 1  # the steps that communicate were made
-        self._failures: dict[int, list[str]] = {}  # of each size that did not fit: what each rank said
-        modules = [prepared.unwrap(module) for module in prepared]
-        self._compiled = any(map(is_compiled, (*prepared, *modules)))
-        self._state = TrainingState(modules, optimizers)
-        gc.collect()
-        release_cached_memory(devices)
-        free = [free_memory(device, local_world_size) for device in devices]
-        self._margins = [int(MARGIN * one) for one in free]
-        self._host = free[0] if communicator.device.type == "cpu" else None
-        if self._host is not None and is_limited():
-            keep_no_memory()
+        self._state = TrainingState(self._modules, optimizers)
 
     def find(self) -> int:
         """Return the largest size that fits on every rank, and set it in the loader. Collective.
@@ -108,128 +89,91 @@ class BatchFinder:
         """
         global_batch, world_size = self._loader.global_batch_size, self._communicator.world_size
         assert global_batch is not None  # checked
-        sizes = micro_batch_sizes(global_batch, world_size)
-        fitting = sizes[: search(sizes, lambda size: self._fits(size, _TRIAL_STEPS)) + 1]
-        self._compile_anew()
-        while fitting and not self._fits(fitting[-1], _STEPS_IN_A_ROW):
-            fitting.pop()
-        if not fitting:
-            raise DataError(
-                f"a micro-batch of {min(self._failures)} sample does not fit into memory: "
-                f"{self._who_failed(min(self._failures))}. Use activation_checkpointing, precision bf16, smaller "
-                "samples or a smaller model."
-            )
-        size = fitting[-1]
-        self._compile_anew()
+        parts, why = 1, ""
+        while failure := self._tried(size := -(-global_batch // (parts * world_size)), accumulates=parts > 1):
+            if size == 1:
+                raise DataError(
+                    f"a micro-batch of 1 sample does not fit into memory: {failure}. Use activation_checkpointing, "
+                    "precision bf16, smaller samples or a smaller model."
+                )
+            parts, why = 2 * parts, f": {size} samples did not fit on {failure}"
+        if why and self._compiled:
+            torch.compiler.reset()  # what was compiled for several sizes computes any size, but less efficiently
         self._loader.split(size)
         if self._communicator.is_main:
             parts = -(-global_batch // (size * world_size))
-            larger = min((failed for failed in self._failures if failed > size), default=None)
             print_stdout(
-                f"unitrain: micro_batch_size {size}, accumulate {parts}, for a global batch of {global_batch}"
-                + ("." if larger is None else f": {larger} samples did not fit on {self._who_failed(larger)}.")
+                f"unitrain: micro_batch_size {size}, accumulate {parts}, for a global batch of {global_batch}{why}."
             )
         return size
 
-    def _compile_anew(self) -> None:
-        """Drop what was compiled for several sizes, and would compute any size, but less efficiently."""
-        if self._compiled:
-            torch.compiler.reset()
+    def _tried(self, size: int, *, accumulates: bool) -> str:
+        """Return which ranks run out of memory in steps of this size, and an error; "" if none does. Collective."""
+        failure = ""
+        with self._state.restored(), self._step.trial(self._optimizers):
+            margins = [
+                torch.empty(int(_MARGIN * torch.cuda.mem_get_info(gpu)[0]), dtype=torch.uint8, device=gpu)
+                for gpu in self._gpus
+            ]
+            # The second round has the optimizer's state in memory, and the third gradients to add to.
+            for part in (self._backward, self._update, self._backward, *[self._backward] * accumulates):
+                errors = self._communicator.all_gather_data(self._error_of(part, size))
+                failed = [rank for rank, error in enumerate(errors) if error]
+                if failed:
+                    failure = f"rank {listed(failed)} ({errors[failed[0]].rstrip('.')})"
+                    break
+            del margins
+        gc.collect()
+        if self._gpus:
+            torch.cuda.empty_cache()
+        return failure
 
-    def _who_failed(self, size: int) -> str:
-        said = self._failures[size]
-        failed = [rank for rank, text in enumerate(said) if text]
-        return f"rank {listed(failed)} ({said[failed[0]].rstrip('.')})"
+    def _error_of(self, part: Callable[[int], None], size: int) -> str:
+        """Return the message of the error if a part of a trial runs out of memory, else an empty string."""
+        try:
+            part(size)
+        except Exception as error:
+            # Ranks that share an optimizer's state wait for this one, and smaller batches would not help.
+            if not is_out_of_memory(error) or (part == self._update and self._communicator.shards):
+                raise
+            return reason(error)
+        return ""
 
-    def _fits(self, size: int, steps: int) -> bool:
-        """Return whether this many steps fit on every rank. Collective."""
-        said = self._communicator.all_gather_data(self._tried(size, steps))
-        if any(said):
-            self._failures[size] = said
-        elif not self._averaged:
-            self._averaged = True
-            self._allocate_communication(size)
-        return not any(said)
+    def _backward(self, size: int) -> None:
+        """Run a forward and a backward on this rank alone, with three batches in memory as in training."""
+        batches = [self._loader.first_batch(size * self._communicator.world_size) for _ in range(3)]
+        with self._communicator.refused(_ALONE), batch_norm.local_statistics(self._modules):
+            checked(self._compute_loss(batches[0])).backward()  # type: ignore[no-untyped-call]
+        for gpu in self._gpus:
+            torch.cuda.synchronize(gpu)
 
-    def _tried(self, size: int, steps: int) -> str:
-        """Make steps without the other ranks. Return the error if memory runs out, else an empty string."""
-        said = ""
-        with self._state.restored():
-            try:
-                with nullcontext() if self._host is None else at_most(self._host):
-                    self._make_steps(size, steps)
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-                said = reason(error)
-        if said:
-            gc.collect()  # what the failed step has left
-        release_cached_memory(self._devices)
-        return said
-
-    def _allocate_communication(self, size: int) -> None:
-        """Have the communication library allocate what it needs. Collective."""
-        with self._state.restored():
-            self._make_steps(size, 2, together=True)  # in the second one's forward, DDP rebuilds its buckets
-        release_cached_memory(self._devices)
-
-    def _make_steps(self, size: int, steps: int, *, together: bool = False) -> None:
-        """Make steps without the other ranks, or with them and without accumulation."""
-        samples = size * self._communicator.world_size
-        margins = [
-            torch.empty(margin, dtype=torch.uint8, device=device)
-            for margin, device in zip(self._margins, self._devices, strict=True)
-        ]
-        batch = self._loader.first_batch(samples)
-        around = [rebuilt(batch, lambda v: v.clone() if isinstance(v, Tensor) else v) for _ in range(2)]
-        accumulates = samples < (self._loader.global_batch_size or 0)
-        with ExitStack() as stack:
-            # First, since it makes buckets, which keep the collective that they will call in training.
-            windows = stack.enter_context(self._step.rehearsal(self._optimizers, averages=together))
-            if not together:
-                stack.enter_context(self._communicator.alone())
-            for _ in range(steps):
-                for _ in range(2 if accumulates and not together else 1):
-                    checked(self._compute_loss(batch)).backward()  # type: ignore[no-untyped-call]
-                for window in windows:
-                    for finish in window.finishers if together else ():
-                        finish(False)
-                    window.optimizer.step()
-                    window.clear()
-        for device in self._devices:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-        del margins, around
+    def _update(self, size: int) -> None:
+        for optimizer in self._optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
 
 
-def micro_batch_sizes(global_batch: int, world_size: int) -> list[int]:
-    """Return the sizes per process, ascending, of the micro-batches into which a global batch can be split."""
-    most = -(-global_batch // world_size)
-    return sorted({-(-global_batch // (parts * world_size)) for parts in range(1, most + 1)})
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error means that memory could not be allocated, on a GPU or on the host."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, RuntimeError) and bool(_MESSAGES.search(str(error)))
 
 
-def search(sizes: Sequence[int], fits: Callable[[int], bool]) -> int:
-    """Return the index of the largest size that fits, -1 if none does, trying sizes that about double, then between.
-
-    The first one that is tried has two samples if there is one, since BatchNorm may need more than one row.
-    """
-    index = 1 if len(sizes) > 1 else 0
-    largest, too_large = -1, len(sizes)
-    while largest + 1 < too_large:
-        if fits(sizes[index]):
-            largest = index
-        else:
-            too_large = index
-        if too_large < len(sizes):
-            index = (largest + too_large) // 2
-        else:
-            doubled = (i for i, size in enumerate(sizes) if size >= 2 * sizes[largest])
-            index = next(doubled, len(sizes) - 1)
-    return largest
+def reason(error: BaseException) -> str:
+    """Return the first line of such an error, without the place in torch's source."""
+    line = str(error).strip().partition("\n")[0]
+    return re.sub(r"^\[enforce fail at .*? == 0\. ", "", line) or type(error).__name__
 
 
 def _check(
-    config: StrategyConfig, loader: Loader, compute_loss: Callable[[Any], Tensor], optimizers: Sequence[Optimizer]
+    communicator: Communicator,
+    config: StrategyConfig,
+    loader: Loader,
+    compute_loss: Callable[[Any], Tensor],
+    optimizers: Sequence[Optimizer],
 ) -> None:
     """Raise UsageError if the arguments are wrong, or the size can't be chosen."""
     if not isinstance(loader, Loader):
@@ -240,10 +184,15 @@ def _check(
     if not callable(compute_loss):
         raise UsageError(
             "find_micro_batch_size takes a function that returns the loss of a batch, not "
-            f"{type(compute_loss).__name__}: pass lambda batch: criterion(model(batch[0]), batch[1]), say."
+            f"{type(compute_loss).__name__}: pass lambda batch: criterion(model(batch[0]), batch[1]), for example."
         )
     if not optimizers or not all(isinstance(one, Optimizer) for one in optimizers):
         raise UsageError("find_micro_batch_size takes a torch optimizer, or a non-empty list of them.")
+    if communicator.shards_parameters:
+        raise UsageError(
+            "find_micro_batch_size tries sizes on each rank alone, but the forward of a sharded model needs all "
+            "ranks: set accumulate yourself."
+        )
     if config.accumulate > 1:
         raise UsageError(
             f"accumulate is {config.accumulate}, and find_micro_batch_size would choose it: leave it at 1."
@@ -252,9 +201,4 @@ def _check(
         raise UsageError(
             "find_micro_batch_size does not support unequal shares: find the size in a run on the device with the "
             "largest share, and pass it as micro_batch_size."
-        )
-    if config.compression == "powersgd":
-        raise UsageError(
-            "find_micro_batch_size does not support compression powersgd, whose state trial steps would change: find "
-            "the size in a run without it, and pass it as micro_batch_size."
         )

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from unitrain.checkpoint.weights.reading import open_regular
+from unitrain.checkpoint.store.reading import open_regular
 
 _libc = ctypes.CDLL(None)
 _MADV_DONTNEED = 4  # Linux: the pages are read from the file again if they are needed
@@ -68,7 +68,7 @@ def _mappings(paths: set[str], addresses: list[int]) -> Iterator[tuple[int, int]
     """
     for line in Path("/proc/self/maps").read_text().splitlines():
         found, *fields = line.split(maxsplit=5)
-        if fields[-1] in paths:
+        if fields[-1].removesuffix(" (deleted)") in paths:
             start, end = (int(address, 16) for address in found.split("-"))
             at = bisect_left(addresses, start)
             if at < len(addresses) and addresses[at] < end:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from unitrain.checkpoint.weights.mapped import MappedFiles
+from unitrain.checkpoint.store.mapped import MappedFiles
 
 _HASHED_APART = 2**16  # bytes; to pass on fewer takes longer than to hash them
 
@@ -30,12 +30,22 @@ def write_part(path: Path, value: Any, written: Callable[[], object] = lambda: N
         digest = _Digest(value, thread)
         with open(path, "wb") as file:
             writing = _Writing(file, digest)
-            try:
-                torch.save(value, writing)  # type: ignore[arg-type]
-            except RuntimeError as error:
-                raise writing.error or error from error
+            _save(value, writing)
         written()
         return {"size": writing.size, "sha256": digest.hexdigest()}
+
+
+def write_file(path: Path, value: Any) -> None:
+    """Write a file that is not synced to the disk. Raises any exception of pickling."""
+    with open(path, "wb") as file:
+        _save(value, _Writing(file, None))
+
+
+def _save(value: Any, writing: _Writing) -> None:
+    try:
+        torch.save(value, writing)  # type: ignore[arg-type]
+    except RuntimeError as error:
+        raise writing.error or error from error
 
 
 def check_part(path: Path) -> None:
@@ -48,10 +58,10 @@ class _Writing:
 
     Args:
         file: the file.
-        digest: is updated with what is written.
+        digest: is updated with what is written, unless it is None.
     """
 
-    def __init__(self, file: BinaryIO, digest: _Digest) -> None:
+    def __init__(self, file: BinaryIO, digest: _Digest | None) -> None:
         self._file = file
         self._digest = digest
         self.size = 0
@@ -60,7 +70,7 @@ class _Writing:
 
     def write(self, data: memoryview) -> int:
         self.size += len(data)
-        hashed = self._digest.update(data)
+        hashed = None if self._digest is None else self._digest.update(data)
         try:
             return self._file.write(data)
         except OSError as error:

@@ -1,0 +1,172 @@
+"""A folder of a file system as a ``Store``: files are written under a temporary name, synced, and renamed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from uuid import uuid4
+
+from unitrain.checkpoint.store.reading import open_regular
+from unitrain.checkpoint.store.store import Store
+from unitrain.errors import CheckpointError
+
+_BLOCK = 2**20
+
+
+class Disk(Store):
+    """A folder on a disk, or on a file system that hosts share.
+
+    Args:
+        root: the folder.
+    """
+
+    renames = True
+
+    def __init__(self, root: Path) -> None:
+        self.root: Path = root
+        self._device: int | None = None  # of the folder, when it was made
+
+    def __str__(self) -> str:
+        return str(self.root)
+
+    @property
+    def location(self) -> str:
+        """See ``Store.location``."""
+        return str(self.root.resolve())
+
+    def shown(self, name: str) -> str:
+        """See ``Store.shown``."""
+        return str(self.root / name)
+
+    def list(self, folder: str = "") -> list[str]:
+        """See ``Store.list``."""
+        return os.listdir(self.root / folder)
+
+    def get(self, name: str, start: int = 0, end: int | None = None) -> bytes:
+        """See ``Store.get``."""
+        with open_regular(self.root / name) as file:
+            file.seek(start)
+            return file.read(-1 if end is None else end - start)
+
+    def put(self, name: str, content: bytes | Path, *, exclusive: bool = False) -> None:
+        """See ``Store.put``."""
+        path = self.root / name
+        if isinstance(content, Path):
+            _sync(content)
+            os.replace(content, path)
+        elif exclusive:
+            with open(path, "xb") as file:
+                file.write(content)
+        else:
+            with self.draft(name) as draft:
+                draft.write_bytes(content)
+                self.put(name, draft)
+
+    def remove(self, name: str) -> None:
+        """See ``Store.remove``."""
+        path = self.root / name
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+    def modified(self, name: str) -> float:
+        """See ``Store.modified``."""
+        # Opened, a file is looked up again on the server of a network file system.
+        with open_regular(self.root / name) as file:
+            return os.fstat(file.fileno()).st_mtime
+
+    def size(self, name: str) -> int:
+        """See ``Store.size``."""
+        with open_regular(self.root / name) as file:
+            return os.fstat(file.fileno()).st_size
+
+    def touch(self, name: str, content: bytes) -> None:
+        """See ``Store.touch``."""
+        os.utime(self.root / name)  # does not undo what another process has just written
+
+    @contextmanager
+    def draft(self, name: str) -> Iterator[Path]:
+        """See ``Store.draft``."""
+        path = self.root / name
+        draft = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
+        try:
+            yield draft
+        finally:
+            draft.unlink(missing_ok=True)
+
+    @contextmanager
+    def file(self, name: str) -> Iterator[Path]:
+        """See ``Store.file``: it is the file itself."""
+        yield self.root / name
+
+    def point(self, name: str, folder: str | None) -> None:
+        """See ``Store.point``: a link."""
+        link = self.root / name
+        if os.path.lexists(link) and not link.is_symlink():
+            raise OSError("there is a file or a folder of this name")
+        if folder is None:
+            link.unlink(missing_ok=True)
+        elif not link.is_symlink() or os.readlink(link) != folder:
+            with self.draft(name) as draft:
+                draft.symlink_to(folder)
+                os.replace(draft, link)
+
+    def probe(self, needed: int) -> None:
+        """See ``Store.probe``."""
+        try:
+            self.make()
+            with tempfile.TemporaryFile(dir=self.root) as file:
+                file.write(bytes(_BLOCK))
+                os.fsync(file.fileno())
+            free = shutil.disk_usage(self.root).free
+        except OSError as error:
+            raise CheckpointError(f"checkpoints can't be written to {self}: {self.reason(error)}") from error
+        if free < needed:
+            raise CheckpointError(
+                f"checkpoints can't be written to {self}: one needs at least {needed} bytes, but {free} bytes are "
+                "free. Free some space, or use a folder on another disk."
+            )
+
+    def reason(self, error: Exception) -> str:
+        """See ``Store.reason``."""
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            free = shutil.disk_usage(self.root).free
+            return f"No space left on the device of {self}: {free} bytes are free. Earlier checkpoints are intact."
+        return str(error)
+
+    def make(self, folder: str = "") -> None:
+        """See ``Store.make``.
+
+        Raises:
+            CheckpointError: the disk of the root is no longer mounted, and its folder would be made on another one.
+        """
+        there = next(path for path in (self.root, *self.root.absolute().parents) if path.exists())
+        if self._device is not None and there.stat().st_dev != self._device:
+            raise CheckpointError(
+                f"the disk of {self} is no longer mounted: what is there now is on another. Mount it again, and resume "
+                "the run."
+            )
+        (self.root / folder).mkdir(parents=True, exist_ok=True)
+        self._device = self.root.stat().st_dev
+
+    def rename(self, old: str, new: str) -> None:
+        """See ``Store.rename``. The names in the folder and its new name are synced to the disk."""
+        source = self.root / old
+        if source.is_dir() and not source.is_symlink():
+            _sync(source)
+        os.rename(source, self.root / new)
+        _sync(self.root)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

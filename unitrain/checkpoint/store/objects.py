@@ -1,0 +1,214 @@
+"""An object store, or anything else that fsspec knows by a URL, as a ``Store``, with errors that say what to do.
+
+An object is replaced at once and as a whole, also by an upload in several parts. Objects can't be renamed.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from fsspec.core import url_to_fs
+from fsspec.exceptions import FSTimeoutError
+from fsspec.registry import known_implementations
+
+from unitrain.checkpoint.store.manifest import FOLDER
+from unitrain.checkpoint.store.store import Store
+from unitrain.errors import CheckpointError
+from unitrain.process import print_stderr
+
+PATIENCE_S = 120.0
+"""How long a server is waited for that does not answer. s3fs has no limit for a PUT that was not accepted."""
+SILENT_S = 5.0
+"""Libraries try for minutes to reach a server that does not answer, and print nothing meanwhile."""
+_SLOWEST = 2**17  # bytes per second of a copy
+_PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "hf": "huggingface_hub"}
+_CREDENTIALS = {
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, ~/.aws, or the role of the machine",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS, or `gcloud auth application-default login`",
+    "hf": "HF_TOKEN, or `hf auth login`",
+}
+_EACH_WRITE_IS_A_COMMIT = ("hf",)
+_SAME = {"s3a": "s3", "gcs": "gs"}
+_ABOUT_CREDENTIALS = re.compile(r"credential|access ?denied|forbidden|unauthorized|\b40[13]\b", re.IGNORECASE)
+
+
+class Objects(Store):
+    """The files below a URL. Retries are those of the library behind fsspec, which is loaded when it is first used.
+
+    Args:
+        url: such as ``s3://bucket/run``.
+    """
+
+    renames = False
+
+    def __init__(self, url: str) -> None:
+        self._url = url.rstrip("/")
+        self._scheme = url.partition("://")[0].lower()
+        self.few_writes: bool = self._scheme in _EACH_WRITE_IS_A_COMMIT
+
+    def __str__(self) -> str:
+        return self._url
+
+    @property
+    def location(self) -> str:
+        """See ``Store.location``."""
+        return self._url
+
+    def shown(self, name: str) -> str:
+        """See ``Store.shown``."""
+        return f"{self._url}/{name}" if name else self._url
+
+    @cached_property
+    def _connected(self) -> tuple[Any, str]:
+        """The file system of fsspec, and the path of the root in it."""
+        with self._explained("can't be used"):
+            try:
+                files, root = url_to_fs(self._url)
+            except ImportError as error:
+                raise CheckpointError(f"{self} needs a library: {self._install()}. ({error})") from error
+            except ValueError as error:
+                schemes = ", ".join(f"{scheme}://" for scheme in ("s3", "gs", "hf"))
+                raise CheckpointError(f"{self} can't be used: {error}. Use {schemes} or a path.") from error
+        return files, str(root).rstrip("/")
+
+    def _install(self) -> str:
+        if self._scheme in _PACKAGES:
+            return f"pip install {_PACKAGES[self._scheme]}"
+        return str(known_implementations.get(self._scheme, {}).get("err", "install one that fsspec finds"))
+
+    def list(self, folder: str = "") -> list[str]:
+        """See ``Store.list``."""
+        with self._explained("can't be listed", folder, passes=FileNotFoundError):
+            self._files.invalidate_cache()
+            found = self._files.ls(self._path(folder), detail=False, **self._limit())
+            return [path.rstrip("/").rpartition("/")[2] for path in found]
+
+    def get(self, name: str, start: int = 0, end: int | None = None) -> bytes:
+        """See ``Store.get``."""
+        part = {} if not start and end is None else {"start": start, "end": end}
+        with self._explained("could not be read", name, passes=FileNotFoundError):
+            return bytes(self._files.cat_file(self._path(name), **part, **self._limit((end or start) - start)))
+
+    def put(self, name: str, content: bytes | Path, *, exclusive: bool = False) -> None:
+        """See ``Store.put``."""
+        path = self._path(name)
+        with self._explained("could not be written", name, passes=FileExistsError if exclusive else CheckpointError):
+            if isinstance(content, Path):
+                self._files.put_file(str(content), path, **self._limit(content.stat().st_size))
+            else:
+                mode = "create" if exclusive else "overwrite"
+                self._files.pipe_file(path, content, mode=mode, **self._limit())
+
+    def remove(self, name: str) -> None:
+        """See ``Store.remove``."""
+        with self._explained("can't be removed", name), suppress(FileNotFoundError):
+            self._files.rm_file(self._path(name), **self._limit())
+
+    def modified(self, name: str) -> float:
+        """See ``Store.modified``."""
+        with self._explained("could not be read", name, passes=FileNotFoundError):
+            self._files.invalidate_cache()
+            return float(self._files.modified(self._path(name)).timestamp())
+
+    def size(self, name: str) -> int:
+        """See ``Store.size``."""
+        with self._explained("could not be read", name, passes=FileNotFoundError):
+            self._files.invalidate_cache()
+            return int(self._files.info(self._path(name), **self._limit())["size"])
+
+    def touch(self, name: str, content: bytes) -> None:
+        """See ``Store.touch``: it is written again."""
+        self.put(name, content)
+
+    @contextmanager
+    def draft(self, name: str) -> Iterator[Path]:
+        """See ``Store.draft``."""
+        with tempfile.TemporaryDirectory(prefix="unitrain-") as folder:
+            yield Path(folder, name.rpartition("/")[2])
+
+    @contextmanager
+    def file(self, name: str) -> Iterator[Path]:
+        """See ``Store.file``: it is downloaded. What is mapped stays on the disk, but without a name."""
+        size = self.size(name)
+        with self.draft(name) as file:
+            with self._explained("could not be read", name, passes=FileNotFoundError):
+                self._files.get_file(self._path(name), str(file), **self._limit(size))
+            yield file
+
+    def point(self, name: str, folder: str | None) -> None:
+        """See ``Store.point``: a text file has the folder's name."""
+        found = None
+        with suppress(FileNotFoundError):
+            found = self.get(name).decode(errors="replace")
+        if found is not None and not FOLDER.fullmatch(found):
+            raise CheckpointError("there is a file of this name with another content")
+        if folder is None:
+            self.remove(name)
+        elif folder != found:
+            self.put(name, folder.encode())
+
+    def probe(self, needed: int) -> None:
+        """See ``Store.probe``. A server that does not answer is reported before the library gives up."""
+        self.check_space(needed, f"checkpoints can't be written to {self}")
+        silent = f"unitrain: {self} has not answered for {SILENT_S:g} s. It is tried again before this is an error."
+        silence = threading.Timer(SILENT_S, lambda: print_stderr(silent))
+        silence.daemon = True
+        silence.start()
+        try:
+            with suppress(FileNotFoundError):
+                self.list()
+        finally:
+            silence.cancel()
+
+    def check_space(self, needed: int, what: str) -> None:
+        """See ``Store.check_space``."""
+        free = shutil.disk_usage(tempfile.gettempdir()).free
+        if free < needed:
+            raise CheckpointError(
+                f"{what}: it passes through temporary files in {tempfile.gettempdir()}, and needs at least {needed} "
+                f"bytes there, but {free} bytes are free. Free some space, or set TMPDIR to a folder on another disk."
+            )
+
+    @property
+    def _files(self) -> Any:
+        return self._connected[0]
+
+    def _path(self, name: str) -> str:
+        root = self._connected[1]
+        return f"{root}/{name}" if name else root
+
+    def _limit(self, size: int = 0) -> dict[str, float]:
+        """Return the time limit of a call that copies ``size`` bytes, for libraries that have one."""
+        return {"timeout": PATIENCE_S + size / _SLOWEST} if self._files.async_impl else {}
+
+    @contextmanager
+    def _explained(self, what: str, name: str = "", *, passes: type[Exception] = CheckpointError) -> Iterator[None]:
+        """Raise all errors as CheckpointError, but for the kind that ``passes``."""
+        try:
+            yield
+        except Exception as error:  # each library has exceptions of its own
+            if isinstance(error, (CheckpointError, passes)):
+                raise
+            raise CheckpointError(f"{self.shown(name)} {what}: {self.reason(error)}") from error
+
+    def reason(self, error: Exception) -> str:
+        """See ``Store.reason``."""
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            folder = tempfile.gettempdir()
+            return f"No space left in {folder}, for temporary files. Free some, or set TMPDIR to a folder elsewhere."
+        if isinstance(error, FSTimeoutError):
+            return f"the server has not answered, or was slower than {_SLOWEST} bytes/s after {PATIENCE_S:g} s."
+        text = f"{type(error).__name__}: {error}".rstrip(".: ")
+        if not isinstance(error, PermissionError) and not _ABOUT_CREDENTIALS.search(text):
+            return f"{text}."
+        source = _CREDENTIALS.get(_SAME.get(self._scheme, self._scheme))
+        return f"{text}. Check the credentials{f' ({source})' if source else ''} and what they permit."
