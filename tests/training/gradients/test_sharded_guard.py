@@ -49,7 +49,7 @@ def step_in_ways(bad: float | None) -> list[tuple[bool, float | None, dict[str, 
     results = []
     with unitrain.init(backend="fsdp", device="cpu", timeout_s=30) as strategy:
         for (clip_norm, clip_value, measure), offloads in itertools.product(WAYS, (False, True)):
-            strategy.communicator.offloads = offloads
+            strategy.communicator._backend.offloads = offloads
             torch.manual_seed(0)
             model = Net()
             strategy.prepare(model)

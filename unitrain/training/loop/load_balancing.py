@@ -56,7 +56,7 @@ class LoadBalancer(StepHook):
         for micro_batch, batch in batches:
             if self._measuring and self._steps >= _SKIPPED and micro_batch.count:
                 if not self._seconds:
-                    self._communicator.call_around_waits(self._timed)
+                    self._communicator.waits.measure(self._timed)
                 self._measured, self._worked, self._since = True, 0.0, self._now()
             yield micro_batch, batch
             if self._measuring:
@@ -108,7 +108,7 @@ class LoadBalancer(StepHook):
         """Set the shares. Collective."""
         self._measuring = False
         self._step.hooks.remove_hook(self)
-        self._communicator.call_around_waits(None)
+        self._communicator.waits.end()
         seconds = float(np.median(self._seconds)) if self._seconds else 0.0
         own = torch.tensor(seconds, dtype=torch.float64, device=self._communicator.device)
         everyone: list[float] = self._communicator.all_gather_alike(own).tolist()
