@@ -1,9 +1,10 @@
-"""A step with AdamW whose state is divided over two processes, and by hand with all of it on each.
+"""A step with an optimizer that is sharded over two processes, and by hand with all of it on each.
 
     python benchmarks/sharded_optimizer.py
 
-A whole step of a 12-layer transformer's parameters is timed: forward and backward (as cheap as possible: each gradient
-costs one write), averaging, AdamW, and the exchange of what each rank has updated. By hand means
+A whole step of a transformer's parameters is timed: forward and backward (as cheap as possible: each gradient costs one
+write), averaging, the optimizer, and the exchange of what each rank has updated. AdamW reads and writes memory (12
+layers); Muon multiplies matrices (those of two layers), of which each rank has a part. By hand means
 DistributedDataParallel or ``hvd.DistributedOptimizer``, and takes part twice, which shows the spread. Under
 torch.distributed, torch's ZeroRedundancyOptimizer takes part, too; Horovod has nothing like it. The bytes of the
 optimizer's state on the rank that has the most of it are counted, and how far the weights are from those by hand.
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import AdamW, Optimizer
+from torch.optim import AdamW, Muon, Optimizer
 
 import unitrain
 from loops import by_hand
@@ -35,19 +36,20 @@ if TYPE_CHECKING:
 WORLDS = (GLOO, HOROVOD_MPI, HOROVOD_GLOO)
 BASE, CONTROL, TORCHS, OURS = "by hand", "by hand, again", "by hand, ZeroRedundancyOptimizer", "UniTrain"
 LENGTH, SHORT = (11, 2), (2, 1)  # rounds, and steps per round
-SHORT_ELEMENTS = 2**14  # maximum number of elements of a tensor
+SHORT_WIDTH = 64  # maximum size of a tensor in each dimension
+MUON_TENSORS = 24  # of two layers, with the vectors
 MB = 2**20
 
 Made = tuple[nn.Module, Optimizer, Way]
 
 
-def steps(strategy: unitrain.Strategy, shapes: list[Shape]) -> dict[str, Made]:
-    """Return the model, the optimizer and the step of each way."""
+def steps(strategy: unitrain.Strategy, kind: type[Optimizer], shapes: list[Shape]) -> dict[str, Made]:
+    """Return the model, the optimizer and the step of each way, with one kind of optimizer."""
     scale = torch.tensor(float(strategy.rank + 1))
 
-    def hand(kind: Callable[..., Optimizer] = AdamW) -> Made:
+    def hand(make: Callable[..., Optimizer] = kind) -> Made:
         model: nn.Module = OnlyParameters(shapes)
-        optimizer: Any = kind(model.parameters(), lr=0.001)
+        optimizer: Any = make(model.parameters(), lr=0.001)
         if strategy.config.backend == "ddp":
             model = DistributedDataParallel(model)
         else:
@@ -63,33 +65,37 @@ def steps(strategy: unitrain.Strategy, shapes: list[Shape]) -> dict[str, Made]:
 
     made = {BASE: hand(), CONTROL: hand()}
     if strategy.config.backend == "ddp":
-        made[TORCHS] = hand(partial(ZeroRedundancyOptimizer, optimizer_class=AdamW))
+        made[TORCHS] = hand(partial(ZeroRedundancyOptimizer, optimizer_class=kind))
     model = OnlyParameters(shapes)
-    prepared, optimizer = strategy.prepare(model, AdamW(model.parameters(), lr=0.001))
+    prepared, optimizer = strategy.prepare(model, kind(model.parameters(), lr=0.001))
     made[OURS] = (model, optimizer, lambda: strategy.step(prepared(scale), optimizer))
     return made
 
 
 def measure_world(rounds: int, steps_: int, most: int | None) -> Found | None:
-    """Measure each way in this process's world; tensors have at most ``most`` elements."""
+    """Measure each way in this process's world; no dimension of a tensor is larger than ``most``."""
     shapes: list[Shape] = workloads.transformer_shapes()
     if most is not None:
-        shapes = [(min(most, torch.Size(shape).numel()),) for shape in shapes]
+        shapes = [tuple(min(most, size) for size in shape) for shape in shapes]
+    matrices = [shape for shape in shapes[:MUON_TENSORS] if len(shape) == 2]
+    all_found: Found = {}
     with unitrain.init(device="cpu", threads_per_process=1, shard_optimizer=True) as strategy:
-        made = steps(strategy, shapes)
-        ways: dict[str, Way] = {name: partial(repeat, step, steps_) for name, (_, _, step) in made.items()}
-        found: Found = compared(alternate(ways, rounds, before=strategy.barrier), BASE, steps_)
-        for name, (trained, optimizer, _) in made.items():
-            its = sum(value.nbytes for state in optimizer.state.values() for value in state.values())
-            found[name]["state_mb"] = float(strategy.all_reduce(torch.tensor(its / MB), "max"))
-            pairs = zip(made[BASE][0].parameters(), trained.parameters(), strict=True)
-            found[name]["largest_difference"] = max(float((a - b).detach().abs().max()) for a, b in pairs)
-        return found if strategy.is_main else None
+        for kind, its_shapes in ((AdamW, shapes), (Muon, matrices)):
+            made = steps(strategy, kind, its_shapes)
+            ways: dict[str, Way] = {name: partial(repeat, step, steps_) for name, (_, _, step) in made.items()}
+            found: Found = compared(alternate(ways, rounds, before=strategy.barrier), BASE, steps_)
+            for name, (trained, optimizer, _) in made.items():
+                its = sum(value.nbytes for state in optimizer.state.values() for value in state.values())
+                found[name]["state_mb"] = float(strategy.all_reduce(torch.tensor(its / MB), "max"))
+                pairs = zip(made[BASE][0].parameters(), trained.parameters(), strict=True)
+                found[name]["largest_difference"] = max(float((a - b).detach().abs().max()) for a, b in pairs)
+            all_found |= {f"{kind.__name__}, {name}": one for name, one in found.items()}
+        return all_found if strategy.is_main else None
 
 
 def measure(short: bool) -> Found:
     rounds, steps_ = SHORT if short else LENGTH
-    how: dict[str, Any] = {"rounds": rounds, "steps_": steps_, "most": SHORT_ELEMENTS if short else None}
+    how: dict[str, Any] = {"rounds": rounds, "steps_": steps_, "most": SHORT_WIDTH if short else None}
     worlds = startable(*((GLOO, HOROVOD_GLOO) if short else WORLDS))
     return {"worlds": [(world, in_processes(world, measure_world, **how)) for world in worlds]}
 
@@ -106,7 +112,7 @@ def tables(found: Found) -> str:
 
 
 def plot(found: Found, figure: Figure) -> None:
-    figure.set_size_inches(12, 4)
+    figure.set_size_inches(12, 7)
     bars = [(f"{name}\n{world_name(world)}", one) for world, ways in found["worlds"] for name, one in ways.items()]
     names = [name for name, _ in bars]
     for axis, key, factor, label in zip(

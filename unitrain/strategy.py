@@ -50,7 +50,7 @@ from unitrain.url import is_url
 if TYPE_CHECKING:
     from unitrain.data.progress import ProgressBar
     from unitrain.tracking import Tracker, Trackers
-    from unitrain.training.optimizers.sharded_optimizers import ShardedOptimizers
+    from unitrain.training.optimizers.sharded import ShardedOptimizers
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -95,19 +95,15 @@ class Strategy:
         shares = Shares(config.shares if isinstance(config.shares, tuple) else None, self.world_size)
         self._prepared = PreparedModules(distributed=self.world_size > 1, shares=shares)
         pass_boundary = self._job.stopping.pass_boundary
-        self._hooks = Hooks()
-        self._sharded = self._sharded_optimizers()
-        if self.world_size > 1 and config.broadcast_buffers:
-            self._hooks.add_hook(BufferSync(self._communicator, self._prepared))
-        if config.check_in_sync_every:
-            self._hooks.add_hook(InSyncCheck(self._communicator, self._prepared, config.check_in_sync_every))
+        optimizers = _sharded_optimizers(self._communicator)
+        self._hooks = _hooks(self._communicator, self._prepared, optimizers, config)
         self._step = TrainingStep(
             self._communicator,
             made,
             self._prepared,
             self._hooks,
             self._precision.scaler,
-            self._sharded,
+            optimizers,
             pass_boundary,
             config,
         )
@@ -126,15 +122,6 @@ class Strategy:
         )
         self._checkpoint: Checkpoint | None = None
         self._throughput: Throughput | None = None
-
-    def _sharded_optimizers(self) -> ShardedOptimizers | None:
-        if not self._communicator.shards or self._communicator.shards_parameters:
-            return None
-        from unitrain.training.optimizers.sharded_optimizers import ShardedOptimizers  # few scripts need it
-
-        sharded = ShardedOptimizers(self._communicator)
-        self._hooks.add_hook(sharded)
-        return sharded
 
     # --------------------------------------------------------------------------------------------------- training
 
@@ -479,8 +466,7 @@ class Strategy:
 
         Collective if it is sharded; otherwise it returns the tensor itself.
         """
-        sharded = self._sharded
-        return self._communicator.full_tensor(tensor if sharded is None else sharded.as_shard(tensor))
+        return self._communicator.full_tensor(tensor)
 
     # ------------------------------------------------------------------------------------ collective communication
 
@@ -759,3 +745,26 @@ class Strategy:
 
     def __reduce__(self) -> Any:
         raise UsageError("a strategy can't be pickled: use strategy.save or strategy.export for a model.")
+
+
+def _sharded_optimizers(communicator: Communicator) -> ShardedOptimizers | None:
+    """Return what shards optimizers, with ``shard_optimizer``."""
+    if not communicator.shards or communicator.shards_parameters:
+        return None
+    from unitrain.training.optimizers.sharded import ShardedOptimizers  # few scripts need it
+
+    return ShardedOptimizers(communicator)
+
+
+def _hooks(
+    communicator: Communicator, prepared: PreparedModules, sharded: ShardedOptimizers | None, config: StrategyConfig
+) -> Hooks:
+    """Return the hooks that the settings ask for."""
+    hooks = Hooks()
+    if sharded is not None:
+        hooks.add_hook(sharded)
+    if communicator.world_size > 1 and config.broadcast_buffers:
+        hooks.add_hook(BufferSync(communicator, prepared))
+    if config.check_in_sync_every:
+        hooks.add_hook(InSyncCheck(communicator, prepared, config.check_in_sync_every))
+    return hooks

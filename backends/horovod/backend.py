@@ -6,7 +6,7 @@ import ctypes
 import os
 import socket
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import version
 from multiprocessing.util import Finalize
@@ -15,14 +15,13 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
-from unitrain.communication.backend import Backend, Divided, Wait
+from unitrain.communication.backend import Backend, Wait
 from unitrain.config import Section, StrategyConfig
 from unitrain.errors import BackendError, ConfigError, LaunchError
 from unitrain.launch.detect import Launch
 from unitrain.launch.mpi import mpi_family, point_to_installed_mpi
 from unitrain.launch.network.horovodrun_server import await_all
 
-from .gather import start_gathers
 from .settings import HorovodSettings
 
 _LAUNCHERS = ("horovodrun", "mpirun")
@@ -125,7 +124,6 @@ class HorovodBackend(Backend):
         elif any(os.environ.get(name) != value for name, value in variables.items()):
             message = "Horovod is initialised once per process: it keeps the settings of the first strategy."
             warnings.warn(message, UserWarning, stacklevel=7)
-        self.gathers_in_place: bool = self.device.type == "cpu"  # not tried with NCCL
         return self._hvd.rank(), self._hvd.size()
 
     def watch_hosts(self, changed: Callable[[], None]) -> None:
@@ -157,17 +155,6 @@ class HorovodBackend(Backend):
         """All-gather along a new first dimension."""
         handle = self._hvd.allgather_async(tensor.unsqueeze(0), name=name)
         return lambda: cast(Tensor, self._wait(handle))
-
-    def gather_in_place(self, tensors: Sequence[Divided], name: str) -> Wait:
-        """All-gather into the tensors."""
-        # MPI forbids to send from memory that it receives into.
-        handles = start_gathers(self._hvd, tensors, self.rank, name, copies=self.authenticated)
-
-        def wait() -> None:
-            for handle in handles:
-                self._wait(handle)
-
-        return wait
 
     def broadcast(self, tensor: Tensor, src: int, name: str) -> Wait:
         """Broadcast in place."""

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from unitrain.communication.backend import Backend, Divided, Wait
+from unitrain.communication.backend import Backend, Wait
 from unitrain.config import StrategyConfig
 from unitrain.errors import CommunicationError, ConfigError
 from unitrain.launch.detect import Launch
@@ -94,7 +94,6 @@ class ProcessGroupBackend(Backend):
                 ) from error
         self._timeout = timeout
         self._group = CoreGroup(timeout)
-        self.gathers_in_place: bool = self.device.type == "cpu"  # over gloo, which copies what it gathers
         return dist.get_rank(), dist.get_world_size()
 
     def _hint(self, library: str) -> str:
@@ -157,10 +156,6 @@ class ProcessGroupBackend(Backend):
     def all_gather(self, tensor: Tensor, name: str) -> Callable[[], Tensor]:
         """All-gather in the core's process group."""
         return self._group.all_gather(tensor)
-
-    def gather_in_place(self, tensors: Sequence[Divided], name: str) -> Wait:
-        """Exchange parts of tensors in the core's process group."""
-        return self._group.gather_in_place(tensors)
 
     def broadcast(self, tensor: Tensor, src: int, name: str) -> Wait:
         """Broadcast in the core's process group."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -10,9 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unitrain.communication.backend import Divided, Wait
-
-from .exchange import exchange
+from unitrain.communication.backend import Wait
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 # Newer releases of torch have renamed this function, and deprecate the old name.
@@ -61,12 +59,6 @@ class CoreGroup:
             return gathered
 
         return finish
-
-    def gather_in_place(self, tensors: Sequence[Divided]) -> Wait:
-        """See ``Backend.gather_in_place``."""
-        parts = [[part for part in its if len(part)] for its in zip(*(tensor.parts for tensor in tensors), strict=True)]
-        own = parts[self._group.rank()]
-        return exchange([own] * len(parts), parts, self._group)
 
     def broadcast(self, tensor: Tensor, src: int) -> Wait:
         """See ``Backend.broadcast``."""

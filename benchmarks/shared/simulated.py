@@ -25,8 +25,6 @@ from unitrain.checkpoint.store.disk import Disk
 from unitrain.checkpoint.store.folder import Draft
 from unitrain.communication.backend import Backend, Wait
 from unitrain.communication.communicator import Communicator
-from unitrain.communication.row_shards import RowShard
-from unitrain.communication.streaming import leaves
 from unitrain.config import StrategyConfig
 from unitrain.data.order.shares import Shares
 from unitrain.job.watch.stopping import Boundaries, Stopping
@@ -170,17 +168,8 @@ class SimulatedRank0:
 
 def written_by_others(rank_0: SimulatedRank0, checkpoint: Checkpoint, others: Members, folder: Path) -> None:
     """Have the other ranks write their files of a checkpoint, which are in its folder as soon as that has begun."""
-    objects = vars(checkpoint)["_state"].objects
-    shapes = {
-        name: [
-            (value.counts, tuple(value.local.shape[1:]), value.dtype)
-            for _, value in leaves(its.state_dict())
-            if isinstance(value, RowShard)
-        ]
-        for name, its in objects.items()
-    }
     folder.mkdir()
-    others.do("call", _write, folder, shapes)
+    others.do("call", _write, folder, list(vars(checkpoint)["_state"].objects))
     checkpoints = vars(checkpoint)["_folder"]
     begin = checkpoints.begin
 
@@ -196,11 +185,6 @@ def written_by_others(rank_0: SimulatedRank0, checkpoint: Checkpoint, others: Me
     checkpoints.begin = begin_with_files
 
 
-def _write(
-    rank: int, folder: Path, shapes: dict[str, list[tuple[Sequence[int], tuple[int, ...], torch.dtype]]]
-) -> None:
-    own = {
-        name: [torch.zeros(counts[rank], *rest, dtype=dtype) for counts, rest, dtype in its]
-        for name, its in shapes.items()
-    }
-    write_own(Draft(Disk(folder.parent), folder.name, ""), rank, file_name(rank), own)
+def _write(rank: int, folder: Path, objects: Sequence[str]) -> None:
+    """Write what a rank has that owns no parameter: there are more ranks than parameters."""
+    write_own(Draft(Disk(folder.parent), folder.name, ""), rank, file_name(rank), {name: [] for name in objects})

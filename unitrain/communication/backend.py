@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -30,15 +30,6 @@ GROUP = "unitrain.backends"
 
 Wait = Callable[[], None]
 """Returned by an asynchronous collective. Call it to wait for the result."""
-
-
-class Divided(NamedTuple):
-    """A tensor of which each rank has a part, one after the other."""
-
-    whole: Tensor
-    """Flat, contiguous, of dtype uint8, and of less than 2 GiB."""
-    parts: Sequence[Tensor]
-    """Views of it, one for each rank; a rank may have nothing."""
 
 
 class Backend(ABC):
@@ -76,8 +67,6 @@ class Backend(ABC):
     """Whether, with several processes, ``wrap_model`` leaves each rank a part of each parameter (a shard)."""
     replicas: int = 1
     """Number of ranks that have the same shard."""
-    gathers_in_place: bool = False
-    """Whether ``gather_in_place`` is faster than to pack tensors for an ``all_gather``."""
     offloads: bool = False
     """Whether shards and their gradients are in host memory instead of on ``device``."""
 
@@ -158,17 +147,6 @@ class Backend(ABC):
         """Start to overwrite a contiguous uint8 tensor with that of rank ``src``. Return a function that waits."""
 
     # --------------------------------------------------------------------------------------------------- optional
-
-    def gather_in_place(self, tensors: Sequence[Divided], name: str) -> Wait:
-        """Start to overwrite parts of tensors with those of the ranks that have them. Return a function that waits.
-
-        Called if ``gathers_in_place``.
-
-        Args:
-            tensors: the same on all ranks but for values.
-            name: as in ``all_reduce``.
-        """
-        return lambda: None
 
     def close(self, *, failed: bool) -> None:
         """End communication.

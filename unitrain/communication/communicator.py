@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 from unitrain import call_site
 from unitrain.communication import row_shards
-from unitrain.communication.backend import Backend, Divided, Wait
+from unitrain.communication.backend import Backend, Wait
 from unitrain.communication.objects import ObjectTransport, as_bytes
 from unitrain.communication.row_shards import RowShard
 from unitrain.communication.waits import Waits
@@ -56,8 +56,8 @@ class Communicator:
         waits: what is called around waits for collectives of the core.
         all_reduce_async: the backend's ``all_reduce``, for the core: in place, without checks.
         all_gather_async: the backend's ``all_gather``, for the core: without checks.
-        gather_in_place_async: the backend's ``gather_in_place``.
-        row_counts: with ``shard_optimizer``, how many rows of a parameter's state each rank has.
+        broadcast_async: the backend's ``broadcast``, for the core: in place, without checks.
+        owners: with ``shard_optimizer``, the rank that has the state of a parameter.
         to_local: returns this rank's part of a tensor that is sharded, and any other tensor itself.
     """
 
@@ -83,8 +83,8 @@ class Communicator:
         self.waits: Waits = Waits(measures=backend.config.shares == "auto")
         self.all_reduce_async: Callable[[Tensor, str, str], Wait] = self.waits.of(backend.all_reduce)
         self.all_gather_async: Callable[[Tensor, str], Callable[[], Tensor]] = self.waits.of(backend.all_gather)
-        self.gather_in_place_async: Callable[[Sequence[Divided], str], Wait] = self.waits.of(backend.gather_in_place)
-        self.row_counts: dict[Parameter, Sequence[int]] = {}
+        self.broadcast_async: Callable[[Tensor, int, str], Wait] = self.waits.of(backend.broadcast)
+        self.owners: dict[Parameter, int] = {}
         self.to_local: Callable[[Tensor], Tensor] = row_shards.to_local if self._has_rows else backend.to_local
 
     @property
@@ -123,11 +123,6 @@ class Communicator:
         return self.shards and not self.shards_parameters
 
     @property
-    def gathers_in_place(self) -> bool:
-        """See ``Backend.gathers_in_place``."""
-        return self._backend.gathers_in_place
-
-    @property
     def replicas(self) -> int:
         """Number of ranks that have the same part of a parameter."""
         return self._backend.replicas
@@ -143,9 +138,12 @@ class Communicator:
 
     def full_tensor(self, tensor: Tensor) -> Tensor:
         """Return all of a tensor that is sharded, and any other tensor itself. Collective if it is sharded."""
-        if isinstance(tensor, RowShard):
-            return self.gather_rows(tensor.local, tensor.counts)
-        return self._backend.full_tensor(tensor)
+        if not isinstance(tensor, RowShard):
+            return self._backend.full_tensor(tensor)
+        owner = next((rank for rank, count in enumerate(tensor.counts) if count), 0)
+        local = tensor.local
+        whole = local if owner == self.rank else torch.empty(tensor.shape, dtype=local.dtype, device=local.device)
+        return self.broadcast(whole, owner)
 
     def shards_of(self, tensor: Tensor) -> Sequence[Tensor]:
         """Return the parts of all ranks, on the meta device except this rank's."""

@@ -35,6 +35,14 @@ class RowShard(Tensor):
         return made
 
     @classmethod
+    def owned(cls, local: Tensor | None, shape: Sequence[int], dtype: torch.dtype, owner: int, ranks: Any) -> RowShard:
+        """Return what stands for a tensor that one rank has; without its rows on the other ranks."""
+        counts = [shape[0] if rank == owner else 0 for rank in range(ranks.world_size)]
+        if local is None:
+            local = torch.empty((0, *shape[1:]), dtype=dtype, device=ranks.device)
+        return cls(local, counts, ranks.rank)
+
+    @classmethod
     def __torch_dispatch__(cls, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse every operation."""
         _refuse()
@@ -54,14 +62,9 @@ class RowShard(Tensor):
 
 def _refuse() -> NoReturn:
     raise UsageError(
-        "with shard_optimizer, each rank has some rows of the optimizer's state: save it with strategy.checkpoint or "
-        "strategy.save, and get a whole tensor with strategy.full_tensor(tensor), on all ranks."
+        "with shard_optimizer, each rank has the optimizer's state of some parameters only: save it with "
+        "strategy.checkpoint or strategy.save, which write all of it."
     )
-
-
-def rows_of(tensor: Tensor, counts: Sequence[int], rank: int) -> Tensor:
-    """Return a view of the rows of a whole tensor that a rank has."""
-    return tensor.detach().narrow(0, sum(counts[:rank]), counts[rank])
 
 
 def to_local(tensor: Tensor) -> Tensor:

@@ -19,7 +19,8 @@ from torch.optim import Optimizer
 
 from unitrain.communication import plain_data
 from unitrain.communication.communicator import Communicator
-from unitrain.communication.row_shards import RowShard, rows_of
+from unitrain.communication.owned import OwnedBy
+from unitrain.communication.row_shards import RowShard
 
 BUFFER_BYTES = 2**21  # larger ones cost more memory than their size: allocators and gloo keep several
 _ALIGNMENT = 16  # of the largest dtype, complex128
@@ -186,21 +187,36 @@ def receive_optimizer(
 
     def new(path: Keys, form: Form) -> Tensor:
         # The optimizer moves counts of steps itself, where it wants them on the device.
-        parameter = parameters.get(path[1]) if len(path) == 3 and form.shape else None
+        parameter = parameters.get(path[1]) if len(path) > 2 and form.shape else None
         if parameter is None:
             return form.empty(_CPU)
-        if tuple(parameter.shape) == form.shape:
-            if communicator.is_sharded(parameter):
-                return torch.empty_like(parameter.detach(), dtype=form.dtype)
-            counts, rank = communicator.row_counts.get(parameter), communicator.rank
-            if counts is not None:
-                return RowShard(torch.empty_like(rows_of(parameter, counts, rank), dtype=form.dtype), counts, rank)
+        owner = communicator.owners.get(parameter)
+        if owner is not None:
+            local = form.empty(parameter.device) if owner == communicator.rank else None
+            return RowShard.owned(local, form.shape, form.dtype, owner, communicator)
+        if len(path) == 3 and tuple(parameter.shape) == form.shape and communicator.is_sharded(parameter):
+            return torch.empty_like(parameter.detach(), dtype=form.dtype)
         return form.empty(parameter.device)
 
     own = optimizer.state_dict()
+    if communicator.owners:
+        own["state"] = {
+            number: _mapped(state, lambda value: _as_owned(communicator, value))
+            for number, state in own["state"].items()
+            if not isinstance(state, OwnedBy)
+        }
     if communicator.shards and not any(communicator.is_sharded(value) for _, value in leaves(own["state"])):
         own = {}  # from before its parameters were sharded: no memory to receive shards in
-    optimizer.load_state_dict(receive(communicator, expected, source, own=own, new=new, sent=sent, held=held))
+    received = receive(communicator, expected, source, own=own, new=new, sent=sent, held=held)
+    if communicator.owners:
+        received = _mapped(received, communicator.to_local)
+    optimizer.load_state_dict(received)
+
+
+def _as_owned(communicator: Communicator, value: Any) -> Any:
+    if not isinstance(value, Tensor) or not value.dim():
+        return value
+    return RowShard.owned(value, tuple(value.shape), value.dtype, communicator.rank, communicator)
 
 
 def _is_dense(value: object) -> TypeGuard[Tensor]:
@@ -297,10 +313,9 @@ def rows_read(communicator: Communicator, target: Tensor | None, rows: int) -> r
         target: what it is read into, or the parameter whose state it is; None if that is not known.
         rows: the number of its rows.
     """
-    counts = communicator.row_counts.get(target) if isinstance(target, Parameter) else None
-    if counts is not None:
-        start = sum(counts[: communicator.rank])
-        return range(start, start + counts[communicator.rank])
+    owner = communicator.owners.get(target) if isinstance(target, Parameter) else None
+    if owner is not None:
+        return range(rows if communicator.rank == owner else 0)
     if communicator.is_sharded(target):
         start = 0
         for shard in communicator.shards_of(target):

@@ -41,8 +41,14 @@ def made() -> tuple[nn.Module, Adam]:
 
 
 def whole(strategy: unitrain.Strategy, model: nn.Module, optimizer: Adam) -> list[Tensor]:
-    states = [value for its in optimizer.state.values() for value in its.values()]
-    return [*strategy.export(model).state_dict().values(), *(strategy.full_tensor(value).clone() for value in states)]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    own = {
+        (number, key): strategy.full_tensor(value).clone()
+        for number, p in enumerate(parameters)
+        for key, value in optimizer.state.get(p, {}).items()
+    }
+    of_all = {key: value for found in strategy.all_gather_object(own) for key, value in found.items()}
+    return [*strategy.export(model).state_dict().values(), *(of_all[key] for key in sorted(of_all))]
 
 
 def assert_equal(found: list[Tensor], expected: list[Tensor]) -> None:
@@ -99,7 +105,7 @@ def resume(url: str, settings: dict[str, Any]) -> tuple[int, list[str], list[Ten
 
 
 FSDP: dict[str, Any] = {"backend": "fsdp"}
-ROWS: dict[str, Any] = {"backend": "ddp", "shard_optimizer": True}
+OWNED: dict[str, Any] = {"backend": "ddp", "shard_optimizer": True}
 SHARDS = [f"_shards-{rank:05d}.pt" for rank in range(3)]
 
 
@@ -121,8 +127,8 @@ def test_each_rank_writes_and_reads_its_own(s3_url: str) -> None:
         assert step == 2
         assert len(downloaded) == len(set(downloaded))
         assert_equal(state, expected)
-    # Rank 0 sends weights that are not divided now, so it needs all; the other one needs its rows of Adam's state.
-    (step, downloaded, state), (_, fewer, other) = run_ranks(resume, s3_url, ROWS)
+    # Rank 0 sends weights that are not divided now, so it needs all; the other one needs its part of Adam's state.
+    (step, downloaded, state), (_, fewer, other) = run_ranks(resume, s3_url, OWNED)
     assert step == 2
     assert set(SHARDS) < set(downloaded)
     assert set(fewer) <= set(SHARDS)
@@ -137,8 +143,8 @@ def test_each_rank_writes_and_reads_its_own(s3_url: str) -> None:
     assert [step for step, _, _ in run_ranks(resume, s3_url, FSDP, nprocs=3)] == [1, 1, 1]
 
 
-def test_rows_of_an_optimizer_are_written_by_each_rank_before_save_returns(s3_url: str) -> None:
-    expected = run_ranks(save, s3_url, ROWS, False)[0]
+def test_the_state_of_a_sharded_optimizer_is_written_by_each_rank_before_save_returns(s3_url: str) -> None:
+    expected = run_ranks(save, s3_url, OWNED, False)[0]
     assert f"step-0000000002/{SHARDS[1]}" in objects(s3_url)
     with unitrain.init(backend="single", device="cpu") as strategy:
         model, optimizer = strategy.prepare(*made())

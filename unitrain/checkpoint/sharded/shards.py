@@ -6,6 +6,7 @@ has the shards of all objects, in the order in which their tensors are found in 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -14,8 +15,10 @@ import torch
 from torch import Tensor
 
 from unitrain.communication.communicator import Communicator
+from unitrain.communication.owned import OwnedBy
+from unitrain.communication.row_shards import RowShard
 from unitrain.communication.streaming import Form, Keys, RowBlocks, leaves
-from unitrain.data.structure import rebuilt
+from unitrain.data.structure import rebuilt, tensors
 
 PREFIX = "_shards-"
 """What the names of the files with shards begin with."""
@@ -41,11 +44,62 @@ def gather_shards(communicator: Communicator, state: Any) -> Any:
         whole = communicator.full_tensor(value)
         return whole.cpu() if communicator.is_main else None
 
-    return rebuilt(state, full)
+    return rebuilt(as_row_shards(communicator, state), full)
+
+
+def as_row_shards(communicator: Communicator, state: Any) -> Any:
+    """Return nested state with a row shard in place of each tensor of a sharded optimizer's state. Collective.
+
+    The rank that has the tensor has all of its rows. What is no tensor, or has no dimension, all ranks have.
+    """
+    if not communicator.owners:
+        return state
+    others = {path: value.rank for path, value in leaves(state) if isinstance(value, OwnedBy)}
+    owners = {path: rank for found in communicator.all_gather_object(others) for path, rank in found.items()}
+    own = {path: value for path, rank in owners.items() if rank == communicator.rank for value in _at(state, path)}
+    entries: dict[Keys, dict[Any, Any]] = {path[:-1]: {} for path in owners}
+    outlines = {path: rebuilt(value, _outlined) for path, value in own.items()}
+    for owner, found in enumerate(communicator.all_gather_object(outlines)):
+        for path, value in found.items():
+            local = (tensor for tensor in tensors(own.get(path)) if tensor.dim())
+            entries[path[:-1]][path[-1]] = rebuilt(value, partial(_with_rows, communicator, local, owner))
+
+    def replaced(value: Any, path: Keys) -> Any:
+        if path in entries:
+            rest = {key: item for key, item in value.items() if (*path, key) not in owners}
+            return {**rest, **dict(sorted(entries[path].items()))}
+        if isinstance(value, dict):
+            made = copy.copy(value)
+            made.update((key, replaced(item, (*path, key))) for key, item in value.items())
+            return made
+        if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+            return type(value)(replaced(item, (*path, i)) for i, item in enumerate(value))
+        return value
+
+    return replaced(state, ())
+
+
+def _at(state: Any, path: Keys) -> Iterator[Any]:
+    """Yield what is at a path, if anything is."""
+    for key in path:
+        if isinstance(state, dict) and key not in state:
+            return
+        state = state[key]
+    yield state
+
+
+def _outlined(value: Any) -> Any:
+    return Form(value) if isinstance(value, Tensor) and value.dim() else value
+
+
+def _with_rows(communicator: Communicator, local: Iterator[Tensor], owner: int, value: Any) -> Any:
+    if not isinstance(value, Form):
+        return value
+    return RowShard.owned(next(local, None), value.shape, value.dtype, owner, communicator)
 
 
 def separate(communicator: Communicator, parts: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, list[Tensor]]]:
-    """Return the states of objects with meta tensors in place of shards, and this rank's shards, by name."""
+    """Return the states of objects with meta tensors in place of shards, and this rank's shards. Collective."""
     own: dict[str, list[Tensor]] = {name: [] for name in parts}
 
     def without(shards: list[Tensor], value: Any) -> Any:
@@ -54,7 +108,8 @@ def separate(communicator: Communicator, parts: Mapping[str, Any]) -> tuple[dict
         shards.append(communicator.to_local(value))
         return torch.empty(value.shape, dtype=value.dtype, device="meta")
 
-    return {name: rebuilt(state, partial(without, own[name])) for name, state in parts.items()}, own
+    whole = as_row_shards(communicator, parts)
+    return {name: rebuilt(state, partial(without, own[name])) for name, state in whole.items()}, own
 
 
 def join(parts: Mapping[str, Any]) -> dict[str, Any]:

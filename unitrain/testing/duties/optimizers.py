@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
-from torch.optim import SGD
+from torch.optim import SGD, Adafactor, Adam, Muon, Optimizer
 
 from unitrain import UsageError
 from unitrain.testing.duty import duty
@@ -176,6 +177,57 @@ def windows_without_a_loader(world: World) -> None:
         for one, other in zip(made, expected, strict=True):
             assert_same(one, other)
             assert_bit_equal_on_all_ranks(strategy, one)
+
+
+class Lamb(Adam):
+    """Scales what Adam adds to a parameter by the norm of the parameter, as LAMB does."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Make a step."""
+        before = [(p, p.clone()) for group in self.param_groups for p in group["params"]]
+        super().step(closure)
+        for p, old in before:
+            change = p - old
+            p.copy_(old + change * old.norm() * 0.1 / (change.norm() + 1e-9))
+
+
+def _lamb(model: Net) -> list[Optimizer]:
+    return [Lamb(model.parameters())]
+
+
+def _adafactor(model: Net) -> list[Optimizer]:
+    return [Adafactor(model.parameters())]
+
+
+def _muon(model: Net) -> list[Optimizer]:
+    layers = (model.first, model.last)
+    return [Muon([layer.weight for layer in layers]), Adafactor([layer.bias for layer in layers])]
+
+
+@duty(
+    needs=lambda world: world.processes > 1 and not world.shards,
+    each={"lamb": _lamb, "muon": _muon, "adafactor": _adafactor},
+)
+def sharded_optimizers(world: World, make: Callable[[Net], list[Optimizer]]) -> None:
+    """With shard_optimizer, each rank has a part of the state, also of an optimizer that uses whole parameters."""
+    with world.open(shard_optimizer=True, clip_norm=0.5) as strategy:
+        model, expected = Net(), Net()
+        prepared, *optimizers = strategy.prepare(model, *make(model))
+        by_hand = make(expected)
+        inputs, targets, mine = two_rows_each(strategy)
+        for _ in range(5):
+            strategy.step(mse_loss(prepared(inputs[mine]), targets[mine]), optimizers)
+            expected.zero_grad()
+            mse_loss(expected(inputs), targets).backward()  # type: ignore[no-untyped-call]
+            for one in by_hand:
+                nn.utils.clip_grad_norm_([p for group in one.param_groups for p in group["params"]], 0.5)
+                one.step()
+        torch.testing.assert_close(flat(model), flat(expected), rtol=0, atol=1e-9)
+        assert_bit_equal_on_all_ranks(strategy, model)
+        own = sum(len(one.state) for one in optimizers)
+        assert own < 4
+        assert strategy.all_reduce(torch.tensor(own)) == 4
 
 
 @duty()

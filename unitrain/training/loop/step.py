@@ -31,7 +31,7 @@ from unitrain.training.models.prepared import PreparedModules
 from unitrain.training.models.supported import check_scheduler
 
 if TYPE_CHECKING:
-    from unitrain.training.optimizers.sharded_optimizers import ShardedOptimizers
+    from unitrain.training.optimizers.sharded import ShardedOptimizers
 
 
 class StepResult(NamedTuple):

@@ -20,7 +20,7 @@ from unitrain.training.gradients.reduction import Reduction
 from unitrain.training.models.prepared import PreparedModules
 
 if TYPE_CHECKING:
-    from unitrain.training.optimizers.sharded_optimizers import ShardedOptimizers
+    from unitrain.training.optimizers.sharded import ShardedOptimizers
 
 
 class Window:

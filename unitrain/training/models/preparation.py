@@ -11,10 +11,10 @@ from torch.optim import Optimizer
 
 from unitrain.communication.backend import Backend
 from unitrain.communication.communicator import Communicator
-from unitrain.communication.streaming import broadcast_tensors, outline, receive_optimizer
+from unitrain.communication.owned import OwnedBy
+from unitrain.communication.streaming import broadcast_tensors, leaves, outline, receive_optimizer
 from unitrain.config import StrategyConfig
 from unitrain.data.loop import BatchInUse
-from unitrain.data.structure import tensors
 from unitrain.device import devices_of
 from unitrain.errors import UsageError
 from unitrain.process import print_stderr
@@ -159,15 +159,16 @@ class Preparation:
             broadcast_tensors(self._communicator, own, own)
 
     def _optimizer(self, optimizer: Optimizer) -> None:
-        supported.check_optimizer(optimizer)
+        supported.check_optimizer(optimizer, shards_parameters=self._communicator.shards_parameters)
         self._prepared.update(optimizer)
         self._prepared.check([p for group in optimizer.param_groups for p in group["params"]])
         ranks = self._communicator
         if optimizer.state or ranks.world_size > 1:
             state = optimizer.state_dict()
-            # State that the script has sharded itself is that of this rank.
-            own_is_kept = any(map(ranks.is_sharded, tensors(state["state"])))
-            expected = ranks.broadcast_object(outline(state) if state["state"] and not own_is_kept else None)
+            # State that is sharded already is that of this rank.
+            its = state["state"]
+            own_is_kept = any(ranks.is_sharded(one) or isinstance(one, OwnedBy) for _, one in leaves(its))
+            expected = ranks.broadcast_object(outline(state) if its and not own_is_kept else None)
             if ranks.world_size > 1:
                 # With its state, rank 0's options are loaded on the other ranks, too.
                 alike.check_optimizers(ranks, self._prepared, optimizer, options=expected is None)

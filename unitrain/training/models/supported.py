@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
-from torch.optim import LBFGS, Optimizer
+from torch.optim import LBFGS, Adafactor, Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset
 
@@ -52,12 +52,17 @@ def check_lookups(module: nn.Module) -> None:
             )
 
 
-def check_optimizer(optimizer: Optimizer) -> None:
-    """Raise UsageError if an optimizer does not work with ``strategy.step``."""
+def check_optimizer(optimizer: Optimizer, *, shards_parameters: bool) -> None:
+    """Raise UsageError if an optimizer does not work with ``strategy.step``, or not with sharded parameters."""
     if isinstance(optimizer, LBFGS):
         raise UsageError(
             "LBFGS evaluates the loss several times per step, which strategy.step does not support: use it without "
             "strategy.prepare, in a single process."
+        )
+    if shards_parameters and isinstance(optimizer, Adafactor):
+        raise UsageError(
+            "torch's Adafactor does not support sharded parameters: its step fails on DTensors. Use backend ddp or "
+            "horovod with shard_optimizer set to true, or another optimizer, such as AdamW or Muon."
         )
     if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
         raise UsageError(

@@ -1,0 +1,93 @@
+"""Parameters that ranks have updated reach all ranks, bit for bit, in few calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from needs import HOROVOD
+from ranks import run_ranks
+from torch import Tensor
+from torch.nn import Parameter
+
+import unitrain
+from unitrain.training.optimizers import exchange
+from unitrain.training.optimizers.exchange import Exchange
+
+SMALL: list[tuple[Tensor, int]] = [
+    (torch.arange(35.0).reshape(7, 5), 0),
+    (torch.arange(3, dtype=torch.float64), 1),
+    (torch.arange(48.0, dtype=torch.bfloat16).reshape(2, 3, 4, 2).to(memory_format=torch.channels_last), 2),
+    (torch.arange(4).to(torch.cfloat), 2),
+    (torch.arange(12.0).reshape(3, 4).t(), 1),
+    (torch.arange(12.0)[::2], 1),
+    (torch.tensor(5.0), 2),
+    (torch.empty(0, 3), 2),
+    (torch.arange(1000.0).reshape(10, 100), 1),
+]
+LARGE: list[tuple[Tensor, int]] = [
+    (torch.arange(300_000.0).reshape(300, 1000), 1),
+    (torch.arange(600_000).to(torch.bfloat16).reshape(2, 500, 600).transpose(0, 1), 2),
+]
+
+
+def send(backend: str, which: str, limits: dict[str, int]) -> tuple[list[Tensor], list[str]]:
+    """Start from parameters of which this rank's are right only. Return all, and the sizes of the calls."""
+    parameters = {"small": SMALL, "large": LARGE, "both": [*SMALL, *LARGE]}[which]
+    with unitrain.init(backend=backend, device="cpu", timeout_s=30) as strategy, pytest.MonkeyPatch.context() as patch:
+        for name, limit in limits.items():
+            patch.setattr(exchange, name, limit)
+        ranks = strategy.communicator
+        owned: list[list[Tensor]] = [[] for _ in range(ranks.world_size)]
+        found = []
+        for value, owner in parameters:
+            found.append(Parameter(value.clone() if owner == ranks.rank else torch.full_like(value, -1)))
+            owned[owner].append(found[-1])
+        calls: list[str] = []
+        all_gather, broadcast = ranks.all_gather_async, ranks.broadcast_async
+
+        def gather(tensor: Tensor, name: str) -> Any:
+            calls.append(f"gather {tensor.numel()}")
+            return all_gather(tensor, name)
+
+        def send_one(tensor: Tensor, src: int, name: str) -> Any:
+            calls.append(f"broadcast {tensor.numel()}")
+            return broadcast(tensor, src, name)
+
+        ranks.all_gather_async, ranks.broadcast_async = gather, send_one
+        sent = Exchange(ranks, owned, "parameters")
+        sent()
+        for p, (_, owner) in zip(found, parameters, strict=True):
+            if owner != ranks.rank:
+                p.data = torch.full_like(p, -2).clone()  # in other memory
+        calls.clear()
+        sent()
+        return [p.detach() for p in found], calls
+
+
+@pytest.mark.parametrize(
+    ("backend", "launcher", "which", "limits", "calls"),
+    [
+        ("ddp", "spawn", "small", {}, ["gather 4072", "gather 24", "gather 96", "gather 32"]),
+        ("ddp", "spawn", "large", {}, ["broadcast 1200000", "broadcast 1200000"]),
+        ("ddp", "spawn", "large", {"PIECE_BYTES": 700_000}, ["broadcast 700000", "broadcast 500000"] * 2),
+        ("ddp", "spawn", "small", {"BUFFER_BYTES": 3 * 100, "CALL_BYTES": 0}, None),
+        pytest.param("horovod", "horovodrun", "both", {"PIECE_BYTES": 700_000}, None, marks=HOROVOD),
+        pytest.param("horovod", "mpirun", "both", {"CALL_BYTES": 0}, None, marks=[HOROVOD, pytest.mark.soak]),
+    ],
+)
+def test_parameters_reach_all_ranks(
+    backend: str, launcher: Any, which: str, limits: dict[str, int], calls: list[str] | None
+) -> None:
+    expected = {"small": SMALL, "large": LARGE, "both": [*SMALL, *LARGE]}[which]
+    for found, made in run_ranks(send, backend, which, limits, nprocs=3, launcher=launcher):
+        assert all(map(torch.equal, found, (value for value, _ in expected)))
+        assert calls is None or made == calls
+
+
+def test_a_rank_that_owns_most_sends_its_own_without_padding() -> None:
+    """What all ranks would send in one call is more than three times what they have."""
+    for found, made in run_ranks(send, "ddp", "small", {"CALL_BYTES": 100}, nprocs=3):
+        assert all(map(torch.equal, found, (value for value, _ in SMALL)))
+        assert made[:3] == ["broadcast 140", "broadcast 4072", "broadcast 4"]

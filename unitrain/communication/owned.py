@@ -1,0 +1,40 @@
+"""``OwnedBy``: stands for state that another rank has."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from unitrain.errors import UsageError
+
+
+class OwnedBy:
+    """Stands, in the state dict of an optimizer, for the state of a parameter that another rank updates.
+
+    It can't be copied, pickled or loaded: what is made of a state dict with it would lose state.
+
+    Args:
+        rank: the rank that has the state, if there is any yet.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank: int = rank
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse to be pickled and copied."""
+        refuse()
+
+    def __iter__(self) -> NoReturn:
+        """Refuse to be loaded by an optimizer, which looks for tensors in it."""
+        refuse()
+
+    def __repr__(self) -> str:
+        """Return the rank."""
+        return f"OwnedBy({self.rank})"
+
+
+def refuse() -> NoReturn:
+    """Raise the error for what would lose state."""
+    raise UsageError(
+        "with shard_optimizer, each rank has the optimizer's state of some parameters only: save it with "
+        "strategy.checkpoint or strategy.save, which write all of it."
+    )

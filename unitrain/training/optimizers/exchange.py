@@ -1,0 +1,119 @@
+"""``Exchange``: sends the parameters that each rank has updated to all ranks."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import zip_longest
+
+import torch
+from torch import Tensor, _utils
+
+from unitrain.communication.communicator import Communicator
+
+LARGE = 2**20  # bytes of a parameter that is sent from and into its own memory, without a copy
+BUFFER_BYTES = 2**24  # of all ranks together; one buffer is on its way while the one before is copied
+CALL_BYTES = 2**18  # what takes about as long to send as a call does
+PIECE_BYTES = 2**30  # MPI counts in 32 bits
+_FLATTENED: Callable[[Sequence[Tensor]], Tensor] = _utils._flatten_dense_tensors
+_VIEWS: Callable[[Tensor, Sequence[Tensor]], tuple[Tensor, ...]] = _utils._unflatten_dense_tensors
+
+Finish = Callable[[], None]
+"""Waits until parameters have arrived."""
+
+
+class Exchange:
+    """Overwrites parameters, on all ranks, with those of the ranks that own them.
+
+    Args:
+        communicator: the communicator of this process.
+        owned: the parameters that each rank owns; the same on all ranks but for values.
+        name: identifies the collectives; the same on all ranks.
+    """
+
+    def __init__(self, communicator: Communicator, owned: Sequence[Sequence[Tensor]], name: str) -> None:
+        self._communicator = communicator
+        self._large: list[Callable[[], Finish]] = []
+        self._small: list[Callable[[], Finish]] = []
+        small: dict[torch.dtype, list[list[Tensor]]] = defaultdict(lambda: [[] for _ in owned])
+        for owner, parameters in enumerate(owned):
+            for p in filter(Tensor.numel, parameters):
+                if p.nbytes >= LARGE or p.device != communicator.device:
+                    self._large.append(partial(self._broadcast, [p], owner, f"{name}.large.{len(self._large)}"))
+                else:
+                    small[p.dtype][owner].append(p)
+        for by_rank in small.values():
+            chunks = [_chunks(parameters, BUFFER_BYTES // len(owned)) for parameters in by_rank]
+            for of_ranks in zip_longest(*chunks, fillvalue=[]):
+                self._add(of_ranks, f"{name}.{len(self._small)}")
+
+    def _add(self, of_ranks: Sequence[list[Tensor]], name: str) -> None:
+        """Send small parameters of one dtype in one call, or in one call a rank, whichever takes less time."""
+        sizes = [sum(p.nbytes for p in parameters) for parameters in of_ranks]
+        if len(sizes) * max(sizes) <= sum(sizes) + sum(map(bool, sizes)) * CALL_BYTES:
+            self._small.append(partial(self._gather, of_ranks, max(sizes), name))
+            return
+        for owner, parameters in enumerate(of_ranks):
+            if parameters:
+                self._small.append(partial(self._broadcast, parameters, owner, f"{name}.{owner}"))
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        """Overwrite the parameters. Collective."""
+        finishes = [start() for start in self._large]
+        finish: Finish = lambda: None  # noqa: E731  (what was sent before)
+        for start in self._small:
+            following = start()
+            finish()
+            finish = following
+        for one in (finish, *finishes):
+            one()
+
+    def _broadcast(self, parameters: list[Tensor], owner: int, name: str) -> Finish:
+        ranks, first = self._communicator, parameters[0]
+        in_place = len(parameters) == 1 and first.is_contiguous() and first.device == ranks.device
+        if in_place:
+            flat = first.detach().view(-1)
+        elif owner == ranks.rank:
+            flat = _FLATTENED(parameters).to(ranks.device)
+        else:
+            flat = torch.empty(sum(p.numel() for p in parameters), dtype=first.dtype, device=ranks.device)
+        pieces = torch.split(flat.view(torch.uint8), PIECE_BYTES)
+        waits = [ranks.broadcast_async(piece, owner, f"{name}.{i}") for i, piece in enumerate(pieces)]
+
+        def finish() -> None:
+            for wait in waits:
+                wait()
+            if not in_place and owner != ranks.rank:
+                torch._foreach_copy_(parameters, _VIEWS(flat, parameters))
+
+        return finish
+
+    def _gather(self, of_ranks: Sequence[list[Tensor]], size: int, name: str) -> Finish:
+        ranks = self._communicator
+        own = of_ranks[ranks.rank]
+        padding = torch.empty(size - sum(p.nbytes for p in own), dtype=torch.uint8, device=ranks.device)
+        packed = [_FLATTENED(own).view(torch.uint8)] if own else []
+        wait = ranks.all_gather_async(torch.cat([*packed, padding]), name)
+
+        def finish() -> None:
+            gathered = wait()
+            for rank, parameters in enumerate(of_ranks):
+                if parameters and rank != ranks.rank:
+                    torch._foreach_copy_(parameters, _VIEWS(gathered[rank].view(parameters[0].dtype), parameters))
+
+        return finish
+
+
+def _chunks(parameters: list[Tensor], most: int) -> list[list[Tensor]]:
+    """Divide parameters into lists of at most so many bytes, and at least one parameter."""
+    chunks: list[list[Tensor]] = []
+    size = 0
+    for p in parameters:
+        if not chunks or size + p.nbytes > most:
+            chunks.append([])
+            size = 0
+        chunks[-1].append(p)
+        size += p.nbytes
+    return chunks

@@ -1,0 +1,213 @@
+"""Optimizers that each update a part of the parameters on each rank, and have its state only (``shard_optimizer``).
+
+Each rank owns whole parameters (ZeRO-1: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
+Parameter Models", SC 2020, first stage), so any optimizer that updates each parameter by itself works, whatever it
+computes of it. Gradients are averaged as otherwise, so all ranks check and clip them identically. The groups of an
+optimizer keep the model's parameters, and so do scripts and schedulers that look at them. Only while it steps, they
+have those that this rank owns. Then the owners send what they have updated.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from unitrain.communication.communicator import Communicator
+from unitrain.communication.owned import OwnedBy, refuse
+from unitrain.errors import UsageError
+from unitrain.training.hooks import StepHook
+from unitrain.training.optimizers.coupling import refuse_coupled
+from unitrain.training.optimizers.exchange import Exchange
+
+
+class ShardedOptimizers(StepHook):
+    """Shards optimizers.
+
+    Args:
+        communicator: the communicator of this process.
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self._sharded: dict[Optimizer, _ShardedOptimizer] = {}
+        self._loads = [0] * communicator.world_size  # elements of each rank
+
+    def shard(self, optimizer: Optimizer) -> None:
+        """Shard an optimizer, or what was added to it since this was called before.
+
+        Raises:
+            UsageError: it does not update each parameter by itself, or replaces ``state_dict``.
+        """
+        if optimizer not in self._sharded:
+            refuse_coupled(optimizer)
+            _refuse_own_state_dict(optimizer)
+            name = f"parameters of optimizer {len(self._sharded)}"
+            self._sharded[optimizer] = _ShardedOptimizer(optimizer, self._communicator, name)
+        self._assign(p for group in optimizer.param_groups for p in group["params"])
+        self._sharded[optimizer].lay_out(optimizer)
+
+    def _assign(self, parameters: Iterable[Parameter]) -> None:
+        """Choose owners of new parameters: the largest first, each to the rank that has the least so far."""
+        owners = self._communicator.owners
+        heap = [(load, rank) for rank, load in enumerate(self._loads)]
+        heapq.heapify(heap)
+        new = [p for p in parameters if p not in owners]
+        for p in sorted(new, key=lambda p: (not p.requires_grad, -p.numel())):  # frozen ones have no state
+            load, owners[p] = heap[0]
+            heapq.heapreplace(heap, (load + p.numel(), owners[p]))
+        self._loads = [load for _, load in sorted((rank, load) for load, rank in heap)]
+
+    def before_update(self, optimizer: Optimizer, parameters: Sequence[Parameter]) -> None:
+        """Let the hooks of scripts see all parameters."""
+        self._sharded[optimizer].move_hooks(optimizer)
+
+    def abandon(self, optimizer: Optimizer) -> None:
+        """Give an optimizer the model's parameters back, if its step has raised an error."""
+        if optimizer in self._sharded:
+            self._sharded[optimizer].abandon(optimizer)
+
+
+class _ShardedOptimizer:
+    """One optimizer, and its hooks."""
+
+    def __init__(self, optimizer: Optimizer, communicator: Communicator, name: str) -> None:
+        self._communicator = communicator
+        self._name = name
+        self._own: list[list[Parameter]] = []  # what each group has during a step
+        self._all: list[list[Parameter]] = []  # and before and after it
+        self._stand_ins: dict[Parameter, Sequence[Parameter]] = {}
+        self._their_state: dict[Any, Any] = {}
+        self._depth = 0  # a class may call the step of its base class, whose hooks are the same
+        self._before = optimizer.register_step_pre_hook(self._enter)
+        self._after = optimizer.register_step_post_hook(self._leave)
+        optimizer.register_state_dict_post_hook(self._with_owners)
+        optimizer.register_load_state_dict_pre_hook(self._without_others)
+        optimizer.register_load_state_dict_post_hook(_guard_state)
+
+    def lay_out(self, optimizer: Optimizer) -> None:
+        """Follow changes of the optimizer's groups, and forget state that other ranks have."""
+        owners, rank = self._communicator.owners, self._communicator.rank
+        owned: list[list[Parameter]] = [[] for _ in range(self._communicator.world_size)]
+        self._own, self._stand_ins, self._their_state = [], {}, {}
+        for group in optimizer.param_groups:
+            trained = [p for p in group["params"] if p.requires_grad]
+            own = [p for p in group["params"] if owners[p] == rank or not p.requires_grad]
+            for p in group["params"]:
+                if owners[p] != rank:
+                    optimizer.state.pop(p, None)
+            for p in trained:
+                owned[owners[p]].append(p)
+            if trained and all(owners[p] != rank for p in trained):
+                own.append(self._standing_in_for(trained))
+            self._own.append(own)
+        _guard_state(optimizer)
+        self._exchange = Exchange(self._communicator, owned, self._name)
+
+    def _standing_in_for(self, parameters: Sequence[Parameter]) -> Parameter:
+        """Return a parameter of one element for a group of which this rank owns nothing.
+
+        An optimizer may count steps in a group's options, which are the same on all ranks, or fail without parameters.
+        """
+        stand_in = Parameter(torch.zeros_like(parameters[0].detach()[(slice(1),) * parameters[0].dim()]))
+        self._stand_ins[stand_in] = parameters
+        return stand_in
+
+    # -------------------------------------------------------------------------------------------------------- steps
+
+    def move_hooks(self, optimizer: Any) -> None:
+        """Let the hooks of scripts see all parameters."""
+        optimizer._optimizer_step_pre_hooks.move_to_end(self._before.id)
+        optimizer._optimizer_step_post_hooks.move_to_end(self._after.id, last=False)
+
+    def _enter(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Give the optimizer the parameters of this rank."""
+        if self._communicator.closed:
+            raise UsageError(
+                "an optimizer was stepped after strategy.close(), when each rank has a part of its state only "
+                "(shard_optimizer): step it before."
+            )
+        self._depth += 1
+        if self._depth > 1:
+            return
+        for stand_in, parameters in self._stand_ins.items():
+            stand_in.grad = torch.zeros_like(stand_in) if any(p.grad is not None for p in parameters) else None
+        optimizer.state.update(self._their_state)
+        self._all = [group["params"] for group in optimizer.param_groups]
+        for group, own in zip(optimizer.param_groups, self._own, strict=False):  # those added since then are frozen
+            group["params"] = own
+
+    def _leave(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Give it the model's parameters back, and send what has been updated."""
+        self._depth -= 1
+        if self._depth:
+            return
+        self._put_back(optimizer)
+        self._exchange()
+
+    def abandon(self, optimizer: Optimizer) -> None:
+        """Give it the model's parameters back, if it has this rank's."""
+        if self._depth:
+            self._depth = 0
+            self._put_back(optimizer)
+
+    def _put_back(self, optimizer: Optimizer) -> None:
+        for group, parameters in zip(optimizer.param_groups, self._all, strict=True):
+            group["params"] = parameters
+        self._their_state = {p: optimizer.state.pop(p) for p in self._stand_ins if p in optimizer.state}
+
+    # -------------------------------------------------------------------------------------------------------- state
+
+    def _with_owners(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return a state dict in which an ``OwnedBy`` stands for what another rank has."""
+        others = {number: OwnedBy(owner) for number, owner in self._others(optimizer, state_dict)}
+        return {**state_dict, "state": {**state_dict["state"], **others}}
+
+    def _without_others(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return a state dict without what another rank is to have."""
+        others = dict(self._others(optimizer, state_dict))
+        state = {number: its for number, its in state_dict["state"].items() if number not in others}
+        if any(isinstance(its, OwnedBy) for its in state.values()):
+            refuse()
+        return {**state_dict, "state": state}
+
+    def _others(self, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> Iterator[tuple[Any, int]]:
+        """Yield the numbers, in a state dict, of the parameters that other ranks own, and the ranks."""
+        rank = self._communicator.rank
+        for saved, group in zip(state_dict["param_groups"], optimizer.param_groups, strict=False):
+            for number, p in zip(saved["params"], group["params"], strict=False):
+                owner = self._communicator.owners.get(p, rank)
+                if owner != rank:
+                    yield number, owner
+
+
+def _refuse_own_state_dict(optimizer: Optimizer) -> None:
+    """Raise UsageError if an optimizer's state dict would have the state of one rank's parameters only."""
+    called = []
+    hook = optimizer.register_state_dict_post_hook(lambda *_: called.append(True))
+    optimizer.state_dict()
+    hook.remove()
+    if not called:
+        raise UsageError(
+            f"shard_optimizer does not support {type(optimizer).__name__}, since its state_dict() does not call "
+            "state_dict() of torch.optim.Optimizer, and would return the state of one rank's parameters only: have it "
+            "do so, or set shard_optimizer to false."
+        )
+
+
+class _OwnState(defaultdict[Any, Any]):
+    """The state of the parameters that this rank owns, which can't be copied and pickled without losing the others'."""
+
+    def __reduce__(self) -> NoReturn:
+        refuse()
+
+
+def _guard_state(optimizer: Optimizer) -> None:
+    """Refuse copies of an optimizer, which would have the state of one rank's parameters only."""
+    if not isinstance(optimizer.state, _OwnState):
+        optimizer.state = _OwnState(dict, optimizer.state)
