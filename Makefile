@@ -67,7 +67,7 @@ coverage: $(VENV)/.has-test
 bench: $(VENV)/.has-bench
 	@$(BIN)/unitrain install-horovod || echo "Horovod could not be installed: it will not be measured." >&2
 	@set -e; for script in benchmarks/*.py; do echo "== $$script" >&2; $(BIN)/python $$script $(ARGS); done
-	$(BIN)/python tests/docs/page_copies.py  # into the page on performance
+	PYTHONPATH=tests/support $(BIN)/python tests/docs/page_copies.py  # into the page on performance
 
 lint: $(VENV)/.has-test
 	$(BIN)/pre-commit run --all-files $(ARGS)

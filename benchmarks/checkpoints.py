@@ -1,4 +1,4 @@
-"""Checkpoints: how long saving one blocks training, and how long until it is on disk.
+"""Checkpoints: how long saving one blocks training, and how long until it is on disk; and emergency checkpoints.
 
     python benchmarks/checkpoints.py
 
@@ -7,32 +7,37 @@ background, compared with ``torch.save``, alone and followed by fsync, and torch
 ``async_save``. UniTrain writes checksums and waits for the disk (fsync) before a checkpoint is valid. The distributed
 checkpoint waits, but has no checksums; ``torch.save`` does neither. Each has been written to disk before the next one
 begins.
+
+For emergency checkpoints, two processes train for one step, and rank 0 does what it does when the other one fails. The
+time includes SHA-256 of every byte and the rename, after which the checkpoint is complete for every process of the
+host, but no fsync. Launchers leave 1 second (mpirun), 5 (horovodrun) or 30 (torchrun).
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
+from torchvision.models import resnet50
 
 import unitrain
-from shared.processes import ALONE, in_processes
+from shared.processes import ALONE, GLOO, in_processes, startable
 from shared.report import Found, run, table
 from shared.rounds import Way, compared, shown_ratio, turns
 from shared.workloads import OnlyParameters, resnet50_shapes
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from unitrain.job.job import current
 
 SYNC, ASYNC = "UniTrain, background=False", "UniTrain, background=True"
 TORCH, SYNCED = "torch.save", "torch.save and fsync"
@@ -40,8 +45,7 @@ DCP, DCP_ASYNC = "torch.distributed.checkpoint.save", "torch.distributed.checkpo
 ROUNDS, SHORT_ROUNDS = 7, 2
 ALLOWED_STALL = 0.1  # of a synchronous save
 ALLOWED_SAVE = 1.2  # of torch.save and fsync
-
-Train = Callable[[], object]
+WHATS = ("stalls", "totals")
 
 
 class Saving:
@@ -116,40 +120,129 @@ def measure_saving(rounds: int, small: bool) -> Found:
     return {"stalls": compared(stalls, SYNC), "totals": compared(totals, SYNC)}
 
 
+EMERGENCY_ROUNDS, SHORT_EMERGENCY_ROUNDS, CALLS = 5, 2, 200
+LAUNCHERS_S = {"mpirun": 1, "horovodrun": 5, "torchrun": 30}
+USED = 0.9  # of that time
+INPUTS = {"MLP (64-64-10)": (8, 64), "ResNet-50, SGD": (2, 3, 32, 32)}
+
+
+def _resnet50() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = resnet50()
+    return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+
+def _gigabyte() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = OnlyParameters([(2**20,)] * 80)
+    return model, torch.optim.Adam(model.parameters())
+
+
+def _small() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    return model, torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, torch.optim.Optimizer]]] = {
+    "MLP (64-64-10)": _small,
+    "ResNet-50, SGD": _resnet50,
+    "1 GB, Adam": _gigabyte,
+}
+
+
+def measure_model(name: str, rounds: int) -> Found | None:
+    """Measure the emergency checkpoints of a model, and its boundaries, on rank 0."""
+    with unitrain.init(device="cpu", threads_per_process=1) as strategy:
+        model, optimizer = strategy.prepare(*MODELS[name]())
+        folder = Path(strategy.on_main(tempfile.mkdtemp))
+        checkpoint = strategy.checkpoint(folder, model=model, optimizer=optimizer)
+        inputs = torch.ones(()) if name == "1 GB, Adam" else torch.randn(*INPUTS[name])
+        strategy.step(model(inputs).square().mean(), optimizer)
+        found = measure_rank_0(strategy, model, optimizer, folder, rounds) if strategy.is_main else None
+        strategy.barrier()
+        checkpoint.close()
+        strategy.on_main(lambda: shutil.rmtree(folder))
+    return found and {"model": name, **found}
+
+
+def measure_rank_0(
+    strategy: unitrain.Strategy, model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, rounds: int
+) -> Found:
+    step, job = strategy.training_step, current()
+    assert job is not None
+    assert job.watch is not None
+    saver = job.watch.saver
+    assert saver is not None
+    boundaries = []
+    for _ in range(CALLS):
+        for buffer in model.buffers():
+            buffer.add_(0)  # as a forward does
+        start = time.thread_time()
+        step.hooks.begin_update(optimizer, ())
+        step.hooks.reach_boundary()
+        boundaries.append(time.thread_time() - start)
+    seconds = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        assert saver.last_whole(1.0) == (1, "")
+        saver.save()
+        seconds.append(time.perf_counter() - start)
+        [saved] = folder.glob("step-*")
+        size = sum(file.stat().st_size for file in saved.iterdir())
+        shutil.rmtree(saved)
+    return {
+        "seconds": statistics.median(seconds),
+        "slowest": max(seconds),
+        "bytes": size,
+        "boundary_s": statistics.median(boundaries),
+        "buffers": len(list(model.buffers())),
+    }
+
+
 def measure(short: bool) -> Found:
-    return dict(in_processes(ALONE, measure_saving, rounds=SHORT_ROUNDS if short else ROUNDS, small=short))
+    saving = in_processes(ALONE, measure_saving, rounds=SHORT_ROUNDS if short else ROUNDS, small=short)
+    names, rounds = (list(MODELS)[:1], SHORT_EMERGENCY_ROUNDS) if short else (list(MODELS), EMERGENCY_ROUNDS)
+    return {
+        **saving,
+        "emergency": [
+            in_processes(world, measure_model, name=name, rounds=rounds) for world in startable(GLOO) for name in names
+        ],
+    }
 
 
 def tables(found: Found) -> str:
-    rows = [
+    saving = [
+        [name, *(f"{found[what][name]['seconds'] * 1e3:.0f}: {shown_ratio(found[what][name])}" for what in WHATS)]
+        for name in found["stalls"]
+    ]
+    emergency = [
         [
-            name, f"{one['seconds'] * 1e3:.1f}", shown_ratio(one), f"{found['totals'][name]['seconds'] * 1e3:.1f}",
-            shown_ratio(found["totals"][name]),
+            case["model"],
+            f"{case['bytes'] / 1e6:,.1f}",
+            f"{case['seconds']:.3f}, {case['slowest']:.3f}",
+            ", ".join(name for name, seconds in LAUNCHERS_S.items() if case["slowest"] < USED * seconds) or "none",
+            f"{case['boundary_s'] * 1e6:.0f}",
         ]
-        for name, one in found["stalls"].items()
-    ]  # fmt: skip
-    head = ["way", "stall, ms", "beside the first (quartiles)", "on the disk, ms", "beside the first (quartiles)"]
-    stall = found["stalls"][ASYNC]["ratio"]
-    kept = "kept" if stall <= ALLOWED_STALL else "NOT KEPT"
-    save = 1 / found["stalls"][SYNCED]["ratio"]
-    kept_too = "kept" if save <= ALLOWED_SAVE else "NOT KEPT"
-    return (
-        f"{table(head, rows)}\nA save in the background may stall training for {ALLOWED_STALL:.0%} of one in the "
-        f"foreground: {kept} ({stall:.1%}). One in the foreground may take {ALLOWED_SAVE} times as long as "
-        f"torch.save and fsync: {kept_too} ({save:.2f})."
+        for case in found["emergency"]
+    ]
+    head = ["model", "MB", "s: median, slowest", "in time under", "a step boundary, µs of CPU"]
+    return "\n".join(
+        [
+            table(["way", "stall, ms", "on the disk, ms"], saving),
+            _limits(found),
+            "**Emergency checkpoints**\n",
+            table(head, emergency),
+        ]
     )
 
 
-def plot(found: Found, figure: Figure) -> None:
-    axis = figure.subplots()
-    names = list(found["stalls"])
-    for i, (part, label) in enumerate((("totals", "until it is on the disk"), ("stalls", "training stands still"))):
-        axis.barh(names, [found[part][name]["seconds"] * 1e3 for name in names], label=label, color=f"C{1 - i}")
-    axis.invert_yaxis()
-    axis.set_xlabel("ms")
-    axis.legend()
-    figure.set_size_inches(9, 3.5)
+def _limits(found: Found) -> str:
+    stall, save = found["stalls"][ASYNC]["ratio"], 1 / found["stalls"][SYNCED]["ratio"]
+    kept, kept_too = ("kept" if one else "NOT KEPT" for one in (stall <= ALLOWED_STALL, save <= ALLOWED_SAVE))
+    return (
+        f"Ratios are to the first row. A save in the background may stall training for {ALLOWED_STALL:.0%} of one "
+        f"in the foreground: {kept} ({stall:.1%}). One in the foreground may take {ALLOWED_SAVE} times as long as "
+        f"torch.save and fsync: {kept_too} ({save:.2f}).\n"
+    )
 
 
 if __name__ == "__main__":
-    run(measure, tables, plot)
+    run(measure, tables)

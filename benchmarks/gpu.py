@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -26,9 +26,6 @@ import unitrain
 from shared.processes import ALONE, in_processes
 from shared.report import Found, run, table
 from shared.rounds import Way, alternate, compared, shown_ratio
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 MODELS = {"resnet50": 256, "vit_b_16": 256}  # with batch sizes
 HAND, CONTROL, OURS, ACCELERATE, FABRIC = "tuned by hand", "tuned by hand, again", "UniTrain", "Accelerate", "Fabric"
@@ -202,19 +199,5 @@ def tables(found: Found) -> str:
     return f"{table(head, rows)}\nThe limit is the speed of a large bf16 matrix product, measured beside."
 
 
-def plot(found: Found, figure: Figure) -> None:
-    axis = figure.subplots()
-    if found["not_run"]:
-        axis.text(0.5, 0.5, f"not run: {found['not_run']}", ha="center")
-        return
-    for i, name in enumerate((HAND, OURS, ACCELERATE, FABRIC)):
-        heights = [1 / case["ways"][name]["seconds"] for case in found["cases"]]
-        axis.bar([place + 0.2 * (i - 1.5) for place in range(len(heights))], heights, 0.18, label=name)
-    labels = [f"{case['model']}{', compiled' if case['compiled'] else ''}" for case in found["cases"]]
-    axis.set_xticks(range(len(labels)), labels, fontsize=8)
-    axis.set_ylabel("images/s")
-    axis.legend()
-
-
 if __name__ == "__main__":
-    run(measure, tables, plot)
+    run(measure, tables)

@@ -1,4 +1,4 @@
-"""Samples per second to the device: a strategy's loader compared with a bare DataLoader with the same settings.
+"""Samples per second to the device beside a bare DataLoader; and starting an epoch, and seeking in it.
 
     python benchmarks/loading.py
 
@@ -11,21 +11,27 @@ seeds each sample, which no DataLoader does, so it is measured without that, too
 - ``crops``: images as tensors, cropped and flipped by three random numbers of torch's, and normalised.
 - ``images``: JPEGs, decoded, then cropped, resized, flipped and normalised by torchvision.
 
-Without workers, the process's CPU time is measured; with workers, wall-clock time. ``sampler.py`` measures how fast an
-epoch starts and seeks.
+Without workers, the process's CPU time is measured; with workers, wall-clock time.
+
+For starts and seeks, one rank of 8 asks for batches of 256 indices of a shuffled epoch, in a process for each figure:
+the thread's CPU time, and the increase of the process's peak memory. torch's DistributedSampler can't seek, so it is
+timed while it iterates over the consumed indices.
 """
 
 from __future__ import annotations
 
 import io
+import resource
+import statistics
 import time
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import Any
 
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, TensorDataset
 from torchvision.transforms import v2
 from torchvision.transforms.v2.functional import to_pil_image
 
@@ -33,9 +39,9 @@ import unitrain
 from shared.processes import ALONE, in_processes
 from shared.report import Found, run, table
 from shared.rounds import Way, alternate, compared, shown_ratio
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from unitrain.data.order.samplers import OwnOrder
+from unitrain.data.order.sharding import EpochPlan
+from unitrain.data.reading.map_style import requests
 
 BARE, OURS, UNSEEDED = "bare DataLoader", "UniTrain", "UniTrain, sample_seeding=False"
 WORKERS = (0, 2)
@@ -43,6 +49,14 @@ WORKERS = (0, 2)
 SIZES = {"rows": (50_000, 256), "rows, own class": (50_000, 256), "crops": (2_000, 64), "images": (1_000, 64)}
 SHORT_SIZES = {"rows": (512, 256), "rows, own class": (512, 256), "crops": (128, 64), "images": (128, 64)}
 ROUNDS, SHORT_ROUNDS = 15, 2
+
+EPOCHS, EPOCH_ROUNDS = (10**6, 10**8, 10**9), 2
+SHORT_EPOCHS, SHORT_EPOCH_ROUNDS = (10**5,), 1
+RANK, WORLD, BATCH = 3, 8, 256
+SOUGHT = 0.75
+# At its peak, DistributedSampler's list takes 46 bytes per index: 46 GB for 10^9.
+LARGEST_FOR_TORCH = 10**8
+STARTS = ("start", "seek")
 
 
 def rows(length: int) -> TensorDataset:
@@ -140,6 +154,37 @@ def measure_loaders(data: str, samples: int, batch: int, workers: int, rounds: i
         return compared(alternate(ways, rounds, clock=clock), BARE, samples)
 
 
+class Numbers:
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+
+def batches(kind: str, samples: int, sought: bool) -> Iterator[list[int]]:
+    """Yield one rank's batches of indices, from the beginning or from ``SOUGHT`` of the epoch on."""
+    if kind == "torch":
+        sampler: Any = DistributedSampler(Numbers(samples), WORLD, RANK, seed=0)  # type: ignore[arg-type]
+        whole = iter(BatchSampler(sampler, BATCH, drop_last=False))
+        return islice(whole, int(SOUGHT * samples / WORLD / BATCH) if sought else 0, None)
+    plan = EpochPlan(samples, BATCH * WORLD, 1, RANK, WORLD, False)
+    start = int(SOUGHT * samples / plan.global_batch) * plan.global_batch if sought else 0
+    return (request.samples for request in requests(OwnOrder(plan, shuffle=True).epoch(0, 0, start), None, 0))
+
+
+def measure_start(kind: str, samples: int, what: str) -> dict[str, float]:
+    """Measure one figure, in this process."""
+    torch.set_num_threads(1)
+    next(batches(kind, 1000, False))  # imports and first calls
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    start = time.thread_time()
+    next(batches(kind, samples, what == "seek"))
+    seconds = time.thread_time() - start
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    return {"seconds": seconds, "peak_mb": peak / 1024}
+
+
 def measure(short: bool) -> Found:
     cases = []
     rounds = SHORT_ROUNDS if short else ROUNDS
@@ -147,32 +192,51 @@ def measure(short: bool) -> Found:
         for workers in WORKERS:
             how: dict[str, Any] = {"data": data, "samples": samples, "batch": batch, "workers": workers}
             cases.append({**how, "ways": in_processes(ALONE, measure_loaders, rounds=rounds, **how)})
-    return {"cases": cases}
+    return {"cases": cases, "epochs": measure_epochs(short)}
+
+
+def measure_epochs(short: bool) -> list[Found]:
+    sizes, rounds = (SHORT_EPOCHS, SHORT_EPOCH_ROUNDS) if short else (EPOCHS, EPOCH_ROUNDS)
+    rows: list[Found] = []
+    for samples in sizes:
+        for what in STARTS:
+            for kind in ("unitrain", "torch")[: 2 if samples <= LARGEST_FOR_TORCH else 1]:
+                found = [
+                    in_processes(ALONE, measure_start, kind=kind, samples=samples, what=what) for _ in range(rounds)
+                ]
+                medians = {name: statistics.median(one[name] for one in found) for name in found[0]}
+                rows.append({"kind": kind, "samples": samples, "what": what, **medians})
+    return rows
 
 
 def tables(found: Found) -> str:
-    rows = [
+    loading = [
         [
-            case["data"], case["workers"], name, f"{1 / one['seconds']:,.0f}", f"{one['over_s'] * 1e6:+.2f}",
-            shown_ratio(one),
+            case["data"],
+            case["workers"],
+            f"{1 / case['ways'][BARE]['seconds']:,.0f}",
+            *(f"{one['over_s'] * 1e6:+.2f} µs: {shown_ratio(one)}" for one in list(case["ways"].values())[1:]),
         ]
-        for case in found["cases"] for name, one in case["ways"].items()
-    ]  # fmt: skip
-    head = ["data", "workers", "loader", "samples/s", "over bare, µs a sample", "time / bare's (quartiles)"]
-    return table(head, rows)
+        for case in found["cases"]
+    ]
+    by_key = {(row["samples"], row["what"], row["kind"]): row for row in found["epochs"]}
+    starts = [
+        [f"{samples:.0e}", what, _start(row), _start(by_key.get((samples, what, "torch")))]
+        for (samples, what, kind), row in by_key.items()
+        if kind == "unitrain"
+    ]
+    return "\n".join(
+        [
+            table(["data", "workers", f"{BARE}, samples/s", OURS, UNSEEDED], loading),
+            "More time a sample than the bare DataLoader, and the ratio to it.\n",
+            table(["samples", "", "UniTrain", "DistributedSampler"], starts),
+        ]
+    )
 
 
-def plot(found: Found, figure: Figure) -> None:
-    figure.set_size_inches(12, 5)
-    axis = figure.subplots()
-    for i, name in enumerate((BARE, OURS, UNSEEDED)):
-        heights = [1 / case["ways"][name]["seconds"] for case in found["cases"]]
-        axis.bar([place + 0.27 * (i - 1) for place in range(len(heights))], heights, 0.25, label=name)
-    axis.set_xticks(range(len(heights)), [f"{case['data']}\n{case['workers']} workers" for case in found["cases"]])
-    axis.set_yscale("log")
-    axis.set_ylabel("samples/s")
-    axis.legend()
+def _start(row: Found | None) -> str:
+    return "not run: 46 bytes a sample" if row is None else f"{row['seconds']:.3f} s, {row['peak_mb']:,.0f} MB"
 
 
 if __name__ == "__main__":
-    run(measure, tables, plot)
+    run(measure, tables)

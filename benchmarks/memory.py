@@ -1,50 +1,65 @@
-"""Memory: what ``prepare`` and ``resume`` take beyond the state that they leave.
+"""Memory of a rank: a model, its gradients and its optimizer, with and without shards; and what ``resume`` adds.
 
     python benchmarks/memory.py
 
-A model of 256 MB and Adam, whose state is 512 MB, on two processes. Peak and resident memory are Linux's ``VmHWM`` and
-``VmRSS`` of each process. The final state is what was resident before, and the state that the call makes: ``prepare``
-broadcasts rank 0's weights into the model, ``resume`` makes Adam's state, and so does ``prepare`` on ranks that did
-not load one. What a call takes beyond the final state may be 64 MB.
+A transformer of 400 MB and Adam, on two and four processes. *Tensors* are the bytes of all tensors alive; *resident* is
+the memory of the process (Linux's ``VmHWM`` and ``VmRSS``), in runs of its own. Both count from before the model is
+built, on the rank with the most. The batch is so small that activations hardly count.
+
+Weights, gradients and Adam's state are four times the weights: W. With fsdp, a step on N ranks may take 1.1 W / N and
+the largest unit; ``prepare`` a rank's share of the weights and the largest unit beyond the model that the script has
+built, of which nothing is there if it was built within ``strategy.deferred()`` (then, the largest tensor counts, too).
+``resume`` may take 64 MB beyond the state that it leaves.
 """
 
 from __future__ import annotations
 
 import gc
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 from torch import nn
-from torch.optim import Adam
 
 import unitrain
-from shared.processes import GLOO, HOROVOD_GLOO, HOROVOD_MPI, in_processes, startable, world_name
+from shared.live_tensors import LiveTensors
+from shared.processes import World, in_processes, startable, world_name
 from shared.report import Found, run, table
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from shared.workloads import transformer
 
 MB = 2**20
-LAYERS, WIDTH, SHORT_WIDTH = 16, 2048, 64
-ALLOWED_MB = 64
-PREPARE, WITH_STATE, RESUME = "prepare", "prepare, Adam's state on rank 0", "resume"
+# Layers, width, rows of the batch, their length.
+SIZE, SHORT_SIZE, SMALL = (20, 640, 1, 16), (16, 128, 1, 4), (2, 64, 1, 8)
+RANKS, SHORT_RANKS = (2, 4), (2,)
+RESUME_MB = 64
+WHOLE, DEFERRED = "fsdp", "fsdp, deferred"
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "ddp": ("torchrun", {"backend": "ddp"}),
+    WHOLE: ("torchrun", {"backend": "fsdp"}),
+    DEFERRED: ("torchrun", {"backend": "fsdp"}),
+    "ddp, shard_optimizer": ("torchrun", {"backend": "ddp", "shard_optimizer": True}),
+    "horovod, shard_optimizer": ("mpirun", {"backend": "horovod", "shard_optimizer": True}),
+}
+METERS = ("tensors", "resident")
+
+Measured = tuple[float, float]
+"""The peak of a call, and what it leaves, in MB more than before."""
 
 
-def made(width: int) -> tuple[nn.Module, Adam]:
-    """Return a model of equal layers, and its optimizer."""
-    model = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(LAYERS)])
-    return model, Adam(model.parameters())
+def tensors(call: Callable[[], object]) -> Measured:
+    with LiveTensors() as live:
+        call()
+    return live.peak / MB, live.bytes / MB
 
 
-def take_step(model: nn.Module, optimizer: Adam) -> None:
-    """Give the optimizer its state, and leave no gradients."""
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad()
+def resident(call: Callable[[], object]) -> Measured:
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak is what is resident now
+    before = status("VmRSS")
+    call()
+    return status("VmHWM") - before, status("VmRSS") - before
 
 
 def status(name: str) -> float:
@@ -55,83 +70,131 @@ def status(name: str) -> float:
     raise LookupError(name)
 
 
-def beyond(call: Callable[[], object], makes_mb: float) -> dict[str, float]:
-    """Return the peak of a call in MB, and what of it is beyond the final state."""
-    gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak is what is resident now
-    before = status("VmRSS")
-    call()
-    peak = status("VmHWM")
-    return {"final": before + makes_mb, "peak": peak, "beyond": peak - before - makes_mb}
+def most(strategy: unitrain.Strategy, found: dict[str, float]) -> dict[str, float] | None:
+    """Return the largest values of all ranks, on rank 0."""
+    ranks = strategy.all_gather_object(found)
+    return {name: max(one[name] for one in ranks) for name in found} if strategy.is_main else None
 
 
-def save(width: int, folder: str) -> bool:
-    with unitrain.init(device="cpu", threads_per_process=1) as strategy:
-        model, optimizer = made(width)
-        take_step(model, optimizer)
-        model, optimizer = strategy.prepare(model, optimizer)
+def train(
+    settings: dict[str, Any], size: list[int], meter: str, folder: str, deferred: bool
+) -> dict[str, float] | None:
+    """Prepare a model, make two steps, save, and return the memory of each."""
+    with unitrain.init(device="cpu", threads_per_process=1, **settings) as strategy:
+        prepare, steps = parts(strategy, size, deferred)
+        warm_up(strategy, deferred)
+        measured: Callable[[Callable[[], object]], Measured] = globals()[meter]
+        peak, prepared = measured(prepare)
+        step_peak, stepped = measured(steps)
+        model, optimizer = prepare()  # again, which only returns them
         strategy.checkpoint(folder, background=False, model=model, optimizer=optimizer).save()
-    return True
+        found = {"prepare": peak, "prepared": prepared, "step": prepared + step_peak, "stepped": prepared + stepped}
+        return most(strategy, found)
 
 
-def use(width: int, folder: str) -> Found | None:
-    """Return what each way took, on the rank where it took the most beyond the final state."""
-    found: dict[str, dict[str, float]] = {}
-    with unitrain.init(device="cpu", threads_per_process=1) as strategy:
-        state = 2 * LAYERS * width * width * 4 / MB
-        model, optimizer = made(width)
-        if strategy.is_main:
-            take_step(model, optimizer)
-        makes = 0.0 if strategy.is_main else state
-        found[WITH_STATE] = beyond(lambda: strategy.prepare(model, optimizer), makes)
-        del model, optimizer
-        model, optimizer = made(width)
-        found[PREPARE] = beyond(lambda: strategy.prepare(model, optimizer), 0.0)
-        checkpoint = strategy.checkpoint(folder, model=model, optimizer=optimizer)
-        found[RESUME] = beyond(checkpoint.resume, state)
-        ranks = strategy.all_gather_object(found)
-    if not strategy.is_main:
-        return None
-    return {name: max((one[name] for one in ranks), key=lambda one: one["beyond"]) for name in found}
+def resume(settings: dict[str, Any], size: list[int], folder: str, deferred: bool) -> dict[str, float] | None:
+    """Return what is resident while what ``train`` has saved is resumed, beyond what is afterwards."""
+    with unitrain.init(device="cpu", threads_per_process=1, **settings) as strategy:
+        prepare, _ = parts(strategy, size, deferred)
+        warm_up(strategy, deferred)
+        model, optimizer = prepare()
+        peak, left = resident(strategy.checkpoint(folder, model=model, optimizer=optimizer).resume)
+        return most(strategy, {"resume": peak - left})
+
+
+def parts(strategy: unitrain.Strategy, size: list[int], deferred: bool) -> tuple[Callable[[], Any], Callable[[], None]]:
+    """Return a function that builds and prepares a model and its optimizer once, and one that makes two steps."""
+    task = transformer(strategy.rank, *size)
+    prepared: list[Any] = []
+
+    def prepare() -> Any:
+        if not prepared:
+            with strategy.deferred() if deferred else nullcontext():
+                made = task.make()
+            prepared.extend(strategy.prepare(*made))
+        return prepared
+
+    def steps() -> None:
+        model, optimizer = prepared
+        for _ in range(2):
+            strategy.step(task.loss(model(task.inputs)), optimizer)
+
+    return prepare, steps
+
+
+def warm_up(strategy: unitrain.Strategy, deferred: bool) -> None:
+    """Train a tiny model, so that what torch loads when it is first used does not count."""
+    prepare, steps = parts(strategy, list(SMALL), deferred)
+    prepare()
+    steps()
+
+
+def shape(size: tuple[int, int, int, int]) -> dict[str, float]:
+    """Return the bytes of the weights, of the largest unit and of the largest tensor, in MB."""
+    model, _ = transformer(0, *size).make()
+    blocks = [mb(block) for block in model.get_submodule("blocks").children()]
+    largest = max(parameter.nbytes for parameter in model.parameters()) / MB
+    return {"weights": mb(model), "unit": max(*blocks, mb(model) - sum(blocks)), "tensor": largest}
+
+
+def mb(module: nn.Module) -> float:
+    return sum(parameter.nbytes for parameter in module.parameters()) / MB
 
 
 def measure(short: bool) -> Found:
-    width = SHORT_WIDTH if short else WIDTH
-    worlds: list[tuple[Any, Any]] = []
-    for world in startable(GLOO) if short else startable(GLOO, HOROVOD_GLOO, HOROVOD_MPI):
-        with tempfile.TemporaryDirectory() as folder:
-            in_processes(world, save, width=width, folder=folder)
-            worlds.append((world, in_processes(world, use, width=width, folder=folder)))
-    return {"model_mb": LAYERS * width * width * 4 / MB, "worlds": worlds}
+    size = SHORT_SIZE if short else SIZE
+    cases = []
+    for way, world, settings in ways(short):
+        found = {}
+        for meter in METERS:
+            with tempfile.TemporaryDirectory() as folder:
+                how: dict[str, Any] = {
+                    "settings": settings, "size": size, "folder": folder, "deferred": way == DEFERRED
+                }  # fmt: skip
+                found[meter] = in_processes(world, train, meter=meter, **how)
+                if meter == "resident":
+                    found[meter].update(in_processes(world, resume, **how))
+        cases.append({"way": way, "world": world, **found})
+    return {**shape(size), "cases": cases}
+
+
+def ways(short: bool) -> Iterator[tuple[str, World, dict[str, Any]]]:
+    for ranks in SHORT_RANKS if short else RANKS:
+        for way, (launcher, settings) in WAYS.items():
+            for world in startable((launcher, ranks)):
+                yield way, world, settings
 
 
 def tables(found: Found) -> str:
-    rows = [
-        [
-            world_name(world), name, f"{one['final']:.0f}", f"{one['peak']:.0f}", f"{one['beyond']:+.0f}",
-            f"{one['beyond'] / found['model_mb']:+.2f}",
-        ]
-        for world, ways in found["worlds"] for name, one in ways.items()
-    ]  # fmt: skip
-    head = ["world", "call", "final state, MB", "peak, MB", "beyond, MB", "beyond / model"]
-    most = max(one["beyond"] for _, ways in found["worlds"] for one in ways.values())
-    kept = "kept" if most <= ALLOWED_MB else "NOT KEPT"
+    rows, broken = [], []
+    for case in found["cases"]:
+        limits = allowed(found, case)
+        cells = []
+        for name in ("prepare", "prepared", "step", "stepped", "resume"):
+            measured = {meter: case[meter][name] for meter in METERS if name in case[meter]}
+            limit = f" of {limits[name]:.0f}" if name in limits else ""
+            cells.append(" / ".join(f"{value:.0f}" for value in measured.values()) + limit)
+            if any(value > limits.get(name, value) for value in measured.values()):
+                broken.append(f"{case['way']}: {name}, {case['world'][1]} ranks")
+        rows.append([world_name(case["world"]), case["way"], *cells])
+    head = ["world", "way", "prepare", "left", "two steps", "left", "resume, beyond what it leaves"]
+    kept = f"NOT KEPT ({'; '.join(broken)})" if broken else "kept"
     return (
-        f"{table(head, rows)}\nThe model has {found['model_mb']:.0f} MB. A call may take {ALLOWED_MB} MB beyond the "
-        f"final state on the rank where it takes the most: {kept} ({most:.0f} MB)."
+        f"{table(head, rows)}\nMB on the rank with the most, tensors / resident; *of* what is allowed: {kept}. "
+        f"Resident only: resume. Weights: {found['weights']:.0f} MB; largest unit {found['unit']:.1f} MB; largest "
+        f"tensor {found['tensor']:.1f} MB."
     )
 
 
-def plot(found: Found, figure: Figure) -> None:
-    axis = figure.subplots()
-    bars = [(f"{name}\n{world_name(world)}", one) for world, ways in found["worlds"] for name, one in ways.items()]
-    axis.barh([name for name, _ in bars], [one["peak"] for _, one in bars], label="peak")
-    axis.barh([name for name, _ in bars], [one["final"] for _, one in bars], label="final state")
-    axis.invert_yaxis()
-    axis.set_xlabel("MB on the rank with the highest peak beyond the final state")
-    axis.legend()
-    figure.set_size_inches(9, 4)
+def allowed(found: Found, case: Found) -> dict[str, float]:
+    """Return the limits of a case in MB."""
+    limits: dict[str, float] = {"resume": RESUME_MB}
+    if case["way"] in (WHOLE, DEFERRED):
+        part = found["weights"] / case["world"][1]
+        built = found["tensor"] if case["way"] == DEFERRED else found["weights"]
+        limits |= {"prepare": part + found["unit"] + built, "step": 1.1 * 4 * part + found["unit"]}
+    return limits
 
 
 if __name__ == "__main__":
-    run(measure, tables, plot)
+    run(measure, tables)

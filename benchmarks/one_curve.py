@@ -36,7 +36,7 @@ def started(stack: ExitStack, launcher: str, arguments: list[str]) -> tuple[list
     if launcher == "spawn":
         return [sys.executable, "-c", SPAWN, *arguments], environment
     if launcher == "srun" and launcher not in local_launchers():
-        sys.path.append(str(ROOT / "tests"))
+        sys.path.append(str(ROOT / "tests" / "support" / "hosts"))
         from slurm import local_slurm
 
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -58,7 +58,7 @@ def curve(launcher: str, epochs: int) -> list[dict[str, float]]:
 
 def launchers() -> list[str]:
     """Return the launchers that can be used here, and print the others on stderr."""
-    sys.path.append(str(ROOT / "tests"))
+    sys.path.append(str(ROOT / "tests" / "support" / "hosts"))
     from slurm import slurm_missing
 
     found = [*local_launchers(), "spawn"]

@@ -33,7 +33,6 @@ from unitrain.commands.launchers import launch_environment
 
 if TYPE_CHECKING:
     from cluster import Cluster
-    from matplotlib.figure import Figure
 
 HERE = Path(__file__).parent / "restart"
 HAND, OURS = "by hand", "UniTrain"
@@ -128,7 +127,7 @@ def measure_run(hosts: Cluster, way: str, how: str, waits: str, every: int) -> F
 
 
 def measure(short: bool) -> Found:
-    sys.path.append(str(Path(__file__).parents[1] / "tests"))
+    sys.path.append(str(Path(__file__).parents[1] / "tests" / "support" / "hosts"))
     from cluster import cluster, cluster_missing
 
     reason = cluster_missing()
@@ -168,17 +167,5 @@ def tables(found: Found) -> str:
     return table([*head, "back: s to the next step", "steps lost"], rows)
 
 
-def plot(found: Found, figure: Figure) -> None:
-    figure.set_size_inches(9, 4)
-    for axis, event in zip(figure.subplots(1, 2), ("loss", "return"), strict=True):
-        for i, way in enumerate((HAND, OURS)):
-            heights = [statistics.median(one[event]["seconds"] for one in case["ways"][way]) for case in found["cases"]]
-            axis.bar([place + 0.4 * (i - 0.5) for place in range(len(heights))], heights, 0.38, label=way)
-        axis.set_xticks(range(len(found["cases"])), [f"{c['how']}\n({c['waits']})" for c in found["cases"]], fontsize=7)
-        axis.set_title(f"after the {event} of a host")
-        axis.set_ylabel("seconds to the next step")
-        axis.legend()
-
-
 if __name__ == "__main__":
-    run(measure, tables, plot)
+    run(measure, tables)

@@ -43,7 +43,7 @@ MB = 2**20
 Made = tuple[nn.Module, Optimizer, Way]
 
 
-def steps(strategy: unitrain.Strategy, kind: type[Optimizer], shapes: list[Shape]) -> dict[str, Made]:
+def steps(strategy: unitrain.Strategy, kind: Any, shapes: list[Shape]) -> dict[str, Made]:
     """Return the model, the optimizer and the step of each way, with one kind of optimizer."""
     scale = torch.tensor(float(strategy.rank + 1))
 
@@ -77,7 +77,7 @@ def measure_world(rounds: int, steps_: int, most: int | None) -> Found | None:
     shapes: list[Shape] = workloads.transformer_shapes()
     if most is not None:
         shapes = [tuple(min(most, size) for size in shape) for shape in shapes]
-    matrices = [shape for shape in shapes[:MUON_TENSORS] if len(shape) == 2]
+    matrices: list[Shape] = [shape for shape in shapes[:MUON_TENSORS] if len(shape) == 2]
     all_found: Found = {}
     with unitrain.init(device="cpu", threads_per_process=1, shard_optimizer=True) as strategy:
         for kind, its_shapes in ((AdamW, shapes), (Muon, matrices)):

@@ -14,16 +14,12 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from shared.processes import ALONE, GLOO, HOROVOD_GLOO, HOROVOD_MPI, World, startable, world_name
 from shared.report import Found, run, table
 from shared.rounds import compared, shown_ratio, turns
 from unitrain.commands.launchers import launch_command, launch_environment
 from unitrain.commands.toolchain import running
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 HERE = Path(__file__).parent / "first_step"
 HAND, OURS = "by hand", "UniTrain"
@@ -100,17 +96,5 @@ def tables(found: Found) -> str:
     )
 
 
-def plot(found: Found, figure: Figure) -> None:
-    axis = figure.subplots()
-    for i, name in enumerate((HAND, OURS)):
-        heights = [ways[name]["seconds"] for _, ways in found["worlds"]]
-        axis.bar([place + 0.4 * (i - 0.5) for place in range(len(heights))], heights, 0.38, label=name)
-    names = [world_name(world).replace(" (", "\n(") for world, _ in found["worlds"]]
-    axis.set_xticks(range(len(names)), names, fontsize=6)
-    axis.set_ylabel("seconds to the first step")
-    axis.legend()
-    figure.set_size_inches(10, 4)
-
-
 if __name__ == "__main__":
-    run(measure, tables, plot)
+    run(measure, tables)

@@ -1,4 +1,4 @@
-"""The cost of the watchdog, of comparing the ranks at the start, and of hashing a checkpoint.
+"""The cost of the watchdog, of comparing the ranks at the start, and of hashing; and rank 0's costs in large jobs.
 
     python benchmarks/watch.py
 
@@ -6,8 +6,9 @@ Two processes train a tiny MLP as fast as they can, while the CPU time of the wa
 measured. A step can't lose more to them, since it communicates nothing for them. A run of ten minutes is assumed to
 compare the ranks once and to save 10 checkpoints of 100 MB.
 
-The hub's share of a core is measured for larger jobs, too. Their ranks are connections of other processes, which
-send the heartbeats of a job of that size.
+For large jobs, rank 0's store and hub are real; the other ranks are connections of other processes, with a thread for
+each rank, that run the code of the ranks. The CPU time of rank 0's process and the bytes that it receives and sends are
+measured: while the ranks meet at the store, connect to the hub, watch each other, and end after one of them has died.
 """
 
 from __future__ import annotations
@@ -16,22 +17,36 @@ import hashlib
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch.distributed import PrefixStore
 
 import unitrain
-from shared.members import HEARTBEAT_TIMEOUT_S, TIMEOUT_S, can_have, members, new_key, simulated
-from shared.processes import GLOO, HOROVOD_GLOO, HOROVOD_MPI, in_processes, startable, world_name
+from shared.members import (
+    HEARTBEAT_TIMEOUT_S,
+    TIMEOUT_S,
+    can_have,
+    connected_bytes,
+    free_address,
+    members,
+    new_key,
+    place,
+    simulated,
+)
+from shared.processes import ALONE, GLOO, HOROVOD_GLOO, HOROVOD_MPI, in_processes, startable, world_name
 from shared.report import Found, run, table
 from shared.workloads import mlp
 from unitrain.communication.backend import load_backend
 from unitrain.job.joining.handshake import handshake
 from unitrain.job.watch.hub import heartbeat_interval_s
 from unitrain.job.watch.hub_server import start_hub
+from unitrain.launch.rendezvous import rendezvous
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-JOBS = (64, 256, 1000, 10_000)
+JOBS = (64, 1000, 10_000)
+# torch's clients of a store look up the names of both ends. What a name server takes for that is not to be measured.
+QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR", "RES_OPTIONS": "timeout:1 attempts:1"}
+END = "the end of a rank"
 RUN_S, CHECKPOINTS, CHECKPOINT_BYTES = 600.0, 10, 100_000_000
 
 
@@ -92,29 +107,73 @@ def hub_share(ranks: int, seconds: float) -> float:
     return share
 
 
+@contextmanager
+def costing() -> Iterator[dict[str, float]]:
+    """Measure the CPU time of this process, and its bytes, in a block."""
+    cost: dict[str, float] = {}
+    (received, sent), cpu = connected_bytes(), time.process_time()
+    yield cost
+    received_now, sent_now = connected_bytes()
+    cost |= {"cpu_s": time.process_time() - cpu, "bytes": received_now - received + sent_now - sent}
+
+
+def measure_store(ranks: int) -> Found:
+    """Meet at the store that rank 0 opens."""
+    address = free_address()
+    with simulated(range(1, ranks), ranks) as others, costing() as cost:
+        others.begin("meet", address)
+        store = rendezvous(place(0, ranks, address), TIMEOUT_S)
+        others.end()
+    assert isinstance(store, PrefixStore)
+    return {"meeting at the store": {**cost, "keys": store.underlying_store.num_keys()}}
+
+
+def measure_hub(ranks: int) -> Found:
+    """Connect to the hub; then a rank dies: all are told, and one of the others saves its state."""
+    key, last = new_key(), ranks - 1
+    with simulated(range(ranks), ranks) as everyone:
+        with costing() as introductions:
+            port, hub = start_hub(
+                members(ranks), key, timeout_s=TIMEOUT_S, heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S, one_host=True
+            )
+            everyone.do("introduce", port, key)
+        with costing() as end:
+            died = min(filter(None, everyone.do("die", last)))
+            survivors = everyone.do("survive", 100)
+        everyone.do("hang_up")
+        hub.join()
+    told, ended = (max(times) - died for times in zip(*survivors, strict=True))
+    return {
+        "connecting to the hub": introductions,
+        END: {**end, "told_s": told, "ended_s": ended},
+    }
+
+
 def measure(short: bool) -> Found:
     worlds = startable(GLOO) if short else startable(GLOO, HOROVOD_MPI, HOROVOD_GLOO)
+    seconds = 1 if short else 30
     return {
-        "worlds": [(world, in_processes(world, measure_world, seconds=1 if short else 30)) for world in worlds],
-        "hub": [(ranks, hub_share(ranks, 1 if short else 30)) for ranks in jobs(short)],
+        "worlds": [(world, in_processes(world, measure_world, seconds=seconds)) for world in worlds],
+        "jobs": [
+            {
+                "ranks": ranks,
+                "hub": hub_share(ranks, seconds),
+                "stages": {
+                    **in_processes(ALONE, measure_store, environment=QUIET, ranks=ranks),
+                    **in_processes(ALONE, measure_hub, environment=QUIET, ranks=ranks),
+                },
+            }
+            for ranks in jobs(short)
+        ],
     }
 
 
 def jobs(short: bool) -> list[int]:
-    """Return the sizes of jobs whose connections this machine allows, and say on stderr which it does not."""
+    """Return the sizes of jobs whose connections this machine allows, and print the others on stderr."""
     for ranks in JOBS:
         if not can_have(ranks):
             print(f"{ranks} ranks need more open files than the limit here (ulimit -Hn): left out.", file=sys.stderr)
     return [ranks for ranks in JOBS[: 1 if short else None] if can_have(ranks)]
-
-
-def shares(one: Found) -> dict[str, float]:
-    """Return each cost as a share of a step, or of a run of ten minutes."""
-    return {
-        "heartbeats": one["watching"],
-        "comparing before the first step": one["comparing_s"] / RUN_S,
-        "hashing checkpoints": one["hashing_s"] * CHECKPOINTS / RUN_S,
-    }
 
 
 def tables(found: Found) -> str:
@@ -123,29 +182,26 @@ def tables(found: Found) -> str:
             world_name(world),
             f"{one['step_s'] * 1e6:.0f}",
             f"{one['watching_s_of_a_step'] * 1e6:.2f} ({one['watching']:.3%})",
-            *(f"{share:.3%}" for share in list(shares(one).values())[1:]),
+            f"{one['comparing_s'] / RUN_S:.3%}",
+            f"{one['hashing_s'] * CHECKPOINTS / RUN_S:.3%}",
         ]
         for world, one in found["worlds"]
     ]
-    head = ["world", "a step, us", "of it heartbeats, us", "comparing, of 10 minutes", "hashing, of 10 minutes"]
-    sizes = [
-        [f"{ranks:,}", f"{heartbeat_interval_s(HEARTBEAT_TIMEOUT_S, ranks):g}", f"{share:.2%}"]
-        for ranks, share in found["hub"]
+    head = ["world", "a step, µs", "its heartbeats, µs", "comparing, of 10 minutes", "hashing, of 10 minutes"]
+    large = [
+        [
+            f"{one['ranks']:,}",
+            f"{heartbeat_interval_s(HEARTBEAT_TIMEOUT_S, one['ranks']):g}",
+            f"{one['hub']:.2%}",
+            *(f"{its['cpu_s'] * 1e3:,.0f} ms, {its['bytes'] / 1e3:,.0f} kB" for its in one["stages"].values()),
+            f"{one['stages'][END]['told_s']:.2f}, {one['stages'][END]['ended_s']:.2f}",
+        ]
+        for one in found["jobs"]
     ]
-    return "\n\n".join([table(head, rows), table(["ranks", "s between heartbeats", "the hub, of a core"], sizes)])
-
-
-def plot(found: Found, figure: Figure) -> None:
-    axis = figure.subplots()
-    for i, (world, one) in enumerate(found["worlds"]):
-        costs = shares(one)
-        axis.barh([y + 0.25 * i for y in range(len(costs))], [100 * share for share in costs.values()], 0.2,
-                  label=world_name(world))  # fmt: skip
-    axis.set_yticks(range(len(costs)), list(costs), fontsize=7)
-    axis.axvline(1.0, color="grey", linestyle=":")
-    axis.set_xlabel("% (the bound is 1)")
-    axis.legend(fontsize=7)
+    stages = found["jobs"][0]["stages"] if found["jobs"] else []
+    named = ["ranks", "s between heartbeats", "hub, of a core", *stages, "s until all are told, have ended"]
+    return "\n".join([table(head, rows), table(named, large)])
 
 
 if __name__ == "__main__":
-    run(measure, tables, plot)
+    run(measure, tables)

@@ -54,20 +54,14 @@ def _candidates(module: nn.Module, wrap: Sequence[str] | int | None) -> list[nn.
     if wrap is None:
         children = {child for layer in module.modules() if isinstance(layer, _LISTS) for child in layer.children()}
         return [layer for layer in inner if layer in children]
-    classes = {_class_name(layer) for layer in inner}
+    classes = {type(layer).__name__ for layer in inner}
     for name in wrap:
         if name not in classes:
             raise ConfigError(
                 f"fsdp.wrap has {name!r}, but the model has no module of that class.{nearest(name, sorted(classes))} "
                 f"It has {', '.join(sorted(classes))}."
             )
-    return [layer for layer in inner if _class_name(layer) in wrap]
-
-
-def _class_name(layer: nn.Module) -> str:
-    """Return the name of the class that the script knows; that of checkpointed blocks, say, has been changed."""
-    kind = type(layer)
-    return str(getattr(kind, "plain", kind).__name__)
+    return [layer for layer in inner if type(layer).__name__ in wrap]
 
 
 def _owners(module: nn.Module) -> dict[Parameter, set[nn.Module]]:

@@ -235,11 +235,6 @@ class _Ranks:
             connection.close()
         self._connections.clear()
 
-    def call(self, function: Callable[..., Any], *arguments: Any) -> None:
-        """Call a function for each rank, with the rank first, one after the other."""
-        for rank in self._ranks:
-            function(rank, *arguments)
-
     def _send(self, rank: int, *several: Message) -> None:
         self._connections[rank].sendall(b"".join(map(_framed, several)))
 

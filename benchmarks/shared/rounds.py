@@ -91,4 +91,4 @@ def slower_beyond_spread(one: Mapping[str, Any], control: Mapping[str, Any]) -> 
 def shown_ratio(one: Mapping[str, Any]) -> str:
     """Return a ratio with its quartiles, for a table."""
     low, high = one["ratio_quartiles"]
-    return f"{one['ratio']:.3f} ({low:.3f} to {high:.3f})"
+    return f"{one['ratio']:.2f} ({low:.2f}-{high:.2f})"

@@ -23,7 +23,6 @@ _PORT = "29500"  # free, since each namespace has its own ports
 LINKS = {
     "100 Mbit/s": ["tbf", "rate", "100mbit", "burst", "256kb", "latency", "100ms"],
     "1 Gbit/s": ["tbf", "rate", "1gbit", "burst", "1mb", "latency", "100ms"],
-    "10 ms": ["netem", "delay", "5ms", "limit", "100000"],
 }
 
 

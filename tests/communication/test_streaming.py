@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import unitrain
 from unitrain.communication import streaming
-from unitrain.communication.streaming import RowBlocks, broadcast_tensors, outline, receive
+from unitrain.communication.streaming import broadcast_tensors, outline, receive
 
 WORLDS = [("ddp", 3, "spawn"), pytest.param("horovod", 2, "horovodrun", marks=HOROVOD)]
 DTYPES = [
@@ -92,15 +92,3 @@ def test_a_tensor_that_overlaps_itself_is_not_written_to() -> None:
 @pytest.mark.parametrize("value", [nn.Parameter(torch.ones(2)), torch.ones(2).to_sparse(), 3, None, "text"], ids=str)
 def test_what_a_form_can_not_describe_is_sent_with_the_outline(value: Any) -> None:
     assert outline({"a": [value]})["a"][0] is value
-
-
-def test_rows_of_many_blocks() -> None:
-    """Those of a checkpoint that thousands of ranks have written, some of them none."""
-    whole = torch.arange(40).view(20, 2)
-    counts = [0, 3, 0, 0, 7, 1, 9, 0]
-    blocks = RowBlocks(torch.split(whole, counts))
-    for start in range(21):
-        for end in range(start, 21):
-            found = blocks.rows(start, end)
-            rows = found.blocks if isinstance(found, RowBlocks) else [found]
-            assert torch.equal(torch.cat([whole[:0], *rows]), whole[start:end])

@@ -25,7 +25,7 @@ from pathlib import Path
 from markdown_it import MarkdownIt
 from places import ROOT
 
-PAGES = sorted((ROOT / "docs").rglob("*.md"))
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 COPY = re.compile(r"<!-- (file|diff|table): (.+?) -->")
 
 

@@ -1,6 +1,7 @@
 """Tables, scripts and differences that pages copy from other files, so that they show wherever a page is read.
 
-``python tests/docs/page_copies.py`` renews them. A copy stands between two comments, the first of which is one of
+``PYTHONPATH=tests/support python tests/docs/page_copies.py`` renews them. A copy stands between two comments. The first
+is one of
 
     <!-- table: a Markdown file -->
     <!-- file: a script -->

@@ -38,4 +38,4 @@ def test_every_public_name_is_in_the_reference(site: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_what_a_page_copies_is_up_to_date(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    assert text == renewed(text), "run: python tests/docs/page_copies.py"
+    assert text == renewed(text), "run: PYTHONPATH=tests/support python tests/docs/page_copies.py"

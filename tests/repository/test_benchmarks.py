@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from jobs import run_job
 from places import ROOT
 
 BENCHMARKS = ROOT / "benchmarks"
-AT_MOST_LINEAR = ("O(1)", "O(log n)", "O(n)")
 
 
 def short(name: str, folder: Path) -> dict[str, Any]:
@@ -27,7 +25,6 @@ def short(name: str, folder: Path) -> dict[str, Any]:
     )
     assert job.code == 0, job.output
     assert not job.left
-    assert (folder / f"{name}.png").stat().st_size > 0
     text = (folder / f"{name}.md").read_text()
     assert text.startswith(f"`python benchmarks/{name}.py`")
     assert "| --- |" in text
@@ -46,40 +43,23 @@ def test_step_overhead(tmp_path: Path) -> None:
     assert set(loops["horovodrun"]) == set(loops["torchrun"]) - {"Accelerate", "Fabric"}
     for its in loops.values():
         assert all(one["weights_bit_equal"] for one in its.values()), "all loops must train the same model"
-
-
-@pytest.mark.soak
-def test_sampler(tmp_path: Path) -> None:
-    found = short("sampler", tmp_path)
-    assert {(row["kind"], row["what"]) for row in found["rows"]} == {
-        (kind, what) for kind in ("unitrain", "torch") for what in ("start", "seek")
-    }
+    for case in found["sharded"]:
+        assert set(case["loops"]) >= {"FSDP2 by hand", "UniTrain", "Accelerate", "DDP by hand"}
+        assert all(one["weights_differ_by"] < 1e-5 for one in case["loops"].values()), case
 
 
 @pytest.mark.launcher
 @pytest.mark.soak
-def test_uneven_streams(tmp_path: Path) -> None:
-    [(world, ways)] = short("uneven_streams", tmp_path)["worlds"]
-    assert world == ["torchrun", 2]
-    assert set(ways) == {"ahead", "before", "join"}
-
-
-@pytest.mark.launcher
-@pytest.mark.soak
-def test_all_reduce(tmp_path: Path) -> None:
-    worlds = short("all_reduce", tmp_path)["worlds"]
-    assert [world[0] for world, _ in worlds] == ["torchrun", "mpirun", "horovodrun"]
-    for _, sizes in worlds:
-        for ways in sizes.values():
-            assert set(ways) == {"backend", "transport alone", "memory copy"}
-
-
-@pytest.mark.launcher
-@pytest.mark.soak
-def test_gradient_averaging(tmp_path: Path) -> None:
-    for case in short("gradient_averaging", tmp_path)["cases"]:
+def test_averaging(tmp_path: Path) -> None:
+    found = short("averaging", tmp_path)
+    for case in found["cases"]:
         trained = [one["weights_bit_equal"] for one in case["ways"].values() if "weights_bit_equal" in one]
         assert trained == [True] * (4 if case["world"][0] == "torchrun" else 3)
+    assert set(found["links"]) | set(found["left_out"]) == {"1 Gbit/s"}
+    if os.geteuid() == 0 and shutil.which("tc"):
+        assert set(found["links"]["1 Gbit/s"]) == set(found["learning"]), found["left_out"]
+        namespaces = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+        assert "bench-" not in namespaces
 
 
 @pytest.mark.launcher
@@ -92,75 +72,40 @@ def test_sharded_optimizer(tmp_path: Path) -> None:
             assert ways[f"{kind}, UniTrain"]["largest_difference"] < 1e-6
 
 
-@pytest.mark.launcher
-@pytest.mark.soak
-def test_reduce_scatter(tmp_path: Path) -> None:
-    for (launcher, _), ways in short("reduce_scatter", tmp_path)["worlds"]:
-        assert len(ways) == (5 if launcher == "torchrun" else 4)
-
-
-@pytest.mark.launcher
-@pytest.mark.soak
-def test_accumulation(tmp_path: Path) -> None:
-    for _, ways in short("accumulation", tmp_path)["worlds"]:
-        assert all(ways["by hand, each synchronised"]["reductions"])
-        assert ways["UniTrain"]["reductions"][:3] == [0, 0, 0]
-        assert ways["UniTrain"]["reductions"][3] > 0
-        assert ways["UniTrain"]["weights_bit_equal"]
-
-
 def test_loading(tmp_path: Path) -> None:
-    cases = short("loading", tmp_path)["cases"]
-    assert {(case["data"], case["workers"]) for case in cases} == {
+    found = short("loading", tmp_path)
+    assert {(case["data"], case["workers"]) for case in found["cases"]} == {
         (data, workers) for data in ("rows", "rows, own class", "crops", "images") for workers in (0, 2)
     }
-    assert all(len(case["ways"]) == 3 for case in cases)
+    assert all(len(case["ways"]) == 3 for case in found["cases"])
+    assert {(row["kind"], row["what"]) for row in found["epochs"]} == {
+        (kind, what) for kind in ("unitrain", "torch") for what in ("start", "seek")
+    }
 
 
+@pytest.mark.launcher
+@pytest.mark.soak
 def test_checkpoints(tmp_path: Path) -> None:
     found = short("checkpoints", tmp_path)
     assert len(found["stalls"]) == 6
     assert all(found["totals"][name]["seconds"] >= one["seconds"] for name, one in found["stalls"].items())
-
-
-@pytest.mark.launcher
-@pytest.mark.soak
-def test_emergency(tmp_path: Path) -> None:
-    cases = short("emergency", tmp_path)["cases"]
-    assert {case["place"] for case in cases} == {"disk", "memory (/dev/shm)"}
-    assert all(case["bytes"] > 4 * (64 * 64 + 64 * 10) for case in cases)
+    assert found["emergency"]
+    assert all(case["bytes"] > 4 * (64 * 64 + 64 * 10) for case in found["emergency"])
 
 
 @pytest.mark.launcher
 @pytest.mark.soak
 def test_memory(tmp_path: Path) -> None:
-    [(world, calls)] = short("memory", tmp_path)["worlds"]
-    assert world == ["torchrun", 2]
-    assert len(calls) == 3
-    assert all(one["peak"] >= one["final"] + one["beyond"] - 1 > 0 for one in calls.values())
-
-
-@pytest.mark.launcher
-@pytest.mark.soak
-def test_sharded_memory(tmp_path: Path) -> None:
-    found = short("sharded_memory", tmp_path)
+    found = short("memory", tmp_path)
     cases = found["cases"]
     by_way = {case["way"]: case["tensors"] for case in cases}
-    assert list(by_way) == ["ddp", "fsdp", "ddp, shard_optimizer", "horovod, shard_optimizer"]
+    assert list(by_way) == ["ddp", "fsdp", "fsdp, deferred", "ddp, shard_optimizer", "horovod, shard_optimizer"]
     ddp, fsdp, *divided = by_way.values()
     assert all(one["stepped"] < 0.8 * ddp["stepped"] for one in divided)  # 3 of 4 tensors, on two processes
     assert fsdp["prepared"] < 0.6 * ddp["prepared"]
     assert fsdp["stepped"] < 0.6 * ddp["stepped"]
     assert fsdp["step"] < 1.1 * 4 * found["weights"] / 2 + found["unit"]
     assert all(case["resident"]["resume"] >= 0 for case in cases)
-
-
-@pytest.mark.launcher
-@pytest.mark.soak
-def test_sharded_step(tmp_path: Path) -> None:
-    for case in short("sharded_step", tmp_path)["cases"]:
-        assert set(case["loops"]) >= {"FSDP2 by hand", "UniTrain", "Accelerate", "DDP by hand"}
-        assert all(one["weights_differ_by"] < 1e-5 for one in case["loops"].values()), case
 
 
 @pytest.mark.launcher
@@ -172,17 +117,6 @@ def test_startup(tmp_path: Path) -> None:
     assert world == ["torchrun", 2]
     assert 0 < ways["by hand"]["seconds"] < 120
     assert 0 < ways["UniTrain"]["seconds"] < 120
-
-
-@pytest.mark.launcher
-@pytest.mark.soak
-def test_slow_links(tmp_path: Path) -> None:
-    found = short("slow_links", tmp_path)
-    assert set(found["links"]) | set(found["left_out"]) == {"1 Gbit/s"}
-    if os.geteuid() == 0 and shutil.which("tc"):
-        assert set(found["links"]["1 Gbit/s"]) == set(found["learning"]), found["left_out"]
-        namespaces = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
-        assert "bench-" not in namespaces
 
 
 @pytest.mark.launcher
@@ -201,13 +135,9 @@ def test_restarts(tmp_path: Path) -> None:
 @pytest.mark.launcher
 @pytest.mark.soak
 def test_scaling(tmp_path: Path) -> None:
-    found = short("scaling", tmp_path)
-    assert list(found["worlds"]) == ["1", "2"]
-    for efficiencies in found["predicted_efficiency"].values():
-        falling = list(efficiencies.values())
-        assert falling[0] == 1
-        assert falling == sorted(falling, reverse=True)
-    assert "Predicted, not measured" in (tmp_path / "scaling.md").read_text()
+    worlds = short("scaling", tmp_path)["worlds"]
+    assert list(worlds) == ["1", "2"]
+    assert all(one["seconds"] > 0 for its in worlds.values() for one in its.values())
 
 
 @pytest.mark.soak
@@ -225,47 +155,15 @@ def test_watch(tmp_path: Path) -> None:
     found = short("watch", tmp_path)
     [(world, costs)] = found["worlds"]
     assert world == ["torchrun", 2]
-    [(ranks, share)] = found["hub"]
-    assert ranks == 64
-    assert 0 < share < 1
     assert 0 < costs["watching"] < 1
     assert costs["comparing_s"] > 0
-
-
-@pytest.mark.soak
-def test_members(tmp_path: Path) -> None:
-    found = short("members", tmp_path)
-    assert found["sizes"] == [8, 16, 32]
-    for stage, laws in found["laws"].items():
-        assert laws["bytes"]["law"] in AT_MOST_LINEAR, stage
-        assert laws["bytes"]["exponent"] < 1.1, stage
-    assert [one["keys"] for one in found["stages"]["meeting at the store"]] == [10, 18, 34]
-    assert all(one["told_s"] <= one["wall_s"] for one in found["stages"]["the end of a rank"])
-
-
-@pytest.mark.parametrize(
-    ("costs", "expected"),
-    [
-        ([5, 5.3, 4.8, 5.1], "O(1)"),
-        ([3, 6.1, 9, 12.2], "O(log n)"),
-        ([12, 103, 1010, 10_000], "O(n)"),
-        ([10, 20, 110, 1010], "O(n)"),
-        ([1, 98, 10_200, 1_000_000], "O(n²)"),
-    ],
-)
-def test_laws(costs: list[float], expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    assert import_module("shared.laws").law([10, 100, 1000, 10_000], costs) == expected
-
-
-@pytest.mark.launcher
-@pytest.mark.soak
-def test_levers(tmp_path: Path) -> None:
-    found = short("levers", tmp_path)
-    assert len(found["groups"]) == 5
-    assert all(its["default"]["ratio"] == 1 for its in found["groups"].values())
-    [horovod] = found["horovod"]
-    assert horovod["ratio"] > 0
+    [job] = found["jobs"]
+    assert job["ranks"] == 64
+    assert 0 < job["hub"] < 1
+    stages = job["stages"]
+    assert stages["meeting at the store"]["keys"] == 66
+    assert stages["the end of a rank"]["told_s"] <= stages["the end of a rank"]["ended_s"]
+    assert all(0 < one["bytes"] < 64 * 20_000 for one in stages.values())
 
 
 def test_each_benchmark_is_tested_and_stands_on_the_page() -> None:
@@ -280,6 +178,7 @@ def test_each_benchmark_is_tested_and_stands_on_the_page() -> None:
 def test_one_curve(tmp_path: Path) -> None:
     curves = short("one_curve", tmp_path)["curves"]
     assert {"python", "torchrun", "spawn"} <= set(curves)
+    assert (tmp_path / "one_curve.png").stat().st_size > 0
     for lines in curves.values():
         for line, alone in zip(lines, curves["python"], strict=True):
             assert line["train_loss"] == pytest.approx(alone["train_loss"], rel=1e-9)

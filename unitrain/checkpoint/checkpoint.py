@@ -12,15 +12,15 @@ from unitrain.checkpoint.emergency.emergency import EmergencyCheckpoint
 from unitrain.checkpoint.emergency.epoch_end import EpochEnd, EpochEndHook
 from unitrain.checkpoint.emergency.last_boundary import LastBoundary
 from unitrain.checkpoint.run_state import RunState
-from unitrain.checkpoint.sharded import loading, saved
-from unitrain.checkpoint.sharded.opening import Opened, open_checkpoint
-from unitrain.checkpoint.sharded.shards import file_name, gather_shards, separate
-from unitrain.checkpoint.sharded.together import begin
+from unitrain.checkpoint.sharded import loading
+from unitrain.checkpoint.sharded.opening import Opened, Search, best_beside
+from unitrain.checkpoint.sharded.parts import gathered
+from unitrain.checkpoint.sharded.saving import begin, divided
 from unitrain.checkpoint.store.disk import Disk
-from unitrain.checkpoint.store.folder import Draft, Folder
+from unitrain.checkpoint.store.folder import Folder
 from unitrain.checkpoint.store.located import store_at
 from unitrain.checkpoint.store.manifest import METRICS, RUN, folder_name
-from unitrain.checkpoint.writer import Writer
+from unitrain.checkpoint.writer import Together, Writer
 from unitrain.communication.communicator import Communicator
 from unitrain.errors import CheckpointError, UsageError, listed
 from unitrain.job.watch.messages import StopReason
@@ -156,45 +156,38 @@ class Checkpoint:
             modules = state.modules
             batch_norm.average_statistics(list(modules.values()), ranks, state.prepared.shares)
             random = rng.capture() if ended is None else ended.random
-            gathered = ranks.all_gather_object((bool(best), random))
-            _check_alike([mark for mark, _ in gathered])
+            marks = ranks.all_gather_object((bool(best), random))
+            _check_alike([mark for mark, _ in marks])
             if best:
                 self._writer.marked = self._step.global_step
             metrics = metric_states.metrics_in(modules)
             metric_parts = metric_states.gather(ranks, metrics) if metrics else None
-            parts, begun = self._sharded_parts() if ranks.shards else (None, None)
+            parts, together = self._sharded(ended) if ranks.shards else (None, None)
 
             def write() -> None:
                 number = self._step.global_step
-                states = state.parts() if parts is None else parts
-                states = states if ended is None else ended.applied_to(states)
-                states[RUN] = state.run(number, [random for _, random in gathered])
+                states = _parts(state, ended) if parts is None else parts
+                states[RUN] = state.run(number, [random for _, random in marks])
                 if metric_parts is not None:
                     states[METRICS] = metric_parts
-                self._writer.write(number, states, begun, self._writers, best=best)
+                self._writer.write(number, states, together, best=best)
 
             ranks.on_main(write)
 
-    def _sharded_parts(self) -> tuple[dict[str, Any], Draft | None]:
-        """Return states without shards, which each rank writes, and the checkpoint begun; or whole states. Collective.
+    def _sharded(self, ended: EpochEnd | None) -> tuple[dict[str, Any], Together | None]:
+        """Return what rank 0 writes alone, and what each rank writes; or whole states, and None. Collective.
 
-        Whole they are if rank 0 alone can write: not all ranks see the folder, or the store wants few commits.
+        Rank 0 alone can write if not all ranks see the folder, or if the store wants few commits.
         """
-        ranks = self._communicator
-        begun = begin(ranks, self._folder, self._step.global_step)
-        if begun is None:
-            return gather_shards(ranks, self._state.parts()), None
-        parts, own = separate(ranks, self._state.parts())
-        if ranks.is_main:
-            parts[file_name(ranks.rank)] = own
-        elif ranks.rank < self._writers:
-            self._writer.write_own(begun, ranks.rank, file_name(ranks.rank), own)
-        return parts, begun
-
-    @property
-    def _writers(self) -> int:
-        """Number of ranks that together have all shards."""
-        return self._communicator.world_size // self._communicator.replicas
+        ranks, parts = self._communicator, _parts(self._state, ended)
+        draft = begin(ranks, self._folder, self._step.global_step)
+        if draft is None:
+            return gathered(ranks, parts), None
+        alone, shards = divided(ranks, self._state, parts)
+        together = Together(draft, shards, writers=ranks.world_size // ranks.replicas)
+        if 0 < ranks.rank < together.writers:
+            self._writer.write_own(together, ranks.rank)
+        return alone, together
 
     def discard(self) -> None:
         """Remove all checkpoints of earlier runs from the folder. Collective."""
@@ -243,34 +236,24 @@ class Checkpoint:
         """
         ranks, state = self._communicator, self._state
         with ranks.pulse.within("checkpoint.resume"), state.prepared.training_weights():
-            # What this run saves in the background may be what it goes back to.
-            opened = open_checkpoint(ranks, path, self._folder, before=self._writer.finish)
-            if opened is None:
+            found = self._find(path, force=force)
+            if found is None:
                 return False
-            # All checks are made before anything is loaded, and come out the same on every rank.
-            changed = fit.changed_settings(opened.manifest, state.settings, state.config, state.objects)
-            if changed and not force:
-                raise CheckpointError(
-                    f"the run in {self._folder} was trained with other settings: {'; '.join(changed)}. Use the same "
-                    "settings, or resume(force=True), or start a new run in another folder. Nothing was loaded."
-                )
+            opened, parts, changed = found
             outlines = opened.outlines
-            states = {name: part for name, part in outlines.items() if name not in (RUN, METRICS)}
-            fit.check_objects(state.objects, states, state.of, str(self._folder))
-            loading.order_by_name(state, opened)
-            held = loading.read_own(ranks, state, opened)
             metrics = metric_states.metrics_in(state.modules)
             loaded = metric_states.check(metrics, outlines.get(METRICS), ranks.world_size, force=force)
             if changed and ranks.is_main:
                 print_stderr(f"unitrain: resuming with other settings: {'; '.join(changed)}")
             ranks.on_main(lambda: self._keep_best(opened, is_newest=path is None))
             replaced = [] if self._step.global_step else loading.replaced_options(state, outlines)
-            self._go_on_from(loading.load(ranks, state, opened, held))
+            self._go_on_from(loading.load(ranks, state, opened, parts))
             if METRICS in outlines:
                 metric_states.load(ranks, metrics, loaded, outlines[METRICS], opened.source(METRICS))
+            opened.close()
         if opened.saved is not None:  # on rank 0
             kind = ", an emergency checkpoint" if opened.manifest.emergency else ""
-            print_stderr(f"unitrain: resumed after step {self._step.global_step}, from {opened.saved.name}{kind}")
+            print_stderr(f"unitrain: resumed after step {self._step.global_step}, from {opened.saved.found}{kind}")
             if replaced:
                 print_stderr(
                     f"unitrain: as saved, and not as this script has made it: {'; '.join(replaced)}. To train with "
@@ -278,9 +261,39 @@ class Checkpoint:
                 )
         return True
 
+    def _find(self, path: str | Path | None, *, force: bool) -> tuple[Opened, loading.Parts, list[str]] | None:
+        """Return an intact checkpoint that fits this run, a reader of its parts, and which settings have changed."""
+        # What this run saves in the background may be what it goes back to.
+        search = Search(self._communicator, self._state, path, self._folder, before=self._writer.finish)
+        opened = search.next()
+        while opened is not None:
+            changed = self._check(opened, force=force)
+            loading.order_by_name(self._state, opened)
+            parts = loading.Parts(self._communicator, self._state, opened)
+            damage = parts.fetch()
+            if damage is None:
+                return opened, parts, changed
+            opened.close()
+            opened = search.next(damage)
+        return None
+
+    def _check(self, opened: Opened, *, force: bool) -> list[str]:
+        """Check that a checkpoint fits this run, the same way on every rank, and return which settings have changed."""
+        state = self._state
+        changed = fit.changed_settings(opened.manifest, state.settings, state.config, state.objects)
+        if changed and not force:
+            raise CheckpointError(
+                f"the run in {self._folder} was trained with other settings: {'; '.join(changed)}. Use the same "
+                "settings, or resume(force=True), or start a new run in another folder. Nothing was loaded."
+            )
+        objects = state.objects if opened.manifest.files else {**state.modules, **state.optimizers}
+        states = {name: part for name, part in opened.outlines.items() if name not in (RUN, METRICS)}
+        fit.check_objects(objects, states, state.of, str(self._folder))
+        return changed
+
     def _keep_best(self, opened: Opened, *, is_newest: bool) -> None:
         self._unclaimed = None
-        self._writer.best = best = saved.best_beside(opened.manifest, self._folder)
+        self._writer.best = best = best_beside(opened.manifest, self._folder)
         if is_newest:
             self._folder.point_to_best(best)  # a kill may have come before this
 
@@ -318,6 +331,10 @@ class Checkpoint:
         """End the background writer, without waiting for it, and let other jobs use the folder. Not collective."""
         self._writer.close(wait=False)
         self._folder.release()
+
+
+def _parts(state: RunState, ended: EpochEnd | None) -> dict[str, Any]:
+    return state.parts() if ended is None else ended.applied_to(state.parts())
 
 
 def _check_alike(marks: list[bool]) -> None:

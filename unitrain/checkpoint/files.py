@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from unitrain.checkpoint.sharded.shards import gather_shards
+from unitrain.checkpoint.sharded.parts import gathered
 from unitrain.checkpoint.snapshot import on_host
 from unitrain.checkpoint.store.located import store_at
 from unitrain.checkpoint.store.mapped import MappedFiles
@@ -32,7 +32,7 @@ def save(communicator: Communicator, prepared: PreparedModules, value: Any, path
         raise UsageError("save() got modules on some ranks only: pass the same objects on every rank.")
     # Rank 0's state is written, so its running statistics must cover the samples of all ranks.
     batch_norm.average_statistics(modules, communicator, prepared.shares)
-    states = gather_shards(communicator, _states(prepared, value)) if communicator.shards else None
+    states = gathered(communicator, _states(prepared, value)) if communicator.shards else None
 
     def write() -> None:
         content = on_host(_states(prepared, value) if states is None else states)

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from unitrain.checkpoint.sharded.parameter_names import Name, names_of
-from unitrain.checkpoint.sharded.shards import PREFIX
+from unitrain.checkpoint.names import LEGACY, Name, names_of
 from unitrain.checkpoint.store.manifest import METRICS, RUN
 from unitrain.communication.communicator import Communicator
 from unitrain.config import StrategyConfig
@@ -55,7 +54,7 @@ class RunState:
                     f"checkpoint: {name} is a {type(value).__name__}, which has no load_state_dict: pass an object "
                     "with state_dict and load_state_dict, or a dict."
                 )
-            if name in (RUN, METRICS, "") or name.startswith(PREFIX) or "/" in name or "\0" in name:
+            if name in (RUN, METRICS, "") or name.startswith(LEGACY) or "/" in name or "\0" in name:
                 raise UsageError(f"checkpoint: {name!r} can't be the name of an object, which is that of a file, too.")
         self.objects: dict[str, Any] = objects
         self.prepared: PreparedModules = prepared

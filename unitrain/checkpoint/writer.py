@@ -7,10 +7,10 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from unitrain.checkpoint.run_state import RunState
-from unitrain.checkpoint.sharded.together import collect, write_own
+from unitrain.checkpoint.sharded.saving import Shards, write_all, write_own
 from unitrain.checkpoint.snapshot import on_host, snapshot
 from unitrain.checkpoint.store.folder import Draft, Folder
 from unitrain.errors import CheckpointError
@@ -21,6 +21,16 @@ from unitrain.errors import CheckpointError
 _writing: set[Future[None]] = set()
 threading._register_atexit(lambda: wait(_writing))  # type: ignore[attr-defined]
 os.register_at_fork(after_in_child=_writing.clear)
+
+
+class Together(NamedTuple):
+    """A checkpoint that several ranks write, as one of them sees it."""
+
+    draft: Draft
+    shards: Shards
+    """What this rank writes."""
+    writers: int
+    """The number of ranks that write."""
 
 
 class Writer:
@@ -65,40 +75,40 @@ class Writer:
         self.resumed_from: int | None = None
         self.marked: int | None = None
 
-    def write(self, step: int, parts: dict[str, Any], begun: Draft | None, writers: int, *, best: bool) -> None:
+    def write(self, step: int, parts: dict[str, Any], together: Together | None, *, best: bool) -> None:
         """Write a checkpoint, or start to write a snapshot of it in the background. On rank 0.
 
         Args:
             step: number of the step.
-            parts: states by name.
-            begun: the checkpoint, if several ranks write it together.
-            writers: their number, with rank 0.
+            parts: states by name, which rank 0 writes alone.
+            together: what several ranks write, if they do.
             best: whether it is the best so far.
         """
+        values = {} if together is None else together.shards.values
         if self._thread is None:
-            self._write(step, on_host(parts), begun, writers, best)
+            self._write(step, on_host(parts), together, on_host(values), best)
             return
-        self._snapshot = snapshot(parts, self._snapshot)
-        writing = self._thread.submit(self._write, step, self._snapshot, begun, writers, best)
+        self._snapshot = snapshot({"alone": parts, "shards": values}, self._snapshot)
+        copies = self._snapshot["alone"], together, self._snapshot["shards"]
+        writing = self._thread.submit(self._write, step, *copies, best)
         self._started(writing)
         writing.add_done_callback(self._report)
 
-    def write_own(self, begun: Draft, rank: int, name: str, own: dict[str, Any]) -> None:
+    def write_own(self, together: Together, rank: int) -> None:
         """Write this rank's file of a checkpoint, or start to write a snapshot of it in the background.
 
         Args:
-            begun: the checkpoint.
+            together: the checkpoint.
             rank: this rank, which is not 0.
-            name: of the file.
-            own: its contents.
         """
+        draft, shards = together.draft, together.shards
         if self._thread is None:
-            write_own(begun, rank, name, on_host(own))
+            write_own(draft, rank, shards._replace(values=on_host(shards.values)))
             return
         if self.under_way is not None:
             wait([self.under_way])  # rank 0 has finished, so this is about to
-        self._snapshot = snapshot(own, self._snapshot)
-        self._started(self._thread.submit(write_own, begun, rank, name, self._snapshot))
+        self._snapshot = snapshot(shards.values, self._snapshot)
+        self._started(self._thread.submit(write_own, draft, rank, shards._replace(values=self._snapshot)))
 
     def _started(self, writing: Future[None]) -> None:
         self.under_way = writing
@@ -109,15 +119,21 @@ class Writer:
         if writing.exception() is not None:
             self._failed()
 
-    def _write(self, step: int, parts: dict[str, Any], begun: Draft | None, writers: int, best: bool) -> None:
+    def _write(
+        self, step: int, parts: dict[str, Any], together: Together | None, values: dict[str, Any], best: bool
+    ) -> None:
         best_step = step if best else self.best
         about = self._state.about(best_step)
         self.folder.check()
         if not self._began:
             self._remove_newer()
             self._began = True
-        others = dict if begun is None else partial(collect, begun, range(1, writers), self._patience_s)
-        self.folder.write(step, parts, about, begun, others)
+        if together is None:
+            self.folder.write(step, parts, about)
+        else:
+            shards = together.shards._replace(values=values)
+            others = partial(write_all, together.draft, shards, together.writers, self._patience_s)
+            self.folder.write(step, parts, about, together.draft, others)
         self.best = best_step  # not before: what was the best is kept if this one can't be written
         self.folder.point_to_best(best_step)
         self.folder.prune(self._keep, best_step)

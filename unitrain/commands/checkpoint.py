@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 from uuid import uuid4
@@ -13,15 +13,15 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 
-from unitrain.checkpoint.sharded import saved, shards
-from unitrain.checkpoint.sharded.saved import Saved
+from unitrain.checkpoint.sharded.opening import Saved, candidates, intact, opened
 from unitrain.checkpoint.store.disk import Disk
 from unitrain.checkpoint.store.folder import Folder
-from unitrain.checkpoint.store.located import NotACheckpointError, checkpoint_at
+from unitrain.checkpoint.store.located import Located, NotACheckpointError, checkpoint_at
 from unitrain.checkpoint.store.manifest import DamagedError
 from unitrain.checkpoint.weights.safetensors import DTYPES
 from unitrain.commands.arguments import path, sentence
-from unitrain.communication.streaming import Form, RowBlocks
+from unitrain.communication.streaming import Form
+from unitrain.data.structure import rebuilt
 from unitrain.errors import CheckpointError, UsageError
 
 _SAFETENSORS = {dtype: name for name, dtype in DTYPES.items()}
@@ -36,11 +36,11 @@ def inspect(path: Path) -> Iterator[str]:
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
-    opened = open_checkpoint(path)
-    size = sum(file.size for file in opened.manifest.files.values())
-    yield f"step {opened.manifest.step}, {len(opened.manifest.files)} files, {size} bytes, intact"
-    for name, state in opened.parts.items():
-        found = list(tensors_of(state))
+    saved = open_checkpoint(path)
+    size = sum(file.size for file in saved.found.manifest.files.values())
+    yield f"step {saved.found.manifest.step}, {len(saved.found.manifest.files)} files, {size} bytes, intact"
+    for name, state in saved.parts.items():
+        found = list(tensors_of(saved, state))
         yield f"{name}: {len(found)} tensors, {sum(torch.Size(form.shape).numel() for _, form, _ in found)} elements"
         for key, form, parts in found:
             dtype = str(form.dtype).removeprefix("torch.")
@@ -52,7 +52,7 @@ def merge(path: Path, output: Path, name: str = "model") -> None:
 
     Args:
         path: the checkpoint's folder, or that of checkpoints, whose newest is taken.
-        output: the file. One that ends in ``.safetensors`` is written in that format, a block of a tensor at a time,
+        output: the file. One that ends in ``.safetensors`` is written in that format, a tensor at a time,
             and any other one by ``torch.save``.
         name: of the object.
 
@@ -60,8 +60,8 @@ def merge(path: Path, output: Path, name: str = "model") -> None:
         CheckpointError: there is no checkpoint, it is damaged, or the file can't be written.
         UsageError: it has no such object, or the object has more than tensors, which safetensors can't hold.
     """
-    opened = open_checkpoint(path)
-    objects = [key for key in opened.parts if not key.startswith("_")]
+    saved = open_checkpoint(path)
+    objects = [key for key in saved.parts if not key.startswith("_")]
     if name not in objects:
         raise UsageError(f"the checkpoint has no {name!r}. It has {', '.join(objects)}: name one with --object.")
     temporary = output.with_name(f".{output.name}.{uuid4().hex}.tmp")
@@ -69,9 +69,9 @@ def merge(path: Path, output: Path, name: str = "model") -> None:
         output.parent.mkdir(parents=True, exist_ok=True)
         with open(temporary, "wb") as file:
             if output.suffix == ".safetensors":
-                _write_safetensors(file, name, opened.parts[name])
+                _write_safetensors(file, name, saved)
             else:
-                torch.save(shards.whole(opened.parts[name]), file)
+                torch.save(_whole(saved, saved.parts[name]), file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, output)
@@ -91,32 +91,46 @@ def open_checkpoint(path: Path) -> Saved:
         CheckpointError: there is none, or it is damaged.
     """
     try:
-        return saved.opened(checkpoint_at(path))
+        return _verified(checkpoint_at(path))
     except DamagedError as error:
         raise CheckpointError(f"the checkpoint is damaged: {error}") from error
     except NotACheckpointError as error:
-        found = saved.wanted(None, Folder(Disk(path))) if path.is_dir() else None
+        found = intact(candidates(None, Folder(Disk(path))), _verified) if path.is_dir() else None
         if found is None:
             raise CheckpointError(f"{path} {error}, so there is nothing to read.") from None
         return found
 
 
-def tensors_of(state: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Form, int]]:
+def _verified(found: Located) -> Saved:
+    saved = opened(found)
+    if saved.stored is not None and saved.stored.files is not None:
+        saved.stored.files.fetch(name for name in found.manifest.files if not name.endswith(".pt"))
+    return saved
+
+
+def tensors_of(saved: Saved, state: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Form, int]]:
     """Yield the key, the form and the number of parts of each tensor in nested state."""
-    if isinstance(state, RowBlocks):
-        yield ".".join(path), state.form, len(state.blocks)
+    if isinstance(state, Form):
+        stored = None if saved.stored is None else saved.stored.tensor(str(state.key))
+        yield ".".join(path), state, 1 if stored is None else len(stored.chunks)
     elif isinstance(state, Tensor):
         yield ".".join(path), Form(state), 1
     elif isinstance(state, (dict, list, tuple)):
         for key, value in state.items() if isinstance(state, dict) else enumerate(state):
-            yield from tensors_of(value, (*path, str(key)))
+            yield from tensors_of(saved, value, (*path, str(key)))
 
 
-def _write_safetensors(file: BinaryIO, name: str, state: Mapping[str, Any]) -> None:
+def _whole(saved: Saved, state: Any) -> Any:
+    """Return nested state with its tensors in memory."""
+    return rebuilt(state, lambda value: saved.tensor(value) if isinstance(value, (Tensor, Form)) else value)
+
+
+def _write_safetensors(file: BinaryIO, name: str, saved: Saved) -> None:
+    state = saved.parts[name]
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for key, value in state.items():
-        form = value.form if isinstance(value, RowBlocks) else Form(value) if isinstance(value, Tensor) else None
+        form = value if isinstance(value, Form) else Form(value) if isinstance(value, Tensor) else None
         if form is None or form.dtype not in _SAFETENSORS:
             kind = type(value).__name__ if form is None else str(form.dtype)
             raise UsageError(f"{key} of {name} is {kind}, which safetensors can't hold: merge into a .pt file.")
@@ -126,8 +140,7 @@ def _write_safetensors(file: BinaryIO, name: str, state: Mapping[str, Any]) -> N
     text += b" " * (-len(text) % 8)
     file.write(len(text).to_bytes(8, "little") + text)
     for value in state.values():
-        for block in value.blocks if isinstance(value, RowBlocks) else [value]:
-            file.write(block.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        file.write(saved.tensor(value).contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -146,42 +159,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     merge.add_argument("--object", default="model", metavar="NAME", help="name of the object (default: %(default)s)")
     merge.set_defaults(run=_run_merge)
-    summary = "write weights and optimizer state in the layout of torch.distributed.checkpoint, for dcp.load"
-    export = actions.add_parser("export", help=summary, description=sentence(summary))
-    export.add_argument("path", type=path, metavar="PATH", help=where)
-    export.add_argument("-o", "--output", type=path, metavar="DIR", required=True, help="a new folder")
-    export.add_argument(
-        "--object",
-        action="append",
-        type=_prefixed,
-        metavar="NAME[=PREFIX]",
-        help="an object, and what its keys begin with (default: all objects with tensors, by their names)",
-    )
-    export.add_argument("--flatten-optimizer", action="store_true", help="options by parameter, as torchtitan has them")
-    export.set_defaults(run=_run_export)
-    summary = "write what dcp.save of torch.distributed.checkpoint has written as a checkpoint to resume from"
-    importing = actions.add_parser("import", help=summary, description=sentence(summary))
-    importing.add_argument("path", type=path, metavar="DIR", help="the folder that dcp.save was given")
-    importing.add_argument(
-        "-o", "--output", type=path, metavar="FOLDER", required=True, help="folder of checkpoints; step-N is added"
-    )
-    importing.add_argument("--step", type=int, default=0, metavar="N", help="steps made so far (default: %(default)s)")
-    importing.add_argument(
-        "--object",
-        action="append",
-        type=_prefixed,
-        metavar="NAME[=PREFIX]",
-        help="an object, and what its keys begin with (default: model and optimizer)",
-    )
-    importing.set_defaults(run=_run_import)
-
-
-def _prefixed(text: str) -> tuple[str, str]:
-    """Return the name of an object, and the prefix of its keys, which is the name by default."""
-    name, equals, prefix = text.partition("=")
-    if not name or "/" in name or name.startswith("_"):
-        raise argparse.ArgumentTypeError(f"{text!r} must be the name of an object, or NAME=PREFIX")
-    return name, prefix if equals else name
 
 
 def _run_inspect(arguments: argparse.Namespace) -> int:
@@ -193,21 +170,4 @@ def _run_inspect(arguments: argparse.Namespace) -> int:
 def _run_merge(arguments: argparse.Namespace) -> int:
     merge(arguments.path, arguments.output, arguments.object)
     print(f"written: {arguments.output}")
-    return 0
-
-
-def _run_export(arguments: argparse.Namespace) -> int:
-    from unitrain.commands.dcp import export
-
-    prefixes = dict(arguments.object or ())
-    for line in export(arguments.path, arguments.output, prefixes, flatten_optimizer=arguments.flatten_optimizer):
-        print(line)
-    return 0
-
-
-def _run_import(arguments: argparse.Namespace) -> int:
-    from unitrain.commands.dcp import import_
-
-    for line in import_(arguments.path, arguments.output, dict(arguments.object or ()), arguments.step):
-        print(line)
     return 0

@@ -24,7 +24,7 @@ _COMMANDS = {
     ),
     "checkpoint": (
         "checkpoint",
-        "show what is in a checkpoint, write the whole weights in it to one file, or convert it",
+        "show what is in a checkpoint, or write the whole weights in it to one file",
     ),
     "conform": (
         "conform",

@@ -12,10 +12,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from unitrain import call_site
-from unitrain.communication import row_shards
 from unitrain.communication.backend import Backend, Wait
 from unitrain.communication.objects import ObjectTransport, as_bytes
-from unitrain.communication.row_shards import RowShard
 from unitrain.communication.waits import Waits
 from unitrain.errors import CommunicationError, UnitrainError, UsageError, by_rank
 from unitrain.pulse import Pulse
@@ -47,10 +45,8 @@ class Communicator:
         key: signs pickled objects; None if the ranks share no secret, and before they have proved it.
 
     Attributes:
-        rank: rank of this process.
         world_size: number of processes.
         device: the device of the tensors that are communicated.
-        is_main: whether this is rank 0.
         pulse: as given.
         closed: whether communication has ended.
         waits: what is called around waits for collectives of the core.
@@ -70,7 +66,6 @@ class Communicator:
         compares: bool = False,
         key: bytes | None = None,
     ) -> None:
-        self.rank: int = backend.rank
         self.world_size: int = backend.world_size
         self.device: torch.device = backend.device
         self.pulse = pulse
@@ -85,7 +80,12 @@ class Communicator:
         self.all_gather_async: Callable[[Tensor, str], Callable[[], Tensor]] = self.waits.of(backend.all_gather)
         self.broadcast_async: Callable[[Tensor, int, str], Wait] = self.waits.of(backend.broadcast)
         self.owners: dict[Parameter, int] = {}
-        self.to_local: Callable[[Tensor], Tensor] = row_shards.to_local if self._has_rows else backend.to_local
+        self.to_local: Callable[[Tensor], Tensor] = backend.to_local
+
+    @property
+    def rank(self) -> int:
+        """Rank of this process."""
+        return self._backend.rank
 
     @property
     def is_main(self) -> bool:
@@ -119,10 +119,6 @@ class Communicator:
         return (self._backend.shards or self._backend.config.shard_optimizer) and self.world_size > 1
 
     @property
-    def _has_rows(self) -> bool:
-        return self.shards and not self.shards_parameters
-
-    @property
     def replicas(self) -> int:
         """Number of ranks that have the same part of a parameter."""
         return self._backend.replicas
@@ -138,16 +134,11 @@ class Communicator:
 
     def full_tensor(self, tensor: Tensor) -> Tensor:
         """Return all of a tensor that is sharded, and any other tensor itself. Collective if it is sharded."""
-        if not isinstance(tensor, RowShard):
-            return self._backend.full_tensor(tensor)
-        owner = next((rank for rank, count in enumerate(tensor.counts) if count), 0)
-        local = tensor.local
-        whole = local if owner == self.rank else torch.empty(tensor.shape, dtype=local.dtype, device=local.device)
-        return self.broadcast(whole, owner)
+        return self._backend.full_tensor(tensor)
 
     def shards_of(self, tensor: Tensor) -> Sequence[Tensor]:
         """Return the parts of all ranks, on the meta device except this rank's."""
-        return row_shards.shards_of(tensor) if self._has_rows else self._backend.shards_of(tensor)
+        return self._backend.shards_of(tensor)
 
     # ------------------------------------------------------------------------------------------------- on tensors
 

@@ -20,9 +20,12 @@ _MOST_BYTES = 2**40  # of an object
 class Collectives(Protocol):
     """The collectives on tensors that objects are sent by. See ``Communicator``."""
 
-    rank: int
     world_size: int
     device: torch.device
+
+    @property
+    def rank(self) -> int:
+        """Rank of this process."""
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
         """Return rank ``src``'s tensor."""

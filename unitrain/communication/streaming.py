@@ -7,24 +7,19 @@ sharded, each rank keeps its own shard, and never has more of it.
 from __future__ import annotations
 
 import copy
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate, compress
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from unitrain.communication import plain_data
 from unitrain.communication.communicator import Communicator
-from unitrain.communication.owned import OwnedBy
-from unitrain.communication.row_shards import RowShard
 
 BUFFER_BYTES = 2**21  # larger ones cost more memory than their size: allocators and gloo keep several
 _ALIGNMENT = 16  # of the largest dtype, complex128
-_CPU = torch.device("cpu")
+_CPU, _META = torch.device("cpu"), torch.device("meta")
 
 Keys = tuple[Any, ...]
 """The keys and positions that lead to a value in nested state."""
@@ -32,12 +27,23 @@ New = Callable[[Keys, "Form"], Tensor]
 """Makes the tensor of a path and a form that is received."""
 Sent = Callable[[], object]
 """Called on the sending rank when a buffer has been filled."""
+Fill = Callable[[Sequence[tuple[Keys, "Form", Tensor]]], object]
+"""Overwrites tensors that several ranks have written, given their paths and forms. Collective."""
 
 
 class Form:
-    """Shape, dtype and memory format of a tensor, which stands for it in an outline."""
+    """Shape, dtype and memory format of a tensor, which stands for it in an outline.
 
-    def __init__(self, tensor: Tensor) -> None:
+    Args:
+        tensor: the tensor.
+        key: what the tensor is called where several ranks have written it, if they have.
+
+    Attributes:
+        key: as given.
+    """
+
+    def __init__(self, tensor: Tensor, key: str | None = None) -> None:
+        self.key: str | None = key
         self.shape: tuple[int, ...] = tuple(tensor.shape)
         self.dtype: torch.dtype = tensor.dtype
         self._stride: tuple[int, ...] = torch.empty_like(tensor, device="meta").stride()  # without gaps
@@ -59,61 +65,17 @@ class Form:
         return torch.empty_strided(self.shape, self._stride, dtype=self.dtype, device=device)
 
 
-class RowBlocks:
-    """A tensor in blocks of rows, as several ranks have written it.
-
-    Args:
-        blocks: dense tensors that are alike except for their first dimension, which may be 0.
-    """
-
-    def __init__(self, blocks: Sequence[Tensor]) -> None:
-        self.blocks: Sequence[Tensor] = blocks
-        self._ends = list(accumulate(map(len, blocks)))
-
-    def rows(self, start: int, end: int) -> Source:
-        """Return views of rows; a tensor if they are in one block."""
-        found = []
-        for at in range(bisect_right(self._ends, start), len(self.blocks)):
-            first = self._ends[at] - len(self.blocks[at])
-            if first >= end:
-                break
-            view = self.blocks[at][max(start - first, 0) : end - first]
-            if len(view):
-                found.append(view)
-        return found[0] if len(found) == 1 else RowBlocks(found)
-
-    @property
-    def form(self) -> Form:
-        """The form of the tensor as a whole."""
-        first = self.blocks[0]
-        shape = (sum(map(len, self.blocks)), *first.shape[1:])
-        return Form(torch.empty(shape, dtype=first.dtype, device="meta"))
+def _form(plain: tuple[Keys, torch.dtype, Keys, str | None]) -> Form:
+    shape, dtype, stride, key = plain
+    return Form(torch.empty_strided(shape, stride, dtype=dtype, device="meta"), key)
 
 
-Source = Tensor | RowBlocks
-"""What a tensor is received from."""
-Held = Mapping[Keys, Source]
-"""Sources by their paths in nested state."""
-_NONE: Held = {}
-
-
-def _form(plain: tuple[Keys, torch.dtype, Keys]) -> Form:
-    shape, dtype, stride = plain
-    return Form(torch.empty_strided(shape, stride, dtype=dtype, device="meta"))
-
-
-plain_data.register(Form, lambda form: (form.shape, form.dtype, form._stride), _form)
+plain_data.register(Form, lambda form: (form.shape, form.dtype, form._stride, form.key), _form)
 
 
 def outline(state: Any) -> Any:
     """Return nested state with the forms of its dense tensors instead of the tensors."""
-
-    def formed(value: Any) -> Any:
-        if isinstance(value, RowBlocks):
-            return value.form
-        return Form(value) if _is_dense(value) else value
-
-    return _mapped(state, formed)
+    return _mapped(state, lambda value: Form(value) if _is_dense(value) else value)
 
 
 def receive(
@@ -125,7 +87,7 @@ def receive(
     own: Any = None,
     new: New = lambda path, form: form.empty(_CPU),
     sent: Sent = lambda: None,
-    held: Held = _NONE,
+    fill: Fill | None = None,
 ) -> Any:
     """Return rank ``src``'s nested state on every rank. Collective.
 
@@ -136,9 +98,8 @@ def receive(
         src: the rank that has the state.
         own: nested state of this rank. Its tensors are overwritten and returned, where they have the expected form.
         new: makes the other tensors; on the meta device if this rank does not need it.
-        sent: called on rank ``src`` when a buffer has been filled, and on any rank when a piece of ``held`` is copied.
-        held: tensors that every rank has a source of, by their paths, the same on all ranks: its shard of one is copied
-            from there, and not sent.
+        sent: called on rank ``src`` when a buffer has been filled.
+        fill: overwrites the tensors whose forms have a key, which ``source`` does not have.
     """
     owned = dict(leaves(own))
 
@@ -150,14 +111,11 @@ def receive(
 
     paths = [(path, form) for path, form in leaves(expected) if isinstance(form, Form)]
     targets = [target(path, form) for path, form in paths]
-    has = [path in held and communicator.is_sharded(found) for (path, _), found in zip(paths, targets, strict=True)]
-    for (path, _), found in compress(zip(paths, targets, strict=True), has):
-        copy_own(communicator, found, held[path], copied=sent)
-    received = [found for found, is_held in zip(targets, has, strict=True) if not is_held]
-    sources: Iterable[Source] = received
-    if communicator.rank == src:
-        sent_values = [value for _, value in leaves(source) if isinstance(value, RowBlocks) or _is_dense(value)]
-        sources = [value for value, is_held in zip(sent_values, has, strict=True) if not is_held]
+    triples = [(path, form, found) for (path, form), found in zip(paths, targets, strict=True)]
+    if fill is not None:
+        fill([triple for triple in triples if triple[1].key is not None])
+    sources = [value for _, value in leaves(source) if _is_dense(value)] if communicator.rank == src else []
+    received = [found for _, form, found in triples if form.key is None]
     broadcast_tensors(communicator, received, sources, src=src, sent=sent)
     filled = iter(targets)
     return _mapped(expected, lambda value: next(filled) if isinstance(value, Form) else value)
@@ -170,7 +128,7 @@ def receive_optimizer(
     source: Any,
     *,
     sent: Sent = lambda: None,
-    held: Held = _NONE,
+    fill: Fill | None = None,
 ) -> None:
     """Load rank 0's state into an optimizer, whose own state is overwritten in place. Collective.
 
@@ -180,7 +138,7 @@ def receive_optimizer(
         expected: the outline of the state, the same on all ranks.
         source: the state; ignored on other ranks than 0.
         sent: as in ``receive``.
-        held: as in ``receive``.
+        fill: as in ``receive``.
     """
     # Optimizers number their parameters in order, so the numbers are those of the state.
     parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
@@ -190,33 +148,16 @@ def receive_optimizer(
         parameter = parameters.get(path[1]) if len(path) > 2 and form.shape else None
         if parameter is None:
             return form.empty(_CPU)
-        owner = communicator.owners.get(parameter)
-        if owner is not None:
-            local = form.empty(parameter.device) if owner == communicator.rank else None
-            return RowShard.owned(local, form.shape, form.dtype, owner, communicator)
+        if communicator.owners.get(parameter, communicator.rank) != communicator.rank:
+            return form.empty(_META)  # the optimizer drops it
         if len(path) == 3 and tuple(parameter.shape) == form.shape and communicator.is_sharded(parameter):
             return torch.empty_like(parameter.detach(), dtype=form.dtype)
         return form.empty(parameter.device)
 
     own = optimizer.state_dict()
-    if communicator.owners:
-        own["state"] = {
-            number: _mapped(state, lambda value: _as_owned(communicator, value))
-            for number, state in own["state"].items()
-            if not isinstance(state, OwnedBy)
-        }
-    if communicator.shards and not any(communicator.is_sharded(value) for _, value in leaves(own["state"])):
+    if communicator.shards_parameters and not any(communicator.is_sharded(value) for _, value in leaves(own["state"])):
         own = {}  # from before its parameters were sharded: no memory to receive shards in
-    received = receive(communicator, expected, source, own=own, new=new, sent=sent, held=held)
-    if communicator.owners:
-        received = _mapped(received, communicator.to_local)
-    optimizer.load_state_dict(received)
-
-
-def _as_owned(communicator: Communicator, value: Any) -> Any:
-    if not isinstance(value, Tensor) or not value.dim():
-        return value
-    return RowShard.owned(value, tuple(value.shape), value.dtype, communicator.rank, communicator)
+    optimizer.load_state_dict(receive(communicator, expected, source, own=own, new=new, sent=sent, fill=fill))
 
 
 def _is_dense(value: object) -> TypeGuard[Tensor]:
@@ -254,7 +195,7 @@ def leaves(value: Any, path: Keys = ()) -> Iterator[tuple[Keys, Any]]:
 def broadcast_tensors(
     communicator: Communicator,
     targets: Sequence[Tensor],
-    sources: Iterable[Source],
+    sources: Iterable[Tensor],
     *,
     src: int = 0,
     sent: Sent = lambda: None,
@@ -279,7 +220,7 @@ def broadcast_tensors(
         buffer = torch.empty(_slots_end(pieces), dtype=torch.uint8, device=communicator.device)
         if sends:
             for (_, source), slot in _with_slots(pieces, buffer):
-                _fill(slot, source)
+                slot.copy_(source)
             sent()
         buffer = communicator.broadcast(buffer, src)
         for (target, source), slot in _with_slots(pieces, buffer):
@@ -288,78 +229,45 @@ def broadcast_tensors(
 
 
 @torch.no_grad()
-def copy_own(
-    communicator: Communicator, target: Tensor, source: Source, *, copied: Callable[[], object] = lambda: None
-) -> None:
-    """Overwrite this rank's part of ``target`` with that of a source that this rank has. Not collective.
-
-    Args:
-        communicator: the communicator of this process.
-        target: a tensor, or the shards of one.
-        source: the whole tensor, of any dtype.
-        copied: called after each piece.
-    """
-    for shard, rows in _by_shard(communicator, target, source, own_only=True):
-        for piece, part in _pieces(shard, rows):
-            _fill(piece, part)
-            copied()
-
-
-def rows_read(communicator: Communicator, target: Tensor | None, rows: int) -> range:
-    """Return which rows of a tensor that several ranks have written this rank reads.
-
-    Args:
-        communicator: the communicator of this process.
-        target: what it is read into, or the parameter whose state it is; None if that is not known.
-        rows: the number of its rows.
-    """
-    owner = communicator.owners.get(target) if isinstance(target, Parameter) else None
-    if owner is not None:
-        return range(rows if communicator.rank == owner else 0)
+def copy_own(communicator: Communicator, target: Tensor, source: Tensor) -> None:
+    """Overwrite this rank's part of ``target`` with its part of a whole tensor, of any dtype. Not collective."""
     if communicator.is_sharded(target):
-        start = 0
-        for shard in communicator.shards_of(target):
-            if not shard.is_meta:
-                return range(start, start + len(shard))
-            start += len(shard)
-    return range(rows if communicator.is_main else 0)  # rank 0 sends it
+        target, first = own_rows(communicator, target)
+        source = source[first : first + len(target)]
+    target.copy_(source)
 
 
-def _by_shard(
-    communicator: Communicator, target: Tensor, source: Source, *, own_only: bool = False
-) -> Iterator[tuple[Tensor, Source]]:
-    """Yield the shards of a target that are not empty, or only this rank's, and what is to become of them."""
+def own_rows(communicator: Communicator, tensor: Tensor) -> tuple[Tensor, int]:
+    """Return this rank's rows of a sharded tensor, and the number of the first one."""
+    start = 0
+    for shard in communicator.shards_of(tensor):
+        if not shard.is_meta:
+            return shard, start
+        start += len(shard)
+    raise AssertionError("a rank without rows has a shard of 0 rows")
+
+
+def _by_shard(communicator: Communicator, target: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the shards of a target that are not empty, and what is to become of them."""
     if source is target and not communicator.is_sharded(target):
         yield target, target
         return
     end = 0
     for shard in communicator.shards_of(target):
         start, end = end, end + len(shard) if shard.dim() else 0
-        if shard.numel() and not (own_only and shard.is_meta):
-            yield shard, shard if source is target else source if shard is target else _rows(source, start, end)
+        if shard.numel():
+            yield shard, shard if source is target else source if shard is target else source[start:end]
 
 
-def _rows(source: Source, start: int, end: int) -> Source:
-    return source.rows(start, end) if isinstance(source, RowBlocks) else source[start:end]
+def _same_memory(target: Tensor, source: Tensor) -> bool:
+    return not target.is_meta and target.data_ptr() == source.data_ptr()
 
 
-def _fill(slot: Tensor, source: Source) -> None:
-    if isinstance(source, Tensor):
-        slot.copy_(source)
-        return
-    for part, block in zip(torch.split(slot, [len(block) for block in source.blocks]), source.blocks, strict=True):
-        part.copy_(block)
-
-
-def _same_memory(target: Tensor, source: Source) -> bool:
-    return isinstance(source, Tensor) and not target.is_meta and target.data_ptr() == source.data_ptr()
-
-
-Pieces = list[tuple[Tensor, Source]]
+Pieces = list[tuple[Tensor, Tensor]]
 """Views of targets and of their sources."""
 
 
-def _buffers(pairs: Iterable[tuple[Tensor, Source]]) -> Iterator[Pieces]:
+def _buffers(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[Pieces]:
     """Yield the pieces that share a buffer."""
     pieces: Pieces = []
     size = 0
@@ -375,18 +283,16 @@ def _buffers(pairs: Iterable[tuple[Tensor, Source]]) -> Iterator[Pieces]:
         yield pieces
 
 
-def _pieces(target: Tensor, source: Source) -> Iterator[tuple[Tensor, Source]]:
+def _pieces(target: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield views of two tensors of one shape, each at most as large as a buffer."""
     if target.nbytes <= BUFFER_BYTES:
         yield target, source
     elif len(target) == 1:
-        row = _rows(source, 0, 1)
-        assert isinstance(row, Tensor)  # a row is in one block
-        yield from _pieces(target[0], row[0])
+        yield from _pieces(target[0], source[0])
     else:
         rows = max(1, BUFFER_BYTES * len(target) // target.nbytes)
         for start in range(0, len(target), rows):
-            yield from _pieces(target[start : start + rows], _rows(source, start, start + rows))
+            yield from _pieces(target[start : start + rows], source[start : start + rows])
 
 
 def _aligned(size: int) -> int:
@@ -397,7 +303,7 @@ def _slots_end(pieces: Pieces) -> int:
     return sum(_aligned(target.nbytes) for target, _ in pieces)
 
 
-def _with_slots(pieces: Pieces, buffer: Tensor) -> Iterator[tuple[tuple[Tensor, Source], Tensor]]:
+def _with_slots(pieces: Pieces, buffer: Tensor) -> Iterator[tuple[tuple[Tensor, Tensor], Tensor]]:
     """Yield each piece with its part of the buffer, as a tensor of its shape and dtype."""
     start = 0
     for target, source in pieces:

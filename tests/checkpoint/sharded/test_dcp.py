@@ -1,11 +1,10 @@
-"""``unitrain checkpoint export`` and ``import``, against what torch.distributed.checkpoint itself reads and writes."""
+"""A sharded checkpoint is read by torch.distributed.checkpoint as it is, and what that has written is resumed from."""
 
 from __future__ import annotations
 
 import os
 import pickle
 import shutil
-import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import run_ranks
 from torch import Tensor, nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -27,7 +27,6 @@ from torch.optim import AdamW, Optimizer
 
 import unitrain
 from unitrain import CheckpointError
-from unitrain.commands.cli import main
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 NESTED = StateDictOptions()
@@ -93,7 +92,7 @@ def state_of(model: nn.Module, optimizer: Optimizer, options: StateDictOptions =
     return {"model": get_model_state_dict(model), "optimizer": optimizer_state}
 
 
-# ---------------------------------------------------------------------------------------------------------- export
+# ---------------------------------------------------------------------------------------------- read by torch
 
 
 def save(folder: str) -> dict[str, Any]:
@@ -106,7 +105,11 @@ def save(folder: str) -> dict[str, Any]:
             strategy.step(model(batch(step)[strategy.rank :: 2]).square().mean(), optimizer)
         checkpoint.save()
         checkpoint.close()
-        return {"nested": whole(state_of(model, optimizer)), "flat": whole(state_of(model, optimizer, FLAT))}
+        return {
+            "nested": whole(state_of(model, optimizer)),
+            "flat": whole(state_of(model, optimizer, FLAT)),
+            "step": f"{folder}/step-0000000002",
+        }
 
 
 @pytest.fixture(scope="module")
@@ -115,14 +118,14 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
     return folder, run_ranks(save, str(folder))[0]
 
 
-def load_sharded(folder: str, flat_folder: str) -> dict[str, Any]:
-    """Read what was exported as a script of FSDP's does."""
+def load_sharded(folder: str) -> dict[str, Any]:
+    """Read the checkpoint as a script of FSDP's does."""
     dist.init_process_group("gloo")
     found = {}
-    for name, where, options in (("nested", folder, NESTED), ("flat", flat_folder, FLAT)):
+    for name, options in (("nested", NESTED), ("flat", FLAT)):
         model, optimizer = made(1, shard=True)
         state = state_of(model, optimizer, options)
-        dcp.load(state, checkpoint_id=where)
+        dcp.load(state, checkpoint_id=folder)
         found[name] = whole(state)
     dist.destroy_process_group()
     return found
@@ -131,27 +134,24 @@ def load_sharded(folder: str, flat_folder: str) -> dict[str, Any]:
 Saved = tuple[Path, dict[str, Any]]
 
 
-def test_torch_loads_what_was_exported(saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    nested, flat, bare = tmp_path / "nested", tmp_path / "flat", tmp_path / "bare"
-    assert main(["checkpoint", "export", str(saved[0]), "-o", str(nested)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "model: 10 tensors, as model...."
-    assert lines[-1] == "left out: notes, random number generators"
-    assert main(["checkpoint", "export", str(saved[0]), "-o", str(flat), "--flatten-optimizer"]) == 0
-    found = run_ranks(load_sharded, str(nested), str(flat))[0]
+def test_torch_loads_a_checkpoint_as_it_is(saved: Saved, tmp_path: Path) -> None:
+    folder = saved[1]["step"]
+    found = run_ranks(load_sharded, folder)[0]
     for name in ("nested", "flat"):
         assert_equal(found[name], saved[1][name])
-    # Without a prefix, into a model that is not sharded.
-    assert main(["checkpoint", "export", str(saved[0]), "-o", str(bare), "--object", "model="]) == 0
+    # Into a model that is not sharded, without processes.
     model, _ = made(1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there is one process
-        dcp.load(state := model.state_dict(), checkpoint_id=bare)
+        dcp.load({"model": (state := model.state_dict())}, checkpoint_id=folder, no_dist=True)
+        dcp_to_torch_save(folder, tmp_path / "all.pt")
     assert_equal(dict(state), saved[1]["nested"]["model"])
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["bare", "flat", "nested"]
+    converted = torch.load(tmp_path / "all.pt")
+    assert_equal(converted["model"], saved[1]["nested"]["model"])
+    assert_equal(converted["optimizer"]["state"], saved[1]["nested"]["optimizer"]["state"])
 
 
-# ---------------------------------------------------------------------------------------------------------- import
+# -------------------------------------------------------------------------------------------- written by torch
 
 
 def write_plainly(folder: str) -> dict[str, Any]:
@@ -176,122 +176,53 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
     return folder, run_ranks(write_plainly, str(folder))[0]
 
 
-def continue_imported(folder: str, backend: str) -> dict[str, Any]:
+def continue_from(source: str, backend: str, folder: str) -> dict[str, Any]:
     """Resume, make the third step, and return the whole state. The optimizer has its parameters in another order."""
     with unitrain.init(backend=backend, device="cpu", precision="fp64", timeout_s=30) as strategy:
         model, optimizer = strategy.prepare(*made(1, reverse=True))
-        checkpoint = strategy.checkpoint(folder, model=model, optimizer=optimizer)
-        assert checkpoint.resume()
-        assert strategy.global_step == 2
+        notes = {"kept": 1}
+        checkpoint = strategy.checkpoint(folder, model=model, optimizer=optimizer, notes=notes)
+        assert checkpoint.resume(source)
+        assert strategy.global_step == 0  # torch does not save it
+        assert notes == {"kept": 1}
         strategy.step(model(batch(2)).square().mean(), optimizer)  # the same batch on all ranks, as in write_plainly
         found: dict[str, Any] = whole(state_of(model, optimizer))
         checkpoint.close()
     return found
 
 
-@pytest.mark.parametrize(
-    ("name", "objects", "backend"),
-    [("nested", [], "single"), ("flat", ["--object", "model=", "--object", "optimizer"], "fsdp")],
-)
-def test_a_run_continues_what_torch_has_written(
-    plain: Saved, name: str, objects: list[str], backend: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize(("name", "backend"), [("nested", "single"), ("nested", "fsdp"), ("flat", "fsdp")])
+def test_a_run_continues_what_torch_has_written(plain: Saved, name: str, backend: str, tmp_path: Path) -> None:
     source = str(plain[0] / name)
-    assert main(["checkpoint", "import", source, "-o", str(tmp_path), "--step", "2", *objects]) == 0
-    assert (
-        capsys.readouterr().out.splitlines()[1] == f"model: 10 tensors, from {'model.' if name == 'nested' else ''}..."
-    )
-    assert [path.name for path in tmp_path.iterdir()] == ["step-0000000002"]
-    for found in run_ranks(continue_imported, str(tmp_path), backend, nprocs=1 if backend == "single" else 2):
+    for found in run_ranks(continue_from, source, backend, str(tmp_path), nprocs=1 if backend == "single" else 2):
         groups = [sorted(group.pop("params")) for group in found["optimizer"]["param_groups"]]
         assert groups == [sorted(group["params"]) for group in plain[1]["optimizer"]["param_groups"]]
         assert_equal(found["model"], plain[1]["model"])
         assert_equal(found["optimizer"]["state"], plain[1]["optimizer"]["state"])
 
 
-def test_an_optimizer_of_other_parameters_is_refused(plain: Saved, tmp_path: Path) -> None:
-    assert main(["checkpoint", "import", str(plain[0] / "nested"), "-o", str(tmp_path)]) == 0
+@pytest.fixture
+def strategy() -> Any:
     with unitrain.init(backend="single", device="cpu", precision="fp64") as strategy:
-        model, _ = made(1)
-        first, *others = model.parameters()
-        optimizer = AdamW([{"params": others}, {"params": [first]}])
-        model, optimizer = strategy.prepare(model, optimizer)
-        with pytest.raises(CheckpointError, match=r"optimizer has model\.last\.weight in this run, but not in"):
-            strategy.checkpoint(tmp_path, model=model, optimizer=optimizer).resume()
+        yield strategy
 
 
-# --------------------------------------------------------------------------------------------------------- memory
+def test_an_optimizer_of_other_parameters_is_refused(plain: Saved, strategy: unitrain.Strategy, tmp_path: Path) -> None:
+    model, _ = made(1)
+    first, *others = model.parameters()
+    optimizer = AdamW([{"params": others}, {"params": [first]}])
+    model, optimizer = strategy.prepare(model, optimizer)
+    with pytest.raises(CheckpointError, match=r"optimizer has last\.weight in this run, but not in"):
+        strategy.checkpoint(tmp_path, model=model, optimizer=optimizer).resume(plain[0] / "nested")
 
 
-def anonymous_mb() -> float:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("RssAnon:"))
-
-
-def beyond(*arguments: str) -> float:
-    """Return by how much memory that is not a file's grows within a command, in MB."""
-    ended, found = threading.Event(), [before := anonymous_mb()]
-
-    def watch() -> None:
-        while not ended.wait(0.002):
-            found.append(anonymous_mb())
-
-    watching = threading.Thread(target=watch)
-    watching.start()
-    assert main(["checkpoint", *arguments]) == 0
-    ended.set()
-    watching.join()
-    return max(found) - before
-
-
-def converted(folder: str) -> tuple[float, float]:
-    with unitrain.init(backend="single", device="cpu") as strategy:
-        model = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(32)])  # of 128 MB
-        checkpoint = strategy.checkpoint(f"{folder}/run", model=model, background=False)
-        checkpoint.save()
-        checkpoint.close()
-    return (
-        beyond("export", f"{folder}/run", "-o", f"{folder}/dcp"),
-        beyond("import", f"{folder}/dcp", "-o", f"{folder}/imported"),
-    )
-
-
-@pytest.mark.soak
-def test_a_model_is_not_held_in_memory(tmp_path: Path) -> None:
-    assert max(run_ranks(converted, str(tmp_path), nprocs=1)[0]) < 64
+def test_a_model_of_another_name_is_refused(plain: Saved, strategy: unitrain.Strategy, tmp_path: Path) -> None:
+    checkpoint = strategy.checkpoint(tmp_path, net=strategy.prepare(made(1)[0]))
+    with pytest.raises(CheckpointError, match=r"has model, optimizer, but no net: name modules and optimizers"):
+        checkpoint.resume(plain[0] / "nested")
 
 
 # ------------------------------------------------------------------------------------------------------ bad input
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["export", "{saved}", "-o", "{saved}"], "exists: name a new folder"),
-        (["export", "{saved}", "-o", "{new}", "--object", "net"], "has no 'net'. It has model, optimizer, notes."),
-        (
-            ["export", "{saved}", "-o", "{new}", "--object", "optimizer"],
-            "must be exported with it. Leave optimizer out",
-        ),
-        (["export", "{saved}", "-o", "/proc/x"], "/proc/.x."),
-        (
-            ["import", "{saved}", "-o", "{new}"],
-            "no complete checkpoint of torch.distributed.checkpoint: name the folder",
-        ),
-        (["import", "{plain}/flat", "-o", "{new}", "--object", "net"], "no key that begins with 'net.', as net should"),
-        (["import", "{plain}/flat", "-o", "{new}", "--object", "optimizer"], "which no imported model has: name the"),
-        (["import", "{plain}/nested", "-o", "{new}", "--step", "-1"], "--step is -1, but must be at least 0"),
-    ],
-)
-def test_what_can_t_be_done_is_one_message(
-    saved: Saved, plain: Saved, arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    places = {"saved": saved[0], "plain": plain[0], "new": tmp_path / "new"}
-    assert main(["checkpoint", *(one.format(**places) for one in arguments)]) != 0
-    printed = capsys.readouterr().err
-    assert said in printed
-    assert printed.count("\n") == 1
-    assert not (tmp_path / "new").exists() or not list((tmp_path / "new").glob("step-*"))
 
 
 class _Harm:
@@ -301,7 +232,7 @@ class _Harm:
 
 @pytest.mark.parametrize("damage", ["code", "metadata", "short", "missing", "outside"])
 def test_damaged_checkpoints_are_refused_and_run_no_code(
-    plain: Saved, damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    plain: Saved, strategy: unitrain.Strategy, damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     shutil.copytree(plain[0] / "nested", tmp_path / "dcp")
@@ -316,9 +247,8 @@ def test_damaged_checkpoints_are_refused_and_run_no_code(
         part.unlink()
     else:
         metadata.write_bytes(metadata.read_bytes().replace(b"__0_0.distcp", b"/__0_0.distc"))
-    assert main(["checkpoint", "import", "dcp", "-o", "out"]) != 0
-    printed = capsys.readouterr().err
-    assert "could not be read: " in printed
-    assert printed.count("\n") == 1
+    model, optimizer = strategy.prepare(*made(1))
+    checkpoint = strategy.checkpoint(tmp_path / "run", model=model, optimizer=optimizer)
+    with pytest.raises(CheckpointError, match=r"could not be read: |the checkpoint is damaged: "):
+        checkpoint.resume(tmp_path / "dcp")
     assert not Path("harm").exists()
-    assert not list(Path("out").glob("step-*"))

@@ -16,7 +16,7 @@ from torch.optim import Adam
 
 import unitrain
 from unitrain import CheckpointError
-from unitrain.checkpoint.store import folder as folders
+from unitrain.checkpoint.sharded import saving
 from unitrain.checkpoint.store.objects import Objects
 
 pytestmark = pytest.mark.usefixtures("server")
@@ -66,7 +66,7 @@ def save(url: str, settings: dict[str, Any], background: bool) -> list[Tensor]:
             strategy.step(model(torch.randn(4, WIDTH)).square().mean(), optimizer)
             checkpoint.wait()
             if step == 2 and strategy.rank == 1:
-                vars(folders)["write_files"] = burn
+                vars(saving)["write_shards"] = burn
             fails = pytest.raises(CheckpointError, match="rank 1 could not write its shards: OSError: it burns")
             with fails if step == 2 else nullcontext():
                 checkpoint.save()
@@ -106,7 +106,7 @@ def resume(url: str, settings: dict[str, Any]) -> tuple[int, list[str], list[Ten
 
 FSDP: dict[str, Any] = {"backend": "fsdp"}
 OWNED: dict[str, Any] = {"backend": "ddp", "shard_optimizer": True}
-SHARDS = [f"_shards-{rank:05d}.pt" for rank in range(3)]
+SHARDS = [f"__{rank}_0.distcp" for rank in range(3)]
 
 
 def test_each_rank_writes_and_reads_its_own(s3_url: str) -> None:
@@ -115,7 +115,7 @@ def test_each_rank_writes_and_reads_its_own(s3_url: str) -> None:
     for step in (1, 2):
         folder = f"step-000000000{step}"
         found = {name.removeprefix(f"{folder}/") for name in names if name.startswith(folder)}
-        assert found == {"_run.pt", "manifest.json", "model.pt", "optimizer.pt", *SHARDS}
+        assert found == {"_run.pt", ".metadata", "manifest.json", *SHARDS}
     assert ".lock" not in names
 
     for rank, (step, downloaded, state) in enumerate(run_ranks(resume, s3_url, FSDP, nprocs=3)):

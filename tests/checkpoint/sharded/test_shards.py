@@ -56,7 +56,7 @@ Written = tuple[Path, dict[str, Tensor], Tensor]
 def test_inspect_lists_every_tensor_and_its_parts(written: Written, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoint", "inspect", str(written[0])]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("step 1, 7 files, ")
+    assert lines[0].startswith("step 1, 6 files, ")
     assert lines[0].endswith("bytes, intact")
     assert "model: 9 tensors, 52 elements" in lines
     assert "  wide.weight (5, 3) float32, in 3 parts" in lines
@@ -106,7 +106,7 @@ def test_what_can_t_be_done_is_one_message(
 
 def test_a_damaged_checkpoint_is_not_merged(written: Written, tmp_path: Path, capsys: Any) -> None:
     folder = folder_of(written[0], *steps_in(written[0]))
-    path = folder / "_shards-00001.pt"
+    path = folder / "__1_0.distcp"
     content = path.read_bytes()
     path.write_bytes(content[:-1])
     try:

@@ -17,12 +17,11 @@ from torch.optim import Adam
 
 import unitrain
 from unitrain import CheckpointError
-from unitrain.checkpoint.sharded import together
-from unitrain.checkpoint.store import folder as folders
+from unitrain.checkpoint.sharded import saving
+from unitrain.checkpoint.sharded.saving import Shards, write_all
 from unitrain.checkpoint.store.disk import Disk
 from unitrain.checkpoint.store.folder import Draft
 from unitrain.checkpoint.store.manifest import DamagedError
-from unitrain.checkpoint.store.store import Store
 
 
 def made() -> tuple[nn.Module, Adam]:
@@ -42,7 +41,7 @@ def save(folder: str, steps: int, failing: tuple[int, str] | None = None, backgr
                 strategy.step(model(torch.ones(2, 5) * step).square().mean(), optimizer)
                 checkpoint.wait()
                 if failing is not None and step == steps and strategy.rank == failing[0]:
-                    vars(folders)["write_files"] = fail_by(failing[1])
+                    vars(saving)["write_shards"] = fail_by(failing[1])
                 checkpoint.save()
             if failing is None:
                 checkpoint.wait()
@@ -54,8 +53,8 @@ def save(folder: str, steps: int, failing: tuple[int, str] | None = None, backgr
 
 
 def fail_by(how: str) -> Any:
-    def fail(store: Store, folder: str, parts: Any) -> Any:
-        store.put(f"{folder}/{next(iter(parts))}.pt", b"half of it")  # one of this rank's own
+    def fail(draft: Draft, rank: int, shards: Shards) -> Any:
+        draft.store.put(f"{draft.name}/__{rank}_0.distcp", b"half of it")
         if how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         raise OSError("the disk is on fire")
@@ -94,8 +93,7 @@ def test_every_rank_writes_its_own_and_no_bit_of_it_can_change_unnoticed(tmp_pat
     run_ranks(save, str(tmp_path), 1, None, background, nprocs=3)
     folder = folder_of(tmp_path, *steps_in(tmp_path))
     assert sorted(path.name for path in folder.iterdir()) == [
-        "_run.pt", "_shards-00000.pt", "_shards-00001.pt", "_shards-00002.pt", "manifest.json", "model.pt",
-        "optimizer.pt",
+        ".metadata", "__0_0.distcp", "__1_0.distcp", "__2_0.distcp", "_run.pt", "manifest.json",
     ]  # fmt: skip
     verified(folder)
     draw = random.Random(0)
@@ -113,7 +111,7 @@ def test_every_rank_writes_its_own_and_no_bit_of_it_can_change_unnoticed(tmp_pat
 
 def test_a_rank_that_does_not_write_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"rank 1 has not written its shards within timeout_s \(0\.1 s\)"):
-        together.collect(Draft(Disk(tmp_path), "draft", ""), [1], 0.1)
+        write_all(Draft(Disk(tmp_path), "draft", ""), Shards({}, {}, {}, {}), 2, 0.1)
 
 
 def save_in_memory() -> bool:

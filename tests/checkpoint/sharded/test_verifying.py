@@ -15,11 +15,8 @@ from torch.optim import Adam
 
 import unitrain
 from unitrain import CheckpointError
-from unitrain.checkpoint.sharded import verifying
-from unitrain.checkpoint.sharded.saved import opened
-from unitrain.checkpoint.sharded.verifying import JointVerification
-from unitrain.checkpoint.store.located import checkpoint_at
-from unitrain.checkpoint.store.manifest import DamagedError
+from unitrain.checkpoint.sharded import opening, stored
+from unitrain.checkpoint.store.located import Located, checkpoint_at
 
 WIDTH = 150
 
@@ -50,7 +47,7 @@ def resume(folder: str, device: str = "cpu", blind: int | None = None) -> tuple[
     """Resume. Return the step, how many bytes were sent meanwhile, and weights and state."""
     with unitrain.init(backend="fsdp", device="cpu", timeout_s=30) as strategy:
         if strategy.rank == blind:
-            vars(verifying)["_seen"] = lambda request: None
+            vars(opening)["_seen"] = lambda *_: None
         torch.manual_seed(strategy.rank)
         with torch.device(device):
             model, optimizer = made()
@@ -97,37 +94,44 @@ def test_shards_are_not_sent_but_read_if_all_ranks_see_them(
         assert_equal(found, saved[1])
 
 
-def flip(folder: str) -> int:
-    """Change random bits, one at a time, and verify together. Return how many ranks were told of each."""
+def flip(folder: str) -> tuple[list[str], int]:
+    """Change random bits, one at a time, and resume. Return what this rank has verified, and how often it failed."""
     with unitrain.init(backend="fsdp", device="cpu", timeout_s=30) as strategy:
-        path = Path(folder)
-        joint, draw, noticed = JointVerification(strategy.communicator), random.Random(0), 0
-        if not strategy.is_main:
-            joint.serve()
-            return 0
-        found = checkpoint_at(path)
-        opened(found, joint)
-        assert joint.shards is not None
-        assert list(joint.shards.contents()) == [f"_shards-0000{rank}" for rank in range(3)]
-        assert list(joint.shards.loaded_rows()) == ["_shards-00000"]  # the others are open on the other ranks
-        for name in found.manifest.files:
+        path, draw, noticed, read = Path(folder), random.Random(0), 0, []
+        model, optimizer = strategy.prepare(*made())
+        checkpoint = strategy.checkpoint(path.parent / "other", model=model, optimizer=optimizer)
+        verified = vars(stored)["verified"]
+
+        def noted(found: Located, name: str) -> Any:
+            read.append(name)
+            return verified(found, name)
+
+        vars(stored)["verified"] = noted
+        assert checkpoint.resume(path)
+        vars(stored)["verified"] = verified
+        before = whole(strategy, model, optimizer)
+        for name in checkpoint_at(path).manifest.files:
             content = (path / name).read_bytes()
             for _ in range(30):
-                changed = bytearray(content)
-                changed[draw.randrange(len(changed))] ^= 1 << draw.randrange(8)
-                (path / name).write_bytes(changed)
-                with pytest.raises(DamagedError, match=name):
-                    opened(found, joint)
+                if strategy.is_main:
+                    changed = bytearray(content)
+                    changed[draw.randrange(len(changed))] ^= 1 << draw.randrange(8)
+                    (path / name).write_bytes(changed)
+                with pytest.raises(CheckpointError, match=f"the checkpoint is damaged: .*{name}"):
+                    checkpoint.resume(path)
                 noticed += 1
-            (path / name).write_bytes(content)
-        opened(found, joint)
-        joint.end()
-        return noticed
+            if strategy.is_main:
+                (path / name).write_bytes(content)
+        assert_equal(whole(strategy, model, optimizer), before)
+        assert checkpoint.resume(path)
+        return read, noticed
 
 
-def test_no_bit_can_change_unnoticed(saved: Saved) -> None:
+def test_no_bit_can_change_unnoticed_and_each_rank_verifies_what_it_reads(saved: Saved) -> None:
     newest = folder_of(saved[0], steps_in(saved[0])[0])
-    assert run_ranks(flip, str(newest), nprocs=3)[0] == 6 * 30
+    for rank, (read, noticed) in enumerate(run_ranks(flip, str(newest), nprocs=3)):
+        assert read == [f"__{rank}_0.distcp"]
+        assert noticed == 5 * 30
 
 
 def resume_damaged(folder: str) -> list[str]:
@@ -147,12 +151,12 @@ def resume_damaged(folder: str) -> list[str]:
 
 def test_the_checkpoint_before_is_resumed_if_another_rank_finds_damage(tmp_path: Path) -> None:
     run_ranks(save, str(tmp_path))
-    damaged = tmp_path / "step-0000000002" / "_shards-00001.pt"
+    damaged = tmp_path / "step-0000000002" / "__1_0.distcp"
     damaged.write_bytes(damaged.read_bytes()[:-1])
     for said in run_ranks(resume_damaged, str(tmp_path)):
         assert said[0] == "1"
         assert "the checkpoint is damaged: " in said[1]
-        assert "_shards-00001.pt: " in said[1]
+        assert "__1_0.distcp: " in said[1]
         assert "does not exist, so it can't be resumed from" in said[2]
 
 

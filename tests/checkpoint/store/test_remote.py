@@ -22,7 +22,7 @@ from torch import nn
 
 import unitrain
 from unitrain import CheckpointError, Strategy, UsageError
-from unitrain.checkpoint.sharded import saved
+from unitrain.checkpoint.sharded import opening
 from unitrain.checkpoint.store import objects as stores
 from unitrain.checkpoint.store.folder import Folder
 from unitrain.checkpoint.store.manifest import NAME as MANIFEST
@@ -270,7 +270,7 @@ def test_what_is_named_but_is_no_checkpoint(strategy: Strategy, url: str, tmp_pa
 
 def test_what_is_resumed_is_read_where_it_is_used(strategy: Strategy, url: str) -> None:
     Run(strategy, url).save(1)
-    opened = saved.opened(Folder(Objects(url)).find(1))
+    opened = opening.opened(Folder(Objects(url)).find(1))
     assert opened.parts["model"]["weight"].item() == 1
     mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith("model.pt (deleted)")]
     assert mapped, "not held in memory, and without a name"

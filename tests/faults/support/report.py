@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -19,12 +20,12 @@ HEAD = """# Faults
 
 How real jobs of two or three processes ended when the tests caused a fault in one of them. `make soak` writes this
 page; `make test` runs the quick ones. The heartbeat timeout was 3 seconds and the timeout of collectives 8; the
-defaults are 30 and 600. A fault lost at most the step that it came in, a signal lost none, and no process was left
+defaults are 30 and 600. A fault lost at most the current step, a signal lost none, and no process was left
 over. The launcher `plain` stands for processes started with `RANK`, `WORLD_SIZE`, … set by hand.
 
 | what dies | what is lost |
 |---|---|
-| a rank, in a step or between two epochs | at most this step: another [saves][emergency] the one before |
+| a rank, in a step or between two epochs | at most this step: another rank [saves][emergency] the one before |
 | a rank, while the others wait for it between a step and the next batch | the steps since the last checkpoint |
 | a rank, with checkpoints at a URL | the steps since the last checkpoint |
 | all ranks, their only host, or the one rank of a job | the steps since the last checkpoint |
@@ -37,9 +38,7 @@ over. The launcher `plain` stands for processes started with `RANK`, `WORLD_SIZE
 | `kill:1:7` | rank 1 gets a SIGKILL after step 7 |
 | `kill:0:init`, … | rank 0 gets a SIGKILL there (`init`, `prepare`, evaluation, `close`); the others wait for it |
 | `raise`, `segfault`, `os-exit` | the rank raises an error, crashes, or calls `os._exit` |
-| `exit` | the rank exits with status 0 while the others train, before they have joined (`init`), or started (`start`) |
-| `thread`, `exit-handler` | the rank has a thread that is not a daemon, or an exit handler, that never ends |
-| `clock` | the clock is set forward by an hour |
+| `exit` | the rank exits with status 0 while the others train |
 | `stop` | the rank gets a SIGSTOP |
 | `hold-gil` | the rank makes a call that never releases the GIL |
 | `spin` | the rank loops forever in its own code |
@@ -48,27 +47,40 @@ over. The launcher `plain` stands for processes started with `RANK`, `WORLD_SIZE
 """
 KILLS = (
     "Ranks were also killed at random moments during start-up, steps and saves, and the job was restarted until it was "
-    "done: {}. The result was that of a run without faults: each sample was used once, and the losses were equal to "
-    "1e-9."
+    "done: {}. Each sample was used once, and the losses equalled a run without faults, to 1e-9."
 )
 
 SURVIVED = (
-    "In jobs without any checkpoint but those of survivors, {} ranks were killed, one in each start of a job but the "
-    "last. Every job went on by itself to its end, and of the steps that a start had begun, the next one made at most "
-    "one again. Each sample was used once an epoch, and the weights were equal to 1e-9 to those of one process."
+    "In jobs with checkpoints of survivors only, {} ranks were killed under {}, at the start, in "
+    "loading, forward, backward, averaging, optimizer and evaluation, and between epochs. Every job finished without "
+    "help, with 1 to 3 ranks in each start, and repeated at most {} step after each kill. Each sample was used once an "
+    "epoch, and the weights equalled one process's, to 1e-9."
 )
 
 
 def survived(ends: list[dict[str, Any]]) -> str:
-    """Return the table of kills that the survivors have outlived."""
-    latest = {(end["world"], *end["plan"]): end for end in ends if "killed" in end}
-    text = fill(SURVIVED.format(sum(end["killed"] for end in latest.values())), 120, break_on_hyphens=False)
-    rows = [
-        f"| {end['world']} | {', '.join(map(str, end['plan']))} | {'; '.join(end['phases'])} | {max(end['again'])} |"
-        for _, end in sorted(latest.items())
-    ]
-    head = ["| launcher-backend | ranks of each start | killed in | steps made again, at most |", "|---|---|---|---|"]
-    return "\n".join([text, "", *head, *rows])
+    """Return what the survivors of kills have saved."""
+    latest = {(end["world"], *end["plan"]): end for end in ends if "killed" in end}.values()
+    worlds = ", ".join(sorted({end["world"] for end in latest}))
+    again = max(max(end["again"]) for end in latest)
+    return fill(SURVIVED.format(sum(end["killed"] for end in latest), worlds, again), 120, break_on_hyphens=False)
+
+
+def table(ends: list[dict[str, Any]]) -> str:
+    """Return a row for each fault, with the seconds and the exit code under each launcher, and a message."""
+    latest = {(end["fault"], end["world"]): end for end in ends if "fault" in end}
+    every = [world for _, world in latest]
+    worlds = sorted({world for world in every if every.count(world) > 1})  # not one-offs
+    first: dict[str, str] = {}  # the fault with which each message came first
+    rows = [["fault:rank:step or place", *worlds, "message"], ["---"] * (len(worlds) + 2)]
+    for fault in sorted({fault for fault, world in latest if world in worlds}):
+        its = [latest.get((fault, world)) for world in worlds]
+        cells = [f"{end['seconds']:.1f} s, {end['code']}" if end else "" for end in its]
+        said = min((end["said"] for end in its if end and end["said"]), key=len, default="")
+        kind = re.sub(r"\d+", "N", said)
+        rows.append([fault, *cells, f"as {first[kind]}" if kind and kind in first else said])
+        first.setdefault(kind, fault)
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def main(file: Path) -> None:
@@ -77,11 +89,8 @@ def main(file: Path) -> None:
     print(f"{HEAD}\n{fill(KILLS.format(', '.join(kills)), 120, break_on_hyphens=False)}\n")
     print(f"{survived(ends)}\n")
     print(f"Run on {os.cpu_count()} cores ({platform.machine()}), torch {version('torch')}.\n")
-    print("| fault:rank:step or place | launcher-backend | seconds to the end | exit code | first message |")
-    print("|---|---|---|---|---|")
-    latest = {(end["fault"], end["world"]): end for end in ends if "fault" in end}
-    for (fault, world), end in sorted(latest.items()):
-        print(f"| {fault} | {world} | {end['seconds']:.1f} | {end['code']} | {end['said']} |")
+    print("Seconds until the job ended, and its exit code; the message is the shortest under any launcher.\n")
+    print(table(ends))
 
 
 if __name__ == "__main__":

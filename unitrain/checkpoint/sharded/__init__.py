@@ -1,1 +1,1 @@
-"""Checkpoints of sharded state."""
+"""Checkpoints of sharded state, in the format of torch.distributed.checkpoint."""

@@ -1,8 +1,9 @@
-"""Gives a run's objects the state of a checkpoint, which rank 0 has opened, or of which each rank reads a part."""
+"""Gives a run's objects the state of a checkpoint, which rank 0 has opened, or of which each rank reads its part."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,61 +12,40 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unitrain.checkpoint import fit
+from unitrain.checkpoint.names import GROUPS, STATE, in_order, keys_of, numbers_before
 from unitrain.checkpoint.run_state import RunState
 from unitrain.checkpoint.sharded.opening import Opened
-from unitrain.checkpoint.sharded.parameter_names import in_order, numbers_before, path_in_order
-from unitrain.checkpoint.sharded.shards import put_blocks
-from unitrain.checkpoint.store.manifest import RUN
+from unitrain.checkpoint.sharded.parts import owners
+from unitrain.checkpoint.sharded.stored import Region
+from unitrain.checkpoint.store.manifest import RUN, DamagedError
 from unitrain.communication.communicator import Communicator
-from unitrain.communication.streaming import Form, Held, Keys, RowBlocks, receive, receive_optimizer, rows_read
+from unitrain.communication.streaming import (
+    Form,
+    Keys,
+    broadcast_tensors,
+    leaves,
+    own_rows,
+    receive,
+    receive_optimizer,
+)
+from unitrain.errors import CheckpointError
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 
 
 def order_by_name(state: RunState, opened: Opened) -> None:
     """Put the saved state of each optimizer's parameters in the order that they have now."""
-    outlines, places = opened.outlines, opened.paths
+    outlines = opened.outlines
     for name, own in state.names.items():
-        names = outlines[RUN].get("names", {}).get(name)  # not in a checkpoint of before they were saved
-        if own is not None and names is not None and names != own:
-            before = numbers_before(name, outlines[name]["param_groups"], names, own)
+        saved = outlines[RUN].get("names", {}).get(name)  # not in a checkpoint of before they were saved
+        if saved is None or own is None or saved == keys_of(None, len(saved)):
+            continue
+        now = keys_of(own, len(own)) if isinstance(saved[0], str) else own
+        if saved != now:
+            before = numbers_before(name, outlines[name][GROUPS], saved, now)
             outlines[name] = in_order(outlines[name], before)
             if opened.saved is not None:
                 opened.saved.parts[name] = in_order(opened.saved.parts[name], before)
-            if name in places:
-                places[name] = [path_in_order(path, before) for path in places[name]]
-
-
-def read_own(communicator: Communicator, state: RunState, opened: Opened) -> dict[str, dict[Keys, RowBlocks]]:
-    """Return, by part, the blocks that this rank reads itself; others it is sent by rank 0. Collective.
-
-    Raises:
-        CheckpointError: a file can't be read; on every rank.
-    """
-    if opened.joint is None:
-        return {}
-    held = opened.joint.blocks(opened.paths, opened.outlines, partial(_rows_of, communicator, state))
-    if opened.saved is not None:
-        put_blocks(opened.saved.parts, held)
-    return held
-
-
-def _rows_of(communicator: Communicator, state: RunState, name: str, path: Keys, rows: int) -> range:
-    """Return which of so many rows of a saved tensor this rank reads.
-
-    Args:
-        communicator: the communicator of this process.
-        state: the run's.
-        name: of the part that the tensor is in.
-        path: where in it.
-        rows: their number.
-    """
-    value, target = state.objects[name], None
-    if isinstance(value, nn.Module):
-        target = state.of(value).get(path[0])
-    elif isinstance(value, Optimizer) and path[0] == "state":
-        target = [p for group in value.param_groups for p in group["params"]][path[1]]
-    return rows_read(communicator, target, rows)
 
 
 def replaced_options(state: RunState, outlines: Mapping[str, Any]) -> list[str]:
@@ -73,31 +53,163 @@ def replaced_options(state: RunState, outlines: Mapping[str, Any]) -> list[str]:
     return [
         option
         for name, optimizer in state.optimizers.items()
-        for option in fit.replaced_options(name, optimizer.param_groups, outlines[name]["param_groups"])
+        for option in fit.replaced_options(name, optimizer.param_groups, outlines[name][GROUPS])
     ]
 
 
-def load(communicator: Communicator, state: RunState, opened: Opened, held: Mapping[str, Held]) -> dict[str, Any]:
+# ------------------------------------------------------------------------------------ what several ranks have written
+
+
+class Parts:
+    """Reads what several ranks have written.
+
+    Args:
+        communicator: the communicator of this process.
+        state: the state of the run.
+        opened: the checkpoint, whose outlines fit the state.
+    """
+
+    def __init__(self, communicator: Communicator, state: RunState, opened: Opened) -> None:
+        self._communicator = communicator
+        self._state = state
+        self._opened = opened
+        self._owners: dict[str, list[int | None]] = {}
+        if opened.metadata is not None:
+            for name, optimizer in state.optimizers.items():
+                count = sum(len(group["params"]) for group in optimizer.param_groups)
+                self._owners[name] = owners(communicator, optimizer.state_dict()[STATE], count)
+
+    def fetch(self) -> str | None:
+        """Verify the files that this rank reads, and return what is damaged on any rank. Collective.
+
+        Raises:
+            CheckpointError: a rank can't read a file; on every rank.
+        """
+        if self._opened.metadata is None:
+            return None
+        damage, why = "", ""
+        try:
+            if self._opened.stored is not None:
+                self._opened.stored.fetch(dict(self._regions()))
+        except DamagedError as error:
+            damage = str(error)
+        except CheckpointError as error:
+            why = str(error)
+        answers = self._communicator.all_gather_data([damage, why])
+        failures = [why for _, why in answers if why]
+        if failures:
+            raise CheckpointError(f"{failures[0]}. Nothing was loaded.")
+        return next((damage for damage, _ in answers if damage), None)
+
+    def _regions(self) -> Iterator[tuple[str, Region]]:
+        """Yield what this rank reads, by key, judged by the tensors that it is read into."""
+        for name, value in self._state.objects.items():
+            own = self._state.of(value) if isinstance(value, nn.Module) else {}
+            numbered = [p for group in value.param_groups for p in group["params"]] if name in self._owners else []
+            for path, form in leaves(self._opened.outlines.get(name)):
+                if isinstance(form, Form) and form.key is not None:
+                    like = numbered[path[1]] if numbered and path[0] == STATE else own.get(path[0])
+                    region = self._region(name, path, form, like)
+                    if region is not None:
+                        yield form.key, region
+
+    def _owner(self, name: str, path: Keys) -> int | None:
+        return self._owners[name][path[1]] if name in self._owners and path[0] == STATE else None
+
+    def _region(self, name: str, path: Keys, form: Form, like: Tensor | None) -> Region | None:
+        """Return what this rank reads of a tensor, given the tensor that it is read into, or a tensor like that."""
+        ranks, owner = self._communicator, self._owner(name, path)
+        if self._opened.each and owner is None and ranks.is_sharded(like) and tuple(like.shape) == form.shape:
+            local, first = own_rows(ranks, like)
+            return Region.rows(first, local)
+        reader = owner if self._opened.each and owner is not None else 0
+        return Region(torch.Size([0] * len(form.shape)), torch.Size(form.shape)) if ranks.rank == reader else None
+
+    def fill(self, name: str, triples: Sequence[tuple[Keys, Form, Tensor]]) -> None:
+        """Overwrite tensors of an object. Collective.
+
+        Raises:
+            CheckpointError: a file can't be read; on every rank.
+        """
+        ranks, opened = self._communicator, self._opened
+        divided = [
+            (str(form.key), found)
+            for path, form, found in triples
+            if ranks.is_sharded(found) or self._owner(name, path) is not None
+        ]
+        keys = {key for key, _ in divided}
+        reads = {}
+        for path, form, found in triples:
+            region = self._region(name, path, form, found) if opened.each or form.key not in keys else None
+            if region is not None:
+                local = own_rows(ranks, found)[0] if ranks.is_sharded(found) else found
+                reads[str(form.key)] = local, region
+        self._read(reads)
+        whole = [found for _, form, found in triples if form.key not in keys]
+        if ranks.world_size > 1:
+            broadcast_tensors(ranks, whole, whole)
+        for key, found in () if opened.each else divided:
+            self._send(key, found)
+
+    def _read(self, reads: Mapping[str, tuple[Tensor, Region]]) -> None:
+        why = ""
+        try:
+            if self._opened.stored is not None:
+                self._opened.stored.read(reads)
+        except (DamagedError, CheckpointError) as error:
+            why = str(error)
+        failures = list(filter(None, self._communicator.all_gather_data(why)))
+        if failures:
+            raise CheckpointError(failures[0])
+        self._opened.release()
+
+    @torch.no_grad()
+    def _send(self, key: str, found: Tensor) -> None:
+        """Have rank 0 read a tensor, a piece at a time, and every rank copy its part of it."""
+        ranks, metadata = self._communicator, self._opened.metadata
+        assert metadata is not None
+        saved: Any = metadata.state_dict_metadata[key]
+        local, first = own_rows(ranks, found) if ranks.is_sharded(found) else (found, 0)
+        for chunk in saved.chunks:
+            piece = torch.empty(chunk.sizes, dtype=saved.properties.dtype)
+            self._read({key: (piece, Region(chunk.offsets, chunk.sizes))} if ranks.is_main else {})
+            piece = ranks.broadcast(piece)
+            target = local
+            for dim, (offset, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
+                start = first if dim == 0 else 0
+                begin, end = max(offset, start), min(offset + size, start + local.shape[dim])
+                if begin >= end:  # no row of it is this rank's
+                    break
+                target = target.narrow(dim, begin - start, end - begin)
+                piece = piece.narrow(dim, begin - offset, end - begin)
+            else:
+                target.copy_(piece)
+
+
+def load(communicator: Communicator, state: RunState, opened: Opened, parts: Parts) -> dict[str, Any]:
     """Load the state of all objects, and return that of the run itself. Collective.
 
     Args:
         communicator: the communicator of this process.
-        state: the run's.
+        state: the state of the run.
         opened: the checkpoint.
-        held: what this rank has read itself.
+        parts: reads what several ranks have written.
     """
-    objects, outlines, source, sent = state.objects, opened.outlines, opened.source, opened.release
+    outlines, source, sent = opened.outlines, opened.source, opened.release
+    objects = {name: value for name, value in state.objects.items() if name in outlines}  # another tool has no loaders
     # Loaders first: they refuse other data before the model is changed.
     for name in sorted(objects, key=lambda n: (isinstance(objects[n], (nn.Module, Optimizer)), n)):
-        value = objects[name]
+        value, fill = objects[name], partial(parts.fill, name)
         if isinstance(value, Optimizer):
-            receive_optimizer(communicator, value, outlines[name], source(name), sent=sent, held=held.get(name, {}))
+            receive_optimizer(communicator, value, outlines[name], source(name), sent=sent, fill=fill)
             value._opt_called = True  # type: ignore[attr-defined]  # else schedulers warn that it never stepped
             continue
         own = state.of(value) if isinstance(value, nn.Module) else None
-        found = receive(communicator, outlines[name], source(name), own=own, sent=sent, held=held.get(name, {}))
+        found = receive(communicator, outlines[name], source(name), own=own, sent=sent, fill=fill)
         if isinstance(value, nn.Module):
-            state.prepared.unwrap(value).load_state_dict(found)
+            # Several ranks have not saved the versions of its layers.
+            complete = found if hasattr(found, "_metadata") else _filled(own, found)
+            state.prepared.unwrap(value).load_state_dict(complete)
         elif isinstance(value, dict):
             value.update(found)
         else:
@@ -108,3 +220,10 @@ def load(communicator: Communicator, state: RunState, opened: Opened, held: Mapp
 
     run: dict[str, Any] = receive(communicator, outlines[RUN], source(RUN), new=new, sent=sent)
     return run
+
+
+def _filled(like: Any, values: Mapping[str, Any]) -> Any:
+    """Return a dict of values with the attributes of another, which a module's state has."""
+    made = copy.copy(like)
+    made.update(values)
+    return made

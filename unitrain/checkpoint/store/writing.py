@@ -27,9 +27,9 @@ def write_part(path: Path, value: Any, written: Callable[[], object] = lambda: N
         written: called when the file is complete. It may not be hashed to its end yet, which takes longer.
     """
     with ThreadPoolExecutor(1, "checkpoint digest") as thread:
-        digest = _Digest(value, thread)
+        digest = Digest(value, thread)
         with open(path, "wb") as file:
-            writing = _Writing(file, digest)
+            writing = Writing(file, digest)
             _save(value, writing)
         written()
         return {"size": writing.size, "sha256": digest.hexdigest()}
@@ -38,10 +38,10 @@ def write_part(path: Path, value: Any, written: Callable[[], object] = lambda: N
 def write_file(path: Path, value: Any) -> None:
     """Write a file that is not synced to the disk. Raises any exception of pickling."""
     with open(path, "wb") as file:
-        _save(value, _Writing(file, None))
+        _save(value, Writing(file, None))
 
 
-def _save(value: Any, writing: _Writing) -> None:
+def _save(value: Any, writing: Writing) -> None:
     try:
         torch.save(value, writing)  # type: ignore[arg-type]
     except RuntimeError as error:
@@ -53,7 +53,7 @@ def check_part(path: Path) -> None:
     MappedFiles().load(path)
 
 
-class _Writing:
+class Writing:
     """The file object that ``torch.save`` is given.
 
     Args:
@@ -61,7 +61,7 @@ class _Writing:
         digest: is updated with what is written, unless it is None.
     """
 
-    def __init__(self, file: BinaryIO, digest: _Digest | None) -> None:
+    def __init__(self, file: BinaryIO, digest: Digest | None) -> None:
         self._file = file
         self._digest = digest
         self.size = 0
@@ -69,6 +69,7 @@ class _Writing:
         """The error of a write, which torch's writer replaces by another."""
 
     def write(self, data: memoryview) -> int:
+        """Write data, which are hashed meanwhile."""
         self.size += len(data)
         hashed = None if self._digest is None else self._digest.update(data)
         try:
@@ -80,11 +81,20 @@ class _Writing:
             if hashed is not None:
                 hashed.result()
 
+    def tell(self) -> int:
+        """Return how many bytes were written."""
+        return self.size
+
     def flush(self) -> None:
+        """Flush the file."""
         self._file.flush()
 
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
 
-class _Digest:
+
+class Digest:
     """A SHA-256, computed by a thread while the data are written.
 
     Args:
@@ -114,5 +124,6 @@ class _Digest:
             self._sha256.update(piece)
 
     def hexdigest(self) -> str:
+        """Return the digest of what was written."""
         self._thread.submit(self._update, self._small).result()
         return self._sha256.hexdigest()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from unitrain.checkpoint.store.located import store_at
 from unitrain.checkpoint.weights.weight_files import WeightFiles
 from unitrain.communication.communicator import Communicator
-from unitrain.communication.streaming import Form, broadcast_tensors, rows_read
+from unitrain.communication.streaming import Form, broadcast_tensors, own_rows
 from unitrain.errors import CheckpointError, UsageError
 from unitrain.training.models.prepared import PreparedModules
 from unitrain.url import parsed
@@ -62,7 +62,7 @@ def _seen(location: str, names: list[str], digests: list[str]) -> WeightFiles | 
 @torch.no_grad()
 def _copy_rows(communicator: Communicator, target: Tensor, files: WeightFiles, name: str) -> None:
     """Overwrite this rank's shard of a tensor, a piece at a time. Not collective."""
-    shard, first = communicator.to_local(target), rows_read(communicator, target, len(target)).start
+    shard, first = own_rows(communicator, target)
     if not shard.numel():
         return
     step = max(1, files.piece_bytes * len(shard) // shard.nbytes)

@@ -12,9 +12,7 @@ first call of a custom operator imports the compiler, which takes a second or mo
 from __future__ import annotations
 
 import itertools
-import threading
 import weakref
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -78,21 +76,6 @@ class Statistics(NamedTuple):
     """Number of rows of this rank; 0 for a stand-in. In a graph, a tensor on the CPU."""
 
 
-class Exchange(threading.local):
-    """What layers gather from other ranks in this thread.
-
-    Attributes:
-        record: is extended by what they gather; None: nothing is.
-        replay: what they get instead; None: they gather it.
-    """
-
-    record: list[Statistics] | None = None
-    replay: Iterator[Statistics] | None = None
-
-
-exchange: Exchange = Exchange()
-
-
 def normalise(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, ranks: Ranks, name: str
 ) -> tuple[Tensor, Statistics]:
@@ -113,9 +96,7 @@ def normalise(
         graphed = Statistics(*_statistics_op(x.detach(), ranks.key, name))
         return _normalise_op(x, weight, bias, *graphed, eps, ranks.key, name), graphed
     with torch.no_grad():
-        statistics = gather_statistics(x, ranks, name) if exchange.replay is None else next(exchange.replay)
-    if exchange.record is not None:
-        exchange.record.append(statistics)
+        statistics = gather_statistics(x, ranks, name)
     return _Normalise.apply(x, weight, bias, statistics, eps, ranks, name), statistics
 
 
@@ -325,8 +306,6 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 _normalise_op.register_autograd(_differentiate, setup_context=_save)
 
-
-STATISTICS_OP: torch._ops.OpOverload[Any, Any] = _statistics_op._opoverload
 
 # Compilers may reorder operators that don't depend on each other, and differently for batches of another size. But
 # communication libraries match collectives by their order. torch has no public name for this yet.

@@ -106,7 +106,7 @@ class Preparation:
             from unitrain.training.models import activation_checkpointing
 
             for block in set(blocks).intersection(module.modules()):
-                activation_checkpointing.apply(block, self._in_use)
+                activation_checkpointing.apply(block)
         self._precision.apply(module)
         self._check_alike(module)
         if values is None:

@@ -1,0 +1,218 @@
+"""The names of a run's state in a checkpoint.
+
+The state of an optimizer only numbers its parameters. A checkpoint has their names, so that state goes to the parameter
+that it is of, and not to another of the same shape. In the format of torch.distributed.checkpoint (DCP), values have
+paths, such as ``("optimizer", "state", "layer.weight", "exp_avg")``, which are joined by dots to keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count, pairwise
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from unitrain.errors import CheckpointError
+
+LEGACY = "_shards-"
+"""What the names of files with shards began with."""
+STATE, GROUPS, PARAMS = "state", "param_groups", "params"
+Name = list[str]
+"""The name of the object that has a parameter, and the parameter's name in the object."""
+Keys = tuple[Any, ...]
+"""The path of a value: the name of an object, and the keys and positions that lead to the value in its state."""
+
+
+def names_of(optimizer: Optimizer, modules: Mapping[str, nn.Module]) -> list[Name] | None:
+    """Return the names of an optimizer's parameters, in the order of its groups; None if no module has one of them.
+
+    Args:
+        optimizer: the optimizer.
+        modules: the modules of the checkpoint, by name.
+    """
+    names = {p: [name, key] for name in sorted(modules) for key, p in modules[name].named_parameters()}
+    found = [names.get(parameter) for group in optimizer.param_groups for parameter in group[PARAMS]]
+    return [name for name in found if name is not None] if all(found) else None
+
+
+def keys_of(names: Sequence[Name] | None, parameters: int) -> list[str]:
+    """Return how DCP names the parameters of an optimizer: as their model does, if it is one model.
+
+    Args:
+        names: the names of the parameters; None if they have none, and keep their numbers.
+        parameters: the number of parameters.
+    """
+    if names is None:
+        return [str(number) for number in range(parameters)]
+    one_owner = len({owner for owner, _ in names}) == 1
+    return [name if one_owner else f"{owner}.{name}" for owner, name in names]
+
+
+def numbers_before(
+    optimizer: str, groups: Sequence[Mapping[str, Any]], saved: Sequence[Any], own: Sequence[Any]
+) -> list[int]:
+    """Return the number in a saved state of each parameter of this run.
+
+    Args:
+        optimizer: the optimizer's name.
+        groups: the parameter groups of the state, with as many parameters as this run's.
+        saved: the names of the parameters in the state.
+        own: their names in this run.
+
+    Raises:
+        CheckpointError: a group has other parameters.
+    """
+    before: list[int] = []
+    for group in groups:
+        numbers = {_shown(saved[number]): number for number in group[PARAMS]}
+        for name in map(_shown, own[len(before) : len(before) + len(group[PARAMS])]):
+            if name not in numbers:
+                raise CheckpointError(
+                    f"{optimizer} has {name} in this run, but not in the same parameter group of the checkpoint: give "
+                    "the optimizer the same parameters. Nothing was loaded."
+                )
+            before.append(numbers[name])
+    return before
+
+
+def _shown(name: str | Name) -> str:
+    return name if isinstance(name, str) else ".".join(name)
+
+
+def in_order(state: Mapping[str, Any], before: Sequence[int]) -> dict[str, Any]:
+    """Return an optimizer's state with its parameters numbered in the order that they have in this run.
+
+    Args:
+        state: its state, or the outline of it.
+        before: the number in it of each parameter of this run.
+    """
+    numbered = count()
+    groups = [{**group, PARAMS: [next(numbered) for _ in group[PARAMS]]} for group in state[GROUPS]]
+    states = {now: state[STATE][then] for now, then in enumerate(before) if then in state[STATE]}
+    return {**state, STATE: states, GROUPS: groups}
+
+
+# ---------------------------------------------------------------------------------------------------- paths of values
+
+
+def joined(path: Keys) -> str:
+    """Return the key of a path."""
+    return ".".join(map(str, path))
+
+
+def optimizer_values(name: str, state: Mapping[str, Any], keys: Sequence[str]) -> Iterator[tuple[Keys, Any]]:
+    """Yield the values in an optimizer's state with their paths, given how DCP names the parameters."""
+    for number, its in state[STATE].items():
+        if isinstance(its, dict):  # else another rank has it
+            yield from _nested((name, STATE, keys[number]), its)
+    for number, group in enumerate(state[GROUPS]):
+        named = {**group, PARAMS: [keys[parameter] for parameter in group[PARAMS]]}
+        yield from (((name, GROUPS, number, option), value) for option, value in named.items())
+    yield from (((name, key), value) for key, value in state.items() if key not in (STATE, GROUPS))
+
+
+def _nested(path: Keys, value: Any) -> Iterator[tuple[Keys, Any]]:
+    if isinstance(value, dict) and value and all(isinstance(key, str) for key in value):
+        for key, item in value.items():
+            yield from _nested((*path, key), item)
+    elif isinstance(value, list) and any(isinstance(item, Tensor) for item in value):
+        for number, item in enumerate(value):
+            yield from _nested((*path, number), item)
+    else:
+        yield path, value
+
+
+def flat_options(name: str, state: Mapping[str, Any], keys: Sequence[str]) -> Iterator[tuple[Keys, Keys]]:
+    """Yield the paths that torch's flattened form gives an optimizer's options, one for each parameter.
+
+    With each comes the path of the option in its parameter group.
+    """
+    for number, group in enumerate(state[GROUPS]):
+        for option in group.keys() - {PARAMS}:
+            for parameter in group[PARAMS]:
+                yield (name, f"{GROUPS}.{keys[parameter]}.{option}"), (name, GROUPS, number, option)
+
+
+class Numbered(NamedTuple):
+    """The state of an optimizer as its ``state_dict`` has it, and how DCP names the parameters."""
+
+    state: dict[str, Any]
+    keys: list[str]
+
+
+def numbered(values: Mapping[Keys, Any]) -> Numbered:
+    """Return the state of an optimizer, given its values by their paths without the optimizer's name.
+
+    Paths are those of ``optimizer_values``; or of torch's flattened form, which has no groups but options of each
+    parameter, and state by one string.
+
+    Raises:
+        CheckpointError: state belongs to no parameter.
+    """
+    groups: list[dict[str, Any]] = []
+    for path in sorted(path for path in values if path[0] == GROUPS):
+        while len(groups) <= path[1]:
+            groups.append({})
+        groups[path[1]][path[2]] = values[path]
+    groups = groups or _grouped(values)
+    keys = [key for group in groups for key in group[PARAMS]]
+    numbers = {key: number for number, key in enumerate(keys)}
+    state: dict[str, Any] = {STATE: {}}
+    for path, value in values.items():
+        if path[0] == STATE:
+            key, inner = path[1], path[2:]
+        elif path[0].startswith(f"{STATE}."):
+            key, inner = _split(path[0].removeprefix(f"{STATE}."), numbers)
+        else:
+            if path[0] != GROUPS and not path[0].startswith(f"{GROUPS}."):
+                state[path[0]] = value
+            continue
+        if key not in numbers:
+            raise CheckpointError(f"the state {joined(path)!r} is of no parameter in the optimizer's groups.")
+        _set(state[STATE], (numbers[key], *inner), value)
+    number = count()
+    state[GROUPS] = [{**group, PARAMS: [next(number) for _ in group[PARAMS]]} for group in groups]
+    return Numbered(state, keys)
+
+
+def _grouped(values: Mapping[Keys, Any]) -> list[dict[str, Any]]:
+    """Return groups of the parameters with equal options, of the flattened form."""
+    options: dict[str, dict[str, Any]] = {}
+    for path, value in values.items():
+        if path[0].startswith(f"{GROUPS}."):
+            key, _, option = path[0].removeprefix(f"{GROUPS}.").rpartition(".")
+            options.setdefault(key, {})[option] = value
+    groups: list[dict[str, Any]] = []
+    for key, own in options.items():
+        group = next((one for one in groups if {**one, PARAMS: None} == {**own, PARAMS: None}), None)
+        if group is None:
+            groups.append({**own, PARAMS: [key]})
+        else:
+            group[PARAMS].append(key)
+    return groups
+
+
+def _split(text: str, keys: Mapping[str, int]) -> tuple[str, Keys]:
+    """Return the longest key that a text begins with, and what follows."""
+    parts = text.split(".")
+    ends = (end for end in range(len(parts) - 1, 0, -1) if ".".join(parts[:end]) in keys)
+    end = next(ends, len(parts))
+    return ".".join(parts[:end]), (".".join(parts[end:]),)
+
+
+def _set(container: Any, path: Keys, value: Any) -> None:
+    """Set a value in nested dicts and lists, which are made on the way."""
+    for key, following in pairwise(path):
+        if isinstance(container, list) and len(container) <= key:
+            container.extend([None] * (key + 1 - len(container)))
+        made: Any = [] if isinstance(following, int) else {}
+        if isinstance(container, dict):
+            container = container.setdefault(key, made)
+        else:
+            container[key] = made if container[key] is None else container[key]
+            container = container[key]
+    if isinstance(container, list):
+        container.extend([None] * (path[-1] + 1 - len(container)))
+    container[path[-1]] = value
