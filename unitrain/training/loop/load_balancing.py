@@ -76,7 +76,7 @@ class LoadBalancer(StepHook):
             self._seen = self._step.global_step
             self._steps += 1
             if self._steps == _SKIPPED + _MEASURED:
-                self._settle()
+                self._settle(ahead=self._step.batches.following is not None)
 
     def before_call(self) -> None:
         """``backward`` or ``update`` was called: the script does not work on its batch until it returns."""
@@ -104,23 +104,29 @@ class LoadBalancer(StepHook):
             torch.cuda.synchronize(self._communicator.device)
         return perf_counter()
 
-    def _settle(self) -> None:
-        """Set the shares. Collective."""
+    def _settle(self, *, ahead: bool) -> None:
+        """Set the shares. Collective.
+
+        Args:
+            ahead: whether the script takes batches ahead of their steps. Batches of other shares must not follow then.
+        """
         self._measuring = False
         self._step.hooks.remove_hook(self)
         self._communicator.waits.end()
         seconds = float(np.median(self._seconds)) if self._seconds else 0.0
         own = torch.tensor(seconds, dtype=torch.float64, device=self._communicator.device)
         everyone: list[float] = self._communicator.all_gather_alike(own).tolist()
-        if min(everyone) > 0:
+        if min(everyone) > 0 and not ahead:
             self._shares.current = proportional([1 / seconds for seconds in everyone])
         if self._communicator.is_main:
-            print_stderr(f"unitrain: {_report(self._shares.current, everyone)}")
+            print_stderr(f"unitrain: {_report(self._shares.current, everyone, ahead=ahead)}")
 
 
-def _report(shares: tuple[int, ...], seconds: list[float]) -> str:
+def _report(shares: tuple[int, ...], seconds: list[float], *, ahead: bool) -> str:
     """Return a line on the shares and what they follow from: the seconds for a sample, by rank."""
     ratio = ":".join(map(str, shares))
+    if ahead:
+        return f"shares: {ratio}, since the script takes batches ahead of their steps: set shares to a list instead"
     if min(seconds) <= 0:
         return f"shares: {ratio}, since no work on a batch was seen on rank {seconds.index(min(seconds))}"
     slowest, fastest = 1 / max(seconds), 1 / min(seconds)
