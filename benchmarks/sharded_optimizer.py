@@ -80,7 +80,7 @@ def measure_world(rounds: int, steps_: int, most: int | None) -> Found | None:
     matrices: list[Shape] = [shape for shape in shapes[:MUON_TENSORS] if len(shape) == 2]
     all_found: Found = {}
     with unitrain.init(device="cpu", threads_per_process=1, shard_optimizer=True) as strategy:
-        for kind, its_shapes in ((AdamW, shapes), (Muon, matrices)):
+        for name_of_kind, kind, its_shapes in (("AdamW", AdamW, shapes), ("Muon", Muon, matrices)):
             made = steps(strategy, kind, its_shapes)
             ways: dict[str, Way] = {name: partial(repeat, step, steps_) for name, (_, _, step) in made.items()}
             found: Found = compared(alternate(ways, rounds, before=strategy.barrier), BASE, steps_)
@@ -89,7 +89,7 @@ def measure_world(rounds: int, steps_: int, most: int | None) -> Found | None:
                 found[name]["state_mb"] = float(strategy.all_reduce(torch.tensor(its / MB), "max"))
                 pairs = zip(made[BASE][0].parameters(), trained.parameters(), strict=True)
                 found[name]["largest_difference"] = max(float((a - b).detach().abs().max()) for a, b in pairs)
-            all_found |= {f"{kind.__name__}, {name}": one for name, one in found.items()}
+            all_found |= {f"{name_of_kind}, {name}": one for name, one in found.items()}
         return all_found if strategy.is_main else None
 
 

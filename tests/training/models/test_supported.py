@@ -11,6 +11,7 @@ from plain_loop import data, model_of, sgd, strategy_of, weights
 from ranks import run_ranks
 from torch import nn
 from torch.nn.functional import mse_loss
+from torch.optim import Adafactor, Muon
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 import unitrain
@@ -56,6 +57,34 @@ def prepare_bounded_embeddings() -> None:
             with pytest.raises(UsageError, match=rf"^0 is an {layer.__name__} with max_norm.*after strategy\.step"):
                 strategy.prepare(nn.Sequential(layer(4, 2, max_norm=1.0)))
         strategy.prepare(nn.Embedding(4, 2))
+
+
+def step_under_fsdp() -> tuple[str, float]:
+    """Return the message on Adafactor, and how far weights trained with Muon are from those of one process."""
+    with unitrain.init(backend="fsdp", device="cpu", timeout_s=30, threads_per_process=1) as strategy:
+        torch.manual_seed(0)
+        made = [nn.Linear(6, 8, bias=False), nn.Linear(6, 8, bias=False)]
+        made[1].load_state_dict(made[0].state_dict())
+        by_hand = Muon(made[1].parameters(), lr=0.01)
+        model = strategy.prepare(made[0])
+        with pytest.raises(UsageError) as refusal:
+            strategy.prepare(Adafactor(model.parameters()))
+        optimizer = strategy.prepare(Muon(model.parameters(), lr=0.01))
+        inputs = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
+        for _ in range(3):
+            strategy.step(model(inputs[2 * strategy.rank :][:2]).square().mean(), optimizer)
+            by_hand.zero_grad()
+            made[1](inputs).square().mean().backward()
+            by_hand.step()  # type: ignore[no-untyped-call]
+        difference = strategy.full_tensor(made[0].weight.detach()) - made[1].weight.detach()
+        return str(refusal.value), float(difference.abs().max())
+
+
+def test_adafactor_is_refused_under_fsdp_and_muon_is_not() -> None:
+    for refusal, difference in run_ranks(step_under_fsdp):
+        assert "Adafactor does not support sharded parameters" in refusal
+        assert "Use backend ddp or horovod with shard_optimizer set to true" in refusal
+        assert difference < 0.005, "of updates of 0.03, computed in bfloat16"
 
 
 def test_lookups_that_change_the_rows_of_a_ranks_own_samples_are_refused_on_several_ranks() -> None:
