@@ -65,7 +65,7 @@ class ShardedModule:
         for parameter in self.replicated:
             parameter.data = parameter.data.to(device)
         policy = _policy(module, compute_dtype, reduce_dtype)
-        changes: dict[nn.Module, ForwardChanges] = {}
+        changes: dict[object, ForwardChanges] = {}
         for unit in (*units(module, wrap), module):
             give_memory(unit, device)  # until it is divided; values come later
             dense = [p for p in unit.parameters() if to_local(p) is p and p not in self.replicated]
@@ -96,22 +96,27 @@ class ShardedModule:
                 # The next unit could be gathered before this one's backward, but gloo would block meanwhile.
                 one.set_modules_to_backward_prefetch([one])
         module._get_fsdp_state()._lazy_init()  # now: else the first module that is called would be taken for the root
-        self._held: dict[Tensor, Any] = {one.sharded_param: one for one in self._make_leaves()}
-        names = {parameter: name for name, parameter in module.named_parameters()}
-        for unit, watch in changes.items():
-            watch.watch((names[one.sharded_param], one.unsharded_param) for one in _gathered_by(unit))
+        self._leaves: dict[Tensor, Tensor] = {}
+        names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
+        for one in self.units:
+            gathered = dict(self._gathered_by(one))
+            self._leaves.update(gathered)
+            changes[one].watch((names[shard], leaf) for shard, leaf in gathered.items())
         for name, parameter in module.named_parameters():
             if before[name] is not parameter:
                 self._move_hooks(before[name], parameter)
         module.set_reshard_after_backward(reshard_after_backward)
         module.set_reduce_scatter_unused_params(True)  # ranks that use different parameters reduce the same ones
 
-    def _make_leaves(self) -> Iterator[Any]:
-        """Gather each unit once, which makes the leaves of the graph, and yield what FSDP knows of each parameter."""
-        for unit in self.units:
-            unit.unshard()
-            unit.reshard()
-            yield from _gathered_by(unit)
+    @staticmethod
+    def _gathered_by(unit: Any) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield each shard that is gathered with a unit, and the leaf of the graph, which is the same in all steps."""
+        shards = dict(unit.named_parameters())
+        unit.unshard()
+        for name, whole in unit.named_parameters():
+            if whole is not shards[name]:
+                yield shards[name], whole
+        unit.reshard()
 
     def _move_hooks(self, old: Parameter, new: Parameter) -> None:
         """Call the hooks of the script, as before, with the local gradient."""
@@ -126,11 +131,8 @@ class ShardedModule:
 
     def leaf(self, parameter: Tensor) -> Tensor | None:
         """Return the leaf of the graph for a sharded parameter; None if it is not one of this module."""
-        held = self._held.get(parameter)
-        if held is None:
-            return None
-        leaf: Tensor = held.unsharded_param
-        return leaf.requires_grad_(parameter.requires_grad)  # which the script may have changed
+        leaf = self._leaves.get(parameter)
+        return None if leaf is None else leaf.requires_grad_(parameter.requires_grad)  # the script may have changed it
 
     def reshard(self) -> None:
         """Free the whole weights of all units, before the weights change."""
@@ -175,9 +177,3 @@ def _policy(
         "param_dtype_override_fn": lambda p: None if p in converted and p.dtype == torch.float32 else p.dtype
     }
     return MixedPrecisionPolicy(compute_dtype, reduce_dtype, cast_forward_inputs=False, **override)
-
-
-def _gathered_by(unit: Any) -> Iterator[Any]:
-    """Yield what FSDP knows of each parameter that is gathered with a unit."""
-    for group in unit._get_fsdp_state()._fsdp_param_groups:
-        yield from group.fsdp_params

@@ -7,7 +7,10 @@ from collections import Counter
 import torch
 from torch import nn
 from torch.nn import Parameter
-from torch.nn.modules.conv import _ConvNd
+
+_CONVERTED = frozenset(
+    {nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d}
+)  # not their subclasses, which may use their weights in another way
 
 
 def not_divisible(module: nn.Module) -> set[Parameter]:
@@ -24,9 +27,7 @@ def converted_by_autocast(module: nn.Module) -> set[Parameter]:
     """Return the parameters that autocast converts wherever they are used: those of linear layers and convolutions."""
     converted: dict[Parameter, bool] = {}
     for layer in module.modules():
-        is_one = type(layer) is nn.Linear or (
-            isinstance(layer, _ConvNd) and type(layer).__module__ == _ConvNd.__module__
-        )
+        is_one = type(layer) in _CONVERTED
         for parameter in layer.parameters(recurse=False):
             converted[parameter] = is_one and converted.get(parameter, True)
     return {parameter for parameter, is_one in converted.items() if is_one}

@@ -11,14 +11,17 @@ from torch.distributed.tensor import DTensor, Shard
 
 def to_local(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor, in the same memory."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with torch.no_grad():  # else it would be a view with a graph
+        return tensor.to_local()
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
     """Return all of a tensor. Collective if it is a DTensor."""
     if not isinstance(tensor, DTensor):
         return tensor
-    local, mesh = tensor._local_tensor, tensor.device_mesh
+    local, mesh = to_local(tensor), tensor.device_mesh
     if local.device.type != mesh.device_type:  # it is offloaded, and NCCL gathers on GPUs
         local = local.to(mesh.device_type)
         tensor = DTensor.from_local(
@@ -33,14 +36,12 @@ def shards_of(tensor: Tensor) -> Sequence[Tensor]:
         return (tensor,)
     dimension = next((i for i, one in enumerate(tensor.placements) if one == Shard(0)), None)
     if dimension is None:
-        return (tensor._local_tensor,)
+        return (to_local(tensor),)
     size, own = tensor.device_mesh.size(dimension), tensor.device_mesh.get_local_rank(dimension)
     # As torch.chunk divides: the last parts may be smaller, or empty.
     rows = -(-tensor.shape[0] // size)
     counts = [max(0, min(rows, tensor.shape[0] - rank * rows)) for rank in range(size)]
     return [
-        tensor._local_tensor
-        if rank == own
-        else torch.empty((count, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
+        to_local(tensor) if rank == own else torch.empty((count, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
         for rank, count in enumerate(counts)
     ]

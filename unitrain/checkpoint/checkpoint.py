@@ -270,7 +270,7 @@ class Checkpoint:
             changed = self._check(opened, force=force)
             loading.order_by_name(self._state, opened)
             parts = loading.Parts(self._communicator, self._state, opened)
-            damage = parts.fetch()
+            damage = parts.verify()
             if damage is None:
                 return opened, parts, changed
             opened.close()

@@ -184,7 +184,8 @@ def _order_of(sampler: Any) -> tuple[bool, Any]:
     """Return a DataLoader's sampler as ``shuffle`` and ``sampler``."""
     if isinstance(sampler, DistributedSampler):
         return sampler.shuffle, None
-    whole = type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None
+    is_random = type(sampler) is RandomSampler and not sampler.replacement
+    whole = is_random and sampler.num_samples == len(sampler.data_source)
     if whole and sampler.generator is None:  # with one of the user's, the order follows from its seed as well
         return True, None
     if type(sampler) is SequentialSampler:

@@ -309,5 +309,5 @@ _normalise_op.register_autograd(_differentiate, setup_context=_save)
 
 # Compilers may reorder operators that don't depend on each other, and differently for batches of another size. But
 # communication libraries match collectives by their order. torch has no public name for this yet.
-for _op in (_statistics_op, _backward_op):
-    effects._register_effectful_op(_op._opoverload, effects._EffectType.ORDERED)
+for _op in (torch.ops.unitrain.batch_norm_statistics.default, torch.ops.unitrain.batch_norm_backward.default):
+    effects._register_effectful_op(_op, effects._EffectType.ORDERED)

@@ -126,5 +126,3 @@ def remove_hooks(module: nn.Module) -> None:
         for key, hook in list(hooks.items()):
             if hook is _inputs_to_double or isinstance(getattr(hook, "__self__", None), _AutocastForward):
                 del hooks[key]
-                for options in (module._forward_pre_hooks_with_kwargs, module._forward_hooks_always_called):
-                    options.pop(key, None)

@@ -34,7 +34,8 @@ def check_module(module: nn.Module) -> None:
     if any(isinstance(layer, (DataParallel, DistributedDataParallel)) for layer in module.modules()):
         raise UsageError("the model is wrapped in torch's DDP or DataParallel already: pass the module within.")
     # Sharded parameters are DTensors, or flat parameters of FSDP's first version.
-    if any(hasattr(p, "placements") or hasattr(p, "_is_flat_param") for p in parameters):
+    flat = any(type(layer).__name__ == "FullyShardedDataParallel" for layer in module.modules())
+    if flat or any(hasattr(p, "placements") for p in parameters):
         raise UsageError(
             "the model is sharded already, by FSDP or tensor parallelism, or as a part of a prepared model: pass the "
             "whole model as it was built. The backend fsdp shards it."

@@ -133,14 +133,14 @@ class EMA(nn.Module, StepHook):
             raise UsageError("swapped() was called within swapped(): the model has averaged weights already.")
         model, original = self._models
         self._begin()
-        self.exchange()
-        self._prepared.swapped[original] = self
+        self._exchange()
+        self._prepared.swapped[original] = self._exchange
         try:
             yield model
             changed = self._changed
         finally:
             del self._prepared.swapped[original]
-            self.exchange()
+            self._exchange()
         if changed:
             raise UsageError(
                 f"the model's weights ({changed}) were changed within ema.swapped(), where they are the averaged ones: "
@@ -148,7 +148,7 @@ class EMA(nn.Module, StepHook):
             )
 
     @torch.no_grad()
-    def exchange(self) -> None:
+    def _exchange(self) -> None:
         """Exchange the contents of the weights and of their averages. Wrappers and compiled code keep their tensors."""
         self._check_model()
         for weight, average in zip(self._weights, self._averages, strict=True):
