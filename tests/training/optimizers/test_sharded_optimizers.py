@@ -30,6 +30,7 @@ from unitrain.data.structure import tensors
 from unitrain.testing.attempts import Outcomes, try_duties
 from unitrain.testing.duties import DUTIES
 from unitrain.testing.worlds import World
+from unitrain.training.optimizers.sharded import ShardedOptimizers
 
 WORDS, WIDTH, LENGTH, SAMPLES, BATCH = 36, 24, 6, 22, 7
 EXACT = 1e-9
@@ -612,8 +613,7 @@ GPT_2_LAYER = [(768,)] * 6 + [(2304, 768), (2304,), (768, 768), (3072, 768), (30
 def test_state_is_balanced_unless_one_parameter_is_larger_than_a_share(world: int, most: float) -> None:
     rank = pretended_rank(world_size=world, shard_optimizer=True)
     parameters = [nn.Parameter(torch.empty(shape, device="meta")) for shape in [*GPT_2, *GPT_2_LAYER * 12]]
-    assert rank.step.sharded_optimizers is not None
-    rank.step.sharded_optimizers.shard(SGD(parameters, lr=0.1))
+    ShardedOptimizers(rank.communicator).shard(SGD(parameters, lr=0.1))
     total = sum(p.numel() for p in parameters)
     assert total == 124_439_808
     loads = [sum(p.numel() for p in parameters if rank.communicator.owners[p] == owner) for owner in range(world)]
