@@ -156,14 +156,16 @@ def measure_model(name: str, rounds: int) -> Found | None:
         checkpoint = strategy.checkpoint(folder, model=model, optimizer=optimizer)
         inputs = torch.ones(()) if name == "1 GB, Adam" else torch.randn(*INPUTS[name])
         strategy.step(model(inputs).square().mean(), optimizer)
-        found = measure_rank_0(strategy, model, folder, rounds) if strategy.is_main else None
+        found = measure_rank_0(strategy, model, optimizer, folder, rounds) if strategy.is_main else None
         strategy.barrier()
         checkpoint.close()
         strategy.on_main(lambda: shutil.rmtree(folder))
     return found and {"model": name, **found}
 
 
-def measure_rank_0(strategy: unitrain.Strategy, model: nn.Module, folder: Path, rounds: int) -> Found:
+def measure_rank_0(
+    strategy: unitrain.Strategy, model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, rounds: int
+) -> Found:
     step, job = strategy.training_step, current()
     assert job is not None
     assert job.watch is not None
@@ -174,8 +176,8 @@ def measure_rank_0(strategy: unitrain.Strategy, model: nn.Module, folder: Path, 
         for buffer in model.buffers():
             buffer.add_(0)  # as a forward does
         start = time.thread_time()
-        step.before_change()
-        step.at_boundary()
+        step.hooks.begin_update(optimizer, ())
+        step.hooks.reach_boundary()
         boundaries.append(time.thread_time() - start)
     seconds = []
     for _ in range(rounds):

@@ -32,12 +32,14 @@ from unitrain.metrics.meter import Meter
 from unitrain.metrics.throughput import Throughput
 from unitrain.pulse import CLOSING
 from unitrain.training.batch_norm import layers as batch_norm
+from unitrain.training.hooks import Hooks
+from unitrain.training.loop.backward import Weight
 from unitrain.training.loop.load_balancing import LoadBalancer
 from unitrain.training.loop.loop import TrainingLoop
-from unitrain.training.loop.loss import Weight
 from unitrain.training.loop.step import StepResult, TrainingStep
 from unitrain.training.models import preparation
-from unitrain.training.models.in_sync import check_in_sync
+from unitrain.training.models.buffers import BufferSync
+from unitrain.training.models.in_sync import InSyncCheck, check_in_sync
 from unitrain.training.models.materialising import Initialise
 from unitrain.training.models.precision import Precision
 from unitrain.training.models.prepared import PreparedModules
@@ -48,6 +50,7 @@ from unitrain.url import is_url
 if TYPE_CHECKING:
     from unitrain.data.progress import ProgressBar
     from unitrain.tracking import Tracker, Trackers
+    from unitrain.training.optimizers.sharded import ShardedOptimizers
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -92,20 +95,29 @@ class Strategy:
         shares = Shares(config.shares if isinstance(config.shares, tuple) else None, self.world_size)
         self._prepared = PreparedModules(distributed=self.world_size > 1, shares=shares)
         pass_boundary = self._job.stopping.pass_boundary
+        optimizers = _sharded_optimizers(self._communicator)
+        self._hooks = _hooks(self._communicator, self._prepared, optimizers, config)
         self._step = TrainingStep(
-            self._communicator, made, self._prepared, self._precision.scaler, pass_boundary, config
+            self._communicator,
+            made,
+            self._prepared,
+            self._hooks,
+            self._precision.scaler,
+            optimizers,
+            pass_boundary,
+            config,
         )
         self._gathering = Gathering(self._communicator)
-        measured = config.shares == "auto" and self.world_size > 1
-        balancer = LoadBalancer(self._communicator, self._step, shares) if measured else None
-        self._loop = TrainingLoop(self._step, pass_boundary, shares, balancer)
+        self._loop = TrainingLoop(self._step, self._prepared, pass_boundary)
+        if config.shares == "auto" and self.world_size > 1:
+            self._hooks.add_hook(LoadBalancer(self._communicator, self._step, shares))
         self._preparation = preparation.Preparation(
             self._communicator,
             made,
             self._precision,
             self._prepared,
             self._step.register,
-            self._step.in_use,
+            self._step.batches.in_use,
             config,
         )
         self._checkpoint: Checkpoint | None = None
@@ -271,7 +283,7 @@ class Strategy:
             ...     logits = model(images)
         """
         average = EMA(self._prepared, model, decay, self._communicator.to_local)
-        self._step.extend(average.follow)
+        self._hooks.add_hook(average)
         return average
 
     def early_stopping(self, mode: Mode = "max", patience: int = 5, min_delta: float = 0.0) -> EarlyStopping:
@@ -397,7 +409,7 @@ class Strategy:
 
     def meter(self) -> Meter:
         """Return a meter: a sum and a mean over all ranks, reduced only when it is read."""
-        return Meter(self._communicator, self._step.in_use)
+        return Meter(self._communicator, self._step.batches.in_use)
 
     def metric(self, metric: T) -> T:
         """Make a torchmetrics ``Metric`` or ``MetricCollection`` synchronise on any backend, and return it.
@@ -407,14 +419,13 @@ class Strategy:
         Raises:
             UsageError: it is no metric.
         """
-        return torchmetric.synchronise(metric, self._communicator, self._step.in_use)
+        return torchmetric.synchronise(metric, self._communicator, self._step.batches.in_use)
 
     def throughput(self) -> Throughput:
         """Return a meter of samples per second, of where the time goes, and of peak memory, from the first call on."""
         if self._throughput is None:
             self._throughput = Throughput(self._communicator, self._devices_in_use())
-            self._step.observe(self._throughput)
-            self._loop.observe(self._throughput)
+            self._hooks.add_hook(self._throughput)
         return self._throughput
 
     def trackers(self, trackers: Sequence[str | Tracker], folder: str | Path, *, name: str | None = None) -> Trackers:
@@ -524,7 +535,7 @@ class Strategy:
             >>> scores, labels = (torch.cat(part) for part in zip(*parts))
         """
         self._loop.gathers()
-        has_rows = not self._step.in_use.is_stand_in
+        has_rows = not self._step.batches.in_use.is_stand_in
         return self._gathering.gather(value, has_rows=has_rows, differentiable=differentiable)
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
@@ -734,3 +745,26 @@ class Strategy:
 
     def __reduce__(self) -> Any:
         raise UsageError("a strategy can't be pickled: use strategy.save or strategy.export for a model.")
+
+
+def _sharded_optimizers(communicator: Communicator) -> ShardedOptimizers | None:
+    """Return what shards optimizers, with ``shard_optimizer``."""
+    if not communicator.shards or communicator.shards_parameters:
+        return None
+    from unitrain.training.optimizers.sharded import ShardedOptimizers  # few scripts need it
+
+    return ShardedOptimizers(communicator)
+
+
+def _hooks(
+    communicator: Communicator, prepared: PreparedModules, sharded: ShardedOptimizers | None, config: StrategyConfig
+) -> Hooks:
+    """Return the hooks that the settings ask for."""
+    hooks = Hooks()
+    if sharded is not None:
+        hooks.add_hook(sharded)
+    if communicator.world_size > 1 and config.broadcast_buffers:
+        hooks.add_hook(BufferSync(communicator, prepared))
+    if config.check_in_sync_every:
+        hooks.add_hook(InSyncCheck(communicator, prepared, config.check_in_sync_every))
+    return hooks

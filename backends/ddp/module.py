@@ -70,7 +70,7 @@ class AveragingModule(Wrapper, DistributedDataParallel):
         Raises:
             UsageError: there are gradients, but there was no forward of this wrapper.
         """
-        if self.calls > calls or not self.require_backward_grad_sync:  # averaging is off in benchmarks
+        if self.calls > calls:
             return True
         if self.forwards > forwards:
             return False

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ import unitrain
 from unitrain.commands.verify.trace import Trace
 from unitrain.communication.backend import backend_names
 from unitrain.testing.contract import check, parameters
-from unitrain.testing.duties import gradients, parity
+from unitrain.testing.duties import DUTIES, gradients, parity
 from unitrain.testing.duty import Duty
 from unitrain.testing.worlds import World
 
@@ -28,21 +30,35 @@ WORLDS = [
     World("data_parallel", 1, "python"),
     World("ddp", 1, "python"),
     World("ddp", 2),
-    World("ddp", 3),
     World("store", 2, path=PLUGIN),
 ]
+# What may depend on the number of ranks.
+WITH_THREE = ("verbs", "collectives", "parity", "gradients")
 # Its process groups are those of ddp, so what duties of these modules demand is tested above.
 WITH_GROUPS_OF_DDP = ("lifecycle", "verbs", "collectives", "failures")
-WITH_SHARDS = [
-    pytest.param(*one.values, id=one.id, marks=[*one.marks, *([pytest.mark.soak] if is_slow else [])])
-    for world in (World("fsdp", 2), World("fsdp", 3))
-    for one in parameters([world])
-    for is_slow in [world.processes > 2 or one.values[1].module in WITH_GROUPS_OF_DDP]
+
+
+def in_part(world: World, modules: Collection[str], *marks: pytest.MarkDecorator) -> list[Any]:
+    """Return the duties of a world; all but those of some modules are for ``make soak``."""
+    return [
+        pytest.param(
+            *one.values, id=one.id, marks=[*one.marks, *([] if one.values[1].module in modules else [pytest.mark.soak])]
+        )
+        for one in parameters([world], *marks)
+    ]
+
+
+DUTIES_IN_WORLDS = [
+    *parameters(WORLDS),
+    *parameters([World("horovod", 2, horovodrun_environments)], HOROVOD),
+    *in_part(World("ddp", 3), WITH_THREE),
+    *in_part(World("horovod", 3, horovodrun_environments), ("parity", "gradients"), HOROVOD),
+    *in_part(World("fsdp", 2), {duty.module for duty in DUTIES.values()} - {*WITH_GROUPS_OF_DDP}),
+    *in_part(World("fsdp", 3), ()),
 ]
-WITH_HOROVOD = [World("horovod", size, horovodrun_environments) for size in (2, 3)]
 
 
-@pytest.mark.parametrize(("world", "duty"), [*parameters(WORLDS), *WITH_SHARDS, *parameters(WITH_HOROVOD, HOROVOD)])
+@pytest.mark.parametrize(("world", "duty"), DUTIES_IN_WORLDS)
 def test_contract(request: pytest.FixtureRequest, world: World, duty: Duty) -> None:
     check(request, world, duty)
 

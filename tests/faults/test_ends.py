@@ -1,4 +1,7 @@
-"""A rank that fails, dies, freezes or exits ends the job soon, under every launcher, and the message names it."""
+"""A rank that fails, dies, freezes or exits ends the job soon, under every launcher, and the message names it.
+
+``make test`` kills a rank under every launcher, and has the other faults in ranks that are forked.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,11 @@ import re
 from pathlib import Path
 
 import pytest
-from harness import HEARTBEAT_S, HOROVODRUN, MPIRUN, MPIRUN_DDP, PLAIN, TIMEOUT_S, TORCHRUN, World, run, worlds
+from harness import FORKED, HEARTBEAT_S, HOROVODRUN, MPIRUN, MPIRUN_DDP, PLAIN, TIMEOUT_S, TORCHRUN, World, run, worlds
 
 pytestmark = pytest.mark.launcher
-# What a launcher takes to end, and a busy machine to schedule all of that.
-SLACK_S = 5.0
+# What a launcher takes to end, and a busy machine to schedule all of that, many times over.
+SLACK_S = 20.0
 
 
 @worlds(PLAIN, TORCHRUN, MPIRUN, HOROVODRUN, soak=[MPIRUN_DDP])
@@ -22,7 +25,7 @@ def test_killed(world: World, tmp_path: Path) -> None:
     assert "Traceback" not in end.job.stderr.split("stopped because")[0]
 
 
-@worlds(PLAIN, soak=[TORCHRUN, MPIRUN, MPIRUN_DDP, HOROVODRUN])
+@worlds(FORKED, soak=[PLAIN, TORCHRUN, MPIRUN, MPIRUN_DDP, HOROVODRUN])
 def test_rank_0_killed(world: World, tmp_path: Path) -> None:
     """Rank 0 has the hub."""
     end = run(world, tmp_path, fault="kill:0:7", ranks=3)
@@ -32,7 +35,7 @@ def test_rank_0_killed(world: World, tmp_path: Path) -> None:
     assert said, end.job.output
 
 
-@worlds(PLAIN, soak=[TORCHRUN, MPIRUN, MPIRUN_DDP, HOROVODRUN])
+@worlds(FORKED, soak=[PLAIN, TORCHRUN, MPIRUN, MPIRUN_DDP, HOROVODRUN])
 @pytest.mark.parametrize(
     "place", ["close", *(pytest.param(place, marks=pytest.mark.soak) for place in ("prepare", "evaluation"))]
 )
@@ -52,7 +55,7 @@ def test_rank_0_killed_before_it_met_the_others(world: World, tmp_path: Path) ->
     assert end.seconds < TIMEOUT_S + SLACK_S
 
 
-@worlds(PLAIN, MPIRUN, soak=[TORCHRUN, MPIRUN_DDP, HOROVODRUN])
+@worlds(FORKED, soak=[PLAIN, TORCHRUN, MPIRUN, MPIRUN_DDP, HOROVODRUN])
 def test_frozen(world: World, tmp_path: Path) -> None:
     end = run(world, tmp_path, fault="stop:1:7")
     assert end.job.code != 0
@@ -60,7 +63,7 @@ def test_frozen(world: World, tmp_path: Path) -> None:
     assert re.match(r"rank 1 on \S+ \(pid \d+\) sent no heartbeat for \d s; it was in .* after step \d", end.said(0))
 
 
-@worlds(PLAIN, soak=[TORCHRUN, MPIRUN, MPIRUN_DDP, HOROVODRUN])
+@worlds(FORKED, soak=[PLAIN, TORCHRUN, MPIRUN, MPIRUN_DDP, HOROVODRUN])
 def test_an_error_of_the_users(world: World, tmp_path: Path) -> None:
     end = run(world, tmp_path, fault="raise:1:7")
     assert end.job.code != 0
@@ -70,7 +73,7 @@ def test_an_error_of_the_users(world: World, tmp_path: Path) -> None:
     assert len(re.findall("FAULTS\\[kind\\]\\(\\)", end.job.output)) == 1, "the user's traceback, once"
 
 
-@worlds(PLAIN, soak=[TORCHRUN, MPIRUN, MPIRUN_DDP, HOROVODRUN])
+@worlds(FORKED, soak=[PLAIN, TORCHRUN, MPIRUN, MPIRUN_DDP, HOROVODRUN])
 def test_holding_the_gil(world: World, tmp_path: Path) -> None:
     """No thread of the process can say where it is, but the interpreter's handler of fatal signals can."""
     end = run(world, tmp_path, fault="hold-gil:1:7")
@@ -89,7 +92,7 @@ def test_endless_loop(world: World, tmp_path: Path) -> None:
     assert re.search(r"program.py\", line \d+ in _spin", end.job.output), "the stack of the rank that hangs"
 
 
-@worlds(PLAIN, soak=[TORCHRUN, MPIRUN, MPIRUN_DDP, HOROVODRUN])
+@worlds(FORKED, soak=[PLAIN, TORCHRUN, MPIRUN, MPIRUN_DDP, HOROVODRUN])
 def test_leaving_early(world: World, tmp_path: Path) -> None:
     """A rank that ends with status 0 while the others train is a failure too."""
     end = run(world, tmp_path, fault="exit:1:7")
@@ -98,7 +101,7 @@ def test_leaving_early(world: World, tmp_path: Path) -> None:
     assert re.match(r"rank 1 on \S+ \(pid \d+\) finished after step 7", end.said(0))
 
 
-@worlds(PLAIN, soak=[TORCHRUN, MPIRUN, MPIRUN_DDP, HOROVODRUN])
+@worlds(FORKED, soak=[PLAIN, TORCHRUN, MPIRUN, MPIRUN_DDP, HOROVODRUN])
 @pytest.mark.parametrize("kind", ["os-exit", pytest.param("segfault", marks=pytest.mark.soak)])
 def test_leaving_at_once(world: World, kind: str, tmp_path: Path) -> None:
     end = run(world, tmp_path, fault=f"{kind}:1:7")

@@ -66,7 +66,7 @@ def test_interrupted_on_a_terminal(world: World, tmp_path: Path) -> None:
 
     end = run(world, tmp_path, pause=0.1, meanwhile=when_step(tmp_path, 5, interrupt))
     assert end.job.code == 130
-    assert end.seconds < 10
+    assert end.seconds < 30
     assert end.job.output.count("unitrain:") == 1
     assert "Traceback" not in end.job.output
 
@@ -84,7 +84,7 @@ def test_a_second_signal_ends_at_once(world: World, tmp_path: Path) -> None:
 
     end = run(world, tmp_path, pause=20, meanwhile=when_step(tmp_path, 0, signal_twice))
     assert end.job.code == 143
-    assert end.seconds < 10
+    assert end.seconds < 30
     assert "unitrain: received a second SIGTERM: exiting at once." in end.job.output
     assert not any(note["step"] > 1 for note in notes(tmp_path))
 

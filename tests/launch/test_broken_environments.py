@@ -156,7 +156,6 @@ SAMPLE: list[tuple[Literal["spawn", "horovodrun"], str, str, str | None]] = [
 ]
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize(
     ("launcher", "backend", "name", "value"),
     [
@@ -171,10 +170,9 @@ def test_init_says_at_once_what_is_wrong(
         assert name in message
         assert ("is not set" if value is None else value) in message
         assert launcher in message
-        assert seconds < 1.0
+        assert seconds < 10.0, "and not after timeout_s"
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize(
     ("environ", "said"),
     [
@@ -191,7 +189,7 @@ def test_a_script_ends_with_one_line(tmp_path: Path, environ: dict[str, Any], sa
     assert job.code == 2
     assert job.stderr.startswith(f"unitrain: error: {said}, but must be ")
     assert job.stderr.count("\n") == 1
-    assert job.ended - float(job.stdout) < 1.0
+    assert job.ended - float(job.stdout) < 10.0
 
 
 def test_nobody_else_is_a_launcher() -> None:

@@ -18,6 +18,7 @@ from unitrain.data.order.shares import Shares
 from unitrain.job.watch.stopping import Boundaries, Stopping
 from unitrain.launch.detect import Launch
 from unitrain.pulse import Pulse
+from unitrain.training.hooks import Hooks
 from unitrain.training.loop.loop import TrainingLoop
 from unitrain.training.loop.step import TrainingStep
 from unitrain.training.models.prepared import PreparedModules
@@ -62,8 +63,10 @@ class PretendedRank:
         prepared = PreparedModules(distributed=world_size > 1, shares=shares)
         model = nn.Identity()  # in training mode: ranks without samples get stand-ins
         prepared.add(model, model)
-        self.step = TrainingStep(self.communicator, backend, prepared, None, stopping.pass_boundary, config)
-        self.loop = TrainingLoop(self.step, stopping.pass_boundary, shares, None)
+        self.step = TrainingStep(
+            self.communicator, backend, prepared, Hooks(), None, None, stopping.pass_boundary, config
+        )
+        self.loop = TrainingLoop(self.step, prepared, stopping.pass_boundary)
 
     def dataloader(self, dataset: Any, **settings: Any) -> Loader:
         return Loader(self.communicator, self.loop, self.config, self.world_size, dataset, **settings)
@@ -76,7 +79,7 @@ def pretended_rank(rank: int = 0, world_size: int = 1, **settings: Any) -> Prete
 
 def in_training(loader: Loader) -> MicroBatch:
     """Return the micro-batch that a loader has yielded last, as the training step sees it."""
-    micro_batch = _step_of(loader).micro_batch
+    micro_batch = _step_of(loader).batches.micro_batch
     assert micro_batch is not None
     return micro_batch
 
@@ -90,5 +93,5 @@ def _step_of(loader: Loader) -> TrainingStep:
 def trained(loader: Loader, count: int | None = None) -> Iterator[Any]:
     """Yield at most ``count`` of a loader's batches, as in a loop with a backward for each."""
     for batch in islice(loader, count):
-        _step_of(loader)._batches.of_backward(weighted=False)
+        _step_of(loader).batches.of_backward(weighted=False)
         yield batch

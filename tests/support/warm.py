@@ -26,6 +26,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -62,7 +63,9 @@ def run(
     """
     packed = pickle.dumps((fn, args))
     name = (key, len(environments))
-    world = _worlds.pop(name, None) or World(len(environments))
+    world = _worlds.pop(name, None)
+    if world is None or not world.is_whole:
+        world = World(len(environments))
     try:
         results = world.run(environments, packed, timeout)
         if world.is_warm:
@@ -113,6 +116,11 @@ class World:
             self._work.append(ours)
             self._reports.append(receiver)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether no process has ended while it waited."""
+        return all(process.is_alive() for process in self.processes)
+
     def run(self, environments: Sequence[Mapping[str, str]], packed: bytes, timeout: float) -> list[Any]:
         """Run a pickled function with its arguments; see the module's ``run``."""
         deadline = time.monotonic() + timeout
@@ -124,7 +132,8 @@ class World:
         self.is_warm = all(result is not None and not result[1] for result in results)
         if not self.is_warm:
             for work in self._work:
-                work.close()
+                with suppress(OSError):  # it has ended by itself
+                    work.send(None)
             join(self.processes, deadline)
         return [None if result is None else result[0] for result in results]
 
@@ -144,10 +153,10 @@ def _serve(work: Connection, reports: Connection) -> None:
     atexit._clear()  # what is there comes from the modules of the forkserver
     rank = _Rank()
     while rank.is_warm:
-        try:
-            environ, path, folder, timeout, packed = work.recv()
-        except EOFError:
+        order = work.recv()
+        if order is None:
             return
+        environ, path, folder, timeout, packed = order
         run_rank(reports, environ, rank.call, (path, folder, timeout, packed))
 
 

@@ -8,9 +8,8 @@ from typing import Any
 
 from unitrain import rng
 from unitrain.checkpoint import fit, metric_states
-from unitrain.checkpoint.emergency import epoch_end
 from unitrain.checkpoint.emergency.emergency import EmergencyCheckpoint
-from unitrain.checkpoint.emergency.epoch_end import EpochEnd
+from unitrain.checkpoint.emergency.epoch_end import EpochEnd, EpochEndHook
 from unitrain.checkpoint.emergency.last_boundary import LastBoundary
 from unitrain.checkpoint.run_state import RunState
 from unitrain.checkpoint.sharded import loading
@@ -87,12 +86,12 @@ class Checkpoint:
             failed=lambda: stopping.request(StopReason()),  # all ranks raise the error at their next boundary
         )
         self._unclaimed: int | None = None  # the step of another run's newest checkpoint, until resume or discard
-        self._epoch_end: EpochEnd | None = None
+        self._epoch_end = EpochEndHook(state, step)
         self._boundary: LastBoundary | None = None
         self.closed: bool = False
         communicator.on_main(lambda: self._folder.claim(state.nbytes))
         communicator.on_main(self._look)
-        step.at_epoch_end = self._remember_epoch_end
+        step.hooks.add_hook(self._epoch_end)
         if watch is not None:
             self._prepare_for_emergencies(watch)
         stopping.listen(self)
@@ -116,9 +115,9 @@ class Checkpoint:
                     "fails, the run resumes from its last save."
                 )
             return
-        self._boundary = LastBoundary(state.objects, state.modules.values(), ranks.pulse)
-        self._step.at_boundary, self._step.before_change = self._boundary.record, self._boundary.leave
-        watch.saver = EmergencyCheckpoint(store.root, self._boundary, state, self._writer, ranks.rank, watch.members)
+        self._boundary = LastBoundary(state.objects, state.modules.values(), self._epoch_end, ranks.pulse)
+        self._step.hooks.add_hook(self._boundary)
+        watch.save_by(EmergencyCheckpoint(store.root, self._boundary, state, self._writer, ranks.rank, watch.members))
 
     # ------------------------------------------------------------------------------------------------------- save
 
@@ -144,22 +143,15 @@ class Checkpoint:
 
         Between two epochs, it has the state before what follows the loop over batches, so that this is done again.
         """
-        ended = self._epoch_end
-        valid = self._step.between_epochs and ended is not None and ended.step == self._step.global_step
-        self._save(ended=ended if valid else None)
+        self._save(ended=self._epoch_end.pending)
         self.wait()
         return self._communicator.on_main(lambda: self._folder.name(self._step.global_step))
-
-    def _remember_epoch_end(self) -> None:
-        self._epoch_end = epoch_end.remember(self._state.objects, self._state.of, self._step.global_step)
-        if self._boundary is not None:
-            self._boundary.record(self._epoch_end)
 
     def _save(self, *, best: bool = False, ended: EpochEnd | None = None) -> None:
         ranks, state = self._communicator, self._state
         with ranks.pulse.within("checkpoint.save"), state.prepared.training_weights():
             if self._boundary is not None and ended is None:
-                self._boundary.record()
+                self._boundary.at_boundary()
             self.wait()
             modules = state.modules
             batch_norm.average_statistics(list(modules.values()), ranks, state.prepared.shares)
@@ -278,7 +270,7 @@ class Checkpoint:
             changed = self._check(opened, force=force)
             loading.order_by_name(self._state, opened)
             parts = loading.Parts(self._communicator, self._state, opened)
-            damage = parts.fetch()
+            damage = parts.verify()
             if damage is None:
                 return opened, parts, changed
             opened.close()
@@ -328,9 +320,11 @@ class Checkpoint:
             self.closed = True
             self._writer.close(wait=True)
             if self._watch is not None:
-                self._watch.saver = None
+                self._watch.save_no_more()
             self._folder.release()
-            self._step.at_epoch_end = self._step.at_boundary = self._step.before_change = lambda: None
+            self._step.hooks.remove_hook(self._epoch_end)
+            if self._boundary is not None:
+                self._step.hooks.remove_hook(self._boundary)
             self._stopping.close()
 
     def abandon(self) -> None:

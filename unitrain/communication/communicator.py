@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, Literal, Protocol, TypeGuard, TypeVar, cast
 
 import torch
@@ -15,15 +13,13 @@ from torch.nn import Parameter
 
 from unitrain import call_site
 from unitrain.communication.backend import Backend, Wait
-from unitrain.communication.object_codec import ObjectCodec, unreadable
-from unitrain.communication.plain_data import chunks
+from unitrain.communication.objects import ObjectTransport, as_bytes
+from unitrain.communication.waits import Waits
 from unitrain.errors import CommunicationError, UnitrainError, UsageError, by_rank
 from unitrain.pulse import Pulse
 
 T = TypeVar("T")
 ReduceOp = Literal["sum", "mean", "max", "min"]
-_LENGTH = struct.Struct("!q")
-_MOST_BYTES = 2**40  # of an object
 _ERROR_KINDS: list[type[UnitrainError]] = [UnitrainError, *UnitrainError.__subclasses__()]
 _ERRORS = {kind.__name__: kind for kind in _ERROR_KINDS}
 
@@ -49,20 +45,16 @@ class Communicator:
         key: signs pickled objects; None if the ranks share no secret, and before they have proved it.
 
     Attributes:
-        rank: rank of this process.
         world_size: number of processes.
         device: the device of the tensors that are communicated.
-        is_main: whether this is rank 0.
         pulse: as given.
         closed: whether communication has ended.
+        waits: what is called around waits for collectives of the core.
         all_reduce_async: the backend's ``all_reduce``, for the core: in place, without checks.
         all_gather_async: the backend's ``all_gather``, for the core: without checks.
         broadcast_async: the backend's ``broadcast``, for the core: in place, without checks.
-        shards_parameters: whether ranks have parts of parameters.
-        shards: whether ranks have parts of parameters, or of the state of optimizers only (``shard_optimizer``).
-        owners: with the latter, the rank that has the state of a parameter.
-        replicas, offloads: those of the backend.
-        to_local, full_tensor, shards_of: those of the backend.
+        owners: with ``shard_optimizer``, the rank that has the state of a parameter.
+        to_local: returns this rank's part of a tensor that is sharded, and any other tensor itself.
     """
 
     def __init__(
@@ -74,56 +66,79 @@ class Communicator:
         compares: bool = False,
         key: bytes | None = None,
     ) -> None:
-        self.rank: int = backend.rank
         self.world_size: int = backend.world_size
         self.device: torch.device = backend.device
-        self.is_main: bool = self.rank == 0
         self.pulse = pulse
         self.closed: bool = False
         self._backend = backend
-        self.call_around_waits(None)
-        self._refusal = ""
-        several = backend.world_size > 1
-        self.shards_parameters: bool = backend.shards and several
-        self.shards: bool = (backend.shards or backend.config.shard_optimizer) and several
-        self.owners: dict[Parameter, int] = {}
-        self.replicas: int = backend.replicas
-        self.offloads: bool = backend.offloads
-        self.to_local: Callable[[Tensor], Tensor] = backend.to_local
-        self.full_tensor: Callable[[Tensor], Tensor] = backend.full_tensor
-        self.shards_of: Callable[[Tensor], Sequence[Tensor]] = backend.shards_of
         self._peers = peers
         self._compares = compares and peers is not None
-        self._codec = ObjectCodec(self.rank, key)
-        self._exchanges = 0  # of objects
+        self._refusal = ""
+        self._objects = ObjectTransport(self, key)
+        self.waits: Waits = Waits(measures=backend.config.shares == "auto")
+        self.all_reduce_async: Callable[[Tensor, str, str], Wait] = self.waits.of(backend.all_reduce)
+        self.all_gather_async: Callable[[Tensor, str], Callable[[], Tensor]] = self.waits.of(backend.all_gather)
+        self.broadcast_async: Callable[[Tensor, int, str], Wait] = self.waits.of(backend.broadcast)
+        self.owners: dict[Parameter, int] = {}
+        self.to_local: Callable[[Tensor], Tensor] = backend.to_local
 
-    def call_around_waits(self, around: Callable[[Callable[[], Any]], Any] | None) -> None:
-        """Call ``around(wait)`` where a collective is waited for, from now on. It returns what ``wait()`` does.
+    @property
+    def rank(self) -> int:
+        """Rank of this process."""
+        return self._backend.rank
 
-        None ends it. Without it, nothing stands between a caller and the backend.
-        """
-        backend = self._backend
-        self.all_reduce_async: Callable[[Tensor, str, str], Wait] = _with_waits(backend.all_reduce, around)
-        self.all_gather_async: Callable[[Tensor, str], Callable[[], Tensor]] = _with_waits(backend.all_gather, around)
-        self.broadcast_async: Callable[[Tensor, int, str], Wait] = _with_waits(backend.broadcast, around)
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
 
     @contextmanager
     def refused(self, when: str) -> Iterator[None]:
-        """Context manager in which collectives of the script raise a UsageError, which says when they were called."""
+        """Make collectives of the script in the block raise a UsageError, which says when they were called."""
         self._refusal = when
         try:
             yield
         finally:
             self._refusal = ""
 
-    def is_sharded(self, value: object) -> TypeGuard[Tensor]:
-        """Return whether a value is a tensor of which this rank has a part."""
-        return self.shards and isinstance(value, Tensor) and self.to_local(value) is not value
-
     def close(self, *, failed: bool) -> None:
         """Close the backend."""
         self.closed = True
         self._backend.close(failed=failed)
+
+    # ---------------------------------------------------------------------------------------- on tensors in parts
+
+    @property
+    def shards_parameters(self) -> bool:
+        """Whether ranks have parts of parameters."""
+        return self._backend.shards and self.world_size > 1
+
+    @property
+    def shards(self) -> bool:
+        """Whether ranks have parts of parameters, or of the state of optimizers only (``shard_optimizer``)."""
+        return (self._backend.shards or self._backend.config.shard_optimizer) and self.world_size > 1
+
+    @property
+    def replicas(self) -> int:
+        """Number of ranks that have the same part of a parameter."""
+        return self._backend.replicas
+
+    @property
+    def offloads(self) -> bool:
+        """Whether parts of parameters are in host memory instead of on ``device``."""
+        return self._backend.offloads
+
+    def is_sharded(self, value: object) -> TypeGuard[Tensor]:
+        """Return whether a value is a tensor of which this rank has a part."""
+        return self.shards and isinstance(value, Tensor) and self.to_local(value) is not value
+
+    def full_tensor(self, tensor: Tensor) -> Tensor:
+        """Return all of a tensor that is sharded, and any other tensor itself. Collective if it is sharded."""
+        return self._backend.full_tensor(tensor)
+
+    def shards_of(self, tensor: Tensor) -> Sequence[Tensor]:
+        """Return the parts of all ranks, on the meta device except this rank's."""
+        return self._backend.shards_of(tensor)
 
     # ------------------------------------------------------------------------------------------------- on tensors
 
@@ -167,7 +182,7 @@ class Communicator:
         """Gather tensors on ``device`` whose shapes and dtypes are known to be the same on all ranks. Collective."""
         if self.world_size == 1 or not work.numel():
             return work.unsqueeze(0).repeat(self.world_size, *[1] * work.dim())
-        gathered = self._complete(lambda: self.all_gather_async(_as_bytes(work), "all_gather")(), "all_gather", work)
+        gathered = self._complete(lambda: self.all_gather_async(as_bytes(work), "all_gather")(), "all_gather", work)
         return gathered.view(work.dtype).view(self.world_size, *work.shape)
 
     def gather_rows(self, tensor: Tensor, counts: Sequence[int]) -> Tensor:
@@ -181,9 +196,15 @@ class Communicator:
         work = self._communicable(tensor, "gather")
         row = work.shape[1:]
         if self.world_size > 1 and sum(counts) * row.numel():
-            parts = self._all_gather_padded(work.reshape(-1), [count * row.numel() for count in counts])
+            parts = self.all_gather_padded(work.reshape(-1), [count * row.numel() for count in counts])
             work = torch.cat(parts).view(sum(counts), *row)
         return work.to(tensor.device)
+
+    def all_gather_padded(self, data: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        """Return the flat tensors of all ranks, which have these sizes. Collective."""
+        padded = torch.zeros(max(sizes), dtype=data.dtype, device=self.device)
+        padded[: data.numel()] = data
+        return [row[:size] for row, size in zip(self.all_gather_alike(padded), sizes, strict=True)]
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
         """See ``Strategy.broadcast``."""
@@ -192,7 +213,7 @@ class Communicator:
         if self.world_size == 1 or not work.numel():
             return work.to(tensor.device)
         self._complete(
-            lambda: self._backend.broadcast(_as_bytes(work), src, "broadcast")(), "broadcast", work, f"src={src}"
+            lambda: self._backend.broadcast(as_bytes(work), src, "broadcast")(), "broadcast", work, f"src={src}"
         )
         return work.to(tensor.device)
 
@@ -207,70 +228,21 @@ class Communicator:
 
     def broadcast_object(self, value: T, src: int = 0) -> T:
         """See ``Strategy.broadcast_object``."""
-        return self._broadcast(value, src, pickles=True)
+        self._check_rank(src)
+        return self._objects.broadcast(value, src, pickles=True)
 
     def broadcast_data(self, value: T, src: int = 0) -> T:
-        """Return rank ``src``'s plain data (``communication.plain_data``), for the core: never pickled. Collective."""
-        return self._broadcast(value, src, pickles=False)
+        """Return rank ``src``'s plain data (see ``plain_data``), for the core: never pickled. Collective."""
+        self._check_rank(src)
+        return self._objects.broadcast(value, src, pickles=False)
 
     def all_gather_object(self, value: T) -> list[T]:
         """See ``Strategy.all_gather_object``."""
-        return self._all_gather(value, pickles=True)
+        return self._objects.all_gather(value, pickles=True)
 
     def all_gather_data(self, value: T) -> list[T]:
         """Return the plain data of all ranks, for the core: never pickled. Collective."""
-        return self._all_gather(value, pickles=False)
-
-    def _broadcast(self, value: T, src: int, *, pickles: bool) -> T:
-        self._check_rank(src)
-        if self.world_size == 1:
-            return value
-        self._exchanges += 1
-        is_sender = self.rank == src
-        header, tensors = self._codec.encode(value, self._exchanges, pickles=pickles) if is_sender else (b"", [])
-        size = int(self.broadcast(torch.tensor(len(header)), src))
-        if not 0 < size <= _MOST_BYTES:
-            raise unreadable(src, self.rank, f"{size} bytes")
-        received = self.broadcast(_from_bytes(header) if is_sender else torch.empty(size, dtype=torch.uint8), src)
-        if is_sender:
-            for chunk in chunks(tensors):
-                self.broadcast(torch.cat(chunk), src)
-            return value
-        result, tensors = self._codec.decode(_to_bytes(received), src, self._exchanges)
-        for chunk in chunks(tensors):  # on a GPU, each passes through its memory
-            _fill(chunk, self.broadcast(torch.cat(chunk), src))
-        return cast(T, result())
-
-    def _all_gather(self, value: T, *, pickles: bool) -> list[T]:
-        if self.world_size == 1:
-            return [value]
-        self._exchanges += 1
-        header, tensors = self._codec.encode(value, self._exchanges, pickles=pickles)
-        contents = [_from_bytes(_LENGTH.pack(len(header)) + header), *map(_as_bytes, tensors)]
-        data = torch.cat(contents)
-        sizes = self.all_gather_alike(torch.tensor(data.numel(), device=self.device)).tolist()
-        for rank, size in enumerate(sizes):
-            if not _LENGTH.size < size <= _MOST_BYTES:
-                raise unreadable(rank, self.rank, f"{size} bytes")
-        parts = self._all_gather_padded(data, sizes)
-        return [self._unpacked(part.cpu(), rank) for rank, part in enumerate(parts)]
-
-    def _all_gather_padded(self, data: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-        """Return the flat tensors of all ranks, which have these sizes."""
-        padded = torch.zeros(max(sizes), dtype=data.dtype, device=self.device)
-        padded[: data.numel()] = data
-        return [row[:size] for row, size in zip(self.all_gather_alike(padded), sizes, strict=True)]
-
-    def _unpacked(self, data: Tensor, sender: int) -> Any:
-        """Return the object in what a rank has sent: the length of a header, the header, and tensors."""
-        [length] = _LENGTH.unpack(_to_bytes(data[: _LENGTH.size]))
-        header, content = data[_LENGTH.size :][:length], data[_LENGTH.size :][length:]
-        result, tensors = self._codec.decode(_to_bytes(header), sender, self._exchanges)
-        parts = [_as_bytes(tensor) for tensor in tensors]
-        if sum(part.numel() for part in parts) != content.numel():
-            raise unreadable(sender, self.rank, f"{content.numel()} bytes of tensors")
-        _fill(parts, content)
-        return result()
+        return self._objects.all_gather(value, pickles=False)
 
     def on_main(self, action: Callable[[], T]) -> T:
         """Call ``action`` on rank 0, and return its result on every rank. Collective.
@@ -366,13 +338,6 @@ class Communicator:
         )
 
 
-def _with_waits(
-    collective: Callable[..., Callable[[], T]], around: Callable[[Callable[[], T]], T] | None
-) -> Callable[..., Callable[[], T]]:
-    """Return a collective whose wait is called by ``around``, if it is given."""
-    return collective if around is None else lambda *arguments: partial(around, collective(*arguments))
-
-
 def _check_range(total: Tensor, dtype: torch.dtype) -> None:
     """Raise UsageError if an integer dtype can't hold a sum, which is the same on all ranks."""
     held = torch.iinfo(dtype)
@@ -381,25 +346,6 @@ def _check_range(total: Tensor, dtype: torch.dtype) -> None:
             f"the sum over the ranks is outside of the range of {dtype}, {held.min} to {held.max}: pass "
             "tensor.to(torch.int64)."
         )
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    """Return a flat view of a tensor's bytes, so that a backend need not support its dtype to move it."""
-    return tensor.reshape(-1).view(torch.uint8)
-
-
-def _from_bytes(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
-def _to_bytes(data: Tensor) -> bytes:
-    return data.cpu().numpy().tobytes()
-
-
-def _fill(parts: Sequence[Tensor], content: Tensor) -> None:
-    """Fill flat tensors of bytes with those of ``content``, one after another."""
-    for part, its in zip(parts, torch.split(content, [part.numel() for part in parts]), strict=True):
-        part.copy_(its)
 
 
 def _class_name(error: UnitrainError) -> str:

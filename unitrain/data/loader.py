@@ -193,7 +193,8 @@ class Loader:
     @property
     def yielded(self) -> int:
         """Number of samples yielded in the current epoch, over all ranks, including those of an open window."""
-        return self._yielded
+        last = self._last
+        return self._start[0] if last is None else last.stop
 
     @property
     def stand_in(self) -> bool:
@@ -203,7 +204,8 @@ class Loader:
             >>> for images, labels in train:
             ...     seen += 0 if train.stand_in else len(labels)
         """
-        return self._stand_in
+        last = self._last
+        return last is not None and not last.count
 
     @property
     def epoch(self) -> int:
@@ -218,10 +220,12 @@ class Loader:
     def _begin_at(self, consumed: int, steps: int) -> None:
         """Start the next iteration after this many samples and steps of the epoch."""
         self._iteration = None
-        self._stand_in = False
         self._start = (consumed, steps)
-        self._consumed, self._steps = self._start
-        self._yielded = consumed
+
+    @property
+    def _last(self) -> MicroBatch | None:
+        """The micro-batch that was yielded last in the current iteration."""
+        return None if self._iteration is None else self._iteration.micro_batch
 
     @property
     def _counts(self) -> bool:
@@ -251,8 +255,6 @@ class Loader:
             if self._communicator.world_size > 1 and not self._reads_shards:
                 self._check_same_data()
         self._compared = True
-        if self._listener.is_training():
-            self._listener.follows()
         iteration = self._iteration = Iteration(self._identity)
         complete = False
         try:
@@ -261,30 +263,19 @@ class Loader:
         finally:
             if not complete and iteration is self._iteration and not iteration.trained:
                 self._drop(iteration)
-        self._listener.yields(None, None, iteration, training=self._listener.is_training())
+        self._listener.end(iteration, complete=True)
         self.epoch += 1
 
     def _drop(self, iteration: Iteration) -> None:
         """Forget an iteration that ended before any of its batches was trained on: it does not count."""
-        self._listener.drops(iteration)
+        self._listener.end(iteration, complete=False)
         self._begin_at(*self._start)
 
     def _batches(self, iteration: Iteration) -> Iterator[Any]:
-        listener = self._listener
         batches = self._balanced() if self._config.shares == "auto" else self._fed(*self._start)
-        for micro_batch, batch in listener.observed(batches):
-            # Checked for each batch: an evaluation may begin and end within a training epoch.
-            training = listener.is_training()
-            if micro_batch.first or not training:
-                listener.boundary()
-            # Samples are consumed at the end of a window: checkpoints don't contain accumulated gradients.
-            if micro_batch.last:
-                self._consumed, self._steps = micro_batch.stop, micro_batch.step + 1
-            self._yielded = micro_batch.stop
-            self._stand_in = not micro_batch.count
-            if self._stand_in and not listener.needs_stand_ins(iteration):
+        for micro_batch, batch in self._listener.begin(iteration, batches):
+            if not self._listener.hand_out(micro_batch, iteration):
                 continue
-            listener.yields(micro_batch, batch, iteration, training=training)
             yield batch
             if iteration is not self._iteration:
                 raise UsageError("another iteration over this loader was started: it supports one at a time.")
@@ -304,11 +295,9 @@ class Loader:
             fed, start = self._fed(*start), None
             for micro_batch, batch in fed:
                 yield micro_batch, batch
-                if micro_batch.last:
-                    self._listener.balance()
-                    if self._listener.shares.current != self._shares:
-                        start = micro_batch.stop, micro_batch.step + 1
-                        break
+                if micro_batch.last and self._listener.shares.current != self._shares:
+                    start = micro_batch.stop, micro_batch.step + 1
+                    break
 
     def _check_same_data(self) -> None:
         """Check that all ranks were given the same data. Collective.
@@ -342,9 +331,11 @@ class Loader:
     @property
     def position(self) -> dict[str, int]:
         """The part of ``state_dict`` that changes from step to step."""
-        consumed, steps = self._consumed, self._steps
-        if self._counts and self._iteration is not None:
-            consumed, steps = self._iteration.trained_to or self._start
+        iteration = self._iteration
+        reached = None
+        if iteration is not None:
+            reached = iteration.trained_to if iteration.trained else iteration.yielded_to
+        consumed, steps = reached or self._start
         return {"epoch": self._epoch, "consumed": consumed, "steps": steps}
 
     def state_dict(self) -> dict[str, Any]:

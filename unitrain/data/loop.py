@@ -8,6 +8,9 @@ from typing import Any, Protocol
 from unitrain.data.order.sharding import MicroBatch
 from unitrain.data.order.shares import Shares
 
+Batches = Iterator[tuple[MicroBatch, Any]]
+"""Micro-batches, and what a loader yields for them."""
+
 
 class Iteration:
     """One iteration over a loader.
@@ -17,44 +20,53 @@ class Iteration:
 
     Attributes:
         loader: that object.
+        micro_batch: the micro-batch that was yielded last; None before the first.
+        yielded_to: how many samples and steps of the epoch were consumed at the end of the last window that was
+            yielded; None before that.
         trained: whether one of its batches was used in a backward. If it ends before that, as in
             ``next(iter(loader))``, it does not count as an epoch.
-        trained_to: how many samples and steps of the epoch were consumed at the end of the last window that was trained
-            on; None before that.
+        trained_to: as ``yielded_to``, for the last window that was trained on.
+        open_at_once: number of batches of the loader that were open at its first backward.
         gathers: whether ``gather`` was called for a batch of it, in an evaluation.
     """
 
-    __slots__ = ("gathers", "loader", "trained", "trained_to")
+    __slots__ = ("gathers", "loader", "micro_batch", "open_at_once", "trained", "trained_to", "yielded_to")
 
     def __init__(self, loader: object) -> None:
         self.loader: object = loader
+        self.micro_batch: MicroBatch | None = None
+        self.yielded_to: tuple[int, int] | None = None
         self.trained: bool = False
         self.trained_to: tuple[int, int] | None = None
+        self.open_at_once: int = 1
         self.gathers: bool = False
+
+    def take(self, micro_batch: MicroBatch) -> None:
+        """Record the micro-batch that is yielded."""
+        self.micro_batch = micro_batch
+        # Samples are consumed at the end of a window: checkpoints don't contain accumulated gradients.
+        if micro_batch.last:
+            self.yielded_to = micro_batch.stop, micro_batch.step + 1
+
+    def train(self, micro_batch: MicroBatch) -> None:
+        """Record the micro-batch of a backward."""
+        self.trained = True
+        if micro_batch.last:
+            self.trained_to = micro_batch.stop, micro_batch.step + 1
 
 
 class BatchInUse:
-    """The batch that the script works on: the one that was yielded last, or that the last forward was given.
+    """The batch that the script works on.
 
     Attributes:
         is_stand_in: whether it is the stand-in of a rank without samples, and counts for nothing. An attribute, since
             compiled code that reads it must not depend on the number of samples.
     """
 
-    __slots__ = ("_micro_batch", "is_stand_in")
+    __slots__ = ("is_stand_in",)
 
     def __init__(self) -> None:
-        self.micro_batch = None
-
-    @property
-    def micro_batch(self) -> MicroBatch | None:
-        """Its micro-batch; None without a loader."""
-        return self._micro_batch
-
-    @micro_batch.setter
-    def micro_batch(self, micro_batch: MicroBatch | None) -> None:
-        self._micro_batch: MicroBatch | None = micro_batch
-        self.is_stand_in: bool = micro_batch is not None and not micro_batch.count
+        self.is_stand_in: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BatchInUse:
         """Return this object: a copy of a model is used with the same batches."""
@@ -70,26 +82,17 @@ class LoopListener(Protocol):
 
     shares: Shares
 
-    def is_training(self) -> bool:
-        """Return whether batches are used for training, and not for an evaluation."""
+    def begin(self, iteration: Iteration, batches: Batches) -> Batches:
+        """An iteration begins. Return the iterator that the loader yields from: the same, or one that measures it."""
 
-    def needs_stand_ins(self, iteration: Iteration) -> bool:
-        """Return whether a rank without samples has to take part in what is done with a batch all the same."""
+    def hand_out(self, micro_batch: MicroBatch, iteration: Iteration) -> bool:
+        """All previous batches have been used. Return whether this one is to be yielded, and record it if so.
+
+        The run may be stopped here.
+        """
+
+    def end(self, iteration: Iteration, *, complete: bool) -> None:
+        """An iteration has ended: at the end of its data, or before any of its batches was trained on."""
 
     def follows(self) -> None:
-        """What follows the previous training iteration is done: another starts, or the loop over epochs continues."""
-
-    def boundary(self) -> None:
-        """All previous batches have been used: the run can be stopped here."""
-
-    def yields(self, micro_batch: MicroBatch | None, batch: Any, iteration: Iteration, *, training: bool) -> None:
-        """The loader is about to yield a batch, for training or for an evaluation; None at the end of an iteration."""
-
-    def balance(self) -> None:
-        """A window has ended: if enough was measured, set the shares in proportion. Collective then."""
-
-    def drops(self, iteration: Iteration) -> None:
-        """An iteration ended before any of its batches was trained on, and does not count."""
-
-    def observed(self, batches: Iterator[tuple[MicroBatch, Any]]) -> Iterator[tuple[MicroBatch, Any]]:
-        """Return the iterator that the loader yields from: the same, or one that measures it."""
+        """What follows the previous training iteration is done: the loop over epochs continues."""

@@ -17,12 +17,6 @@ Mode = Literal["min", "max"]
 class EarlyStopping:
     """Decides whether a metric has stopped improving. Made by ``strategy.early_stopping``.
 
-    Args:
-        communicator: the communicator of this process.
-        mode: whether the metric is to become as large (``max``) or as small (``min``) as possible.
-        patience: number of updates in a row without an improvement after which ``should_stop`` is True.
-        min_delta: an improvement is a difference from the best value of more than this.
-
     Attributes:
         best: the best value so far; None before the first one that is a number.
         waited: number of updates since then.
@@ -39,9 +33,7 @@ class EarlyStopping:
         if not 0 <= min_delta < math.inf:
             raise UsageError(f"early_stopping: min_delta is {min_delta}, but must be at least 0, and finite.")
         self._communicator = communicator
-        self._mode = mode
-        self._patience = patience
-        self._min_delta = min_delta
+        self._mode, self._patience, self._min_delta = mode, patience, min_delta
         self.best: float | None = None
         self.waited: int = 0
 
@@ -57,17 +49,10 @@ class EarlyStopping:
             UsageError: rank 0's value is not a number; on every rank.
         """
         number = self._communicator.on_main(lambda: _number(value))
-        improved = self._improves(number)
-        if improved:
-            self.best = number
-        self.waited = 0 if improved else self.waited + 1
+        sign = 1 if self._mode == "max" else -1
+        improved = not math.isnan(number) and (self.best is None or sign * (number - self.best) > self._min_delta)
+        self.best, self.waited = (number, 0) if improved else (self.best, self.waited + 1)
         return improved
-
-    def _improves(self, value: float) -> bool:
-        if math.isnan(value) or self.best is None:
-            return not math.isnan(value)
-        better = value - self.best if self._mode == "max" else self.best - value
-        return better > self._min_delta
 
     @property
     def should_stop(self) -> bool:
@@ -93,9 +78,7 @@ class EarlyStopping:
 
 
 def _number(value: object) -> float:
-    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
-        return float(value)
-    if isinstance(value, (int, float)):
+    if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()):
         return float(value)
     kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
     raise UsageError(f"early_stopping: update() takes a number, not {kind}: pass meter.value(), say.")

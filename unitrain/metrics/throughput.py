@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from unitrain.communication.communicator import Communicator
-from unitrain.data.order.sharding import MicroBatch
+from unitrain.data.loop import Batches
+from unitrain.training.hooks import StepHook
 
 
 class Totals(NamedTuple):
@@ -26,7 +27,7 @@ class Totals(NamedTuple):
     """The part of it spent in ``step``, ``backward`` and ``update``, including waits for other ranks."""
 
 
-class Throughput:
+class Throughput(StepHook):
     """Measures samples per second, time and peak memory over all ranks. Made by ``strategy.throughput()``.
 
     Samples are counted, and time is measured, while a loader of the strategy is iterated for training. An evaluation
@@ -85,14 +86,14 @@ class Throughput:
             "slowest_ratio": slowest.values.item() / median if median > 0 else 1.0,
         }
 
-    def batches(self, fed: Iterator[tuple[MicroBatch, Any]]) -> Iterator[tuple[MicroBatch, Any]]:
-        """Yield from an iterator of training batches, and measure it. Called by the loader."""
+    def batches(self, batches: Batches) -> Batches:
+        """Yield from an iterator of training batches, and measure it."""
         since = perf_counter()
         if self._iterations == 0:
             self._iterating_since = since
         self._iterations += 1
         try:
-            for micro_batch, batch in fed:
+            for micro_batch, batch in batches:
                 self._data += perf_counter() - since
                 self._samples += micro_batch.count
                 yield micro_batch, batch
@@ -104,12 +105,12 @@ class Throughput:
                 self._await_device()  # queued work belongs to the samples counted so far
                 self._seconds += perf_counter() - self._iterating_since
 
-    def began(self) -> None:
-        """Start the clock of ``backward`` or ``update``. Called by the training step."""
+    def before_call(self) -> None:
+        """Start the clock of ``backward`` or ``update``."""
         self._stepping_since = perf_counter()
 
-    def ended(self) -> None:
-        """Stop that clock. Called by the training step."""
+    def after_call(self) -> None:
+        """Stop that clock."""
         if self._stepping_since is not None:
             self._step += perf_counter() - self._stepping_since
             self._stepping_since = None

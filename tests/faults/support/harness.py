@@ -27,6 +27,7 @@ from slurm import slurm_missing
 from unitrain.commands.toolchain import find_program
 
 PROGRAM = TESTS / "faults" / "programs" / "program.py"
+BY_HAND = TESTS / "faults" / "programs" / "by_hand.py"
 STEPS = 40
 HEARTBEAT_S, TIMEOUT_S = 3.0, 8.0
 QUICK = {"UNITRAIN_HEARTBEAT_TIMEOUT_S": str(HEARTBEAT_S), "UNITRAIN_TIMEOUT_S": str(TIMEOUT_S)}
@@ -48,7 +49,8 @@ class World:
         script = [str(program), *arguments]
         count = str(ranks)
         starts: dict[str, list[str]] = {
-            "plain": [sys.executable, str(TESTS / "faults" / "programs" / "by_hand.py"), count],
+            "plain": [sys.executable, str(BY_HAND), count],
+            "forked": [sys.executable, str(BY_HAND), "--fork", count],
             "torchrun": ["torchrun", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", count],
             "mpirun": ["mpirun", "--oversubscribe", "-np", count, sys.executable],
             "mpich": ["mpiexec.mpich", "-n", count, sys.executable],
@@ -69,6 +71,9 @@ class World:
 
 ONE = World("plain", "auto")
 PLAIN, TORCHRUN = World("plain", "ddp"), World("torchrun", "ddp")
+# As plain, but its ranks share an import of torch. Nobody can read their command and environment from outside, as
+# ``ranks_of`` does, and a rank that looks for those that have not joined.
+FORKED = World("forked", "ddp")
 MPIRUN, HOROVODRUN = World("mpirun", "horovod"), World("horovodrun", "horovod")
 MPIRUN_DDP = World("mpirun", "ddp")
 

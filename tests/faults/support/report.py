@@ -21,7 +21,8 @@ HEAD = """# Faults
 How real jobs of two or three processes ended when the tests caused a fault in one of them. `make soak` writes this
 page; `make test` runs the quick ones. The heartbeat timeout was 3 seconds and the timeout of collectives 8; the
 defaults are 30 and 600. A fault lost at most the current step, a signal lost none, and no process was left
-over. The launcher `plain` stands for processes started with `RANK`, `WORLD_SIZE`, … set by hand.
+over. The launcher `plain` stands for processes started with `RANK`, `WORLD_SIZE`, … set by hand, `forked` for such
+processes that share an import of torch.
 
 | what dies | what is lost |
 |---|---|

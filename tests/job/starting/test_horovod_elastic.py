@@ -48,4 +48,4 @@ def test_a_driver_that_has_ended() -> None:
     began = time.monotonic()
     with pytest.raises(ConnectionError, match="Connection refused"):
         next_place(address, "node1", "3")
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30

@@ -169,7 +169,9 @@ def test_one_stop_after_another(job: Job) -> None:
     for rank in range(3):
         job.hear(rank, messages.Held(3))
     job.hear(1, messages.RequestStop(StopReason(15)))
-    assert [message.kind for _, message in job.sent] == ["hold", "stop"], "not before all have come to the first"
+    assert [type(message) for _, message in job.sent] == [messages.Hold, messages.Stop], (
+        "not before all have come to the first"
+    )
     for rank in range(3):
         job.hear(rank, messages.Settled())
     assert job.sent[2:] == [(None, messages.Hold())]

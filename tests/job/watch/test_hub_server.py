@@ -93,7 +93,7 @@ def test_a_silent_rank_is_the_verdict_after_heartbeat_timeout_s(job: Job) -> Non
         job.beat(0, 1)
         time.sleep(0.1)
     assert job.verdict(0).startswith("rank 2 on host (pid 1002) sent no heartbeat for 1 s")
-    assert time.monotonic() - began < 2 + 5
+    assert time.monotonic() - began < 2 + 28
 
 
 def test_a_rank_that_does_not_read_holds_up_nobody(job: Job) -> None:

@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 import unitrain
 from unitrain import Strategy, UsageError
-from unitrain.data.loop import BatchInUse, Iteration
+from unitrain.data.loop import Iteration
 from unitrain.data.order.sharding import MicroBatch
 from unitrain.training.loop.batches import OpenBatches
 
@@ -99,11 +99,14 @@ def forwards_first(strategy: Strategy, model: nn.Module, optimizer: torch.optim.
                 strategy.step(loss, optimizer)
 
 
-def trained(loop: Loop, backend: str, accumulate: int, even: bool) -> tuple[list[float], dict[str, Any]]:
+def trained(loop: Loop, backend: str, accumulate: int, samples: int) -> tuple[list[float], dict[str, Any]] | str:
     with prepared(backend, accumulate=accumulate) as (strategy, model, optimizer):
-        data = rows() if not even else TensorDataset(*(t[:8] for t in rows().tensors))
+        data = TensorDataset(*(t[:samples] for t in rows().tensors))
         loader = strategy.dataloader(data, global_batch_size=GLOBAL_BATCH)
-        loop(strategy, model, optimizer, loader)
+        try:
+            loop(strategy, model, optimizer, loader)
+        except UsageError as error:
+            return str(error)
         strategy.check_in_sync(model)
         return weights(model), loader.state_dict()
 
@@ -125,16 +128,72 @@ WORLDS = [
         (prefetched_before_the_forward, 2),
         (collected, 1),
         (collected, 2),
-        (forwards_first, 2),  # each loss must weigh the same: only the order tells whose it is
+        (forwards_first, 2),
     ],
 )
-def test_batches_taken_ahead_weigh_as_themselves(
+def test_batches_taken_ahead_are_trained_on_in_their_order(
     loop: Loop, accumulate: int, backend: str, world_size: int, launcher: Literal["spawn", "horovodrun"]
 ) -> None:
-    even = loop is forwards_first
-    expected, _ = trained(plain, "single", accumulate, even)
-    for found, _ in run_ranks(trained, loop, backend, accumulate, even, nprocs=world_size, launcher=launcher):
+    """On three ranks, and in two micro-batches, one rank has a stand-in each time."""
+    expected = trained(plain, "single", accumulate, 2 * GLOBAL_BATCH)[0]
+    for found, _ in run_ranks(
+        trained, loop, backend, accumulate, 2 * GLOBAL_BATCH, nprocs=world_size, launcher=launcher
+    ):
         assert found == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("loop", [prefetched_after_the_forward, prefetched_before_the_forward, collected])
+def test_batches_taken_ahead_that_weigh_differently_are_refused(loop: Loop) -> None:
+    for said in run_ranks(trained, loop, "ddp", 1, SAMPLES):
+        assert "several batches were taken from loaders before this backward" in said
+        assert "pass weight= to step()" in said
+
+
+def weighted(backend: str) -> list[float]:
+    with prepared(backend) as (strategy, model, optimizer):
+        batches = endless(strategy.dataloader(rows(), global_batch_size=GLOBAL_BATCH))
+        following = next(batches)
+        for _ in range(6):
+            (inputs, targets), following = following, next(batches)
+            strategy.step(mse_loss(model(inputs), targets.double()), optimizer, weight=len(inputs))
+        return weights(model)
+
+
+def test_batches_taken_ahead_may_weigh_differently_if_the_script_says_how_much() -> None:
+    expected = weighted("single")
+    for found in run_ranks(weighted, "ddp"):
+        assert found == pytest.approx(expected, abs=1e-12)
+
+
+def test_a_batch_that_is_left_out_later_is_not_taken_for_one_taken_ahead() -> None:
+    with prepared("single") as (strategy, model, optimizer):
+        loader = strategy.dataloader(rows(), global_batch_size=2)
+        for number, (inputs, targets) in enumerate(loader):
+            if number != 2:
+                strategy.step(mse_loss(model(inputs), targets.double()), optimizer)
+                assert loader.state_dict()["steps"] == number + 1
+            if number == 3:
+                break
+
+
+def test_a_run_can_be_stopped_again_after_the_last_batch_of_an_epoch_was_taken_ahead() -> None:
+    with prepared("single") as (strategy, model, optimizer):
+        batches = endless(strategy.dataloader(rows(), global_batch_size=4))
+        following = next(batches)
+        for step in range(6):
+            (inputs, targets), following = following, next(batches)
+            assert strategy.training_step.batches.last_is_open == (step % 3 == 2)
+            strategy.step(mse_loss(model(inputs), targets.double()), optimizer)
+
+
+def test_a_loop_that_trained_on_nothing_is_forgotten() -> None:
+    with prepared("single") as (strategy, model, optimizer):
+        loader = strategy.dataloader(rows(), global_batch_size=4)
+        assert len(list(loader)) == 3
+        for inputs, targets in loader:
+            strategy.step(mse_loss(model(inputs), targets.double()), optimizer)
+            assert loader.state_dict()["consumed"] == 4
+            break
 
 
 def zipped(backend: str, sizes: tuple[int, int], separately: bool) -> list[float] | str:
@@ -176,20 +235,20 @@ def test_a_run_can_be_stopped_after_an_epoch_whose_batches_were_collected() -> N
     with prepared("single") as (strategy, model, optimizer):
         loader = strategy.dataloader(rows(), global_batch_size=SAMPLES)
         for inputs, targets in list(loader):  # a single batch: the iteration has ended before it is trained on
-            assert strategy.training_step.last_is_open
+            assert strategy.training_step.batches.last_is_open
             strategy.step(mse_loss(model(inputs), targets.double()), optimizer)
-        assert not strategy.training_step.last_is_open
+        assert not strategy.training_step.batches.last_is_open
 
 
 def test_batches_of_a_dropped_iteration_are_not_looked_for() -> None:
-    batches = OpenBatches(BatchInUse(), [nn.Linear(1, 1)], lambda micro_batch: None)
+    batches = OpenBatches()
     micro_batch = MicroBatch(0, 1, 1, 1, 0, first=True, last=True, opening=True, everywhere=True)
     dropped, following = Iteration(object()), Iteration(object())
     for iteration in (dropped, dropped):
-        batches.take(micro_batch, torch.ones(1), iteration)
+        batches.take(micro_batch, iteration)
     batches.drop(dropped)
     for iteration in (following, following):
-        batches.take(micro_batch, torch.ones(1), iteration)
+        batches.take(micro_batch, iteration)
     assert batches.of_backward(weighted=False) is micro_batch
     assert following.trained
     assert not dropped.trained

@@ -10,7 +10,7 @@ from torch.nn import Parameter
 from torch.optim import SGD
 
 from unitrain import UsageError
-from unitrain.training.loop.direct_steps import DirectStepCheck
+from unitrain.training.loop.checks import DirectStepCheck
 
 PREPARED, OTHER = Parameter(torch.ones(1)), Parameter(torch.ones(1))
 

@@ -65,7 +65,9 @@ def test_one_micro_batch_is_stepped_once(ready: Ready) -> None:
 @pytest.mark.parametrize("left_out", [0, 1, 3])
 def test_a_micro_batch_that_was_left_out_is_noticed(ready: Ready, left_out: int) -> None:
     strategy, model, optimizer = ready
-    with pytest.raises(UsageError, match="step\\(\\) was not called for a micro-batch"):  # noqa: PT012
+    # The first one, left out, looks like one taken ahead, until a batch weighs differently.
+    said = "several batches were taken" if left_out == 0 else r"step\(\) was not called for a micro-batch"
+    with pytest.raises(UsageError, match=said):  # noqa: PT012
         for i, (inputs, targets) in enumerate(strategy.dataloader(data(), global_batch_size=6)):
             if i != left_out:
                 strategy.step(mse_loss(model(inputs), targets), optimizer)

@@ -131,10 +131,16 @@ def _as_eager(settings: dict[str, Any]) -> None:
         assert not torch._dynamo.utils.counters["graph_break"]
 
 
-@pytest.mark.parametrize("sync_batchnorm", [False, True])
+def _as_eager_in_turn(several: list[dict[str, Any]]) -> None:
+    for settings in several:
+        torch.compiler.reset()
+        torch._dynamo.utils.counters.clear()
+        _as_eager(settings)
+
+
 @pytest.mark.parametrize("launcher", ["spawn", pytest.param("horovodrun", marks=HOROVOD)])
-def test_ranks_train_as_eager_with_stand_ins_and_bounded_recompilation(launcher: Any, sync_batchnorm: bool) -> None:
-    run_ranks(_as_eager, {"sync_batchnorm": sync_batchnorm}, launcher=launcher)
+def test_ranks_train_as_eager_with_stand_ins_and_bounded_recompilation(launcher: Any) -> None:
+    run_ranks(_as_eager_in_turn, [{"sync_batchnorm": False}, {"sync_batchnorm": True}], launcher=launcher)
 
 
 def _accumulated(compiled: bool) -> list[float]:

@@ -15,7 +15,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from unitrain import rng
+from unitrain.checkpoint.run_state import RunState
 from unitrain.data.structure import tensors
+from unitrain.training.hooks import StepHook
+from unitrain.training.loop.step import TrainingStep
 
 _MOST_BYTES = 2**20  # of an object's tensors; larger ones are weights, which this code does not change
 
@@ -40,6 +43,34 @@ class EpochEnd(NamedTuple):
             changed = [{**group, **options} for group, options in zip(now["param_groups"], groups, strict=False)]
             earlier[name] = {**now, "param_groups": changed}
         return earlier
+
+
+class EpochEndHook(StepHook):
+    """Remembers what the code after the loop over batches may change, at the end of each training iteration.
+
+    Args:
+        state: the state of the run.
+        step: counts the optimizer steps.
+
+    Attributes:
+        last: what was remembered last; None before the first end.
+    """
+
+    def __init__(self, state: RunState, step: TrainingStep) -> None:
+        self._state = state
+        self._step = step
+        self.last: EpochEnd | None = None
+
+    def at_epoch_end(self) -> None:
+        """Copy the small states of the run."""
+        self.last = remember(self._state.objects, self._state.of, self._step.global_step)
+
+    @property
+    def pending(self) -> EpochEnd | None:
+        """The state at the end of the iteration, while what follows it in the script is not done yet; else None."""
+        last = self.last
+        valid = last is not None and self._step.batches.between_epochs and last.step == self._step.global_step
+        return last if valid else None
 
 
 def remember(objects: Mapping[str, Any], state: Callable[[Any], Any], step: int) -> EpochEnd:

@@ -10,16 +10,19 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
 
-from unitrain.checkpoint.emergency.epoch_end import EpochEnd
+from unitrain.checkpoint.emergency.epoch_end import EpochEnd, EpochEndHook
 from unitrain.data import Loader
 from unitrain.data.structure import rebuilt
 from unitrain.pulse import USER_CODE, Pulse
+from unitrain.training.hooks import StepHook
 
 _POLL_S = 0.005
 # How long the main thread may need to leave a collective that has just been completed.
@@ -47,16 +50,20 @@ class Recorded(NamedTuple):
     """How often each scheduler was stepped."""
 
 
-class LastBoundary:
+class LastBoundary(StepHook):
     """Records the state at each boundary, and keeps the main thread from changing the weights after the last one.
 
     Args:
         objects: the objects of the checkpoint, by name.
         modules: the original modules among them.
+        epoch_end: remembers the state at the end of an epoch's training.
         pulse: what the main thread is doing.
     """
 
-    def __init__(self, objects: Mapping[str, Any], modules: Iterable[nn.Module], pulse: Pulse) -> None:
+    def __init__(
+        self, objects: Mapping[str, Any], modules: Iterable[nn.Module], epoch_end: EpochEndHook, pulse: Pulse
+    ) -> None:
+        self._epoch_end = epoch_end
         self._pulse = pulse
         layers = dict.fromkeys(layer for module in modules for layer in module.modules())
         self._parameters = list(dict.fromkeys(p for layer in layers for p in layer.parameters(recurse=False)))
@@ -74,7 +81,15 @@ class LastBoundary:
 
     # ------------------------------------------------------------------------------------------ in the main thread
 
-    def record(self, ended: EpochEnd | None = None) -> None:
+    def at_boundary(self) -> None:
+        """Record the state at a boundary."""
+        self._record(None)
+
+    def at_epoch_end(self) -> None:
+        """Record the state at the end of an epoch's training."""
+        self._record(self._epoch_end.last)
+
+    def _record(self, ended: EpochEnd | None) -> None:
         """Record the state at a boundary.
 
         Args:
@@ -95,7 +110,7 @@ class LastBoundary:
         )
         self._changing = False
 
-    def leave(self) -> None:
+    def before_update(self, optimizer: Optimizer, parameters: Sequence[Parameter]) -> None:
         """Record that weights are about to change. Does not return while the state is being saved."""
         self._changing = True
         if self._held:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,6 @@ from unitrain.communication.streaming import (
     Form,
     Keys,
     broadcast_tensors,
-    leaves,
     own_rows,
     receive,
     receive_optimizer,
@@ -79,76 +78,61 @@ class Parts:
                 count = sum(len(group["params"]) for group in optimizer.param_groups)
                 self._owners[name] = owners(communicator, optimizer.state_dict()[STATE], count)
 
-    def fetch(self) -> str | None:
-        """Verify the files that this rank reads, and return what is damaged on any rank. Collective.
+    def verify(self) -> str | None:
+        """Have each rank verify some of the files, and return what is damaged, if anything is. Collective.
+
+        If there are as many ranks as when the files were written, they are those that the rank reads. It verifies
+        others that it reads when it opens them.
 
         Raises:
             CheckpointError: a rank can't read a file; on every rank.
         """
-        if self._opened.metadata is None:
-            return None
-        damage, why = "", ""
-        try:
-            if self._opened.stored is not None:
-                self._opened.stored.fetch(dict(self._regions()))
-        except DamagedError as error:
-            damage = str(error)
-        except CheckpointError as error:
-            why = str(error)
-        answers = self._communicator.all_gather_data([damage, why])
+        ranks, damage, why = self._communicator, "", ""
+        names = [name for name in self._opened.manifest.files if name.endswith(".distcp")]  # in the order of ranks
+        # As many, one after the other: what a rank needs of tensors that are divided anew is mostly in these.
+        mine = [name for n, name in enumerate(names) if n * ranks.world_size // len(names) == ranks.rank]
+        if self._opened.stored is not None and self._opened.stored.files is not None:
+            try:
+                self._opened.stored.files.fetch(mine if self._opened.each else names)
+            except DamagedError as error:
+                damage = str(error)
+            except CheckpointError as error:
+                why = str(error)
+        answers = ranks.all_gather_data([damage, why]) if self._opened.metadata is not None else []
         failures = [why for _, why in answers if why]
         if failures:
             raise CheckpointError(f"{failures[0]}. Nothing was loaded.")
         return next((damage for damage, _ in answers if damage), None)
 
-    def _regions(self) -> Iterator[tuple[str, Region]]:
-        """Yield what this rank reads, by key, judged by the tensors that it is read into."""
-        for name, value in self._state.objects.items():
-            own = self._state.of(value) if isinstance(value, nn.Module) else {}
-            numbered = [p for group in value.param_groups for p in group["params"]] if name in self._owners else []
-            for path, form in leaves(self._opened.outlines.get(name)):
-                if isinstance(form, Form) and form.key is not None:
-                    like = numbered[path[1]] if numbered and path[0] == STATE else own.get(path[0])
-                    region = self._region(name, path, form, like)
-                    if region is not None:
-                        yield form.key, region
-
-    def _owner(self, name: str, path: Keys) -> int | None:
-        return self._owners[name][path[1]] if name in self._owners and path[0] == STATE else None
-
-    def _region(self, name: str, path: Keys, form: Form, like: Tensor | None) -> Region | None:
-        """Return what this rank reads of a tensor, given the tensor that it is read into, or a tensor like that."""
-        ranks, owner = self._communicator, self._owner(name, path)
-        if self._opened.each and owner is None and ranks.is_sharded(like) and tuple(like.shape) == form.shape:
-            local, first = own_rows(ranks, like)
-            return Region.rows(first, local)
-        reader = owner if self._opened.each and owner is not None else 0
-        return Region(torch.Size([0] * len(form.shape)), torch.Size(form.shape)) if ranks.rank == reader else None
-
     def fill(self, name: str, triples: Sequence[tuple[Keys, Form, Tensor]]) -> None:
-        """Overwrite tensors of an object. Collective.
+        """Overwrite tensors of an object, given their paths, their forms and themselves. Collective.
 
         Raises:
             CheckpointError: a file can't be read; on every rank.
         """
-        ranks, opened = self._communicator, self._opened
-        divided = [
-            (str(form.key), found)
-            for path, form, found in triples
-            if ranks.is_sharded(found) or self._owner(name, path) is not None
-        ]
-        keys = {key for key, _ in divided}
-        reads = {}
+        ranks, each = self._communicator, self._opened.each
+        whole, divided, reads = [], [], {}
         for path, form, found in triples:
-            region = self._region(name, path, form, found) if opened.each or form.key not in keys else None
-            if region is not None:
-                local = own_rows(ranks, found)[0] if ranks.is_sharded(found) else found
-                reads[str(form.key)] = local, region
+            key, owner = (
+                str(form.key),
+                self._owners[name][path[1]] if path[0] == STATE and name in self._owners else None,
+            )
+            sharded = ranks.is_sharded(found)
+            if not sharded and owner is None:
+                whole.append(found)
+                if ranks.is_main:
+                    reads[key] = found, Region.rows(0, found)
+            elif not each:
+                divided.append((key, found))
+            elif sharded:
+                local, first = own_rows(ranks, found)
+                reads[key] = local, Region.rows(first, local)
+            elif owner == ranks.rank:
+                reads[key] = found, Region.rows(0, found)
         self._read(reads)
-        whole = [found for _, form, found in triples if form.key not in keys]
         if ranks.world_size > 1:
             broadcast_tensors(ranks, whole, whole)
-        for key, found in () if opened.each else divided:
+        for key, found in divided:
             self._send(key, found)
 
     def _read(self, reads: Mapping[str, tuple[Tensor, Region]]) -> None:

@@ -40,11 +40,6 @@ class Saved(NamedTuple):
     """What several ranks have written."""
     files: MappedFiles
 
-    @property
-    def is_foreign(self) -> bool:
-        """Whether another tool has written it."""
-        return not self.found.manifest.files
-
     def tensor(self, value: Tensor | Form) -> Tensor:
         """Return a tensor of ``parts``, or read the one that a form there stands for."""
         if isinstance(value, Tensor):
@@ -99,7 +94,6 @@ def _states(stored: Stored) -> tuple[dict[str, Any], dict[str, list[str]]]:
         if any(rest[0] == GROUPS for rest in its):  # the rest of the options are given again, for each parameter
             by_name[name] = {rest: key for rest, key in its.items() if not rest[0].startswith(f"{GROUPS}.")}
     plain = [key for its in by_name.values() for key in its.values() if stored.tensor(key) is None]
-    stored.fetch({}, plain)
     values = stored.values(plain)
     states, keys = {}, {}
     for name, its in by_name.items():
@@ -204,7 +198,9 @@ class Search:
         saved = intact(self._candidates, opened, damage)
         if saved is None:
             return None
-        self._saved = saved = _fitted(saved, self._state) if saved.is_foreign else saved
+        if not saved.found.manifest.files:  # another tool has written it
+            saved = _fitted(saved, self._state)
+        self._saved = saved
         content = None if saved.stored is None else metadatas.to_bytes(saved.stored.metadata)
         return saved.found.manifest.model_dump(), outline(saved.parts), content, saved.found.place
 

@@ -10,11 +10,11 @@ import base64
 import hashlib
 import json
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,7 +36,6 @@ from unitrain.communication.streaming import own_rows
 from unitrain.errors import CheckpointError
 from unitrain.process import print_stderr
 
-T = TypeVar("T")
 PIECE_BYTES = 2**25
 """Larger tensors are written in pieces, as torch reads a piece into memory as a whole."""
 _POLL_S, _LONGEST_POLL_S = 0.05, 1.0
@@ -100,15 +99,7 @@ def _add(
     values: Iterable[tuple[Keys, Any]],
     ranks: Mapping[str, int | None],
 ) -> None:
-    """Add what this rank writes of values, and plain data to ``plain``.
-
-    Args:
-        communicator: the communicator of this process.
-        shards: what this rank writes.
-        plain: plain data by path.
-        values: the values, with their paths.
-        ranks: the rank that has a parameter's state, by the parameter's key; None if every rank has it.
-    """
+    """Add what this rank writes of values, and plain data to ``plain``, given which rank has a parameter's state."""
     for path, value in values:
         owner = (ranks.get(path[2]) or 0) if path[1] == STATE else 0
         sharded = communicator.is_sharded(value)
@@ -280,9 +271,12 @@ def write_all(draft: Draft, shards: Shards, writers: int, patience_s: float) -> 
     files, own = write_shards(draft, 0, shards)
     several = [own]
     for rank in range(1, writers):
-        text = _waited_for(lambda rank=rank: draft.told(rank), patience_s)  # type: ignore[misc]
-        if text is None:
-            raise CheckpointError(f"rank {rank} has not written its shards within timeout_s ({patience_s:g} s)")
+        until, pause = time.monotonic() + patience_s, _POLL_S
+        while (text := draft.told(rank)) is None:
+            if time.monotonic() > until:
+                raise CheckpointError(f"rank {rank} has not written its shards within timeout_s ({patience_s:g} s)")
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_POLL_S)
         said = json.loads(text)
         if "error" in said:
             raise CheckpointError(f"rank {rank} could not write its shards: {said['error']}")
@@ -291,12 +285,3 @@ def write_all(draft: Draft, shards: Shards, writers: int, patience_s: float) -> 
     content = metadatas.to_bytes(metadatas.merged(several))
     draft.store.put(f"{draft.name}/{metadatas.NAME}", content)
     return {**files, metadatas.NAME: {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}}
-
-
-def _waited_for(read: Callable[[], T | None], patience_s: float) -> T | None:
-    """Return what ``read`` returns once that is not None; None if it takes longer than ``patience_s``."""
-    until, pause = time.monotonic() + patience_s, _POLL_S
-    while (found := read()) is None and time.monotonic() < until:
-        time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_POLL_S)
-    return found

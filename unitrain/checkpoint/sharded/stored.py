@@ -111,17 +111,6 @@ class Stored:
         one = self.metadata.state_dict_metadata[key]
         return one if isinstance(one, TensorStorageMetadata) else None
 
-    def fetch(self, regions: Mapping[str, Region], values: Iterable[str] = ()) -> None:
-        """Verify the files that have regions of tensors, and plain values, given their keys.
-
-        Raises:
-            DamagedError: one is missing or changed.
-            CheckpointError: one can't be downloaded; or a part of a tensor is in no file.
-        """
-        if self.files is not None:
-            items = [*_Planner(self.metadata, regions, {}).create_local_plan().items, *_values(values)]
-            self.files.fetch({self.metadata.storage_data[item.storage_index].relative_path for item in items})
-
     @torch.no_grad()
     def read(self, tensors: Mapping[str, tuple[Tensor, Region]]) -> None:
         """Overwrite tensors with regions, by key.
@@ -137,8 +126,10 @@ class Stored:
 
     def values(self, keys: Collection[str]) -> dict[str, Any]:
         """Return plain values by key. Raises the errors of ``read``."""
-        planner = _Planner(self.metadata, {}, {})
-        self._read(LoadPlan(_values(keys)), planner)
+        planner, nothing = _Planner(self.metadata, {}, {}), torch.Size([0])
+        indices = map(MetadataIndex, keys)
+        items = [ReadItem(LoadItemType.BYTE_IO, one, nothing, one, nothing, nothing) for one in indices]
+        self._read(LoadPlan(items), planner)
         return planner.values
 
     def _read(self, plan: LoadPlan, planner: _Planner) -> None:
@@ -149,14 +140,6 @@ class Stored:
         except Exception as error:  # torch.load raises many kinds of exceptions for a broken file
             kind = CheckpointError if "GLOBAL" in str(error) else DamagedError  # code is no damage, but an attack
             raise kind(f"a file of the checkpoint could not be read: {reason(error)}") from error
-
-
-def _values(keys: Iterable[str]) -> list[ReadItem]:
-    nothing = torch.Size([0])
-    return [
-        ReadItem(LoadItemType.BYTE_IO, MetadataIndex(key), nothing, MetadataIndex(key), nothing, nothing)
-        for key in keys
-    ]
 
 
 class _Planner(DefaultLoadPlanner):

@@ -10,12 +10,13 @@ import atexit
 import json
 import runpy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import unitrain
 from unitrain.metrics.throughput import Totals
+from unitrain.training.hooks import StepHook
 
 
 def main(folder: Path, steps: int, recipe: str, flags: Sequence[str]) -> None:
@@ -24,7 +25,7 @@ def main(folder: Path, steps: int, recipe: str, flags: Sequence[str]) -> None:
 
     def recorded(*arguments: Any, **settings: Any) -> unitrain.Strategy:
         strategy = init(*arguments, **settings)
-        record(strategy, folder, steps)
+        Recorder(strategy, folder, steps)
         return strategy
 
     unitrain.init = recorded
@@ -33,30 +34,38 @@ def main(folder: Path, steps: int, recipe: str, flags: Sequence[str]) -> None:
     runpy.run_path(recipe, run_name="__main__")
 
 
-def record(strategy: Any, folder: Path, steps: int) -> None:
-    """Record the throughput at the end of each optimizer step of a strategy."""
-    throughput = strategy.throughput()
-    rows: list[Totals] = []
+class Recorder(StepHook):
+    """Records the throughput at the end of each optimizer step of a strategy, and ends the run after a number of them.
 
-    def recorded(call: Callable[..., Any]) -> Callable[..., Any]:
-        def called(*arguments: Any, **keywords: Any) -> Any:
-            before = strategy.global_step
-            result = call(*arguments, **keywords)
-            if strategy.global_step != before:
-                rows.append(throughput.totals())
-                if len(rows) == steps:
-                    strategy.close()
-                    raise SystemExit(0)
-            return result
+    Args:
+        strategy: the strategy.
+        folder: folder of ``rankN.json``, which is written when the process exits.
+        steps: number of optimizer steps.
+    """
 
-        return called
+    def __init__(self, strategy: unitrain.Strategy, folder: Path, steps: int) -> None:
+        self._strategy = strategy
+        self._file = folder / f"rank{strategy.rank}.json"
+        self._steps = steps
+        self._throughput = strategy.throughput()
+        self._seen = strategy.global_step
+        self._rows: list[Totals] = []
+        strategy.training_step.hooks.add_hook(self)
+        atexit.register(self._write)
 
-    def write() -> None:
-        record = {"settings": strategy.config.model_dump(mode="json"), "steps": rows}
-        (folder / f"rank{strategy.rank}.json").write_text(json.dumps(record), encoding="utf-8")
+    def after_call(self) -> None:
+        """Record the step, if one was made."""
+        if self._strategy.global_step == self._seen:
+            return
+        self._seen = self._strategy.global_step
+        self._rows.append(self._throughput.totals())
+        if len(self._rows) == self._steps:
+            self._strategy.close()
+            raise SystemExit(0)
 
-    strategy.step, strategy.update = recorded(strategy.step), recorded(strategy.update)
-    atexit.register(write)
+    def _write(self) -> None:
+        record = {"settings": self._strategy.config.model_dump(mode="json"), "steps": self._rows}
+        self._file.write_text(json.dumps(record), encoding="utf-8")
 
 
 if __name__ == "__main__":

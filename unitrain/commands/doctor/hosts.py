@@ -27,14 +27,6 @@ _MOST_AT_ONCE = 32
 _CLOCK_S = 5.0
 
 
-class _Problem(NamedTuple):
-    """Something that is wrong with a host, and the commands that help."""
-
-    status: Status
-    text: str
-    fix: str
-
-
 class _Answer(NamedTuple):
     """What the program has found on a host."""
 
@@ -59,10 +51,10 @@ def _listener() -> socket.socket:
     return socket.create_server(("", 0), backlog=socket.SOMAXCONN)
 
 
-def _finding(host: str, answer: _Answer | _Problem, answering: Collection[str]) -> Finding:
+def _finding(host: str, answer: _Answer | Finding, answering: Collection[str]) -> Finding:
     """Return the finding on a host. What is wrong with another one, which does not answer, is not said again here."""
-    if isinstance(answer, _Problem):
-        return Finding(answer.status, answer.text, answer.fix)
+    if isinstance(answer, Finding):
+        return answer
     found, ahead_s = answer
     unreached = {other: why for other, why in found["unreached"].items() if other in answering}
     problems = [*_versions(host, found["versions"]), *_network(host, found, unreached), *_clock(host, ahead_s)]
@@ -72,16 +64,16 @@ def _finding(host: str, answer: _Answer | _Problem, answering: Collection[str]) 
         summary = f"{found['host']}: {there}"
         return Finding("ok", summary, details=details)
     worst: Status = "error" if any(one.status == "error" for one in problems) else "warning"
-    fixes = "\n".join(dict.fromkeys(one.fix for one in problems))
-    return Finding(worst, "; ".join(one.text for one in problems), fixes, details)
+    fixes = "\n".join(dict.fromkeys(str(one.fix) for one in problems))
+    return Finding(worst, "; ".join(one.summary for one in problems), fixes, details)
 
 
-def _ask(host: str, what: Mapping[str, Any]) -> _Answer | _Problem:
+def _ask(host: str, what: Mapping[str, Any]) -> _Answer | Finding:
     """Run the program on a host, and return its answer, or why it could not be run."""
     program, python = find_program("ssh"), [sys.executable, "-", json.dumps(what)]
     if program is None:
         text = "ssh is not installed here, with which mpirun and horovodrun start processes on other hosts"
-        return _Problem("error", text, "sudo apt-get install openssh-client")
+        return Finding("error", text, "sudo apt-get install openssh-client")
     ssh = [str(program), "-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_S}", "--", host]
     command = python if _is_here(host) else [*ssh, shlex.join(python)]
     began = time.time()
@@ -92,7 +84,7 @@ def _ask(host: str, what: Mapping[str, Any]) -> _Answer | _Problem:
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         text = f"ssh connects, but runs nothing within {_MOST_S:.0f} s"
-        return _Problem("error", text, f"ssh {host} true")
+        return Finding("error", text, f"ssh {host} true")
     ended = time.time()
     try:
         found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
@@ -109,16 +101,16 @@ def _is_here(host: str) -> bool:
     return any(address in own or ip_address(address).is_loopback for address in addresses_of(host))
 
 
-def _failure(host: str, code: int, said: str) -> _Problem:
+def _failure(host: str, code: int, said: str) -> Finding:
     """Return why ssh, or the program, has failed."""
     last = said.strip().splitlines()[-1].strip() if said.strip() else f"exit code {code}"
     if code == 255:
         known = _connection_failure(host, said.lower())
-        return _Problem("error", *(known or (f"ssh fails: {last}", f"ssh -v {host} true")))
+        return Finding("error", *(known or (f"ssh fails: {last}", f"ssh -v {host} true")))
     if code in (126, 127):
         again = f"ssh {host} 'python3 -m venv {sys.prefix} && {sys.prefix}/bin/pip install {_wanted('unitrain')}'"
-        return _Problem("error", f"there is no {sys.executable}, the Python of this host", again)
-    return _Problem("error", f"{sys.executable} fails there: {last}", f"ssh {host} {sys.executable} --version")
+        return Finding("error", f"there is no {sys.executable}, the Python of this host", again)
+    return Finding("error", f"{sys.executable} fails there: {last}", f"ssh {host} {sys.executable} --version")
 
 
 def _connection_failure(host: str, said: str) -> tuple[str, str] | None:
@@ -145,17 +137,17 @@ def _wanted(package: str) -> str:
     return f"{package}=={report.versions()[package]}"
 
 
-def _versions(host: str, there: Mapping[str, str | None]) -> list[_Problem]:
+def _versions(host: str, there: Mapping[str, str | None]) -> list[Finding]:
     problems = []
     for name, own in report.versions().items():
         its = there.get(name)
         if name == "python":
             if _minor(its) != _minor(own):
                 text, fix = f"Python is {its}, but {own} here", f"ssh {host} {sys.executable} --version"
-                problems.append(_Problem("warning", text, fix))
+                problems.append(Finding("warning", text, fix))
         elif its != own:
             text = f"{name} is {its or 'not installed'}, but {own or 'not installed'} here"
-            problems.append(_Problem("error", text, _installation(host, name, own)))
+            problems.append(Finding("error", text, _installation(host, name, own)))
     return problems
 
 
@@ -173,21 +165,21 @@ def _installation(host: str, package: str, version: str | None) -> str:
     return f"{python} pip install {package}=={version}"
 
 
-def _network(host: str, found: Mapping[str, Any], unreached: Mapping[str, str]) -> list[_Problem]:
+def _network(host: str, found: Mapping[str, Any], unreached: Mapping[str, str]) -> list[Finding]:
     problems = []
     if not found["reaches_back"]:
         text = "it can't connect to this host, at none of its addresses: a firewall, or no route back"
-        problems.append(_Problem("error", text, f"ssh {host} ip route get {own_addresses()[0]}"))
+        problems.append(Finding("error", text, f"ssh {host} ip route get {own_addresses()[0]}"))
     for other, why in unreached.items():
-        problems.append(_Problem("error", f"it can't reach {other}: {why}", f"ssh {host} ping -c 3 {other}"))
+        problems.append(Finding("error", f"it can't reach {other}: {why}", f"ssh {host} ping -c 3 {other}"))
     if found["name_is_loopback"] and not _is_here(host):
         text = f"its own name, {found['host']}, is a loopback address there, or none"
-        problems.append(_Problem("warning", text, f"ssh {host} {sys.executable} -m unitrain.commands.cli doctor"))
+        problems.append(Finding("warning", text, f"ssh {host} {sys.executable} -m unitrain.commands.cli doctor"))
     return problems
 
 
-def _clock(host: str, ahead_s: float) -> list[_Problem]:
+def _clock(host: str, ahead_s: float) -> list[Finding]:
     if abs(ahead_s) < _CLOCK_S:
         return []
     text = f"its clock is {abs(ahead_s):,.0f} s {'ahead of' if ahead_s > 0 else 'behind'} this host's"
-    return [_Problem("warning", text, f"ssh -t {host} sudo timedatectl set-ntp true")]
+    return [Finding("warning", text, f"ssh -t {host} sudo timedatectl set-ntp true")]

@@ -7,7 +7,7 @@ import re
 import sys
 import sysconfig
 import tarfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -189,7 +189,7 @@ def fetch(version: str, folder: Path, log: Path) -> Path:
     return folder / f"horovod-{version}"
 
 
-def build(source: Path, label: str, *, mpi: bool, gpu: str | None, log: Path, progress: Callable[[int], None]) -> Path:
+def build(source: Path, label: str, *, mpi: bool, gpu: str | None, log: Path) -> Path:
     """Compile ``source`` into a wheel.
 
     Args:
@@ -198,20 +198,14 @@ def build(source: Path, label: str, *, mpi: bool, gpu: str | None, log: Path, pr
         mpi: whether to build the MPI controller, in addition to the gloo controller.
         gpu: ``"nccl"`` for GPU operations with NCCL.
         log: file that the output is appended to.
-        progress: called with the percentage that is done.
 
     Raises:
         BackendError: the compilation failed; the message contains the first error and the path of the log.
     """
-
-    def report(line: str) -> None:
-        if percentage := re.match(r"\s*\[\s*(\d+)%\]", line):
-            progress(int(percentage[1]))
-
     options = ["--no-deps", "--no-build-isolation", "--no-cache-dir"]
     command = pip("wheel", "-v", *options, "--wheel-dir", str(source.parent), str(source))
     environment = _build_environment(label, mpi, gpu, source.parent)
-    run_logged(command, log, "Horovod did not compile", environment, report)
+    run_logged(command, log, "Horovod did not compile", environment)
     (wheel,) = source.parent.glob("*.whl")
     return wheel
 
@@ -269,14 +263,8 @@ def pip(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", *arguments]
 
 
-def run_logged(
-    command: Sequence[str],
-    log: Path,
-    failure: str,
-    environment: dict[str, str] | None = None,
-    report: Callable[[str], None] = lambda _: None,
-) -> None:
-    """Run ``command``, append its output to ``log``, and call ``report`` with each line.
+def run_logged(command: Sequence[str], log: Path, failure: str, environment: dict[str, str] | None = None) -> None:
+    """Run ``command``, and append its output to ``log``.
 
     Raises:
         BackendError: it failed; the message contains ``failure``, the relevant lines, and the path of the log.
@@ -287,7 +275,6 @@ def run_logged(
         for line in process.stdout:
             file.write(line)
             lines.append(line.rstrip())
-            report(line)
     if process.returncode != 0:
         shown = "\n".join(f"    {line[:300]}" for line in _relevant_lines(lines))
         raise BackendError(f"{failure}:\n{shown}\n  The complete output is in {log}")

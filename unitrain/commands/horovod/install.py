@@ -25,7 +25,6 @@ import torch
 from filelock import FileLock, Timeout
 from packaging.version import InvalidVersion, Version
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from unitrain.commands.horovod.build import (
     GPU_VARIABLES,
@@ -222,22 +221,10 @@ def _build(console: Console, combination: Combination, gpu: str | None, folder: 
     """Build the wheel and move it into the cache atomically."""
     console.print(f"Building Horovod {combination.horovod} for torch {torch.__version__} ({combination}).")
     console.print(f"This takes some minutes; the output is written to {log}")
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    with (
-        tempfile.TemporaryDirectory(prefix=".build-", dir=folder.parent) as temporary,
-        Progress(*columns, console=console) as progress,
-    ):
-        task = progress.add_task("Compiling", total=100)
+    with tempfile.TemporaryDirectory(prefix=".build-", dir=folder.parent) as temporary:
         source = fetch(combination.horovod, Path(temporary), log)
         apply_edits(source, combination.edits)
-        wheel = build(
-            source,
-            combination.label,
-            mpi=combination.mpi is not None,
-            gpu=gpu,
-            log=log,
-            progress=lambda percentage: progress.update(task, completed=percentage),
-        )
+        wheel = build(source, combination.label, mpi=combination.mpi is not None, gpu=gpu, log=log)
         return wheel.replace(folder / wheel.name)
 
 

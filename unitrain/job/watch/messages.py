@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import get_args
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from unitrain.pulse import USER_CODE
 
@@ -25,8 +25,6 @@ class StopReason:
 class Welcome:
     """From the hub: all ranks have connected."""
 
-    kind: Literal["welcome"] = "welcome"
-
 
 @dataclass(frozen=True)
 class Heartbeat:
@@ -36,7 +34,6 @@ class Heartbeat:
     step: int
     seconds: float
     """How long it has been doing that."""
-    kind: Literal["heartbeat"] = "heartbeat"
 
     @property
     def waits(self) -> bool:
@@ -51,8 +48,6 @@ class Heartbeat:
 class HubHeartbeat:
     """From the hub: a heartbeat."""
 
-    kind: Literal["hub_heartbeat"] = "hub_heartbeat"
-
 
 @dataclass(frozen=True)
 class Failed:
@@ -63,14 +58,11 @@ class Failed:
     """Whether the error follows from another rank's failure: a collective that failed, say."""
     on_all_ranks: bool = False
     """Whether all ranks have the same error: a wrong setting, say."""
-    kind: Literal["failed"] = "failed"
 
 
 @dataclass(frozen=True)
 class Ask:
     """From a process: asks what the ranks that it waits for are doing."""
-
-    kind: Literal["ask"] = "ask"
 
 
 @dataclass(frozen=True)
@@ -78,7 +70,6 @@ class Answer:
     """From the hub: what they are doing."""
 
     text: str
-    kind: Literal["answer"] = "answer"
 
 
 @dataclass(frozen=True)
@@ -89,14 +80,11 @@ class Call:
     """Its name and arguments, as far as they must be the same on all ranks."""
     place: str
     """The line of the script."""
-    kind: Literal["call"] = "call"
 
 
 @dataclass(frozen=True)
 class CallsAgree:
     """From the hub: every rank has reached the same call."""
-
-    kind: Literal["calls_agree"] = "calls_agree"
 
 
 @dataclass(frozen=True)
@@ -104,14 +92,11 @@ class RequestStop:
     """From a process: asks for all ranks to stop at their next common boundary."""
 
     reason: StopReason
-    kind: Literal["request_stop"] = "request_stop"
 
 
 @dataclass(frozen=True)
 class Hold:
     """From the hub: pass no boundary, and report which is the next."""
-
-    kind: Literal["hold"] = "hold"
 
 
 @dataclass(frozen=True)
@@ -119,7 +104,6 @@ class Held:
     """From a process: its next boundary."""
 
     boundary: int
-    kind: Literal["held"] = "held"
 
 
 @dataclass(frozen=True)
@@ -128,21 +112,16 @@ class Stop:
 
     boundary: int
     reason: StopReason
-    kind: Literal["stop"] = "stop"
 
 
 @dataclass(frozen=True)
 class Settled:
     """From a process: the stop has been acted on."""
 
-    kind: Literal["settled"] = "settled"
-
 
 @dataclass(frozen=True)
 class Leave:
     """From a process: it has reached its end without an error. From the hub: all have."""
-
-    kind: Literal["leave"] = "leave"
 
 
 @dataclass(frozen=True)
@@ -159,7 +138,6 @@ class Verdict:
     """As in ``Failed``."""
     raised: bool = False
     """Whether the rank has raised an error, and still runs."""
-    kind: Literal["verdict"] = "verdict"
 
 
 @dataclass(frozen=True)
@@ -170,7 +148,6 @@ class Whole:
     """None if it has none, or saves none."""
     why: str = ""
     """Why it has none, if that is worth a word."""
-    kind: Literal["whole"] = "whole"
 
 
 @dataclass(frozen=True)
@@ -180,14 +157,11 @@ class Elect:
     rank: int | None
     why: str = ""
     """Why nobody has, if that is worth a word."""
-    kind: Literal["elect"] = "elect"
 
 
 @dataclass(frozen=True)
 class Saved:
     """From a process: it has saved its state, or could not."""
-
-    kind: Literal["saved"] = "saved"
 
 
 Message = (
@@ -195,17 +169,20 @@ Message = (
     | Stop | Settled | Leave | Verdict | Whole | Elect | Saved
 )  # fmt: skip
 
-_ADAPTER: TypeAdapter[Message] = TypeAdapter(Annotated[Message, Field(discriminator="kind")])
+_ADAPTERS: dict[str, TypeAdapter[Message]] = {kind.__name__: TypeAdapter(kind) for kind in get_args(Message)}
 
 
 def encode(message: Message) -> bytes:
-    """Return a message as JSON."""
-    return _ADAPTER.dump_json(message)
+    """Return the name of a message's class, and its fields as JSON."""
+    name = type(message).__name__
+    return name.encode() + b" " + _ADAPTERS[name].dump_json(message)
 
 
 def decode(data: bytes) -> Message | None:
     """Return the message that was encoded as ``data``, or None if it is invalid."""
+    name, _, fields = data.partition(b" ")
+    adapter = _ADAPTERS.get(name.decode(errors="replace"))
     try:
-        return _ADAPTER.validate_json(data)
+        return None if adapter is None else adapter.validate_json(fields)
     except ValidationError:
         return None

@@ -56,7 +56,6 @@ class Watch:
     Attributes:
         members: all processes of the job, by rank.
         grace_s: seconds that an emergency checkpoint may take.
-        saver: writes an emergency checkpoint, if one is to be written when the job fails.
 
     Raises:
         CommunicationError: rank 0 can't be reached, or not all ranks reached it within ``timeout_s``.
@@ -73,7 +72,7 @@ class Watch:
         one_host: bool,
         launch: Launch,
     ) -> None:
-        self.saver: Saver | None = None
+        self._saver: Saver | None = None
         self._launch = launch
         self.grace_s: float = grace_s(launch)
         self._pulse = communicator.pulse
@@ -157,6 +156,19 @@ class Watch:
         self.outlast()
         return self._verdict
 
+    @property
+    def saver(self) -> Saver | None:
+        """What writes an emergency checkpoint when the job fails; None if none is to be written."""
+        return self._saver
+
+    def save_by(self, saver: Saver) -> None:
+        """Have an emergency checkpoint written when the job fails, until ``save_no_more``."""
+        self._saver = saver
+
+    def save_no_more(self) -> None:
+        """Have no emergency checkpoint written from now on."""
+        self._saver = None
+
     def outlast(self, patience_s: float = 0.0) -> None:
         """Wait until the job has ended, if it is ending: this process, or another one, may save its state meanwhile.
 
@@ -166,7 +178,7 @@ class Watch:
         with self._changed:
             if not self._changed.wait_for(lambda: self._verdict is not None, patience_s):
                 return
-        if self.saver is not None:
+        if self._saver is not None:
             self._over.wait(self.grace_s + _AFTER_THE_OTHERS_S)
 
     def whereabouts(self) -> str:
@@ -267,10 +279,10 @@ class Watch:
         with self._changed:
             self._verdict = verdict
             self._changed.notify_all()
-        if self.saver is not None and not verdict.on_all_ranks:
-            self._survive(verdict, self.saver, has_hub=has_hub)
-        if self.saver is not None and self._launch.elastic:
-            self.saver.release()
+        if self._saver is not None and not verdict.on_all_ranks:
+            self._survive(verdict, self._saver, has_hub=has_hub)
+        if self._saver is not None and self._launch.elastic:
+            self._saver.release()
         ending = self._ending
         self._over.set()
         if verdict.stalled and culprit.host == self._me.host and rank != self._me.rank:

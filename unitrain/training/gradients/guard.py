@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -19,9 +19,6 @@ from torch.optim import Optimizer
 
 from unitrain.device import by_device
 from unitrain.errors import UsageError
-
-OptimizerStep = Callable[[Optimizer, Iterable[Parameter], list[Tensor], Sequence[Tensor]], tuple[bool, Tensor | None]]
-"""What ``GuardedStep`` does: its arguments, and what it returns."""
 
 
 class GuardedStep:
@@ -53,6 +50,10 @@ class GuardedStep:
         self._only_checks = not self._takes_norm and clip_value is None
         self.all_plain: bool = True
         self._refused: set[torch.dtype] = set()
+
+    def gradients(self, parameters: Iterable[Parameter]) -> list[Tensor]:
+        """Return the gradients of the parameters that have one, as ``__call__`` takes them."""
+        return [gradient for p in parameters if (gradient := p.grad) is not None]
 
     def __call__(
         self,

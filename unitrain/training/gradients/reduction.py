@@ -38,6 +38,7 @@ class Reduction:
         self._finishers: dict[Parameter, Finish] = {}
         self._reducers: list[GradientReducer] = []
         self.armed: bool = True
+        self.arm(config.accumulate == 1)
 
     def arm(self, sync: bool) -> None:
         """Set whether the next backward communicates. Some backends need this before the forward."""

@@ -38,6 +38,10 @@ class ShardedGuardedStep(GuardedStep):
         self._sharded: list[Tensor] = []
         self._replicated: list[Tensor] = []
 
+    def gradients(self, parameters: Iterable[Parameter]) -> list[Tensor]:
+        """Return this rank's parts of the gradients."""
+        return [self._communicator.to_local(gradient) for gradient in super().gradients(parameters)]
+
     def __call__(
         self,
         optimizer: Optimizer,

@@ -1,6 +1,6 @@
-"""Runs a backward such that a loss that is not finite makes the reduced gradients not finite.
+"""Checks a loss, and runs its backward so that a non-finite loss shows up in the reduced gradients of all ranks.
 
-All ranks then see it in the *reduced* gradients, without another collective. A loss of weight 0 has no effect on them.
+This needs no other collective. A loss of weight 0 has no effect on the gradients.
 """
 
 from __future__ import annotations
@@ -13,12 +13,67 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from unitrain.training.loop.loss import (
-    Weight,
-    refuse_a_second_backward,
-    refuse_a_second_derivative_through_freed_weights,
-)
+from unitrain.errors import UsageError
 from unitrain.training.loop.window import Window
+
+Weight = float | int | Tensor
+
+
+def checked(loss: Tensor) -> Tensor:
+    """Return a loss as a tensor without dimensions.
+
+    Raises:
+        UsageError: it is not a tensor of one element, or does not require grad.
+    """
+    if isinstance(loss, Tensor) and loss.requires_grad and not loss.dim():
+        return loss
+    if not isinstance(loss, Tensor):
+        raise UsageError(f"a loss is a tensor, not {type(loss).__name__}: pass the result of the loss function.")
+    if loss.numel() != 1:
+        raise UsageError(f"a loss must be a scalar, but has shape {tuple(loss.shape)}: pass its mean().")
+    if not loss.requires_grad:
+        raise UsageError(
+            "the loss does not require grad: it was detached, or computed under no_grad() or from frozen parameters."
+        )
+    return loss.reshape(())
+
+
+def _refuse_a_second_backward(error: RuntimeError) -> None:
+    """Raise UsageError if torch's error is about a second backward through the same graph."""
+    if "backward through the graph a second time" in str(error):
+        raise UsageError(
+            "backward was already called on this loss: step() calls it itself, so remove loss.backward(). Add losses "
+            "that share a part of the graph, and pass their sum to step()."
+        ) from error
+
+
+def _refuse_a_second_derivative_through_freed_weights(error: RuntimeError) -> None:
+    """Raise UsageError if torch's error is about a gradient's own graph, whose weights a sharded model has freed."""
+    if "storage of size 0" in str(error):
+        raise UsageError(
+            "the backward needs weights that a sharded model has freed. If the loss has a gradient of the model in it "
+            "(torch.autograd.grad with create_graph=True, as gradient penalties do), keep them until the step: set "
+            "fsdp.reshard_after_backward to false."
+        ) from error
+
+
+def refuse_reentrant_checkpointing(loss: Tensor) -> None:
+    """Raise UsageError if the loss was computed with reentrant activation checkpointing.
+
+    Its backward can't be limited to the parameters of one optimizer: those within would silently get no gradients.
+    """
+    pending, seen = [loss.grad_fn], set()
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "CheckpointFunctionBackward":
+            raise UsageError(
+                "reentrant activation checkpointing does not work with several optimizers: pass use_reentrant=False to "
+                "torch.utils.checkpoint.checkpoint."
+            )
+        pending += [following for following, _ in node.next_functions]
 
 
 def run_backward(
@@ -69,8 +124,8 @@ def _run(loss: Tensor, scale: Tensor | None, inputs: Sequence[Tensor] | None) ->
     try:
         loss.backward(scale, inputs=inputs)  # type: ignore[no-untyped-call]
     except RuntimeError as error:
-        refuse_a_second_backward(error)
-        refuse_a_second_derivative_through_freed_weights(error)
+        _refuse_a_second_backward(error)
+        _refuse_a_second_derivative_through_freed_weights(error)
         raise
 
 

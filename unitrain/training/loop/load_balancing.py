@@ -8,17 +8,19 @@ nothing of this remains in a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
 
 from unitrain.communication.communicator import Communicator
+from unitrain.data.loop import Batches
 from unitrain.data.order.sharding import MicroBatch
 from unitrain.data.order.shares import Shares, proportional
 from unitrain.process import print_stderr
+from unitrain.training.hooks import StepHook
 from unitrain.training.loop.step import TrainingStep
 
 # Steps. The first ones take longer: compilers, memory, DDP's buckets.
@@ -26,19 +28,15 @@ _SKIPPED = 5
 _MEASURED = 10
 
 T = TypeVar("T")
-Batches = Iterator[tuple[MicroBatch, Any]]
 
 
-class LoadBalancer:
+class LoadBalancer(StepHook):
     """Measures some of the first steps of a run, and then sets the shares.
 
     Args:
         communicator: the communicator of this process.
         step: the training step.
         shares: the shares to set.
-
-    Attributes:
-        measuring: whether the shares are still to be set.
     """
 
     def __init__(self, communicator: Communicator, step: TrainingStep, shares: Shares) -> None:
@@ -51,40 +49,42 @@ class LoadBalancer:
         self._since: float | None = None  # when the script began to work on it, or went on; None: it does not
         self._measured = False  # whether that batch is measured
         self._seconds: list[float] = []  # for a sample of each measured batch
-        self.measuring: bool = True
-        step.observe(self)
+        self._measuring = True
 
-    def batches(self, fed: Batches) -> Batches:
+    def batches(self, batches: Batches) -> Batches:
         """Yield from an iterator of training batches, and measure what the script does with them."""
-        for micro_batch, batch in fed:
-            if self.measuring and self._steps >= _SKIPPED and micro_batch.count:
+        for micro_batch, batch in batches:
+            if self._measuring and self._steps >= _SKIPPED and micro_batch.count:
                 if not self._seconds:
-                    self._communicator.call_around_waits(self._timed)
+                    self._communicator.waits.measure(self._timed)
                 self._measured, self._worked, self._since = True, 0.0, self._now()
             yield micro_batch, batch
-            if not self.measuring:
+            if self._measuring:
+                self._end(micro_batch)
+            if not self._measuring:
                 break
-            self._end(micro_batch)
-        yield from fed
+        yield from batches
 
     def _end(self, micro_batch: MicroBatch) -> None:
         if self._measured:
             # What follows a step is not work on a batch, unless the next one is taken ahead of the step.
-            if self._step.batch_is_open:
-                self.began()
+            if self._step.batches.following is not None:
+                self.before_call()
             self._seconds.append(self._worked / micro_batch.count)
             self._measured, self._since = False, None
         if micro_batch.last and self._step.global_step != self._seen:
             self._seen = self._step.global_step
             self._steps += 1
+            if self._steps == _SKIPPED + _MEASURED:
+                self._settle(ahead=self._step.batches.following is not None)
 
-    def began(self) -> None:
+    def before_call(self) -> None:
         """``backward`` or ``update`` was called: the script does not work on its batch until it returns."""
         if self._since is not None:
             self._worked += self._now() - self._since
             self._since = None
 
-    def ended(self) -> None:
+    def after_call(self) -> None:
         """It has returned. The script may go on to work on the batch, for another optimizer."""
         if self._measured:
             self._since = self._now()
@@ -93,36 +93,40 @@ class LoadBalancer:
         """Wait for a collective, which is no work."""
         if self._since is None:
             return wait()
-        self.began()
+        self.before_call()
         try:
             return wait()
         finally:
-            self.ended()
+            self.after_call()
 
     def _now(self) -> float:
         if self._communicator.device.type == "cuda":
             torch.cuda.synchronize(self._communicator.device)
         return perf_counter()
 
-    def settle(self) -> None:
-        """Set the shares if enough steps were measured. Collective then: call it at the same place on all ranks."""
-        if not self.measuring or self._steps < _SKIPPED + _MEASURED:
-            return
-        self.measuring = False
-        self._step.unobserve(self)
-        self._communicator.call_around_waits(None)
+    def _settle(self, *, ahead: bool) -> None:
+        """Set the shares. Collective.
+
+        Args:
+            ahead: whether the script takes batches ahead of their steps. Batches of other shares must not follow then.
+        """
+        self._measuring = False
+        self._step.hooks.remove_hook(self)
+        self._communicator.waits.end()
         seconds = float(np.median(self._seconds)) if self._seconds else 0.0
         own = torch.tensor(seconds, dtype=torch.float64, device=self._communicator.device)
         everyone: list[float] = self._communicator.all_gather_alike(own).tolist()
-        if min(everyone) > 0:
+        if min(everyone) > 0 and not ahead:
             self._shares.current = proportional([1 / seconds for seconds in everyone])
         if self._communicator.is_main:
-            print_stderr(f"unitrain: {_report(self._shares.current, everyone)}")
+            print_stderr(f"unitrain: {_report(self._shares.current, everyone, ahead=ahead)}")
 
 
-def _report(shares: tuple[int, ...], seconds: list[float]) -> str:
+def _report(shares: tuple[int, ...], seconds: list[float], *, ahead: bool) -> str:
     """Return a line on the shares and what they follow from: the seconds for a sample, by rank."""
     ratio = ":".join(map(str, shares))
+    if ahead:
+        return f"shares: {ratio}, since the script takes batches ahead of their steps: set shares to a list instead"
     if min(seconds) <= 0:
         return f"shares: {ratio}, since no work on a batch was seen on rank {seconds.index(min(seconds))}"
     slowest, fastest = 1 / max(seconds), 1 / min(seconds)

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable
 
 import torch
 
-from unitrain.data.loop import Iteration
+from unitrain.data.loop import Batches, Iteration
 from unitrain.data.order.sharding import MicroBatch
 from unitrain.data.order.shares import Shares
 from unitrain.errors import UsageError
-from unitrain.training.loop.load_balancing import LoadBalancer
+from unitrain.training.batch_norm import layers as batch_norm
 from unitrain.training.loop.step import TrainingStep
-
-Batches = Iterator[tuple[MicroBatch, Any]]
-
-
-class LoopObserver(Protocol):
-    """Measures the batches that are trained on."""
-
-    def batches(self, fed: Batches) -> Batches:
-        """Return an iterator that yields the same batches."""
+from unitrain.training.models.prepared import PreparedModules
 
 
 class TrainingLoop:
@@ -29,69 +20,83 @@ class TrainingLoop:
 
     Args:
         step: the training step.
+        prepared: the prepared modules.
         pass_boundary: called where the run can be stopped; raises if it is to be stopped.
-        shares: the shares of the ranks in every micro-batch.
-        balancer: sets them, if they are to be measured.
 
     Attributes:
-        shares: as given.
+        shares: the shares of the ranks in every micro-batch.
         evaluating: whether an evaluation is in progress.
     """
 
-    def __init__(
-        self, step: TrainingStep, pass_boundary: Callable[[], None], shares: Shares, balancer: LoadBalancer | None
-    ) -> None:
+    def __init__(self, step: TrainingStep, prepared: PreparedModules, pass_boundary: Callable[[], None]) -> None:
         self._step = step
+        self._batches = step.batches
+        self._prepared = prepared
         self._pass_boundary = pass_boundary
-        self._evaluations: dict[Iteration, MicroBatch] = {}  # that are in progress, and their newest micro-batches
-        self._observer: LoopObserver | None = None
-        self._balancer = balancer
-        self.shares = shares
-        self.evaluating = False
+        self._evaluations: list[Iteration] = []  # in progress
+        self._latest: Iteration | None = None  # has yielded the last batch
+        self.shares: Shares = prepared.shares
+        self.evaluating: bool = False
 
-    def observe(self, observer: LoopObserver) -> None:
-        """Let an observer measure the batches of every iteration that starts from now on."""
-        self._observer = observer
+    def begin(self, iteration: Iteration, batches: Batches) -> Batches:
+        """Record that an iteration begins, and let hooks measure its batches if they are trained on."""
+        if self._is_training():
+            self.follows()
+            self._batches.begin(iteration)
+            for measured in self._step.hooks.batches:
+                batches = measured(batches)
+        return batches
 
-    def is_training(self) -> bool:
+    def _is_training(self) -> bool:
         """Return whether batches are used for training, and not for an evaluation."""
         return torch.is_grad_enabled() and not self.evaluating
 
-    def needs_stand_ins(self, iteration: Iteration) -> bool:
+    def follows(self) -> None:
+        """Record that what follows the previous training iteration is done, and check what is trained from now on."""
+        self._step.check_modules()
+        self._batches.between_epochs = False
+        if self._is_training():
+            self._reach_boundary()
+
+    def hand_out(self, micro_batch: MicroBatch, iteration: Iteration) -> bool:
+        """Record the next batch of an iteration. Return whether this rank is to get it."""
+        # Checked for each batch: an evaluation may begin and end within a training epoch.
+        training = self._is_training()
+        if not training or (micro_batch.first and self._reach_boundary()):
+            self._pass_boundary()
+        iteration.take(micro_batch)
+        if not micro_batch.count and not self._needs_stand_in(iteration, training=training):
+            return False
+        self._latest = iteration
+        if training:
+            self._batches.take(micro_batch, iteration)
+            if not micro_batch.count:
+                batch_norm.ignore_stand_ins(self._prepared, self._batches.in_use)
+            self._step.expect_next()
+        else:
+            self._batches.in_use.is_stand_in = not micro_batch.count
+            if iteration not in self._evaluations:
+                self._evaluations.append(iteration)
+        return True
+
+    def _needs_stand_in(self, iteration: Iteration, *, training: bool) -> bool:
         """Return whether a rank without samples has to take part all the same.
 
         It has to in a step, in the gathers of an evaluation, and in any forward that gathers sharded parameters.
         """
         if iteration.gathers or self._step.gathers_parameters:
             return True
-        return self.is_training() and (iteration.trained or self._step.trains())
-
-    def follows(self) -> None:
-        """Record that what follows the previous training iteration is done, and check what is trained from now on."""
-        self._step.check_modules()
-        self._step.between_epochs = False
-        self._reach_boundary()
-
-    def boundary(self) -> None:
-        """Allow the run to be stopped here, unless the training has not finished the batches before this one."""
-        if self._reach_boundary() or not self.is_training():
-            self._pass_boundary()
+        return training and (iteration.trained or any(module.training for module in self._prepared))
 
     def _reach_boundary(self) -> bool:
-        """Return whether this is between two steps, and record it."""
-        is_between = self.is_training() and not (self._step.within_window or self._step.last_is_open)
-        if is_between:
-            self._step.at_boundary()
-        return is_between
+        """Return whether this is between two steps, and call the hooks of a boundary if so.
 
-    def yields(self, micro_batch: MicroBatch | None, batch: Any, iteration: Iteration, *, training: bool) -> None:
-        """Record the batch that is about to be yielded, for training or for an evaluation."""
-        if training:
-            self._step.take(micro_batch, batch, iteration)
-        elif micro_batch is not None:
-            self._step.in_use.micro_batch = self._evaluations[iteration] = micro_batch
-        else:
-            self._end_evaluation(iteration)
+        It is not while the training has not finished the batches before this point.
+        """
+        if self._step.within_window or self._batches.last_is_open:
+            return False
+        self._step.hooks.reach_boundary()
+        return True
 
     def gathers(self) -> None:
         """Record a gather. For the rest of an evaluation, ranks without samples of a batch get stand-ins.
@@ -99,33 +104,24 @@ class TrainingLoop:
         Raises:
             UsageError: they have none of this batch, and can't know, because there was no gather before.
         """
-        for iteration, micro_batch in self._evaluations.items():
-            if not (micro_batch.everywhere or iteration.gathers or self._step.gathers_parameters):
+        for iteration in self._evaluations:
+            assert iteration.micro_batch is not None
+            if not (iteration.micro_batch.everywhere or iteration.gathers or self._step.gathers_parameters):
                 raise UsageError(
                     "gather was called for a batch of which other ranks may have no samples, and for none before it: "
                     "they would not take part. Gather after the loop, or use more data or fewer processes."
                 )
             iteration.gathers = True
 
-    def balance(self) -> None:
-        """Set the shares, if enough of the training was measured. Collective then."""
-        if self._balancer is not None and self.is_training():
-            self._balancer.settle()
-
-    def drops(self, iteration: Iteration) -> None:
-        """Forget the batches of an iteration that does not count."""
-        self._end_evaluation(iteration)
-        self._step.drop(iteration)
-
-    def _end_evaluation(self, iteration: Iteration) -> None:
-        """Forget an iteration of an evaluation: what is gathered after it is not of its last batch."""
-        if self._evaluations.pop(iteration, None) is self._step.in_use.micro_batch:
-            self._step.in_use.micro_batch = None
-
-    def observed(self, batches: Batches) -> Batches:
-        """Return the iterator that the loader yields from."""
-        if not self.is_training():
-            return batches
-        if self._balancer is not None and self._balancer.measuring:
-            batches = self._balancer.batches(batches)
-        return batches if self._observer is None else self._observer.batches(batches)
+    def end(self, iteration: Iteration, *, complete: bool) -> None:
+        """Record the end of an iteration. If it is not complete, its batches are forgotten: it does not count."""
+        if complete and self._is_training():
+            self._batches.end(iteration)
+            self._step.hooks.end_epoch()
+            return
+        if iteration in self._evaluations:
+            self._evaluations.remove(iteration)
+            if self._latest is iteration:  # what is gathered after it is not of its last batch
+                self._batches.in_use.is_stand_in = False
+        if not complete:
+            self._batches.drop(iteration)

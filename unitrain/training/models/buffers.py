@@ -7,16 +7,19 @@ averaged for an evaluation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import Parameter
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
 
 from unitrain.communication.communicator import Communicator
 from unitrain.communication.counts import CountReduction
 from unitrain.communication.streaming import broadcast_tensors
+from unitrain.training.hooks import StepHook
 from unitrain.training.models.prepared import PreparedModules
 
 
@@ -33,7 +36,7 @@ class _Slot(NamedTuple):
         return found
 
 
-class BufferSync:
+class BufferSync(StepHook):
     """Broadcasts changed buffers of the prepared modules after each step.
 
     Whether a buffer has changed is known from its version, without reading it. The ranks agree on that in a small
@@ -57,7 +60,7 @@ class BufferSync:
         self._waits = False  # in the second step of a module
 
     @torch.no_grad()
-    def after_step(self) -> None:
+    def after_update(self, optimizer: Optimizer, parameters: Sequence[Parameter], stepped: bool) -> None:
         """Broadcast the buffers that a forward has changed. Collective."""
         new = self._new_slots()
         if not self._slots and not new:

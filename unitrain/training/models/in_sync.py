@@ -2,15 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from unitrain.communication.communicator import Communicator
 from unitrain.errors import CommunicationError
 from unitrain.training.batch_norm.layers import is_unsynchronised
+from unitrain.training.hooks import StepHook
+from unitrain.training.models.prepared import PreparedModules
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = 2**20
+
+
+class InSyncCheck(StepHook):
+    """Checks all prepared models every few steps (``check_in_sync_every``).
+
+    Args:
+        communicator: the communicator of this process.
+        prepared: the prepared modules.
+        every: number of steps from one check to the next.
+    """
+
+    def __init__(self, communicator: Communicator, prepared: PreparedModules, every: int) -> None:
+        self._communicator = communicator
+        self._prepared = prepared
+        self._every = every
+
+    def after_update(self, optimizer: Optimizer, parameters: Sequence[Parameter], stepped: bool) -> None:
+        """Check the models if this is the step for it. Collective."""
+        if (self._communicator.pulse.step + 1) % self._every == 0:
+            for module in self._prepared:
+                check_in_sync(self._communicator, self._prepared.unwrap(module))
 
 
 @torch.no_grad()

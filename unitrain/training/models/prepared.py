@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Protocol
 from weakref import WeakKeyDictionary
@@ -13,13 +13,6 @@ from torch.optim import Optimizer
 
 from unitrain.data.order.shares import Shares
 from unitrain.errors import UsageError
-
-
-class Exchange(Protocol):
-    """Has exchanged the weights of a module for others."""
-
-    def exchange(self) -> None:
-        """Exchange them again."""
 
 
 class Refusal(Protocol):
@@ -38,7 +31,7 @@ class PreparedModules:
 
     Attributes:
         shares: as given.
-        swapped: the modules that don't have the weights of training now, and what has those.
+        swapped: the modules that don't have the weights of training now, and what exchanges them back.
         without_weights: the modules some of whose weights have no values yet, and what refuses their calls.
     """
 
@@ -48,7 +41,7 @@ class PreparedModules:
         self._names: dict[Parameter, str] = {}
         self.shares = shares
         self._replaced: dict[Parameter, Parameter] = {}
-        self.swapped: dict[nn.Module, Exchange] = {}
+        self.swapped: dict[nn.Module, Callable[[], None]] = {}
         self.without_weights: dict[nn.Module, Refusal] = {}
 
     def add_names(self, module: nn.Module) -> None:
@@ -93,16 +86,15 @@ class PreparedModules:
     @contextmanager
     def training_weights(self) -> Iterator[None]:
         """Context manager in which all modules have the weights of training."""
-        swapped = dict(self.swapped)
-        self.swapped.clear()
-        for one in swapped.values():
-            one.exchange()
+        swapped, self.swapped = self.swapped, {}
+        for exchange in swapped.values():
+            exchange()
         try:
             yield
         finally:
-            for one in swapped.values():
-                one.exchange()
-            self.swapped.update(swapped)
+            for exchange in swapped.values():
+                exchange()
+            self.swapped = swapped
 
     def has(self, parameter: Parameter) -> bool:
         """Return whether a parameter belongs to a prepared module."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,13 +16,13 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from unitrain.device import by_device
 from unitrain.errors import UsageError
 from unitrain.training.batch_norm.layers import is_unsynchronised
-from unitrain.training.gradients.guard import OptimizerStep
+from unitrain.training.hooks import StepHook
 from unitrain.training.models.prepared import PreparedModules
 
 _DTYPES = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
-class EMA(nn.Module):
+class EMA(nn.Module, StepHook):
     """Exponential moving average of a prepared model's weights. Made by ``strategy.ema``.
 
     It begins with the weights before training (those that the script has loaded until the first step), and after each
@@ -85,28 +85,26 @@ class EMA(nn.Module):
 
     # ------------------------------------------------------------------------------------------------------- steps
 
-    def follow(self, step: OptimizerStep) -> OptimizerStep:
-        """Return a function that does what ``step`` does, and updates the average after it."""
+    def before_update(self, optimizer: Optimizer, parameters: Sequence[Parameter]) -> None:
+        """Copy the weights before the first step, if the script has loaded others since the average was made."""
+        if not self._averages_any(parameters):
+            return
+        if self._is_swapped:
+            raise UsageError(
+                "a step was made within ema.swapped(), where it would train the averaged weights: leave it first."
+            )
+        if not self._begun:
+            self._begin()
+            self._begun = True
 
-        def followed(
-            optimizer: Optimizer, parameters: Iterable[Parameter], gradients: list[Tensor], losses: Sequence[Tensor]
-        ) -> tuple[bool, Tensor | None]:
-            if not any(parameter in self._parameters_of_model for parameter in parameters):  # as a rule, the first is
-                return step(optimizer, parameters, gradients, losses)
-            if self._is_swapped:
-                raise UsageError(
-                    "a step was made within ema.swapped(), where it would train the averaged weights: leave it first."
-                )
-            if not self._begun:
-                self._begin()
-                self._begun = True
-            result = step(optimizer, parameters, gradients, losses)
-            if result[0]:
-                for averages, weights in self._alike:
-                    self._update(averages, weights, 0)  # which ignores the number of steps
-            return result
+    def after_update(self, optimizer: Optimizer, parameters: Sequence[Parameter], stepped: bool) -> None:
+        """Update the average."""
+        if stepped and self._averages_any(parameters):
+            for averages, weights in self._alike:
+                self._update(averages, weights, 0)  # which ignores the number of steps
 
-        return followed
+    def _averages_any(self, parameters: Sequence[Parameter]) -> bool:
+        return any(parameter in self._parameters_of_model for parameter in parameters)  # as a rule, the first is
 
     @torch.no_grad()
     def _begin(self) -> None:
@@ -135,14 +133,14 @@ class EMA(nn.Module):
             raise UsageError("swapped() was called within swapped(): the model has averaged weights already.")
         model, original = self._models
         self._begin()
-        self.exchange()
-        self._prepared.swapped[original] = self
+        self._exchange()
+        self._prepared.swapped[original] = self._exchange
         try:
             yield model
             changed = self._changed
         finally:
             del self._prepared.swapped[original]
-            self.exchange()
+            self._exchange()
         if changed:
             raise UsageError(
                 f"the model's weights ({changed}) were changed within ema.swapped(), where they are the averaged ones: "
@@ -150,7 +148,7 @@ class EMA(nn.Module):
             )
 
     @torch.no_grad()
-    def exchange(self) -> None:
+    def _exchange(self) -> None:
         """Exchange the contents of the weights and of their averages. Wrappers and compiled code keep their tensors."""
         self._check_model()
         for weight, average in zip(self._weights, self._averages, strict=True):

@@ -11,33 +11,30 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from unitrain.communication.communicator import Communicator
 from unitrain.communication.owned import OwnedBy, refuse
 from unitrain.errors import UsageError
-from unitrain.training.gradients.guard import OptimizerStep
+from unitrain.training.hooks import StepHook
 from unitrain.training.optimizers.coupling import refuse_coupled
 from unitrain.training.optimizers.exchange import Exchange
 
 
-class ShardedOptimizers:
+class ShardedOptimizers(StepHook):
     """Shards optimizers.
 
     Args:
         communicator: the communicator of this process.
-        communicates: returns whether updated parameters are to be sent.
     """
 
-    def __init__(self, communicator: Communicator, communicates: Callable[[], bool]) -> None:
+    def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
-        self._communicates = communicates
         self._sharded: dict[Optimizer, _ShardedOptimizer] = {}
         self._loads = [0] * communicator.world_size  # elements of each rank
 
@@ -51,7 +48,7 @@ class ShardedOptimizers:
             refuse_coupled(optimizer)
             _refuse_own_state_dict(optimizer)
             name = f"parameters of optimizer {len(self._sharded)}"
-            self._sharded[optimizer] = _ShardedOptimizer(optimizer, self._communicator, self._communicates, name)
+            self._sharded[optimizer] = _ShardedOptimizer(optimizer, self._communicator, name)
         self._assign(p for group in optimizer.param_groups for p in group["params"])
         self._sharded[optimizer].lay_out(optimizer)
 
@@ -66,19 +63,9 @@ class ShardedOptimizers:
             heapq.heapreplace(heap, (load + p.numel(), owners[p]))
         self._loads = [load for _, load in sorted((rank, load) for load, rank in heap)]
 
-    def around(self, step: OptimizerStep) -> OptimizerStep:
-        """Return a function that does what ``step`` does, with sharded optimizers."""
-
-        def stepped(
-            optimizer: Optimizer, parameters: Iterable[Parameter], gradients: list[Tensor], losses: Sequence[Tensor]
-        ) -> tuple[bool, Tensor | None]:
-            self._sharded[optimizer].move_hooks(optimizer)
-            try:
-                return step(optimizer, parameters, gradients, losses)
-            finally:
-                self.abandon(optimizer)
-
-        return stepped
+    def before_update(self, optimizer: Optimizer, parameters: Sequence[Parameter]) -> None:
+        """Let the hooks of scripts see all parameters."""
+        self._sharded[optimizer].move_hooks(optimizer)
 
     def abandon(self, optimizer: Optimizer) -> None:
         """Give an optimizer the model's parameters back, if its step has raised an error."""
@@ -89,11 +76,8 @@ class ShardedOptimizers:
 class _ShardedOptimizer:
     """One optimizer, and its hooks."""
 
-    def __init__(
-        self, optimizer: Optimizer, communicator: Communicator, communicates: Callable[[], bool], name: str
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, communicator: Communicator, name: str) -> None:
         self._communicator = communicator
-        self._communicates = communicates
         self._name = name
         self._own: list[list[Parameter]] = []  # what each group has during a step
         self._all: list[list[Parameter]] = []  # and before and after it
@@ -164,8 +148,7 @@ class _ShardedOptimizer:
         if self._depth:
             return
         self._put_back(optimizer)
-        if self._communicates():
-            self._exchange()
+        self._exchange()
 
     def abandon(self, optimizer: Optimizer) -> None:
         """Give it the model's parameters back, if it has this rank's."""

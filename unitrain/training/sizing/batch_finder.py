@@ -22,7 +22,7 @@ from unitrain.data.loader import Loader
 from unitrain.errors import DataError, UsageError, listed
 from unitrain.process import print_stdout
 from unitrain.training.batch_norm import layers as batch_norm
-from unitrain.training.loop.loss import checked
+from unitrain.training.loop.backward import checked
 from unitrain.training.loop.step import TrainingStep
 from unitrain.training.models.compile import is_compiled
 from unitrain.training.models.prepared import PreparedModules

@@ -1,17 +1,49 @@
-"""Detects ``optimizer.step()`` called by a script itself, with gradients that were not averaged over the ranks."""
+"""Checks of a script on several processes, for what would train other weights on each rank, or the same N times."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet
 
+from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from unitrain import call_site
+from unitrain.communication.communicator import Communicator
 from unitrain.errors import UsageError
+
+_LOSSES = 3
+
+
+class CopyCheck:
+    """Compares the ranks' first losses, and warns if they are equal bit for bit: N copies of one job.
+
+    Args:
+        communicator: the communicator of this process.
+
+    Attributes:
+        pending: whether further losses need to be compared.
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self._checks_left = _LOSSES
+        self.pending: bool = True
+
+    def compare(self, loss: Tensor) -> None:
+        """Compare one loss. Collective."""
+        losses = self._communicator.all_gather(loss.detach().double())
+        equal = bool((losses == losses[0]).all())
+        self._checks_left -= 1
+        self.pending = equal and self._checks_left > 0
+        if equal and not self.pending and self._communicator.is_main:
+            call_site.warn(
+                f"the first {_LOSSES} losses are equal on all {self._communicator.world_size} ranks, which seem to "
+                "train on the same samples, at no gain in speed. Use strategy.dataloader, which shards the dataset."
+            )
 
 
 class DirectStepCheck:
@@ -40,15 +72,6 @@ class DirectStepCheck:
                 "call these instead of loss.backward() and optimizer.step()."
             )
         self._harmless.add(optimizer)
-
-    @contextmanager
-    def suspended(self) -> Iterator[None]:
-        """Context manager in which steps are allowed."""
-        self.allowed = True
-        try:
-            yield
-        finally:
-            self.allowed = False
 
     def close(self) -> None:
         """Remove the check."""

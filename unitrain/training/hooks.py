@@ -1,0 +1,107 @@
+"""What happens around the optimizer steps of a run: one list of hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from unitrain.data.loop import Batches
+
+BeforeUpdate = Callable[[Optimizer, Sequence[Parameter]], None]
+AfterUpdate = Callable[[Optimizer, Sequence[Parameter], bool], None]
+_MOMENTS = (
+    "before_call", "after_call", "before_update", "after_update", "at_boundary", "at_epoch_end", "batches",
+)  # fmt: skip
+
+
+class StepHook:
+    """Base class of what is notified around the steps of a run. A subclass overrides what it needs."""
+
+    def before_call(self) -> None:
+        """``backward`` or ``update`` begins."""
+
+    def after_call(self) -> None:
+        """``backward`` or ``update`` has returned, or raised."""
+
+    def before_update(self, optimizer: Optimizer, parameters: Sequence[Parameter]) -> None:
+        """An optimizer is about to change weights, unless its gradients turn out to be non-finite."""
+
+    def after_update(self, optimizer: Optimizer, parameters: Sequence[Parameter], stepped: bool) -> None:
+        """It has changed them if ``stepped``. The gradients are still there. The step does not count yet."""
+
+    def at_boundary(self) -> None:
+        """The run is between two steps, where it can be stopped."""
+
+    def at_epoch_end(self) -> None:
+        """A training iteration over a loader has ended."""
+
+    def batches(self, batches: Batches) -> Batches:
+        """Return an iterator that yields the batches of a training iteration, to measure it."""
+        return batches
+
+
+class Hooks:
+    """The hooks of a run. At each moment, those that override its method are called, in the order of the list.
+
+    Nothing is called for the others, so a moment without hooks costs a look at an empty list.
+
+    Args:
+        *hooks: the first hooks.
+    """
+
+    def __init__(self, *hooks: StepHook) -> None:
+        self.before_call: list[Callable[[], None]] = []
+        self.after_call: list[Callable[[], None]] = []
+        self.before_update: list[BeforeUpdate] = []
+        self.after_update: list[AfterUpdate] = []
+        self.at_boundary: list[Callable[[], None]] = []
+        self.at_epoch_end: list[Callable[[], None]] = []
+        self.batches: list[Callable[[Batches], Batches]] = []
+        for hook in hooks:
+            self.add_hook(hook)
+
+    def add_hook(self, hook: StepHook) -> None:
+        """Call a hook from now on, after those that are there."""
+        for moment in _MOMENTS:
+            if getattr(type(hook), moment) is not getattr(StepHook, moment):
+                getattr(self, moment).append(getattr(hook, moment))
+
+    def remove_hook(self, hook: StepHook) -> None:
+        """Call a hook no more."""
+        for moment in _MOMENTS:
+            calls = getattr(self, moment)
+            calls[:] = [call for call in calls if call.__self__ is not hook]
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """Context manager around ``backward`` and ``update``."""
+        for before in self.before_call:
+            before()
+        try:
+            yield
+        finally:
+            for after in self.after_call:
+                after()
+
+    def begin_update(self, optimizer: Optimizer, parameters: Sequence[Parameter]) -> None:
+        """Call the hooks before an update."""
+        for before in self.before_update:
+            before(optimizer, parameters)
+
+    def end_update(self, optimizer: Optimizer, parameters: Sequence[Parameter], stepped: bool) -> None:
+        """Call the hooks after an update."""
+        for after in self.after_update:
+            after(optimizer, parameters, stepped)
+
+    def reach_boundary(self) -> None:
+        """Call the hooks of a boundary."""
+        for call in self.at_boundary:
+            call()
+
+    def end_epoch(self) -> None:
+        """Call the hooks of the end of an epoch."""
+        for call in self.at_epoch_end:
+            call()
