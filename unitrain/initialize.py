@@ -25,10 +25,10 @@ from unitrain.job.job import current
 from unitrain.launch.detect import Launch, detect
 from unitrain.process import (
     exit_now,
-    keep_memory,
     occupy_standard_descriptors,
     print_stacks_when_killed,
     print_stderr,
+    retain_freed_memory,
 )
 from unitrain.rng import seed_all
 from unitrain.settings import resolve_strategy
@@ -208,7 +208,7 @@ def _set_process_state(config: StrategyConfig, launch: Launch) -> None:
         threads = default_threads(launch.local_world_size)
     if threads is not None:
         torch.set_num_threads(threads)
-    keep_memory()
+    retain_freed_memory()
     seed_all(config.seed)
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

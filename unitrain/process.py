@@ -150,7 +150,7 @@ def kill_stalled(pid: int, started: int, *, aborts: bool) -> None:
         process.kill()
 
 
-def keep_memory() -> None:
+def retain_freed_memory() -> None:
     """Have glibc keep freed memory for the next step.
 
     Gradients are freed at the end of a step, when activations are gone too, and glibc would return the top of its heap
@@ -163,7 +163,7 @@ def keep_memory() -> None:
         mallopt(_M_MMAP_THRESHOLD, _LARGEST_FROM_HEAP)
 
 
-def keep_no_memory(smallest: int = 64 * 2**10) -> None:
+def return_freed_memory(smallest: int = 64 * 2**10) -> None:
     """Have glibc return freed blocks of this size or more to the system at once, from now on.
 
     What the heap keeps lies between blocks in use. For a process whose address space is limited it counts too: in
@@ -179,7 +179,7 @@ def keep_no_memory(smallest: int = 64 * 2**10) -> None:
         mallopt(_M_MMAP_THRESHOLD, smallest)
 
 
-def return_memory() -> None:
+def trim_heap() -> None:
     """Have glibc return the memory that it keeps to the system. Does nothing with other C libraries."""
     malloc_trim = getattr(_libc, "malloc_trim", None)
     if malloc_trim is not None:

@@ -117,7 +117,7 @@ class Strategy:
             self._precision,
             self._prepared,
             self._step.register,
-            self._step.batches.in_use,
+            self._step.batches.current_batch,
             config,
         )
         self._checkpoint: Checkpoint | None = None
@@ -409,7 +409,7 @@ class Strategy:
 
     def meter(self) -> Meter:
         """Return a meter: a sum and a mean over all ranks, reduced only when it is read."""
-        return Meter(self._communicator, self._step.batches.in_use)
+        return Meter(self._communicator, self._step.batches.current_batch)
 
     def metric(self, metric: T) -> T:
         """Make a torchmetrics ``Metric`` or ``MetricCollection`` synchronise on any backend, and return it.
@@ -419,7 +419,7 @@ class Strategy:
         Raises:
             UsageError: it is no metric.
         """
-        return torchmetric.synchronise(metric, self._communicator, self._step.batches.in_use)
+        return torchmetric.synchronise(metric, self._communicator, self._step.batches.current_batch)
 
     def throughput(self) -> Throughput:
         """Return a meter of samples per second, of where the time goes, and of peak memory, from the first call on."""
@@ -535,7 +535,7 @@ class Strategy:
             >>> scores, labels = (torch.cat(part) for part in zip(*parts))
         """
         self._loop.gathers()
-        has_rows = not self._step.batches.in_use.is_stand_in
+        has_rows = not self._step.batches.current_batch.is_stand_in
         return self._gathering.gather(value, has_rows=has_rows, differentiable=differentiable)
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
@@ -717,7 +717,7 @@ class Strategy:
                     self.barrier()
                 job.leave()
         finally:
-            job.outlast()
+            job.wait_for_emergency_save()
             job.stopping.close()
             if self._checkpoint is not None:
                 self._checkpoint.abandon()  # if the run fails
@@ -736,7 +736,7 @@ class Strategy:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         self._job.failed = self._job.failed or kind is not None
-        self._job.outlast(error)
+        self._job.wait_for_emergency_save(error)
         self.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Strategy:

@@ -16,7 +16,7 @@ from unitrain.config import Section, StrategyConfig
 from unitrain.device import devices_of
 from unitrain.errors import BackendError, ConfigError, UsageError
 from unitrain.launch.detect import Launch
-from unitrain.process import keep_no_memory, return_memory
+from unitrain.process import return_freed_memory, trim_heap
 
 from ..process_group.backend import ProcessGroupBackend
 from .settings import LARGE, FSDPSettings
@@ -80,7 +80,7 @@ class FSDPBackend(ProcessGroupBackend):
             from torch.distributed.device_mesh import init_device_mesh
 
             if self.device.type == "cpu":
-                keep_no_memory(LARGE)  # units of the same sizes come and go, among shards
+                return_freed_memory(LARGE)  # units of the same sizes come and go, among shards
 
             shape = (self.world_size,) if self.replicas == 1 else (self.replicas, self.launch.local_world_size)
             names = ("shard",) if self.replicas == 1 else ("replicate", "shard")
@@ -135,7 +135,7 @@ class FSDPBackend(ProcessGroupBackend):
             offload=self.offloads,
             has_mean="nccl" in dist.get_backend(),
         )
-        return_memory()  # the whole model's, of which glibc would keep most
+        trim_heap()  # the whole model's, of which glibc would keep most
         sharded.arm(self._armed)
         self._modules[original] = sharded
         self._owner.update({p: sharded for p in original.parameters() if p not in sharded.replicated})

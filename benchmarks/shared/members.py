@@ -212,12 +212,12 @@ class _Ranks:
                     told = time.monotonic()
                     heartbeat = messages.Heartbeat("all_reduce", step, 0.1)
                     failed = messages.Failed("another rank has ended: " + "connection reset by peer " * 8, True)
-                    self._send(rank, heartbeat, messages.Ask(), failed, messages.Whole(step))
+                    self._send(rank, heartbeat, messages.Ask(), failed, messages.Candidate(step))
                 case messages.Elect(rank=None):
                     left.discard(rank)
                     ended = time.monotonic()
                 case messages.Elect(rank=elected) if elected == rank:
-                    self._send(rank, messages.Saved())
+                    self._send(rank, messages.SaveEnded())
         return told, ended
 
     def leave(self) -> None:

@@ -13,7 +13,7 @@ from unitrain.checkpoint.emergency.epoch_end import EpochEnd, EpochEndHook
 from unitrain.checkpoint.emergency.last_boundary import LastBoundary
 from unitrain.checkpoint.run_state import RunState
 from unitrain.checkpoint.sharded import loading
-from unitrain.checkpoint.sharded.opening import Opened, Search, best_beside
+from unitrain.checkpoint.sharded.opening import CheckpointView, Search, best_beside
 from unitrain.checkpoint.sharded.parts import gathered
 from unitrain.checkpoint.sharded.saving import begin, divided
 from unitrain.checkpoint.store.disk import Disk
@@ -261,7 +261,7 @@ class Checkpoint:
                 )
         return True
 
-    def _find(self, path: str | Path | None, *, force: bool) -> tuple[Opened, loading.Parts, list[str]] | None:
+    def _find(self, path: str | Path | None, *, force: bool) -> tuple[CheckpointView, loading.Parts, list[str]] | None:
         """Return an intact checkpoint that fits this run, a reader of its parts, and which settings have changed."""
         # What this run saves in the background may be what it goes back to.
         search = Search(self._communicator, self._state, path, self._folder, before=self._writer.finish)
@@ -277,7 +277,7 @@ class Checkpoint:
             opened = search.next(damage)
         return None
 
-    def _check(self, opened: Opened, *, force: bool) -> list[str]:
+    def _check(self, opened: CheckpointView, *, force: bool) -> list[str]:
         """Check that a checkpoint fits this run, the same way on every rank, and return which settings have changed."""
         state = self._state
         changed = fit.changed_settings(opened.manifest, state.settings, state.config, state.objects)
@@ -291,7 +291,7 @@ class Checkpoint:
         fit.check_objects(objects, states, state.of, str(self._folder))
         return changed
 
-    def _keep_best(self, opened: Opened, *, is_newest: bool) -> None:
+    def _keep_best(self, opened: CheckpointView, *, is_newest: bool) -> None:
         self._unclaimed = None
         self._writer.best = best = best_beside(opened.manifest, self._folder)
         if is_newest:

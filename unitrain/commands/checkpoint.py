@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from unitrain.checkpoint.sharded.opening import Saved, candidates, intact, opened
+from unitrain.checkpoint.sharded.opening import OpenCheckpoint, candidates, intact, opened
 from unitrain.checkpoint.store.disk import Disk
 from unitrain.checkpoint.store.folder import Folder
 from unitrain.checkpoint.store.located import Located, NotACheckpointError, checkpoint_at
@@ -76,7 +76,7 @@ def merge(path: Path, output: Path, name: str = "model") -> None:
         raise CheckpointError(f"{output} could not be written: {error}") from error
 
 
-def open_checkpoint(path: Path) -> Saved:
+def open_checkpoint(path: Path) -> OpenCheckpoint:
     """Verify and open a checkpoint.
 
     Args:
@@ -96,14 +96,14 @@ def open_checkpoint(path: Path) -> Saved:
         return found
 
 
-def _verified(found: Located) -> Saved:
+def _verified(found: Located) -> OpenCheckpoint:
     saved = opened(found)
     if saved.stored is not None and saved.stored.files is not None:
         saved.stored.files.fetch(name for name in found.manifest.files if not name.endswith(".pt"))
     return saved
 
 
-def tensors_of(saved: Saved, state: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Form, int]]:
+def tensors_of(saved: OpenCheckpoint, state: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Form, int]]:
     """Yield the key, the form and the number of parts of each tensor in nested state."""
     if isinstance(state, Form):
         stored = None if saved.stored is None else saved.stored.tensor(str(state.key))
@@ -115,12 +115,12 @@ def tensors_of(saved: Saved, state: Any, path: tuple[str, ...] = ()) -> Iterator
             yield from tensors_of(saved, value, (*path, str(key)))
 
 
-def _whole(saved: Saved, state: Any) -> Any:
+def _whole(saved: OpenCheckpoint, state: Any) -> Any:
     """Return nested state with its tensors in memory."""
     return rebuilt(state, lambda value: saved.tensor(value) if isinstance(value, (Tensor, Form)) else value)
 
 
-def _write_safetensors(file: BinaryIO, name: str, saved: Saved) -> None:
+def _write_safetensors(file: BinaryIO, name: str, saved: OpenCheckpoint) -> None:
     state = saved.parts[name]
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0

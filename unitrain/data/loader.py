@@ -20,7 +20,7 @@ from unitrain.data.reading.map_style import MapStyle
 from unitrain.data.reading.sources import Sources
 from unitrain.data.settings import LoaderSettings
 from unitrain.errors import CheckpointError, ConfigError, DataError, UsageError
-from unitrain.job.joining.handshake import all_alike, difference_between_ranks
+from unitrain.job.joining.handshake import are_identical, difference_between_ranks
 
 
 class Loader:
@@ -321,7 +321,7 @@ class Loader:
         if not isinstance(self._source, MapStyle):
             return
         self._source.plan(self._seed, self.epoch)
-        if not all_alike(self._communicator, {"order": self._source.drawn(self._seed, self.epoch)}):
+        if not are_identical(self._communicator, {"order": self._source.drawn(self._seed, self.epoch)}):
             raise DataError(
                 "a loader's sampler yields other indices on one rank than on another, so samples would be left out and "
                 "repeated: draw its random numbers from python's, numpy's or torch's global generators, which the "

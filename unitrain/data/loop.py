@@ -55,7 +55,7 @@ class Iteration:
             self.trained_to = micro_batch.stop, micro_batch.step + 1
 
 
-class BatchInUse:
+class CurrentBatch:
     """The batch that the script works on.
 
     Attributes:
@@ -68,7 +68,7 @@ class BatchInUse:
     def __init__(self) -> None:
         self.is_stand_in: bool = False
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> BatchInUse:
+    def __deepcopy__(self, memo: dict[int, Any]) -> CurrentBatch:
         """Return this object: a copy of a model is used with the same batches."""
         return self
 

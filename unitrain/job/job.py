@@ -10,8 +10,8 @@ from unitrain.config import StrategyConfig
 from unitrain.errors import BackendError, LaunchError, UnitrainError
 from unitrain.job.joining.authentication import authenticate
 from unitrain.job.joining.handshake import handshake
+from unitrain.job.joining.self_test import check_collectives
 from unitrain.job.joining.start_watch import StartWatch
-from unitrain.job.joining.verb_check import check_verbs
 from unitrain.job.watch.exit_watch import watch_exit
 from unitrain.job.watch.messages import StopReason
 from unitrain.job.watch.stopping import Boundaries, Stopping
@@ -45,7 +45,7 @@ def join(backend: Backend, config: StrategyConfig, launch: Launch) -> tuple[Comm
         communicator = Communicator(backend, Pulse())
         try:
             if backend.world_size > 1:
-                check_verbs(backend)
+                check_collectives(backend)
             job = Job(communicator, config, launch, backend)
         except UnitrainError:
             communicator.close(failed=True)
@@ -130,14 +130,14 @@ class Job:
             error = error.__cause__ or error.__context__
         return False
 
-    def outlast(self, error: BaseException | None = None) -> None:
+    def wait_for_emergency_save(self, error: BaseException | None = None) -> None:
         """Let this process stay as it is until an emergency checkpoint is saved, if the job is ending.
 
         Args:
             error: what ends this process. If another rank's failure has caused it, that is waited for.
         """
         if self.watch is not None and self.watch.saver is not None:
-            self.watch.outlast(_VERDICT_S if self.is_secondary(error) else 0.0)
+            self.watch.wait_for_end(_VERDICT_S if self.is_secondary(error) else 0.0)
 
     def leave(self) -> None:
         """Leave the job, after every rank has reached its end."""

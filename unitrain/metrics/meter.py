@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from unitrain.communication.communicator import Communicator
-from unitrain.data.loop import BatchInUse
+from unitrain.data.loop import CurrentBatch
 from unitrain.errors import UsageError
 
 
@@ -20,12 +20,12 @@ class Meter:
 
     Args:
         communicator: the communicator of this process.
-        in_use: the batch that the script works on.
+        current_batch: the batch that the script works on.
     """
 
-    def __init__(self, communicator: Communicator, in_use: BatchInUse) -> None:
+    def __init__(self, communicator: Communicator, current_batch: CurrentBatch) -> None:
         self._communicator = communicator
-        self._in_use = in_use
+        self._current_batch = current_batch
         self._total = torch.zeros((), dtype=torch.float64)
         self._count = 0
 
@@ -62,7 +62,7 @@ class Meter:
                 "a meter's add() takes exactly one of total= (a sum over samples) and mean= (a mean over samples), by "
                 "keyword, and count= (number of samples): meter.add(mean=loss, count=len(labels))."
             )
-        if count == 0 or self._in_use.is_stand_in:
+        if count == 0 or self._current_batch.is_stand_in:
             return
         value = total if mean is None else mean
         assert value is not None  # checked above

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from unitrain.communication.communicator import Communicator
-from unitrain.data.loop import BatchInUse
+from unitrain.data.loop import CurrentBatch
 from unitrain.errors import UsageError, by_rank
 
 M = TypeVar("M")
@@ -22,7 +22,7 @@ M = TypeVar("M")
 _NEUTRAL = {"dim_zero_sum", "dim_zero_max", "dim_zero_min"}
 
 
-def synchronise(metric: M, communicator: Communicator, in_use: BatchInUse) -> M:
+def synchronise(metric: M, communicator: Communicator, current_batch: CurrentBatch) -> M:
     """See ``Strategy.metric``."""
     # A wrapper, a composition and a collection hold metrics that are updated and synchronised one by one.
     modules: list[Any] = list(metric.modules()) if isinstance(metric, nn.Module) else []
@@ -40,12 +40,12 @@ def synchronise(metric: M, communicator: Communicator, in_use: BatchInUse) -> M:
     for one in metrics:
         one.distributed_available_fn = lambda: communicator.world_size > 1
         one._sync_dist = MethodType(synchronise_states, one)
-        _leave_stand_ins_out(one, in_use)
+        _leave_stand_ins_out(one, current_batch)
     for one in modules:
         if hasattr(
             one, "_groups_checked"
         ):  # a collection, which groups metrics whose states its first update made equal
-            one.update = _unless_stand_in(one.update, in_use)
+            one.update = _unless_stand_in(one.update, current_batch)
     modules[0].to(communicator.device)
     return metric
 
@@ -57,37 +57,39 @@ def _is_metric(module: Any) -> bool:
     return all(hasattr(module, name) for name in names) and not hasattr(module, "metric_a")
 
 
-def _leave_stand_ins_out(metric: Any, in_use: BatchInUse) -> None:
+def _leave_stand_ins_out(metric: Any, current_batch: CurrentBatch) -> None:
     """Make ``update`` and ``forward`` such that the stand-in of a rank without samples changes no state."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         of_batch = type(self).forward
-        if not in_use.is_stand_in:
+        if not current_batch.is_stand_in:
             return of_batch(self, *args, **kwargs)
         inner = [one for one in self.modules() if _is_metric(one)]
         before = copy.deepcopy([(one.metric_state, one._update_count) for one in inner])
-        in_use.is_stand_in = self.dist_sync_on_step  # if only this rank computes, it has nothing else to compute from
+        current_batch.is_stand_in = (
+            self.dist_sync_on_step
+        )  # if only this rank computes, it has nothing else to compute from
         try:
             return of_batch(self, *args, **kwargs)
         finally:
-            in_use.is_stand_in = True
+            current_batch.is_stand_in = True
             for one, (states, updates) in zip(inner, before, strict=True):
                 for name, state in states.items():
                     setattr(one, name, state)
                 one._update_count, one._computed = updates, None
 
     def wrap_update(self: Any, update: Callable[..., None]) -> Callable[..., None]:
-        return _unless_stand_in(type(self)._wrap_update(self, update), in_use)
+        return _unless_stand_in(type(self)._wrap_update(self, update), current_batch)
 
     # Bound methods, and not functions: wrappers copy metrics, and a copy must not update the original.
     metric.forward = MethodType(forward, metric)
     metric._wrap_update = MethodType(wrap_update, metric)  # a copy calls it again
-    metric.update = _unless_stand_in(metric.update, in_use)
+    metric.update = _unless_stand_in(metric.update, current_batch)
 
 
-def _unless_stand_in(update: Callable[..., None], in_use: BatchInUse) -> Callable[..., None]:
+def _unless_stand_in(update: Callable[..., None], current_batch: CurrentBatch) -> Callable[..., None]:
     def call(*args: Any, **kwargs: Any) -> None:
-        if not in_use.is_stand_in:
+        if not current_batch.is_stand_in:
             update(*args, **kwargs)
 
     return call

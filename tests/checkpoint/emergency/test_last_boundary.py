@@ -20,7 +20,7 @@ from torch.utils.data import TensorDataset
 import unitrain
 from unitrain.errors import UnitrainError
 from unitrain.job.watch.emergency import Election
-from unitrain.job.watch.messages import Elect, Message, Saved, Whole
+from unitrain.job.watch.messages import Candidate, Elect, Message, SaveEnded
 
 EPOCHS, STEPS_PER_EPOCH = 7, 3
 ALL = -1
@@ -184,7 +184,7 @@ class Hub:
 
     def answer(self, **steps: int | None) -> None:
         for rank, step in steps.items():
-            self.election.receive(int(rank[1:]), Whole(step, "" if step else f"{rank} has none"))
+            self.election.receive(int(rank[1:]), Candidate(step, "" if step else f"{rank} has none"))
 
 
 def test_the_furthest_is_elected_and_the_first_of_several() -> None:
@@ -193,9 +193,9 @@ def test_the_furthest_is_elected_and_the_first_of_several() -> None:
     assert hub.sent == []
     hub.answer(r2=8)
     assert hub.sent == [Elect(2)]
-    hub.election.receive(3, Saved())
+    hub.election.receive(3, SaveEnded())
     assert hub.sent == [Elect(2)]
-    hub.election.receive(2, Saved())
+    hub.election.receive(2, SaveEnded())
     assert hub.sent == [Elect(2), Elect(None)]
 
 

@@ -159,7 +159,7 @@ def test_all_stop_at_the_furthest_boundary_that_a_rank_has_yet_to_pass(job: Job)
     job.hear(2, messages.RequestStop(StopReason(15)))  # every rank got it
     assert job.sent == [(None, messages.Hold())]
     for rank, boundary in enumerate([8, 7, 8]):
-        job.hear(rank, messages.Held(boundary))
+        job.hear(rank, messages.NextBoundary(boundary))
     assert job.sent[1:] == [(None, messages.Stop(8, StopReason(15)))]
 
 
@@ -167,7 +167,7 @@ def test_one_stop_after_another(job: Job) -> None:
     """A checkpoint failed, was told, and the run goes on; meanwhile somebody asks it to end."""
     job.hear(0, messages.RequestStop(StopReason()))
     for rank in range(3):
-        job.hear(rank, messages.Held(3))
+        job.hear(rank, messages.NextBoundary(3))
     job.hear(1, messages.RequestStop(StopReason(15)))
     assert [type(message) for _, message in job.sent] == [messages.Hold, messages.Stop], (
         "not before all have come to the first"
@@ -176,7 +176,7 @@ def test_one_stop_after_another(job: Job) -> None:
         job.hear(rank, messages.Settled())
     assert job.sent[2:] == [(None, messages.Hold())]
     for rank in range(3):
-        job.hear(rank, messages.Held(5))
+        job.hear(rank, messages.NextBoundary(5))
     assert job.sent[3:] == [(None, messages.Stop(5, StopReason(15)))]
 
 
@@ -271,7 +271,7 @@ def seconds_per_message(ranks: int) -> float:
     members = [Member(rank, "host", rank, 0) for rank in range(ranks)]
     hub = Hub(members, timeout_s=60.0, heartbeat_timeout_s=30.0, send=lambda rank, message: None, now=0.0)
     made: list[Message] = [messages.Heartbeat("step", 1, 0.0), messages.Ask(), messages.Call("barrier()", "train.py:1")]
-    made += [messages.RequestStop(StopReason(15)), messages.Held(1), messages.Settled()]
+    made += [messages.RequestStop(StopReason(15)), messages.NextBoundary(1), messages.Settled()]
     made += [messages.Heartbeat(USER_CODE, 1, 0.0), messages.Failed("RuntimeError: gloo", secondary=True)]
     begin = time.thread_time()
     for message in made:

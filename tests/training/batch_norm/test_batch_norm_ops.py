@@ -13,7 +13,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 import unitrain
-from unitrain.data.loop import BatchInUse
+from unitrain.data.loop import CurrentBatch
 from unitrain.training.batch_norm import layers as batch_norm
 from unitrain.training.batch_norm.ops import Ranks, gather_statistics
 
@@ -30,12 +30,12 @@ def _compiled() -> None:
     with unitrain.init(precision="fp64", sync_batchnorm=True, timeout_s=30) as strategy:
         plain = nn.Sequential(nn.BatchNorm2d(CHANNELS), nn.ReLU(), nn.BatchNorm2d(CHANNELS, momentum=None))
         plain.double()
-        eager, in_use = copy.deepcopy(plain), strategy.training_step.batches.in_use
+        eager, current_batch = copy.deepcopy(plain), strategy.training_step.batches.current_batch
         for model in (plain, eager):
-            batch_norm.synchronise(model, strategy.communicator, in_use)
+            batch_norm.synchronise(model, strategy.communicator, current_batch)
         compiled: Any = torch.compile(plain, backend="aot_eager", fullgraph=True)
         for step in range(4):
-            in_use.is_stand_in = strategy.rank == 1 and step == 2  # between steps of the same graph
+            current_batch.is_stand_in = strategy.rank == 1 and step == 2  # between steps of the same graph
             both = []
             for model in (compiled, eager):
                 x = _batch(3, 7 * step + strategy.rank).requires_grad_()
@@ -43,7 +43,7 @@ def _compiled() -> None:
                 output.backward(_batch(3, 40 + step))
                 both.append([output, x.grad, *(p.grad for p in model.parameters()), *model.buffers()])
             assert all(torch.equal(one, other) for one, other in zip(*both, strict=True))
-        in_use.is_stand_in = False
+        current_batch.is_stand_in = False
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
         explained = torch._dynamo.explain(plain)(x)
         assert explained.graph_break_count == 0
@@ -72,6 +72,6 @@ def test_compiled_and_exported_without_graph_breaks(launcher: Any) -> None:
 
 def test_no_layer_waits_for_a_gpu() -> None:
     with Waits() as waits:
-        ranks = Ranks(communicator_on_gpu(), BatchInUse())
+        ranks = Ranks(communicator_on_gpu(), CurrentBatch())
         assert gather_statistics(torch.ones(2, CHANNELS, device=GPU_0), ranks, "layer").mean.device == GPU_0
     assert waits.found == []

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from unitrain.checkpoint import fit
 from unitrain.checkpoint.names import GROUPS, STATE, in_order, keys_of, numbers_before
 from unitrain.checkpoint.run_state import RunState
-from unitrain.checkpoint.sharded.opening import Opened
+from unitrain.checkpoint.sharded.opening import CheckpointView
 from unitrain.checkpoint.sharded.parts import owners
 from unitrain.checkpoint.sharded.stored import Region
 from unitrain.checkpoint.store.manifest import RUN, DamagedError
@@ -32,7 +32,7 @@ from unitrain.errors import CheckpointError
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 
 
-def order_by_name(state: RunState, opened: Opened) -> None:
+def order_by_name(state: RunState, opened: CheckpointView) -> None:
     """Put the saved state of each optimizer's parameters in the order that they have now."""
     outlines = opened.outlines
     for name, own in state.names.items():
@@ -68,7 +68,7 @@ class Parts:
         opened: the checkpoint, whose outlines fit the state.
     """
 
-    def __init__(self, communicator: Communicator, state: RunState, opened: Opened) -> None:
+    def __init__(self, communicator: Communicator, state: RunState, opened: CheckpointView) -> None:
         self._communicator = communicator
         self._state = state
         self._opened = opened
@@ -170,7 +170,7 @@ class Parts:
                 target.copy_(piece)
 
 
-def load(communicator: Communicator, state: RunState, opened: Opened, parts: Parts) -> dict[str, Any]:
+def load(communicator: Communicator, state: RunState, opened: CheckpointView, parts: Parts) -> dict[str, Any]:
     """Load the state of all objects, and return that of the run itself. Collective.
 
     Args:

@@ -30,7 +30,7 @@ BEST = "best"
 """What ``resume`` takes for the best checkpoint."""
 
 
-class Saved(NamedTuple):
+class OpenCheckpoint(NamedTuple):
     """An open checkpoint, in the process that has opened it."""
 
     found: Located
@@ -50,7 +50,7 @@ class Saved(NamedTuple):
         return whole
 
 
-def opened(found: Located) -> Saved:
+def opened(found: Located) -> OpenCheckpoint:
     """Open a checkpoint. What one rank has written is verified; what several have written, when it is read.
 
     Raises:
@@ -76,7 +76,7 @@ def opened(found: Located) -> Saved:
     run = parts.get(RUN)
     if not isinstance(run, dict) or not {"steps", "scaler", "random"} <= set(run):
         raise DamagedError(f"{found}: {RUN}.pt is missing, or lacks what a run needs to continue")
-    return Saved(found, parts, stored, files)
+    return OpenCheckpoint(found, parts, stored, files)
 
 
 def _states(stored: Stored) -> tuple[dict[str, Any], dict[str, list[str]]]:
@@ -113,7 +113,7 @@ def _form(stored: Stored, key: str) -> Form | None:
 # ------------------------------------------------------------------------------------------------------- on all ranks
 
 
-class Opened(NamedTuple):
+class CheckpointView(NamedTuple):
     """An open checkpoint, as a rank sees it."""
 
     manifest: Manifest
@@ -125,7 +125,7 @@ class Opened(NamedTuple):
     """The tensors that several ranks have written, if this rank sees them."""
     each: bool
     """Whether each rank reads its own parts of them; else rank 0 reads all, and sends the parts."""
-    saved: Saved | None
+    saved: OpenCheckpoint | None
     """The checkpoint itself; on rank 0 only."""
 
     def source(self, name: str) -> Any:
@@ -166,9 +166,9 @@ class Search:
         self._state = state
         self._before = before
         self._candidates = candidates(path, folder)
-        self._saved: Saved | None = None
+        self._saved: OpenCheckpoint | None = None
 
-    def next(self, damage: str | None = None) -> Opened | None:
+    def next(self, damage: str | None = None) -> CheckpointView | None:
         """Open the first checkpoint, or the next one if that is damaged; None if there is none. Collective.
 
         Args:
@@ -191,7 +191,7 @@ class Search:
             if not self._communicator.is_main:
                 stored = _seen(place, manifest, metadata, content)
             each = all(self._communicator.all_gather_data(stored is not None))
-        return Opened(manifest, outlines, metadata, stored, each, self._saved)
+        return CheckpointView(manifest, outlines, metadata, stored, each, self._saved)
 
     def _find(self, damage: str | None) -> tuple[dict[str, Any], dict[str, Any], bytes | None, str] | None:
         self._before()
@@ -215,7 +215,7 @@ def _seen(place: str, manifest: Manifest, metadata: Metadata, content: bytes) ->
     return Stored.at(Located(store, "", manifest), metadata) if sees else None
 
 
-def _fitted(saved: Saved, state: RunState) -> Saved:
+def _fitted(saved: OpenCheckpoint, state: RunState) -> OpenCheckpoint:
     """Return what another tool has written with the objects of this run. A model may have been saved without name."""
     parts, used = dict(saved.parts), (RUN, *state.modules, *state.optimizers)
     missing = [name for name in (*state.modules, *state.optimizers) if name not in parts]

@@ -89,10 +89,10 @@ def difference_between_ranks(communicator: Communicator, facts: dict[str, Any]) 
 
     Digests are compared first: only if they differ is every rank sent the facts of all.
     """
-    return None if all_alike(communicator, facts) else difference(communicator.all_gather_data(facts))
+    return None if are_identical(communicator, facts) else difference(communicator.all_gather_data(facts))
 
 
-def all_alike(communicator: Communicator, facts: Mapping[str, Any]) -> bool:
+def are_identical(communicator: Communicator, facts: Mapping[str, Any]) -> bool:
     """Return whether all ranks have the same facts, by their digests. Collective."""
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).digest()
     digests = communicator.all_gather(torch.frombuffer(bytearray(digest), dtype=torch.uint8))

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from unitrain.job.watch.messages import Elect, Message, Saved, Verdict, Whole
+from unitrain.job.watch.messages import Candidate, Elect, Message, SaveEnded, Verdict
 from unitrain.launch.detect import Launch
 
 # Seconds between a launcher's SIGTERM and its SIGKILL; others leave 30 (torchrun, SLURM), or kill nobody.
@@ -105,11 +105,11 @@ class Emergency:
             if self._raised:
                 self._decided.wait(_SAME_ERROR_S)
             step, self.why = self._last_whole()
-            self._send(Whole(step, self.why))
+            self._send(Candidate(step, self.why))
             self._decided.wait()
             if self.elected and step is not None:
                 self._saver.save()
-                self._send(Saved())
+                self._send(SaveEnded())
         finally:
             self.over.set()
 
@@ -135,13 +135,13 @@ class Election:
         self._awaited = set(ranks)
         self._send = send
         self._until = until
-        self._answers: dict[int, Whole] = {}
+        self._answers: dict[int, Candidate] = {}
         self._elected: int | None = None
         self._over = False
 
-    def receive(self, rank: int, message: Whole | Saved) -> None:
+    def receive(self, rank: int, message: Candidate | SaveEnded) -> None:
         """Process what a rank has, or that it has saved it, or could not."""
-        if isinstance(message, Whole):
+        if isinstance(message, Candidate):
             self._answers[rank] = message
             self._awaited.discard(rank)
             self._elect_if_all_answered()

@@ -109,7 +109,7 @@ class Hub:
                 self._reasons.append(reason)
                 if len(self._reasons) == 1:
                     self._hold()
-            case messages.Held(boundary=boundary):
+            case messages.NextBoundary(boundary=boundary):
                 self._boundaries[rank] = boundary
                 if len(self._boundaries) == len(self._members):
                     # No rank has passed the boundary that it reported, so all can still stop at the furthest of them.
@@ -120,12 +120,12 @@ class Hub:
                     self._reasons.pop(0)
                     if self._reasons:
                         self._hold()
-            case messages.Whole() | messages.Saved():
+            case messages.Candidate() | messages.SaveEnded():
                 self._take_part(rank, message)
             case messages.Leave():
                 self._remove(rank)
 
-    def _take_part(self, rank: int, message: messages.Whole | messages.Saved) -> None:
+    def _take_part(self, rank: int, message: messages.Candidate | messages.SaveEnded) -> None:
         if self._election is not None:
             self._election.receive(rank, message)
 

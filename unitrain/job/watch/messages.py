@@ -100,7 +100,7 @@ class Hold:
 
 
 @dataclass(frozen=True)
-class Held:
+class NextBoundary:
     """From a process: its next boundary."""
 
     boundary: int
@@ -141,7 +141,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Whole:
+class Candidate:
     """From a process, after the verdict: the step of which it has the whole state."""
 
     step: int | None
@@ -160,13 +160,13 @@ class Elect:
 
 
 @dataclass(frozen=True)
-class Saved:
+class SaveEnded:
     """From a process: it has saved its state, or could not."""
 
 
 Message = (
-    Welcome | Heartbeat | HubHeartbeat | Failed | Ask | Answer | Call | CallsAgree | RequestStop | Hold | Held
-    | Stop | Settled | Leave | Verdict | Whole | Elect | Saved
+    Welcome | Heartbeat | HubHeartbeat | Failed | Ask | Answer | Call | CallsAgree | RequestStop | Hold | NextBoundary
+    | Stop | Settled | Leave | Verdict | Candidate | Elect | SaveEnded
 )  # fmt: skip
 
 _ADAPTERS: dict[str, TypeAdapter[Message]] = {kind.__name__: TypeAdapter(kind) for kind in get_args(Message)}

@@ -153,7 +153,7 @@ class Watch:
             self._link.send(messages.Failed(text, secondary, on_all_ranks))
             with self._changed:
                 self._changed.wait_for(lambda: self._verdict is not None, _ANSWER_S)
-        self.outlast()
+        self.wait_for_end()
         return self._verdict
 
     @property
@@ -169,7 +169,7 @@ class Watch:
         """Have no emergency checkpoint written from now on."""
         self._saver = None
 
-    def outlast(self, patience_s: float = 0.0) -> None:
+    def wait_for_end(self, patience_s: float = 0.0) -> None:
         """Wait until the job has ended, if it is ending: this process, or another one, may save its state meanwhile.
 
         Args:
@@ -263,7 +263,7 @@ class Watch:
             case Verdict():
                 self._decide(message)
             case messages.Hold():
-                self._link.send(messages.Held(self._boundaries.hold()))
+                self._link.send(messages.NextBoundary(self._boundaries.hold()))
             case messages.Stop(boundary=boundary, reason=reason):
                 self._boundaries.agree(boundary, reason)
             case messages.Answer() | messages.CallsAgree():

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from unitrain.communication.communicator import Communicator
-from unitrain.data.loop import BatchInUse
+from unitrain.data.loop import CurrentBatch
 from unitrain.data.order.shares import Shares
 from unitrain.errors import ConfigError
 
@@ -117,7 +117,7 @@ def is_unsynchronised(layer: nn.Module) -> bool:
 
 
 def synchronise(
-    module: nn.Module, communicator: Communicator, in_use: BatchInUse, *, only_torchs: bool = False
+    module: nn.Module, communicator: Communicator, current_batch: CurrentBatch, *, only_torchs: bool = False
 ) -> None:
     """Make every BatchNorm layer in ``module`` compute its training statistics over all ranks, in place.
 
@@ -126,7 +126,7 @@ def synchronise(
     Args:
         module: the module.
         communicator: the communicator of this process.
-        in_use: the batch that the script works on: the rows of a stand-in don't count.
+        current_batch: the batch that the script works on: the rows of a stand-in don't count.
         only_torchs: replace torch's own ``SyncBatchNorm`` layers, and no others.
 
     Raises:
@@ -142,7 +142,7 @@ def synchronise(
         return
     from unitrain.training.batch_norm.ops import Ranks  # registers operators, which takes a while
 
-    ranks = Ranks(communicator, in_use)
+    ranks = Ranks(communicator, current_batch)
     for name, layer in layers:
         if getattr(layer, "process_group", None) is not None:
             raise ConfigError(
@@ -187,13 +187,13 @@ class _StandInHooks:
     One sample can be too few for statistics, and is not one of this rank.
     """
 
-    def __init__(self, in_use: BatchInUse | None = None) -> None:
-        self._in_use = in_use
+    def __init__(self, current_batch: CurrentBatch | None = None) -> None:
+        self._current_batch = current_batch
         self._was_training = False
 
     def before(self, layer: nn.Module, args: Any) -> None:
         self._was_training = layer.training
-        if self._in_use is not None and self._in_use.is_stand_in:
+        if self._current_batch is not None and self._current_batch.is_stand_in:
             layer.training = False
 
     def after(self, layer: nn.Module, args: Any, output: Any) -> None:
@@ -203,12 +203,12 @@ class _StandInHooks:
         return _StandInHooks, ()
 
 
-def ignore_stand_ins(modules: Iterable[nn.Module], in_use: BatchInUse) -> None:
+def ignore_stand_ins(modules: Iterable[nn.Module], current_batch: CurrentBatch) -> None:
     """Keep stand-ins out of the statistics of layers that are not synchronised. A second call does nothing."""
     for module in modules:
         for layer in module.modules():
             if is_unsynchronised(layer) and not _ignores_stand_ins(layer):
-                hooks = _StandInHooks(in_use)
+                hooks = _StandInHooks(current_batch)
                 layer.register_forward_pre_hook(hooks.before)
                 layer.register_forward_hook(hooks.after, always_call=True)
 

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import batch_norm
 
 from unitrain.communication.communicator import Communicator
-from unitrain.data.loop import BatchInUse
+from unitrain.data.loop import CurrentBatch
 
 _keys = itertools.count()
 _RANKS: weakref.WeakValueDictionary[int, Ranks] = weakref.WeakValueDictionary()
@@ -36,18 +36,18 @@ class Ranks:
 
     Args:
         communicator: the communicator of this process.
-        in_use: the batch that the script works on: the rows of a stand-in don't count.
+        current_batch: the batch that the script works on: the rows of a stand-in don't count.
 
     Attributes:
         communicator: as given.
-        in_use: as given.
+        current_batch: as given.
         apart: whether layers use the rows of this rank only, and don't communicate.
         key: identifies this object in this process.
     """
 
-    def __init__(self, communicator: Communicator, in_use: BatchInUse) -> None:
+    def __init__(self, communicator: Communicator, current_batch: CurrentBatch) -> None:
         self.communicator: Communicator = communicator
-        self.in_use: BatchInUse = in_use
+        self.current_batch: CurrentBatch = current_batch
         self.apart: bool = False
         self.key: int = next(_keys)
         _RANKS[self.key] = self
@@ -103,7 +103,7 @@ def normalise(
 def gather_statistics(x: Tensor, ranks: Ranks, name: str) -> Statistics:
     """Return the statistics over the rows of all ranks. Collective."""
     channels = x.size(1)
-    count = x.numel() // channels if channels and not ranks.in_use.is_stand_in else 0
+    count = x.numel() // channels if channels and not ranks.current_batch.is_stand_in else 0
     local = torch.zeros(2 * channels + 1, dtype=torch.float64, device=x.device)
     if count:
         rows = [d for d in range(x.dim()) if d != 1]

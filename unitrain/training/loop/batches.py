@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from unitrain.data.loop import BatchInUse, Iteration
+from unitrain.data.loop import CurrentBatch, Iteration
 from unitrain.data.order.sharding import MicroBatch
 from unitrain.errors import UsageError
 
@@ -22,13 +22,13 @@ class OpenBatches:
     """The batches that were yielded for training and not trained on yet, in the order in which they were yielded.
 
     Attributes:
-        in_use: tells whether the batch that the script works on is a stand-in.
+        current_batch: tells whether the batch that the script works on is a stand-in.
         micro_batch: the micro-batch that was yielded for training, or trained on, last; None without a loader.
         between_epochs: whether a training iteration has ended, and what follows it in the script is not done yet.
     """
 
     def __init__(self) -> None:
-        self.in_use: BatchInUse = BatchInUse()
+        self.current_batch: CurrentBatch = CurrentBatch()
         self.micro_batch: MicroBatch | None = None
         self.between_epochs: bool = False
         self._open: deque[tuple[MicroBatch, Iteration]] = deque()
@@ -65,7 +65,7 @@ class OpenBatches:
         self._open.append((micro_batch, iteration))
         self.micro_batch = micro_batch
         self.between_epochs = False
-        self.in_use.is_stand_in = not micro_batch.count
+        self.current_batch.is_stand_in = not micro_batch.count
 
     def end(self, iteration: Iteration) -> None:
         """Record that a training iteration has ended at the end of its data."""
@@ -73,7 +73,7 @@ class OpenBatches:
         self._ended = iteration
         if not self._open:
             self.micro_batch = None
-            self.in_use.is_stand_in = False
+            self.current_batch.is_stand_in = False
 
     def drop(self, iteration: Iteration) -> None:
         """Forget the batches of an iteration that does not count."""

@@ -71,10 +71,10 @@ class TrainingLoop:
         if training:
             self._batches.take(micro_batch, iteration)
             if not micro_batch.count:
-                batch_norm.ignore_stand_ins(self._prepared, self._batches.in_use)
+                batch_norm.ignore_stand_ins(self._prepared, self._batches.current_batch)
             self._step.expect_next()
         else:
-            self._batches.in_use.is_stand_in = not micro_batch.count
+            self._batches.current_batch.is_stand_in = not micro_batch.count
             if iteration not in self._evaluations:
                 self._evaluations.append(iteration)
         return True
@@ -122,6 +122,6 @@ class TrainingLoop:
         if iteration in self._evaluations:
             self._evaluations.remove(iteration)
             if self._latest is iteration:  # what is gathered after it is not of its last batch
-                self._batches.in_use.is_stand_in = False
+                self._batches.current_batch.is_stand_in = False
         if not complete:
             self._batches.drop(iteration)

@@ -168,9 +168,9 @@ class TrainingStep:
         if self._windows.any_open:
             raise UsageError("gradients have been accumulated: call this before the loop, or between two steps.")
         windows = self._windows.of(optimizers)
-        armed, is_stand_in = self._reduction.armed, self.batches.in_use.is_stand_in
+        armed, is_stand_in = self._reduction.armed, self.batches.current_batch.is_stand_in
         self._reduction.arm(False)
-        self.batches.in_use.is_stand_in = False
+        self.batches.current_batch.is_stand_in = False
         if self._direct_steps is not None:
             self._direct_steps.allowed = True
         try:
@@ -182,7 +182,7 @@ class TrainingStep:
                 window.clear()
                 self._windows.abandon(window)
             self._reduction.arm(armed)
-            self.batches.in_use.is_stand_in = is_stand_in
+            self.batches.current_batch.is_stand_in = is_stand_in
 
     # ------------------------------------------------------------------------------------------------- backward
 

@@ -14,13 +14,13 @@ from unitrain.communication.communicator import Communicator
 from unitrain.communication.owned import OwnedBy
 from unitrain.communication.streaming import broadcast_tensors, leaves, outline, receive_optimizer
 from unitrain.config import StrategyConfig
-from unitrain.data.loop import BatchInUse
+from unitrain.data.loop import CurrentBatch
 from unitrain.device import devices_of
 from unitrain.errors import UsageError
 from unitrain.process import print_stderr
 from unitrain.rng import derived_seed, seed_rank
 from unitrain.training.batch_norm import layers as batch_norm
-from unitrain.training.models import alike, supported
+from unitrain.training.models import comparison, supported
 from unitrain.training.models.compile import compile_in_place
 from unitrain.training.models.materialising import Initialise, Values, WithoutWeights, give_memory
 from unitrain.training.models.precision import Precision, remove_hooks
@@ -36,7 +36,7 @@ class Preparation:
         precision: sets the precision of modules.
         prepared: records prepared modules.
         register: called with each optimizer.
-        in_use: the batch that the script works on.
+        current_batch: the batch that the script works on.
         config: the settings.
     """
 
@@ -47,7 +47,7 @@ class Preparation:
         precision: Precision,
         prepared: PreparedModules,
         register: Callable[[Optimizer], object],
-        in_use: BatchInUse,
+        current_batch: CurrentBatch,
         config: StrategyConfig,
     ) -> None:
         self._communicator = communicator
@@ -55,7 +55,7 @@ class Preparation:
         self._precision = precision
         self._prepared = prepared
         self._register = register
-        self._in_use = in_use
+        self._current_batch = current_batch
         self._config = config
         self._ranks_differ = False  # in the random numbers that they draw
 
@@ -99,7 +99,7 @@ class Preparation:
         batch_norm.synchronise(
             plain,
             self._communicator,
-            self._in_use,
+            self._current_batch,
             only_torchs=not self._config.sync_batchnorm,
         )
         if blocks:
@@ -114,7 +114,7 @@ class Preparation:
         if self._config.compile:
             if self._communicator.world_size > 1:
                 # Hooks that are added later would make the compiler start again.
-                batch_norm.ignore_stand_ins([module], self._in_use)
+                batch_norm.ignore_stand_ins([module], self._current_batch)
             compile_in_place(module, self._config)
         wrapped = self._backend.wrap_model(module)
         if values is not None:
@@ -150,7 +150,7 @@ class Preparation:
 
     def _check_alike(self, module: nn.Module) -> None:
         if self._communicator.world_size > 1:
-            alike.check_models(self._communicator, [*module.named_parameters(), *module.named_buffers()])
+            comparison.check_models(self._communicator, [*module.named_parameters(), *module.named_buffers()])
 
     @torch.no_grad()
     def _copy_from_rank_0(self, module: nn.Module) -> None:
@@ -171,7 +171,7 @@ class Preparation:
             expected = ranks.broadcast_object(outline(state) if its and not own_is_kept else None)
             if ranks.world_size > 1:
                 # With its state, rank 0's options are loaded on the other ranks, too.
-                alike.check_optimizers(ranks, self._prepared, optimizer, options=expected is None)
+                comparison.check_optimizers(ranks, self._prepared, optimizer, options=expected is None)
             if expected is not None:
                 # This also moves state that was loaded or made before the parameters were moved to the device.
                 receive_optimizer(ranks, optimizer, expected, state)

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from unitrain.communication.communicator import Communicator
 from unitrain.errors import CommunicationError, by_rank
-from unitrain.job.joining.handshake import all_alike
+from unitrain.job.joining.handshake import are_identical
 from unitrain.training.models.prepared import PreparedModules
 
 _MISSING = "missing"
@@ -69,7 +69,7 @@ def _plain(value: Any) -> str:
 
 
 def _check(communicator: Communicator, facts: Mapping[str, str], what: str, remedy: str) -> None:
-    if all_alike(communicator, facts):
+    if are_identical(communicator, facts):
         return
     # Rank 0's facts, each rank's first difference from them, and all values of the first of these.
     expected = communicator.broadcast_data(dict(facts))

@@ -15,7 +15,7 @@ from unitrain.communication.backend import Backend
 from unitrain.errors import BackendError, CommunicationError, UnitrainError
 
 
-def check_verbs(backend: Backend) -> None:
+def check_collectives(backend: Backend) -> None:
     """Check one result of each collective of a started backend, and that sums are the same on all ranks. Collective.
 
     Raises:
