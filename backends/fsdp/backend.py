@@ -129,10 +129,7 @@ class FSDPBackend(ProcessGroupBackend):
             original,
             self._mesh,
             self.device,
-            # Ranks that use different units would wait for one another.
-            wrap=2**62 if self.settings.find_unused_parameters else self.settings.wrap,
-            reshard_after_forward=self.settings.reshard_after_forward,
-            reshard_after_backward=self.settings.reshard_after_backward,
+            self.settings,
             compute_dtype=_DTYPES.get(self.config.precision),
             reduce_dtype=_DTYPES.get(self.config.compression),
             offload=self.offloads,
@@ -140,8 +137,6 @@ class FSDPBackend(ProcessGroupBackend):
         )
         return_memory()  # the whole model's, of which glibc would keep most
         sharded.arm(self._armed)
-        if not self.settings.reshard_after_forward:
-            original.register_forward_hook(sharded.reshard_without_grad)
         self._modules[original] = sharded
         self._owner.update({p: sharded for p in original.parameters() if p not in sharded.replicated})
         self._names.update({p: name for name, p in original.named_parameters()})

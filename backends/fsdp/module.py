@@ -19,6 +19,7 @@ from unitrain.training.models.materialising import give_memory
 from .changes import ForwardChanges
 from .copies import filled, refuse_copy
 from .parameters import converted_by_autocast, not_divisible
+from .settings import FSDPSettings
 from .shards import to_local
 from .units import units
 
@@ -30,9 +31,7 @@ class ShardedModule:
         module: the module, with the same weights on all ranks, on the device or the CPU.
         mesh: the ranks.
         device: the device of this rank.
-        wrap: as in the settings.
-        reshard_after_forward: as in the settings.
-        reshard_after_backward: as in the settings.
+        settings: the settings of the backend.
         compute_dtype: the dtype of autocast, in which weights are gathered where autocast would convert them.
         reduce_dtype: the dtype in which gradients are reduced; None for their own.
         offload: keep shards and their gradients in host memory.
@@ -49,10 +48,8 @@ class ShardedModule:
         module: nn.Module,
         mesh: DeviceMesh,
         device: torch.device,
+        settings: FSDPSettings,
         *,
-        wrap: tuple[str, ...] | int | None,
-        reshard_after_forward: bool,
-        reshard_after_backward: bool,
         compute_dtype: torch.dtype | None,
         reduce_dtype: torch.dtype | None,
         offload: bool,
@@ -66,6 +63,8 @@ class ShardedModule:
             parameter.data = parameter.data.to(device)
         policy = _policy(module, compute_dtype, reduce_dtype)
         changes: dict[object, ForwardChanges] = {}
+        # Ranks that use different units would wait for one another.
+        wrap = 2**62 if settings.find_unused_parameters else settings.wrap
         for unit in (*units(module, wrap), module):
             give_memory(unit, device)  # until it is divided; values come later
             dense = [p for p in unit.parameters() if to_local(p) is p and p not in self.replicated]
@@ -75,7 +74,7 @@ class ShardedModule:
             fully_shard(
                 unit,
                 mesh=mesh,
-                reshard_after_forward=reshard_after_forward,
+                reshard_after_forward=settings.reshard_after_forward,
                 mp_policy=policy,
                 offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
                 ignored_params=self.replicated,
@@ -105,7 +104,9 @@ class ShardedModule:
         for name, parameter in module.named_parameters():
             if before[name] is not parameter:
                 self._move_hooks(before[name], parameter)
-        module.set_reshard_after_backward(reshard_after_backward)
+        module.set_reshard_after_backward(settings.reshard_after_backward)
+        if not settings.reshard_after_forward:
+            module.register_forward_hook(self._reshard_without_grad)
         module.set_reduce_scatter_unused_params(True)  # ranks that use different parameters reduce the same ones
 
     @staticmethod
@@ -139,7 +140,7 @@ class ShardedModule:
         for unit in self.units:
             unit.reshard()
 
-    def reshard_without_grad(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _reshard_without_grad(self, module: nn.Module, args: Any, output: Any) -> None:
         """Free whole weights that no backward will free: a hook of the module's forward."""
         if not any(tensor.requires_grad for tensor in tensors(output, opened=True)):
             self.reshard()

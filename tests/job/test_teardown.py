@@ -28,7 +28,7 @@ def _communicate_and_close() -> tuple[int, list[str]]:
 
 def test_no_thread_of_gloo_outlives_the_strategy() -> None:
     """One that dropped a tensor while Python was shutting down aborted one run in ten on a busy machine."""
-    for before, after in run_ranks(_communicate_and_close):
+    for before, after in run_ranks(_communicate_and_close, fresh=True):
         assert before > 0
         assert after == []
 
@@ -58,7 +58,7 @@ def _open_and_close_again_and_again() -> list[tuple[int, int]]:
 @pytest.mark.parametrize("launcher", ["spawn", pytest.param("horovodrun", marks=HOROVOD)])
 def test_no_descriptor_and_no_thread_is_left(launcher: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    for first, *later in run_ranks(_open_and_close_again_and_again, launcher=launcher):
+    for first, *later in run_ranks(_open_and_close_again_and_again, launcher=launcher, fresh=True):
         assert not any(_exceed(counts, first) for counts in later), f"at first {first}, then {later}"
 
 

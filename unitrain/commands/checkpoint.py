@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
-from uuid import uuid4
 
 import torch
 from torch import Tensor
@@ -64,21 +62,18 @@ def merge(path: Path, output: Path, name: str = "model") -> None:
     objects = [key for key in saved.parts if not key.startswith("_")]
     if name not in objects:
         raise UsageError(f"the checkpoint has no {name!r}. It has {', '.join(objects)}: name one with --object.")
-    temporary = output.with_name(f".{output.name}.{uuid4().hex}.tmp")
+    store = Disk(output.parent)
     try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "wb") as file:
-            if output.suffix == ".safetensors":
-                _write_safetensors(file, name, saved)
-            else:
-                torch.save(_whole(saved, saved.parts[name]), file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, output)
+        store.make()
+        with store.draft(output.name) as draft:
+            with open(draft, "wb") as file:
+                if output.suffix == ".safetensors":
+                    _write_safetensors(file, name, saved)
+                else:
+                    torch.save(_whole(saved, saved.parts[name]), file)
+            store.put(output.name, draft)
     except OSError as error:
         raise CheckpointError(f"{output} could not be written: {error}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def open_checkpoint(path: Path) -> Saved:

@@ -94,7 +94,7 @@ class Communicator:
 
     @contextmanager
     def refused(self, when: str) -> Iterator[None]:
-        """Context manager in which collectives of the script raise a UsageError, which says when they were called."""
+        """Make collectives of the script in the block raise a UsageError, which says when they were called."""
         self._refusal = when
         try:
             yield

@@ -114,18 +114,20 @@ def test_a_rank_that_does_not_write_is_named(tmp_path: Path) -> None:
         write_all(Draft(Disk(tmp_path), "draft", ""), Shards({}, {}, {}, {}), 2, 0.1)
 
 
-def save_in_memory() -> bool:
-    """Save where rank 0 alone can write, and resume."""
-    with unitrain.init(backend="fsdp", device="cpu", timeout_s=30) as strategy:
+def save_in_memory(settings: dict[str, Any]) -> bool:
+    """Save where rank 0 alone can write, and resume. Return whether the step after that is the same as before."""
+    with unitrain.init(device="cpu", timeout_s=30, **settings) as strategy:
         model, optimizer = strategy.prepare(*made())
         strategy.step(model(torch.ones(2, 5)).square().mean(), optimizer)
-        checkpoint = strategy.checkpoint("memory://run", model=model, optimizer=optimizer)
+        checkpoint = strategy.checkpoint(f"memory://run-{settings['backend']}", model=model, optimizer=optimizer)
         checkpoint.save()
-        before = strategy.export(model).state_dict()
         strategy.step(model(torch.ones(2, 5)).square().mean(), optimizer)
+        before = {key: value.clone() for key, value in strategy.export(model).state_dict().items()}
         assert checkpoint.resume()
+        strategy.step(model(torch.ones(2, 5)).square().mean(), optimizer)
         return all(map(torch.equal, before.values(), strategy.export(model).state_dict().values()))
 
 
-def test_rank_0_writes_all_to_a_store_that_it_alone_sees() -> None:
-    assert run_ranks(save_in_memory) == [True, True]
+@pytest.mark.parametrize("settings", [{"backend": "fsdp"}, {"backend": "ddp", "shard_optimizer": True}], ids=str)
+def test_rank_0_writes_all_to_a_store_that_it_alone_sees(settings: dict[str, Any]) -> None:
+    assert run_ranks(save_in_memory, settings) == [True, True]

@@ -312,10 +312,10 @@ def test_a_run_continues_in_any_world_with_and_without_it(
             assert len(found[0]) == 4
             assert found[0] == pytest.approx(expected[0][4 * epoch : 4 * epoch + 4], abs=EXACT), (backend, world)
         files = [path.name for path in (tmp_path / f"step-{4 * epoch + 4:010d}").iterdir()]
-        assert sum(name.startswith("_shards-") for name in files) == (world if shards else 0), files
+        assert sum(name.endswith(".distcp") for name in files) == (world if shards else 0), files
     assert_close(found, expected, first=len(chain) - 1)
     assert main(["checkpoint", "inspect", str(tmp_path)]) == 0
-    assert name == "shampoo" or f"state.2.exp_avg ({WORDS}, {WIDTH}) float64, in 3 parts" in capsys.readouterr().out
+    assert name == "shampoo" or f"state.2.exp_avg ({WORDS}, {WIDTH}) float64\n" in capsys.readouterr().out
 
 
 def save_and_load(folder: str) -> list[str]:
@@ -416,13 +416,15 @@ def test_the_duties_of_backends_are_fulfilled_with_it(world: World, monkeypatch:
 class Careless(SGD):
     """Steps twice through its base class, or not at all."""
 
-    fails = False
+    fails = within = False
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         if self.fails:
             raise RuntimeError("no step")
+        Careless.within = True  # torch also calls hooks in a step of the base class, if it has had an instance
         super().step(closure)
         super().step(closure)
+        Careless.within = False
 
 
 class Clipping(SGD):
@@ -462,9 +464,11 @@ def look() -> set[tuple[tuple[int, ...], ...]]:
     seen = set()
 
     def note(optimizer: Optimizer, *_: Any) -> None:
-        seen.add(tuple(tuple(p.shape) for p in optimizer.param_groups[0]["params"]))
+        if not Careless.within:
+            seen.add(tuple(tuple(p.shape) for p in optimizer.param_groups[0]["params"]))
 
     with unitrain.init(shard_optimizer=True, **QUICK) as strategy:
+        SGD(small().parameters(), lr=0.1)
         model, expected = small(), small()
         prepared, optimizer = strategy.prepare(model, Careless(model.parameters(), lr=0.1, momentum=0.9))
         by_hand = Careless(expected.parameters(), lr=0.1, momentum=0.9)

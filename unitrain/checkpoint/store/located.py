@@ -95,9 +95,9 @@ def checkpoint_at(place: Path | str) -> Located:
 
 @contextmanager
 def verified(found: Located, name: str) -> Iterator[Path]:
-    """Context manager with the path of a local file with the content of a checkpoint's file, which was verified.
+    """Verify a file of a checkpoint. Context manager with the path of a local file with its content.
 
-    It may be mapped for longer.
+    A mapping of the file outlasts the context.
 
     Raises:
         DamagedError: the file is missing or changed.
@@ -122,7 +122,7 @@ def verified(found: Located, name: str) -> Iterator[Path]:
 
 @contextmanager
 def _damage(shown: str) -> Iterator[None]:
-    """Raise errors of reading a file as DamagedError. What is damaged on a disk can't be read, as a rule."""
+    """Raise errors of reading a file as DamagedError: a damaged disk often can't be read at all."""
     try:
         yield
     except FileNotFoundError as error:

@@ -11,16 +11,16 @@ from typing import ClassVar
 class Store(ABC):
     """Files below a path or a URL, by names relative to it. Its string is the path or the URL.
 
-    A file is replaced at once and as a whole: readers see the old one or the new one.
+    A file is replaced at once and as a whole: readers see the old file or the new one.
 
-    A missing file is a FileNotFoundError, and one that exists, where it must not, a FileExistsError. Any other error is
-    an OSError of a disk; of an object store it is a CheckpointError, which says what to do.
+    A missing file raises FileNotFoundError. Other errors are OSErrors on a disk; an object store raises CheckpointError
+    with a message that says what to do.
     """
 
     renames: ClassVar[bool]
     """Whether a folder can be renamed, so that it can appear and disappear as a whole."""
     few_writes: bool = False
-    """Whether each write is a commit: then only one process should write, and not often."""
+    """Whether each write is a commit, so that only one process should write, and not often."""
 
     @property
     @abstractmethod
@@ -53,7 +53,7 @@ class Store(ABC):
 
     @abstractmethod
     def remove(self, name: str) -> None:
-        """Remove a file, or on a disk a folder with its content. Of a link, only the link. Nothing may be there."""
+        """Remove a file or a link, or a folder of a disk with its content. A missing file is no error."""
 
     @abstractmethod
     def modified(self, name: str) -> float:
@@ -67,19 +67,19 @@ class Store(ABC):
 
     @abstractmethod
     def touch(self, name: str, content: bytes) -> None:
-        """Renew when a file was written, given its content."""
+        """Update the time at which a file was written, given the file's content."""
 
     @abstractmethod
     def draft(self, name: str) -> AbstractContextManager[Path]:
-        """Context manager with the path of a new local file to write, for ``put``. At the end it is removed."""
+        """Context manager with the path of a new local file to write and to ``put``; removed at the end."""
 
     @abstractmethod
     def file(self, name: str) -> AbstractContextManager[Path]:
-        """Context manager with the path of a local file with a file's content, which may be mapped for longer."""
+        """Context manager with the path of a local file with a file's content. A mapping outlasts the context."""
 
     @abstractmethod
     def point(self, name: str, folder: str | None) -> None:
-        """Have a name lead people to a folder, or to none."""
+        """Make a name point people to a folder, or remove the name if ``folder`` is None."""
 
     @abstractmethod
     def probe(self, needed: int) -> None:

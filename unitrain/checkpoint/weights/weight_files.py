@@ -52,7 +52,7 @@ class WeightFiles:
             place: path or URL of a file, of an index, or of the folder of one of either.
 
         Raises:
-            CheckpointError: there is none, or the index is none.
+            CheckpointError: no file was found, or the index is invalid.
         """
         if isinstance(place, Path):
             store, name = (store_at(place), "") if place.is_dir() else (store_at(place.parent), place.name)

@@ -170,7 +170,7 @@ def revert(module: nn.Module) -> None:
 
 @contextmanager
 def local_statistics(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Context manager in which synchronised layers use the rows of this rank only, and don't communicate."""
+    """Make synchronized layers use only the rows of this rank in the block, without communication."""
     layers = [layer for module in modules for layer in module.modules() if isinstance(layer, SyncBatchNorm)]
     for layer in layers:
         layer.ranks.apart = True

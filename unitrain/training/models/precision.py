@@ -125,6 +125,6 @@ def remove_hooks(module: nn.Module) -> None:
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for key, hook in list(hooks.items()):
             if hook is _inputs_to_double or isinstance(getattr(hook, "__self__", None), _AutocastForward):
-                for name, registered in vars(module).items():
-                    if "hooks" in name:  # a hook's options are in dicts of their own, under the same key
-                        registered.pop(key, None)
+                del hooks[key]
+                for options in (module._forward_pre_hooks_with_kwargs, module._forward_hooks_always_called):
+                    options.pop(key, None)
