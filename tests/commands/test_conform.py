@@ -14,7 +14,7 @@ from places import ROOT, TESTS
 from unitrain.commands.cli import main
 
 PLUGIN = TESTS / "plugin"
-PAGE = (ROOT / "docs" / "backends.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "guide" / "backends.md").read_text(encoding="utf-8")
 [CODE] = re.findall(r"```python title=.+?\n(.*?)```", PAGE, re.DOTALL)
 [PROJECT] = re.findall(r"```toml title=.+?\n(.*?)```", PAGE, re.DOTALL)
 

@@ -130,7 +130,7 @@ def test_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def moving(folders: list[Path]) -> None:
-    run_page(ROOT / "docs" / "moving.md", folders[int(os.environ["RANK"])], python_only=True)
+    run_page(ROOT / "docs" / "migrating" / "moving.md", folders[int(os.environ["RANK"])], python_only=True)
 
 
 def test_what_is_said_of_moving_holds_on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -82,7 +82,7 @@ def test_rank_0_decides() -> None:
 
 def test_the_documented_example_stops_and_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    section = (ROOT / "docs" / "training.md").read_text().split("## Early stopping")[1]
+    section = (ROOT / "docs" / "guide" / "training.md").read_text().split("## Early stopping")[1]
     [example] = re.findall(r"```python\n(.*?)```", section.split("\n## ")[0], re.DOTALL)
     metric = [1.0, 2.0, math.nan, 0.0, 1.0, 2.0, 1.0, 0.0]
     ended_at = []

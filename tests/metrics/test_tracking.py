@@ -154,7 +154,7 @@ def test_the_documented_examples_run(
     strategy: Strategy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    page = (ROOT / "docs" / "tracking.md").read_text()
+    page = (ROOT / "docs" / "guide" / "tracking.md").read_text()
     model = model_of().float()
     names: dict[str, Any] = {
         "strategy": strategy, "model": model, "optimizer": SGD(model.parameters(), lr=0.1), "criterion": mse_loss,

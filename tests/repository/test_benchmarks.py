@@ -168,7 +168,7 @@ def test_watch(tmp_path: Path) -> None:
 
 def test_each_benchmark_is_tested_and_stands_on_the_page() -> None:
     scripts = {path.stem for path in BENCHMARKS.glob("*.py")}
-    page = (BENCHMARKS.parent / "docs" / "performance.md").read_text()
+    page = (BENCHMARKS.parent / "docs" / "about" / "performance.md").read_text()
     assert set(re.findall(r"^<!-- table: benchmarks/results/(\w+)\.md -->$", page, re.MULTILINE)) == scripts
     assert set(re.findall(r'short\("(\w+)", tmp_path\)', Path(__file__).read_text())) == scripts
 

@@ -25,6 +25,11 @@ def test_no_folder_has_more_files_than_one_can_survey(root: str) -> None:
     assert {str(f.relative_to(ROOT)): len(files(f)) for f in folders if len(files(f)) > MOST_FILES} == {}
 
 
+def test_no_folder_has_more_pages_than_one_can_survey() -> None:
+    folders = {path.parent for path in (ROOT / "docs").rglob("*.md")}
+    assert {str(f): len(list(f.glob("*.md"))) for f in folders if len(list(f.glob("*.md"))) > MOST_FILES} == {}
+
+
 def imported(path: Path) -> Iterator[str]:
     """Yield the modules and names that a file imports when it runs: at its top or in a function, not for types only."""
     tree = ast.parse(path.read_text())

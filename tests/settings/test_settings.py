@@ -31,7 +31,7 @@ from unitrain.settings.schema import Setting, dotted, flag, groups_of, variable
 
 DDPSettings: Any = load_backend("ddp").Settings
 HorovodSettings: Any = load_backend("horovod").Settings
-DOCS = ROOT / "docs" / "configuration.md"
+DOCS = ROOT / "docs" / "guide" / "configuration.md"
 
 
 class Optimizer(Section):
@@ -690,7 +690,7 @@ def test_the_documentation_has_every_setting_as_it_is() -> None:
     table = [row(setting) for group in groups_of(StrategyConfig) for setting in group.settings]
     text = DOCS.read_text(encoding="utf-8")
     documented = [line for line in text.partition("## Every setting")[2].splitlines() if line.startswith("| `")]
-    assert documented == table, "docs/configuration.md should end with:\n" + "\n".join(table)
+    assert documented == table, "docs/guide/configuration.md should end with:\n" + "\n".join(table)
 
 
 def test_the_documentation_has_every_other_variable() -> None:

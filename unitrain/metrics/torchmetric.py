@@ -66,9 +66,8 @@ def _leave_stand_ins_out(metric: Any, current_batch: CurrentBatch) -> None:
             return of_batch(self, *args, **kwargs)
         inner = [one for one in self.modules() if _is_metric(one)]
         before = copy.deepcopy([(one.metric_state, one._update_count) for one in inner])
-        current_batch.is_stand_in = (
-            self.dist_sync_on_step
-        )  # if only this rank computes, it has nothing else to compute from
+        # If only this rank computes, it has nothing else to compute from.
+        current_batch.is_stand_in = self.dist_sync_on_step
         try:
             return of_batch(self, *args, **kwargs)
         finally:

@@ -32,7 +32,7 @@ processes that share an import of torch.
 | all ranks, their only host, or the one rank of a job | the steps since the last checkpoint |
 | a rank of a sharded model, or on a GPU | the steps since the last checkpoint |
 
-[emergency]: reliability.md#emergency-checkpoints
+[emergency]: ../guide/reliability.md#emergency-checkpoints
 
 | fault | what happens |
 |---|---|

@@ -54,7 +54,7 @@ print(job.results())
 
 def submit(folder: Path, cluster: str, then: str, environ: dict[str, str]) -> Job:
     """Run the documented example on a cluster, with ``then`` once it trains."""
-    page = (ROOT / "docs" / "reliability.md").read_text()
+    page = (ROOT / "docs" / "guide" / "reliability.md").read_text()
     [example] = re.findall(r"```python\n(import submitit\n.*?)```", page, re.DOTALL)
     (folder / "train.py").write_text(TRAIN)
     (folder / "driver.py").write_text(example.replace('("logs")', f'("logs", cluster="{cluster}")') + WAIT + then)

@@ -249,7 +249,7 @@ def test_an_update_is_one_call() -> None:
 
 def test_the_documented_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    section = (ROOT / "docs" / "training.md").read_text().split("## Averaged weights")[1]
+    section = (ROOT / "docs" / "guide" / "training.md").read_text().split("## Averaged weights")[1]
     [example] = re.findall(r"```python\n(.*?)```", section.split("\n## ")[0], re.DOTALL)
     strategy, model = strategy_of(), model_of()
     train = strategy.dataloader(data(), global_batch_size=4)

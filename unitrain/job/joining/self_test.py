@@ -78,5 +78,5 @@ def _compare(backend: Backend, what: str, found: Any, expected: Tensor) -> None:
 def _wrong(backend: Backend, what: str, how: str) -> BackendError:
     return BackendError(
         f"backend {backend.name!r} ({type(backend).__module__}) failed its self-test: {what} {how}. See "
-        f"docs/backends.md, and `unitrain conform --backend {backend.name}`."
+        f"docs/guide/backends.md, and `unitrain conform --backend {backend.name}`."
     )
