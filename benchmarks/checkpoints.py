@@ -166,7 +166,7 @@ def measure_model(name: str, rounds: int) -> Found | None:
 def measure_rank_0(
     strategy: unitrain.Strategy, model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, rounds: int
 ) -> Found:
-    step, job = strategy.training_step, current()
+    step, job = strategy._step, current()
     assert job is not None
     assert job.watch is not None
     saver = job.watch.saver

@@ -72,7 +72,7 @@ def status(name: str) -> float:
 
 def most(strategy: unitrain.Strategy, found: dict[str, float]) -> dict[str, float] | None:
     """Return the largest values of all ranks, on rank 0."""
-    ranks = strategy.all_gather_object(found)
+    ranks = strategy.communicator.all_gather_object(found)
     return {name: max(one[name] for one in ranks) for name in found} if strategy.is_main else None
 
 

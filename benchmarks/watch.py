@@ -65,7 +65,7 @@ def measure_world(seconds: float) -> Found | None:
         strategy.step(task.loss(model(task.inputs)), optimizer)
         begin, watching_before = time.perf_counter(), _seconds_of_watching()
         steps = 0
-        while strategy.broadcast_object(time.perf_counter() - begin < seconds):
+        while strategy.communicator.broadcast_object(time.perf_counter() - begin < seconds):
             for _ in range(100):
                 strategy.step(task.loss(model(task.inputs)), optimizer)
             steps += 100

@@ -168,7 +168,7 @@ def main() -> None:
                 with (settings.output_dir / "metrics.jsonl").open("a") as file:
                     file.write(json.dumps({"epoch": epoch, **metrics}) + "\n")
             dcp.save(pipeline.state(), checkpoint_id=checkpoints / f"epoch-{train.epoch:04d}")
-        stages = strategy.all_gather_object(model.state_dict())
+        stages = strategy.communicator.all_gather_object(model.state_dict())
         strategy.save(
             {key: value for stage in stages for key, value in stage.items()}, settings.output_dir / "model.pt"
         )

@@ -48,7 +48,6 @@ from unitrain.training.optimizers.ema import EMA
 from unitrain.url import is_url
 
 if TYPE_CHECKING:
-    from unitrain.data.progress import ProgressBar
     from unitrain.tracking import Tracker, Trackers
     from unitrain.training.optimizers.sharded import ShardedOptimizers
 
@@ -71,8 +70,6 @@ class Strategy:
         launch: how this process was started: launcher, local rank, local world size.
         rank: rank of this process.
         world_size: number of processes (1 under DataParallel, whose GPUs are ``devices``).
-        local_rank: rank of this process on its host.
-        node_rank: rank of its host.
         device: the device of this process.
         devices: all devices of this process.
         is_main: whether this is rank 0.
@@ -81,7 +78,6 @@ class Strategy:
     def __init__(self, backend: type[Backend], config: StrategyConfig, launch: Launch) -> None:
         self.config = config
         self.launch = launch
-        self.local_rank: int = launch.local_rank
         self._backend = made = backend(config, launch, pick_device(config.device, launch))
         self.device: torch.device = made.device
         self.devices: tuple[torch.device, ...] = made.devices
@@ -89,7 +85,6 @@ class Strategy:
         self.rank: int = self._communicator.rank
         self.world_size: int = self._communicator.world_size
         self.is_main: bool = self._communicator.is_main
-        self.node_rank: int = self._job.node_rank
         sharded = self._communicator if self._communicator.shards_parameters else None
         self._precision = Precision(config.precision, self.device, sharded)
         shares = Shares(config.shares if isinstance(config.shares, tuple) else None, self.world_size)
@@ -357,11 +352,6 @@ class Strategy:
         of_layers = (device for module in self._prepared for device in devices_of(module) if device.type == "cuda")
         return tuple(dict.fromkeys([*self.devices, *of_layers]))
 
-    @property
-    def training_step(self) -> TrainingStep:
-        """The object behind ``step``, ``backward`` and ``update``, for tools that measure it."""
-        return self._step
-
     @contextmanager
     def evaluation(self, *modules: nn.Module) -> Iterator[None]:
         """Context manager for evaluation: eval mode, no gradients, BatchNorm the same on all ranks. Collective.
@@ -400,12 +390,6 @@ class Strategy:
     def shares(self) -> tuple[int, ...]:
         """Each rank's share of the samples, relative to the others: the setting ``shares``, or what was measured."""
         return self._loop.shares.current
-
-    def progress(self, loader: Loader, description: str = "") -> ProgressBar:
-        """Return an iterable over ``loader`` that shows a progress bar on rank 0's terminal."""
-        from unitrain.data.progress import ProgressBar  # imports rich, which few scripts need
-
-        return ProgressBar(loader, description, is_main=self.is_main)
 
     def meter(self) -> Meter:
         """Return a meter: a sum and a mean over all ranks, reduced only when it is read."""
@@ -520,7 +504,7 @@ class Strategy:
 
         Args:
             value: a tensor, a list, or a structure of them, the same on all ranks except for the number of rows.
-                Elements of lists are sent as by ``all_gather_object``.
+                Elements of lists are sent as by ``communicator.all_gather_object``.
             differentiable: pass gradients back to each rank's rows, summed over the ranks. The backward is collective
                 then. As ``step`` weighs each rank's loss by its share of the batch, a loss over gathered rows has the
                 gradient that one process computes for the global batch.
@@ -541,27 +525,6 @@ class Strategy:
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
         """Return rank ``src``'s tensor as a new tensor. Shape and dtype must be the same on all ranks. Collective."""
         return self._communicator.broadcast(tensor, src)
-
-    def all_gather_object(self, value: T) -> list[T]:
-        """Return the objects of all ranks, in rank order. Tensors in them are on the CPU. Collective.
-
-        Args:
-            value: plain data (None, bools, ints, floats, strings, bytes, tensors, and lists, tuples and dicts of
-                these). Any other object is pickled, and needs ranks that share a secret (see SECURITY.md).
-
-        Raises:
-            UsageError: the object must be pickled, and the ranks share no secret.
-        """
-        return self._communicator.all_gather_object(value)
-
-    def broadcast_object(self, value: T, src: int = 0) -> T:
-        """Return rank ``src``'s object. On other ranks, tensors in it are on the CPU. Collective.
-
-        Args:
-            value: as in ``all_gather_object``. The values of the other ranks are ignored.
-            src: the rank whose object is sent.
-        """
-        return self._communicator.broadcast_object(value, src)
 
     def barrier(self) -> None:
         """Wait until every rank has reached this call. Collective."""
@@ -725,11 +688,6 @@ class Strategy:
             self._step.close()
             self._prepared.release()
             self._communicator.close(failed=job.failed)
-
-    @property
-    def closed(self) -> bool:
-        """Whether communication has ended."""
-        return self._communicator.closed
 
     def __enter__(self) -> Strategy:
         return self

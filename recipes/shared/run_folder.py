@@ -165,7 +165,8 @@ def resume_or_discard(checkpoint: Checkpoint, wanted: str, *, force: bool, disca
 
 def summarise(strategy: Strategy, batch_size: int) -> None:
     """Print launcher, backend, devices, precision and batch size on rank 0. Collective."""
-    devices = Counter(str(device) for devices in strategy.all_gather_object(strategy.devices) for device in devices)
+    of_ranks = strategy.communicator.all_gather_object(strategy.devices)
+    devices = Counter(str(device) for devices in of_ranks for device in devices)
     parts = sorted({part_of(rank, strategy.shares).count(batch_size) for rank in range(strategy.world_size)})
     strategy.print(
         f"launcher {strategy.launch.launcher}, backend {strategy.config.backend}, processes {strategy.world_size}, "

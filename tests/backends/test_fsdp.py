@@ -348,7 +348,7 @@ def average() -> tuple[State, State, State]:
             evaluated = float(loss_of(model, words, following))
         exported = strategy.export(ema)
         assert float(loss_of(exported, words, following)) == pytest.approx(evaluated, abs=EXACT)
-        path = strategy.broadcast_object(os.environ["FSDP_FILE"])
+        path = strategy.communicator.broadcast_object(os.environ["FSDP_FILE"])
         strategy.save({"ema": ema, "optimizer": optimizer}, path)
         saved = strategy.load(path)
         assert saved["optimizer"]["state"][0]["exp_avg"].shape == (WORDS, WIDTH)

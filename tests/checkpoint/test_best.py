@@ -145,7 +145,7 @@ def opened(folder):
     return strategy.checkpoint(folder, model=model, notes=notes, keep=1, background=False)
 
 def save(checkpoint, step):
-    strategy.training_step.global_step = notes["best"] = step
+    strategy._step.global_step = notes["best"] = step
     nn.init.constant_(model.weight, step)
     checkpoint.save(best=True)
 

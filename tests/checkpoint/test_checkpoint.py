@@ -168,7 +168,7 @@ def test_resume_passes_over_a_damaged_checkpoint_and_says_so(
         checkpoint = strategy.checkpoint(tmp_path, model=model, background=False)
         checkpoint.save()
         weight = model.weight.detach().clone()
-        strategy.training_step.global_step = 1
+        strategy._step.global_step = 1
         with torch.no_grad():
             model.weight += 1
         checkpoint.save()

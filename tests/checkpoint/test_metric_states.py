@@ -84,7 +84,7 @@ def evaluate(folder: str, backend: str, first: int, last: int) -> dict[str, Any]
         checkpoint = strategy.checkpoint(folder, **used)
         assert checkpoint.resume() == (first > 0)
         update(strategy, used, range(first, last))
-        strategy.training_step.global_step = last
+        strategy._step.global_step = last
         checkpoint.save()
         return computed(strategy, used)
 
@@ -146,7 +146,7 @@ def divide(folder: str, value: float, force: bool) -> tuple[str, float]:
             return str(error), float(mean.value)
         if value:
             mean.update(value + strategy.rank)
-            strategy.training_step.global_step += 1
+            strategy._step.global_step += 1
             checkpoint.save()
         return "", float(mean.value)
 

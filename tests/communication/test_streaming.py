@@ -60,7 +60,7 @@ def nested() -> bool:
         main = strategy.is_main
         value: Any = OrderedDict(a=[torch.arange(3.0), ("text", None)], b={7: (torch.ones(()), 2**70)})
         value._metadata = {"": {"version": 2}}
-        expected = strategy.broadcast_object(outline(value))
+        expected = strategy.communicator.broadcast_object(outline(value))
         memory = torch.zeros(3)
         own = {"a": [memory, 0], "b": {7: (torch.ones(1),)}}  # the second has another shape
         made = receive(strategy.communicator, expected, value if main else None, own=own)

@@ -265,7 +265,7 @@ def train(name: str, backend: str) -> tuple[list[float], list[Tensor], int]:
             for batch in loader:
                 loss = case.loss(model, batch)
                 strategy.step(loss, optimizer)
-                micro_batch = strategy.training_step.batches.micro_batch
+                micro_batch = strategy._step.batches.micro_batch
                 assert micro_batch is not None
                 meter.add(mean=loss, count=max(1, micro_batch.count))
                 stand_ins += loader.stand_in

@@ -101,14 +101,14 @@ def _choice_under_mpirun(path: str) -> str:
 def test_alone_on_a_cpu() -> None:
     strategy = unitrain.init(device="cpu")
     assert (strategy.config.backend, strategy.rank, strategy.world_size, strategy.is_main) == ("single", 0, 1, True)
-    assert (strategy.local_rank, strategy.launch.local_world_size, strategy.node_rank) == (0, 1, 0)
+    assert (strategy.launch.local_rank, strategy.launch.local_world_size, strategy._job.node_rank) == (0, 1, 0)
     assert (strategy.device, strategy.devices) == (torch.device("cpu"), (torch.device("cpu"),))
     assert strategy.config.backend == "single"
 
 
 def _places() -> tuple[Any, ...]:
     with unitrain.init() as strategy:
-        return strategy.config.backend, strategy.rank, strategy.world_size, strategy.local_rank, strategy.is_main
+        return strategy.config.backend, strategy.rank, strategy.world_size, strategy.launch.local_rank, strategy.is_main
 
 
 def test_auto_on_several_ranks() -> None:

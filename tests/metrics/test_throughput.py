@@ -99,7 +99,7 @@ def test_it_can_be_read_within_an_epoch_and_after_a_loop_that_was_broken_off() -
 def test_a_run_that_is_not_measured_has_nothing_in_its_step() -> None:
     strategy = unitrain.init(backend="single")
     train(strategy, rows(16))
-    assert not strategy.training_step.hooks.before_call
+    assert not strategy._step.hooks.before_call
     throughput = strategy.throughput()
     assert strategy.throughput() is throughput
     assert throughput.totals() == (0, 0.0, 0.0, 0.0)

@@ -193,7 +193,7 @@ def open_unreachable(folder: str) -> tuple[float, str]:
         with pytest.raises(ConfigError) as caught:
             strategy.trackers(["mlflow"], folder)
         seconds = time.monotonic() - started
-        strategy.training_step.global_step = 5  # as after a resume
+        strategy._step.global_step = 5  # as after a resume
         strategy.trackers(["mlflow"], folder).log({"loss": 1.0}, 5)
         return seconds, str(caught.value)
 

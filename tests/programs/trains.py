@@ -35,7 +35,8 @@ def main(folder: Path, killed_at: int | None) -> None:
                     once.touch()
                     os.kill(os.getpid(), signal.SIGKILL)
             checkpoint.save()
-        places = strategy.all_gather_object((strategy.local_rank, strategy.node_rank, socket.gethostname()))
+        place = (strategy.launch.local_rank, strategy._job.node_rank, socket.gethostname())
+        places = strategy.communicator.all_gather_object(place)
         said = {"backend": strategy.config.backend, "places": places, "world_size": strategy.world_size}
         strategy.save({"model": model, **said}, folder / "trained.pt")
 

@@ -48,6 +48,11 @@ def test_public_names_are_these() -> None:
         unitrain.Checkpoint  # type: ignore[attr-defined]  # noqa: B018
 
 
+def test_a_strategy_has_few_names() -> None:
+    with unitrain.init(device="cpu") as strategy:
+        assert len([name for name in dir(strategy) if not name.startswith("_")]) <= 42
+
+
 def test_every_error_is_public_and_in_the_drawing() -> None:
     found = {value for value in vars(errors).values() if inspect.isclass(value) and issubclass(value, Exception)}
     assert {error.__name__ for error in found} <= set(unitrain.__all__)

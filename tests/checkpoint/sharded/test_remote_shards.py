@@ -47,7 +47,7 @@ def whole(strategy: unitrain.Strategy, model: nn.Module, optimizer: Adam) -> lis
         for number, p in enumerate(parameters)
         for key, value in optimizer.state.get(p, {}).items()
     }
-    of_all = {key: value for found in strategy.all_gather_object(own) for key, value in found.items()}
+    of_all = {key: value for found in strategy.communicator.all_gather_object(own) for key, value in found.items()}
     return [*strategy.export(model).state_dict().values(), *(of_all[key] for key in sorted(of_all))]
 
 

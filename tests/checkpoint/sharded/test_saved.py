@@ -37,7 +37,7 @@ def save(strategy: Strategy, folder: Path, *steps: int) -> None:
     """Save a model whose weight is the step."""
     model, checkpoint = opened(strategy, folder)
     for step in steps:
-        strategy.training_step.global_step = step
+        strategy._step.global_step = step
         with torch.no_grad():
             model.get_parameter("weight").fill_(step)
         checkpoint.save()
@@ -135,7 +135,7 @@ def test_the_checkpoint_before_is_taken(
     assert line.startswith("unitrain: skipping a damaged checkpoint: ")
     assert re.search(said, line)
     # What was spoilt makes room, and nothing else does.
-    strategy.training_step.global_step = 3
+    strategy._step.global_step = 3
     checkpoint.save()
     assert steps_in(tmp_path) == [3]
 
@@ -147,7 +147,7 @@ def test_a_link_to_a_checkpoint_is_one_and_only_the_link_is_removed(strategy: St
     folder_of(root, 1).symlink_to(elsewhere)
     _, checkpoint = opened(strategy, root, keep=1)
     assert checkpoint.resume()
-    strategy.training_step.global_step = 2
+    strategy._step.global_step = 2
     checkpoint.save()
     assert steps_in(root) == [2]
     assert verified(elsewhere).step == 1
@@ -176,11 +176,11 @@ def test_a_checkpoint_that_can_not_be_removed_is_kept_and_reported(
     _, checkpoint = opened(strategy, tmp_path, keep=1)
     assert checkpoint.resume()
     for step in (2, 3):
-        strategy.training_step.global_step = step
+        strategy._step.global_step = step
         checkpoint.save()
     assert steps_in(tmp_path) == [3, 1]
     assert "an old checkpoint is kept: " in capsys.readouterr().err
-    strategy.training_step.global_step = 1
+    strategy._step.global_step = 1
     with pytest.raises(CheckpointError, match=r"step-0000000001 could not be written: .*not permitted"):
         checkpoint.save()
     with pytest.raises(CheckpointError, match=r"step-0000000001 can't be removed: .*not permitted"):

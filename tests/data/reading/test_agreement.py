@@ -23,7 +23,7 @@ def read_shards(sizes: list[int], workers: int, drop_last: bool = False) -> dict
     loader = strategy.dataloader(data, global_batch_size=batch, drop_last=drop_last, **of_workers(workers))
     seen, counts, states = [], [], []
     for batch in loader:
-        micro_batch = strategy.training_step.batches.micro_batch
+        micro_batch = strategy._step.batches.micro_batch
         assert micro_batch is not None
         assert micro_batch.count == (0 if loader.stand_in else len(batch))
         seen += batch.tolist()[: micro_batch.count]

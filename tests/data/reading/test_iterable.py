@@ -26,7 +26,7 @@ from unitrain import CheckpointError, ConfigError, DataError
 def read_stream(workers: int, kind: type[Numbers]) -> list[tuple[list[int], int]]:
     strategy = unitrain.init(accumulate=2)
     loader = strategy.dataloader(kind(25), global_batch_size=8, **of_workers(workers))
-    batches = [(batch.tolist(), strategy.training_step.batches.micro_batch.window) for batch in loader]  # type: ignore[union-attr]
+    batches = [(batch.tolist(), strategy._step.batches.micro_batch.window) for batch in loader]  # type: ignore[union-attr]
     assert len(list(loader)) == len(batches), "the next epoch reads it again"
     return batches
 

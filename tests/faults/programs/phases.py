@@ -97,7 +97,7 @@ def main(folder: Path, epochs: int) -> None:
         history=history,
     )
     checkpoint.resume()
-    life = strategy.broadcast_object(time.time_ns())
+    life = strategy.communicator.broadcast_object(time.time_ns())
 
     def backward(gradient: Tensor) -> None:
         phases.enter("backward")

@@ -47,7 +47,7 @@ class SavedRun:
 
     def save(self, *steps: int, best: bool = False) -> Self:
         for step in steps:
-            self.strategy.training_step.global_step = step
+            self.strategy._step.global_step = step
             with torch.no_grad():
                 self.model.weight.fill_(step)
             self.checkpoint.save(best=best)

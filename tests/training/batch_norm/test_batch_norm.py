@@ -60,7 +60,7 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 def _compare(strategy: Strategy, kind: type[nn.Module], options: dict[str, Any], shares: tuple[int, ...]) -> None:
     """Run three steps on this rank's share, and on the whole batch by plain BatchNorm."""
     synced, plain = _layer(kind, options), _layer(kind, options)
-    batch_norm.synchronise(synced, strategy.communicator, strategy.training_step.batches.current_batch)
+    batch_norm.synchronise(synced, strategy.communicator, strategy._step.batches.current_batch)
     assert isinstance(synced, kind)
     start = sum(shares[: strategy.rank])
     mine = slice(start, start + shares[strategy.rank])
@@ -113,7 +113,7 @@ def _sequences() -> None:
     """(rows, channels, length), as BatchNorm1d also takes."""
     with _open() as strategy:
         synced, plain = _layer(nn.BatchNorm1d, {}), _layer(nn.BatchNorm1d, {})
-        batch_norm.synchronise(synced, strategy.communicator, strategy.training_step.batches.current_batch)
+        batch_norm.synchronise(synced, strategy.communicator, strategy._step.batches.current_batch)
         whole = _batch(4, (6,), 0)
         _close_to(synced(whole[strategy.rank :: 2]), plain(whole)[strategy.rank :: 2])
 
@@ -126,7 +126,7 @@ def _channels_last() -> None:
     """The layer keeps the memory format, and its gradients; here the first layer, whose input needs none."""
     with _open() as strategy:
         synced, plain = _layer(nn.BatchNorm2d, {}), _layer(nn.BatchNorm2d, {})
-        batch_norm.synchronise(synced, strategy.communicator, strategy.training_step.batches.current_batch)
+        batch_norm.synchronise(synced, strategy.communicator, strategy._step.batches.current_batch)
         whole = _batch(4, (2, 3), 0).to(memory_format=torch.channels_last)
         output = synced(whole[strategy.rank * 2 :][:2])
         assert output.is_contiguous(memory_format=torch.channels_last)
@@ -143,7 +143,7 @@ def test_channels_last() -> None:
 def _one_value() -> None:
     with _open() as strategy:
         layer = _layer(nn.BatchNorm1d, {})
-        batch_norm.synchronise(layer, strategy.communicator, strategy.training_step.batches.current_batch)
+        batch_norm.synchronise(layer, strategy.communicator, strategy._step.batches.current_batch)
         rows = 1 if strategy.rank == 0 else 0
         with pytest.raises(ValueError, match="more than 1 value per channel"):
             layer(_batch(rows, (), 0))
@@ -159,7 +159,7 @@ def _narrow(dtype: torch.dtype) -> None:
     """Half-precision inputs with float32 weights, as under autocast: as good as torch's own."""
     with _open(precision="fp32") as strategy:
         synced, plain = nn.BatchNorm2d(CHANNELS), nn.BatchNorm2d(CHANNELS)
-        batch_norm.synchronise(synced, strategy.communicator, strategy.training_step.batches.current_batch)
+        batch_norm.synchronise(synced, strategy.communicator, strategy._step.batches.current_batch)
         whole = _batch(6, (2, 2), 0).to(dtype)
         share, exact = whole[strategy.rank :: 2].requires_grad_(), whole.float().requires_grad_()
         output, expected = synced(share), plain(exact)
@@ -186,7 +186,7 @@ def test_half_precision(dtype: torch.dtype) -> None:
 def _twice_differentiated() -> None:
     with _open() as strategy:
         layer = _layer(nn.BatchNorm1d, {})
-        batch_norm.synchronise(layer, strategy.communicator, strategy.training_step.batches.current_batch)
+        batch_norm.synchronise(layer, strategy.communicator, strategy._step.batches.current_batch)
         x = _batch(4, (), 0).requires_grad_()
         [gradient] = torch.autograd.grad(layer(x).pow(3).sum(), x, create_graph=True)
         penalty = gradient.pow(2).sum()

@@ -30,7 +30,7 @@ def _compiled() -> None:
     with unitrain.init(precision="fp64", sync_batchnorm=True, timeout_s=30) as strategy:
         plain = nn.Sequential(nn.BatchNorm2d(CHANNELS), nn.ReLU(), nn.BatchNorm2d(CHANNELS, momentum=None))
         plain.double()
-        eager, current_batch = copy.deepcopy(plain), strategy.training_step.batches.current_batch
+        eager, current_batch = copy.deepcopy(plain), strategy._step.batches.current_batch
         for model in (plain, eager):
             batch_norm.synchronise(model, strategy.communicator, current_batch)
         compiled: Any = torch.compile(plain, backend="aot_eager", fullgraph=True)

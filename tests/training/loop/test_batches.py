@@ -182,7 +182,7 @@ def test_a_run_can_be_stopped_again_after_the_last_batch_of_an_epoch_was_taken_a
         following = next(batches)
         for step in range(6):
             (inputs, targets), following = following, next(batches)
-            assert strategy.training_step.batches.last_is_open == (step % 3 == 2)
+            assert strategy._step.batches.last_is_open == (step % 3 == 2)
             strategy.step(mse_loss(model(inputs), targets.double()), optimizer)
 
 
@@ -235,9 +235,9 @@ def test_a_run_can_be_stopped_after_an_epoch_whose_batches_were_collected() -> N
     with prepared("single") as (strategy, model, optimizer):
         loader = strategy.dataloader(rows(), global_batch_size=SAMPLES)
         for inputs, targets in list(loader):  # a single batch: the iteration has ended before it is trained on
-            assert strategy.training_step.batches.last_is_open
+            assert strategy._step.batches.last_is_open
             strategy.step(mse_loss(model(inputs), targets.double()), optimizer)
-        assert not strategy.training_step.batches.last_is_open
+        assert not strategy._step.batches.last_is_open
 
 
 def test_batches_of_a_dropped_iteration_are_not_looked_for() -> None:

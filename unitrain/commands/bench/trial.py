@@ -50,7 +50,7 @@ class Recorder(StepHook):
         self._throughput = strategy.throughput()
         self._seen = strategy.global_step
         self._rows: list[Totals] = []
-        strategy.training_step.hooks.add_hook(self)
+        strategy._step.hooks.add_hook(self)
         atexit.register(self._write)
 
     def after_call(self) -> None:

@@ -124,10 +124,11 @@ def refused_reductions(world: World) -> None:
             ("all_gather", (torch.eye(2).to_sparse(),), "to_dense"),
             ("all_reduce", (1.0,), r"torch\.tensor"),
             ("broadcast", (whole, strategy.world_size), "there is no rank"),
-            ("broadcast_object", (1, -1), "there is no rank -1"),
         ]:
             with pytest.raises(UsageError, match=message):
                 getattr(verbs, verb)(*arguments)
+        with pytest.raises(UsageError, match="there is no rank -1"):
+            strategy.communicator.broadcast_object(1, -1)
         assert float(strategy.all_reduce(torch.ones(()))) == strategy.world_size
 
 
@@ -139,9 +140,9 @@ def objects(world: World) -> None:
         assert (size, strategy.is_main) == (world.processes, rank == 0)
         for src in range(size):
             mine, theirs = ({"from": r, "none": None, "long": "x" * 100_000 * (r + 1)} for r in (rank, src))
-            assert strategy.broadcast_object(mine, src) == theirs
-        assert strategy.broadcast_object(None) is None
-        assert strategy.all_gather_object(["r"] * rank) == [["r"] * other for other in range(size)]
+            assert strategy.communicator.broadcast_object(mine, src) == theirs
+        assert strategy.communicator.broadcast_object(None) is None
+        assert strategy.communicator.all_gather_object(["r"] * rank) == [["r"] * other for other in range(size)]
         strategy.barrier()
 
 
