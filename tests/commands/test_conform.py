@@ -86,7 +86,7 @@ def test_a_wrong_backend_fails_with_its_mistake_in_the_text(
     done.assert_outcomes(failed=4)
     printed = done.stdout.str()
     assert "sums_twice-x2 fails the duty: all_reduce is exact for every operation, dtype and shape" in printed
-    assert "all_reduce of uint8 with op 'sum' gave" in printed
+    assert "failed its self-test: all_reduce with op 'sum' gave" in printed
     assert ", in calls_in_another_thread\n" in printed
     assert "\nThe duty reductions fails with the same error: see its test.\n" in printed
     assert "sums_twice-x2: 0 of 4 duties passed" in printed

@@ -23,8 +23,9 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
 from unitrain.checkpoint.names import LEGACY
+from unitrain.checkpoint.sharded.parts import Region
 from unitrain.checkpoint.sharded.saving import PIECE_BYTES
-from unitrain.checkpoint.sharded.stored import Region, Stored
+from unitrain.checkpoint.sharded.stored import Stored
 from unitrain.communication.streaming import Form
 from unitrain.data.structure import rebuilt
 

@@ -15,8 +15,7 @@ from unitrain.checkpoint import fit
 from unitrain.checkpoint.names import GROUPS, STATE, in_order, keys_of, numbers_before
 from unitrain.checkpoint.run_state import RunState
 from unitrain.checkpoint.sharded.opening import CheckpointView
-from unitrain.checkpoint.sharded.parts import owners
-from unitrain.checkpoint.sharded.stored import Region
+from unitrain.checkpoint.sharded.parts import Region, owners
 from unitrain.checkpoint.store.manifest import RUN, DamagedError
 from unitrain.communication.communicator import Communicator
 from unitrain.communication.streaming import (

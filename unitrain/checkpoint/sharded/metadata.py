@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from unitrain.checkpoint.store.reading import reason
 from unitrain.errors import CheckpointError
 
-NAME = ".metadata"
 _MODULE = "torch.distributed.checkpoint.metadata"
 # Plain classes of torch, dtypes, sizes, and paths.
 _ALLOWED = {

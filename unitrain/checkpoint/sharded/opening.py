@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata
 
-from unitrain.checkpoint.names import GROUPS, Keys, joined, numbered
+from unitrain.checkpoint.names import GROUPS, LEGACY, METADATA, Keys, joined, numbered
 from unitrain.checkpoint.run_state import RunState
-from unitrain.checkpoint.sharded import legacy
-from unitrain.checkpoint.sharded import metadata as metadatas
-from unitrain.checkpoint.sharded.stored import Region, Stored
+from unitrain.checkpoint.sharded.parts import Region
 from unitrain.checkpoint.store.folder import Folder
 from unitrain.checkpoint.store.located import Located, NotACheckpointError, checkpoint_at, read, store_at, verified
 from unitrain.checkpoint.store.manifest import RUN, DamagedError, Manifest
@@ -24,6 +21,11 @@ from unitrain.communication.streaming import Form, outline
 from unitrain.errors import CheckpointError
 from unitrain.process import print_stderr
 from unitrain.url import parsed
+
+if TYPE_CHECKING:  # torch.distributed.checkpoint is imported for what several ranks have written only
+    from torch.distributed.checkpoint.metadata import Metadata
+
+    from unitrain.checkpoint.sharded.stored import Stored
 
 T = TypeVar("T")
 BEST = "best"
@@ -59,20 +61,27 @@ def opened(found: Located) -> OpenCheckpoint:
     """
     names, files = found.manifest.files, MappedFiles()
     parts = read(found, [name for name in names if name.endswith(".pt")], files)
-    if metadatas.NAME in names or not names:
-        name = found.file_name(metadatas.NAME)
-        with found.store.file(name) if not names else verified(found, metadatas.NAME) as path:
+    if METADATA in names or not names:
+        from unitrain.checkpoint.sharded import metadata as metadatas
+        from unitrain.checkpoint.sharded.stored import Stored
+
+        name = found.file_name(METADATA)
+        with found.store.file(name) if not names else verified(found, METADATA) as path:
             several = Stored.at(found, metadatas.from_bytes(path.read_bytes(), found.store.shown(name)))
         states, keys = _states(several)
         stored: Stored | None = several
         run = parts.setdefault(RUN, {"steps": 0, "scaler": None, "random": []} if not names else {})
         run["names"] = {**run.get("names", {}), **keys}
         parts = {**states, **parts}
-    else:
+    elif any(name.startswith(LEGACY) for name in parts):
+        from unitrain.checkpoint.sharded import legacy
+
         try:
             parts, stored = legacy.join(parts)
         except Exception as error:  # files that were made by hand may contain anything
             raise DamagedError(f"{found}: its shards do not fit its states: {error}") from error
+    else:
+        stored = None
     run = parts.get(RUN)
     if not isinstance(run, dict) or not {"steps", "scaler", "random"} <= set(run):
         raise DamagedError(f"{found}: {RUN}.pt is missing, or lacks what a run needs to continue")
@@ -186,6 +195,8 @@ class Search:
         stored = None if self._saved is None else self._saved.stored
         each = False
         if content is not None:
+            from unitrain.checkpoint.sharded import metadata as metadatas
+
             metadata = metadatas.from_bytes(content, place)
         if content is not None and metadata is not None and metadata.storage_data and self._communicator.shards:
             if not self._communicator.is_main:
@@ -201,15 +212,21 @@ class Search:
         if not saved.found.manifest.files:  # another tool has written it
             saved = _fitted(saved, self._state)
         self._saved = saved
-        content = None if saved.stored is None else metadatas.to_bytes(saved.stored.metadata)
+        content = None
+        if saved.stored is not None:
+            from unitrain.checkpoint.sharded import metadata as metadatas
+
+            content = metadatas.to_bytes(saved.stored.metadata)
         return saved.found.manifest.model_dump(), outline(saved.parts), content, saved.found.place
 
 
 def _seen(place: str, manifest: Manifest, metadata: Metadata, content: bytes) -> Stored | None:
     """Return what rank 0 has found, on another rank; None if this rank does not see the same."""
+    from unitrain.checkpoint.sharded.stored import Stored
+
     store = store_at(parsed(place))
     try:
-        sees = store.get(metadatas.NAME) == content
+        sees = store.get(METADATA) == content
     except (OSError, CheckpointError):
         sees = False
     return Stored.at(Located(store, "", manifest), metadata) if sees else None
@@ -312,7 +329,7 @@ def _named(path: str | Path, folder: Folder) -> Located:
     except NotACheckpointError as error:
         store = store_at(parsed(path))
         try:
-            if metadatas.NAME in store.list():  # of another tool
+            if METADATA in store.list():  # of another tool
                 return Located(store, "", Manifest(step=0, strategy={}, config={}, files={}))
         except OSError:
             pass

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from unitrain.checkpoint.names import GROUPS, PARAMS, STATE
 from unitrain.communication.communicator import Communicator
@@ -13,6 +14,18 @@ from unitrain.communication.streaming import outline, receive
 from unitrain.data.structure import rebuilt
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
+
+
+class Region(NamedTuple):
+    """A part of a tensor."""
+
+    offsets: torch.Size
+    sizes: torch.Size
+
+    @classmethod
+    def rows(cls, first: int, local: Tensor) -> Region:
+        """Return the region of rows of a tensor, from a first one."""
+        return cls(torch.Size([first, *[0] * local.dim()][: local.dim()]), local.shape)
 
 
 def owners(communicator: Communicator, state: Mapping[int, Any], parameters: int) -> list[int | None]:

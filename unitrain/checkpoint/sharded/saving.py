@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from unitrain.checkpoint.names import STATE, Keys, flat_options, joined, keys_of, optimizer_values
+from unitrain.checkpoint.names import METADATA, STATE, Keys, flat_options, joined, keys_of, optimizer_values
 from unitrain.checkpoint.run_state import RunState
 from unitrain.checkpoint.sharded import metadata as metadatas
 from unitrain.checkpoint.sharded.parts import owners
@@ -283,5 +283,5 @@ def write_all(draft: Draft, shards: Shards, writers: int, patience_s: float) -> 
         files.update(said["files"])
         several.append(metadatas.from_bytes(base64.b64decode(said["metadata"]), f"the metadata of rank {rank}"))
     content = metadatas.to_bytes(metadatas.merged(several))
-    draft.store.put(f"{draft.name}/{metadatas.NAME}", content)
-    return {**files, metadatas.NAME: {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}}
+    draft.store.put(f"{draft.name}/{METADATA}", content)
+    return {**files, METADATA: {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}}

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,22 +23,11 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import StorageReader
 
+from unitrain.checkpoint.sharded.parts import Region
 from unitrain.checkpoint.store.located import Located, verified
 from unitrain.checkpoint.store.manifest import DamagedError
 from unitrain.checkpoint.store.reading import reason
 from unitrain.errors import CheckpointError
-
-
-class Region(NamedTuple):
-    """A part of a tensor."""
-
-    offsets: torch.Size
-    sizes: torch.Size
-
-    @classmethod
-    def rows(cls, first: int, local: Tensor) -> Region:
-        """Return the region of rows of a tensor, from a first one."""
-        return cls(torch.Size([first, *[0] * local.dim()][: local.dim()]), local.shape)
 
 
 class Files(FileSystem):

@@ -81,7 +81,8 @@ class OpenBatches:
             self._forget([iteration])
 
     def _forget(self, iterations: list[Iteration]) -> None:
-        self._open = deque(one for one in self._open if one[1] not in iterations)
+        for one in [one for one in self._open if one[1] in iterations]:
+            self._open.remove(one)  # in place: modules are empty when the interpreter exits
 
     def of_backward(self, *, weighted: bool) -> MicroBatch | None:
         """Return the micro-batch of the backward that begins. It is not open any more; None without a loader.
