@@ -38,7 +38,7 @@ from unitrain.process import print_stderr
 
 PIECE_BYTES = 2**25
 """Larger tensors are written in pieces, as torch reads a piece into memory as a whole."""
-_POLL_S, _LONGEST_POLL_S = 0.05, 1.0
+_POLL_S, _LONGEST_POLL_S = 0.005, 1.0
 
 
 class Rows(NamedTuple):
