@@ -64,7 +64,7 @@ class Writing:
     def __init__(self, file: BinaryIO, digest: Digest | None) -> None:
         self._file = file
         self._digest = digest
-        self.size = 0
+        self.size: int = 0
         self.error: OSError | None = None
         """The error of a write, which torch's writer replaces by another."""
 
