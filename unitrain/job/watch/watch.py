@@ -55,7 +55,6 @@ class Watch:
 
     Attributes:
         members: all processes of the job, by rank.
-        grace_s: seconds that an emergency checkpoint may take.
 
     Raises:
         CommunicationError: rank 0 can't be reached, or not all ranks reached it within ``timeout_s``.
@@ -74,7 +73,7 @@ class Watch:
     ) -> None:
         self._saver: Saver | None = None
         self._launch = launch
-        self.grace_s: float = grace_s(launch)
+        self._grace_s = grace_s(launch)  # that an emergency checkpoint may take
         self._pulse = communicator.pulse
         self._boundaries = boundaries
         self.members: tuple[Member, ...] = tuple(members)
@@ -112,7 +111,7 @@ class Watch:
                 timeout_s=self._timeout_s,
                 heartbeat_timeout_s=self._heartbeat_timeout_s,
                 one_host=one_host,
-                election_s=election_s(self.grace_s),
+                election_s=election_s(self._grace_s),
             )
             return ["127.0.0.1"] if one_host else own_addresses(), port
 
@@ -143,7 +142,7 @@ class Watch:
         with self._changed:
             known = self._verdict is not None
         if known and not self._ending:  # the watch's thread is about to end the process
-            self._over.wait(self.grace_s)
+            self._over.wait(self._grace_s)
             time.sleep(_CLOSE_S)
         with self._changed:
             self._ending = True
@@ -179,7 +178,7 @@ class Watch:
             if not self._changed.wait_for(lambda: self._verdict is not None, patience_s):
                 return
         if self._saver is not None:
-            self._over.wait(self.grace_s + _AFTER_THE_OTHERS_S)
+            self._over.wait(self._grace_s + _AFTER_THE_OTHERS_S)
 
     def whereabouts(self) -> str:
         """Return what the ranks that this one waits for are doing, or an empty string if rank 0 does not answer."""
@@ -300,10 +299,10 @@ class Watch:
 
     def _survive(self, verdict: Verdict, saver: Saver, *, has_hub: bool) -> None:
         """Return when this rank or another has written an emergency checkpoint, or there is none to write."""
-        until = time.monotonic() + self.grace_s
+        until = time.monotonic() + self._grace_s
         emergency = None
         if verdict.rank != self._me.rank:
-            emergency = Emergency(saver, self._link.send, self.grace_s, lambda: self._own_error, verdict)
+            emergency = Emergency(saver, self._link.send, self._grace_s, lambda: self._own_error, verdict)
         while time.monotonic() < until:
             if self._reaper is not None:
                 self._reaper.beat()
@@ -323,7 +322,7 @@ class Watch:
                     if emergency is not None:
                         emergency.elect(message.rank == self._me.rank)
         if emergency is not None and emergency.elected:
-            self._say_why(self._me.rank, f"rank {self._me.rank} had not written it after {self.grace_s:g} s")
+            self._say_why(self._me.rank, f"rank {self._me.rank} had not written it after {self._grace_s:g} s")
 
     def _say_why(self, rank: int, why: str) -> None:
         if why and self._me.rank == rank:
