@@ -707,7 +707,7 @@ class Strategy:
 
 def _sharded_optimizers(communicator: Communicator) -> ShardedOptimizers | None:
     """Return what shards optimizers, with ``shard_optimizer``."""
-    if not communicator.shards or communicator.shards_parameters:
+    if not communicator.shards_optimizers:
         return None
     from unitrain.training.optimizers.sharded import ShardedOptimizers  # few scripts need it
 

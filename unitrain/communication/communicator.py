@@ -119,6 +119,11 @@ class Communicator:
         return (self._backend.shards or self._backend.config.shard_optimizer) and self.world_size > 1
 
     @property
+    def shards_optimizers(self) -> bool:
+        """Whether ranks have parts of the state of optimizers only (``shard_optimizer``)."""
+        return self.shards and not self.shards_parameters
+
+    @property
     def replicas(self) -> int:
         """Number of ranks that have the same part of a parameter."""
         return self._backend.replicas

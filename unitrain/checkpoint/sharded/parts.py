@@ -36,7 +36,7 @@ def owners(communicator: Communicator, state: Mapping[int, Any], parameters: int
         state: the optimizer's states by the number of their parameter. One that another rank has is no dict.
         parameters: the number of parameters.
     """
-    if not communicator.shards or communicator.shards_parameters:
+    if not communicator.shards_optimizers:
         return [None] * parameters
     here = torch.tensor([isinstance(state.get(number, {}), dict) for number in range(parameters)])
     rank, world = communicator.rank, communicator.world_size
