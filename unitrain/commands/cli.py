@@ -20,7 +20,7 @@ _INTERRUPTED = 130
 _COMMANDS = {
     "bench": (
         "bench.command",
-        "measure a recipe with every launcher and backend found here, and recommend settings for it",
+        "measure how fast a recipe trains with every launcher and backend found here",
     ),
     "checkpoint": (
         "checkpoint",
