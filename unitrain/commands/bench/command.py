@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from unitrain.commands.arguments import after_dashes, path
+from unitrain.commands.arguments import AfterDashes, path
 from unitrain.commands.bench.measuring import Measurement, measure
 from unitrain.commands.launchers import local_launchers
 from unitrain.commands.verify.worlds import World, find_worlds
@@ -24,7 +24,7 @@ FEWEST_STEPS = 6
 
 
 def bench(
-    recipe: Path,
+    target: Path,
     *,
     flags: Sequence[str] = (),
     backend: str | None = None,
@@ -37,14 +37,14 @@ def bench(
     Raises:
         UsageError: an argument is wrong, this process was started by a launcher, or the recipe fails in one process.
     """
-    _check(recipe, backend, processes, steps)
+    _check(target, backend, processes, steps)
     console = Console()
     measurements: list[Measurement] = []
     for world in worlds_to_measure(backend, processes):
         console.print(f"measuring {world}: {world.backend}", markup=False)
-        measurements.append(measure(world, recipe, flags, steps))
+        measurements.append(measure(world, target, flags, steps))
         if measurements[0].problem:
-            raise UsageError(f"{recipe} can't be measured. In one process: {measurements[0].problem}")
+            raise UsageError(f"{target} can't be measured. In one process: {measurements[0].problem}")
     print_table(measurements, console)
     fastest = max(measurements, key=lambda found: found.samples_per_second).world
     console.print(f"fastest: {fastest}: {fastest.backend}", style="green", markup=False)
@@ -129,16 +129,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--output", type=path, metavar="FILE", help="write the measurements to this file as JSON")
     parser.add_argument("target", type=path, metavar="TARGET", help="path of a recipe; options of bench go before it")
-    parser.add_argument("flags", nargs=argparse.REMAINDER, metavar="FLAG", help="flags for the recipe")
-    parser.set_defaults(run=_run_command)
-
-
-def _run_command(arguments: argparse.Namespace) -> int:
-    return bench(
-        arguments.target,
-        flags=after_dashes(arguments.flags),
-        backend=arguments.backend,
-        processes=arguments.processes,
-        steps=arguments.steps,
-        output=arguments.output,
+    parser.add_argument(
+        "flags", nargs=argparse.REMAINDER, action=AfterDashes, metavar="FLAG", help="flags for the recipe"
     )
+    parser.set_defaults(run=bench)

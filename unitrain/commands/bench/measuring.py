@@ -56,7 +56,9 @@ def measure(world: World, recipe: Path, flags: Sequence[str], steps: int) -> Mea
         if process.returncode:
             return Measurement(world, problem=f"exit code {process.returncode}: {cause(printed)}")
         if not file.is_file():
-            return Measurement(world, problem=f"the recipe ended before step {steps} of a strategy: let it train longer")
+            return Measurement(
+                world, problem=f"the recipe ended before step {steps} of a strategy: let it train longer"
+            )
         record = json.loads(file.read_text(encoding="utf-8"))
     if record["backend"] != world.backend:
         set_to = f"the recipe's flags or code set backend to {record['backend']}"

@@ -52,11 +52,7 @@ class HorovodBuild:
 
 
 def find_horovod() -> HorovodBuild | None:
-    """Return the features of the installed Horovod, or None if it is not installed.
-
-    Raises:
-        BackendError: Horovod is installed, but can't be imported.
-    """
+    """Return the features of the installed Horovod; None without one. Raises BackendError if it can't be imported."""
     if find_spec("horovod") is None:
         return None
     succeeded, output = attempt(sys.executable, "-c", _CAPABILITIES)
@@ -70,11 +66,7 @@ def find_horovod() -> HorovodBuild | None:
 
 
 def check_allreduce(controller: str) -> None:
-    """Test an allreduce over two processes with ``controller`` (``"mpi"`` or ``"gloo"``).
-
-    Raises:
-        BackendError: the processes did not start, did not end in time, or gave a wrong result.
-    """
+    """Raise BackendError if an allreduce over two processes with a controller, mpi or gloo, does not work."""
     launcher = {"mpi": ["mpirun"], "gloo": ["horovodrun", "--gloo"]}[controller]
     program = find_program(launcher[0])
     if program is None:

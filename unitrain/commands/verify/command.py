@@ -38,13 +38,8 @@ def verify(
 ) -> int:
     """Train in every world, print the largest deviations, write JSON, and return the exit code.
 
-    Args:
-        backend: the only backend to verify; default: all that are installed.
-        device: device of the built-in model: ``cpu``, ``cuda`` (one GPU per process) or ``cuda:N``. The plain loop
-            that it is compared with runs on the CPU.
-        script: the recipe to verify; default: the built-in model, in every mode.
-        flags: further flags for the recipe.
-        output: file for the verdicts as JSON.
+    Without a ``script``, a built-in model is trained in every mode. The plain loop that it is compared with runs on the
+    CPU, whatever the ``device``.
 
     Raises:
         ConfigError: the device is not available.
@@ -159,17 +154,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", default="cpu", help="device to train on: cpu, cuda or cuda:N (default: %(default)s)"
     )
-    parser.add_argument("--recipe", type=path, metavar="PATH", help="recipe to train instead of the built-in model")
+    parser.add_argument(
+        "--recipe", dest="script", type=path, metavar="PATH", help="recipe to train instead of the built-in model"
+    )
     parser.add_argument("--output", type=path, metavar="FILE", help="write the deviations to this file as JSON")
     parser.add_argument("flags", nargs="*", metavar="FLAG", help="flags for the recipe, after --")
-    parser.set_defaults(run=_run_command)
-
-
-def _run_command(arguments: argparse.Namespace) -> int:
-    return verify(
-        backend=arguments.backend,
-        device=arguments.device,
-        script=arguments.recipe,
-        flags=arguments.flags,
-        output=arguments.output,
-    )
+    parser.set_defaults(run=verify)

@@ -20,12 +20,6 @@ _EXACT_FLAGS = ("--strategy.precision", "fp64", "--strategy.sync-batchnorm", "tr
 def train(recipe: Path, world: World, folder: Path, flags: Sequence[str] = ()) -> list[dict[str, float]]:
     """Run a recipe for ``STEPS`` steps in float64 and return its ``metrics.jsonl``, a dict per epoch.
 
-    Args:
-        recipe: a script that takes ``--max-steps``, ``--output-dir`` and ``--strategy.*``, like those of recipes/.
-        world: launcher, number of processes and backend.
-        folder: output folder of the recipe.
-        flags: further flags.
-
     Raises:
         UsageError: the recipe failed, or wrote no metrics.
     """
