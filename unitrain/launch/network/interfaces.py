@@ -20,12 +20,7 @@ _ANY_PORT = 9  # a route is looked up, and nothing is sent
 
 
 def choose_gloo_interface(store: Store, launch: Launch) -> None:
-    """Set gloo's variable if it would listen where other hosts can't connect. All ranks of several hosts call this.
-
-    Args:
-        store: the store of the job.
-        launch: the place of this process.
-    """
+    """Set gloo's variable if it would listen where other hosts can't connect. All ranks of several hosts call this."""
     # A host asks for its route to rank 0's, and rank 0's host for that to another, the first in the order of ranks.
     to_rank_0 = _own_address_towards(_host(store))
     store.set(_key(launch.rank), to_rank_0 or "")
