@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from unitrain.commands.launchers import launch_command
-from unitrain.commands.toolchain import running, small_mpi_environment
+from unitrain.commands.toolchain import run_to_end, small_mpi_environment
 from unitrain.commands.verify.comparison import cause
 from unitrain.commands.verify.worlds import World
 from unitrain.settings.schema import variable
@@ -51,10 +51,9 @@ def measure(world: World, recipe: Path, flags: Sequence[str], steps: int) -> Mea
         program = ["-m", "unitrain.commands.bench.trial", str(file), str(steps), str(recipe), *flags]
         program += ["--output-dir", str(Path(folder, "output"))]
         environment = {**small_mpi_environment(), variable(["backend"]): world.backend}
-        with running(launch_command(world.launcher, world.size, program), environment) as process:
-            printed, _ = process.communicate()
-        if process.returncode:
-            return Measurement(world, problem=f"exit code {process.returncode}: {cause(printed)}")
+        code, printed = run_to_end(*launch_command(world.launcher, world.size, program), environment=environment)
+        if code:
+            return Measurement(world, problem=f"exit code {code}: {cause(printed)}")
         if not file.is_file():
             return Measurement(
                 world, problem=f"the recipe ended before step {steps} of a strategy: let it train longer"

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from unitrain.commands.arguments import path
 from unitrain.commands.launchers import launch_command, launch_environment
-from unitrain.commands.toolchain import running
+from unitrain.commands.toolchain import run_to_end
 from unitrain.commands.verify import plain, recipe
 from unitrain.commands.verify.cases import CASES, EXACT, STEPS, Case
 from unitrain.commands.verify.comparison import Verdict, compare
@@ -111,9 +111,9 @@ def _run(world: World, device: str, folder: Path, cases: Sequence[Case]) -> str:
     """Start the world to train cases. Return an empty string, or the end of its output if it failed."""
     arguments = ["-m", "unitrain.commands.verify.trial", str(folder), world.backend, device]
     arguments += [case.name for case in cases]
-    with running(launch_command(world.launcher, world.size, arguments), launch_environment()) as process:
-        output, _ = process.communicate()
-    return "" if process.returncode == 0 else f"{world}: exit code {process.returncode}: {output.strip()[-2000:]}"
+    command = launch_command(world.launcher, world.size, arguments)
+    code, output = run_to_end(*command, environment=launch_environment())
+    return f"{world}: exit code {code}: {output.strip()[-2000:]}" if code else ""
 
 
 def _read(folder: Path, case: str, world: World, failure: str) -> list[Trace]:

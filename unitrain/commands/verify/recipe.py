@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from unitrain.commands.launchers import launch_command, launch_environment
-from unitrain.commands.toolchain import running
+from unitrain.commands.toolchain import run_to_end
 from unitrain.commands.verify.cases import EXACT, STEPS
 from unitrain.commands.verify.comparison import Verdict, cause
 from unitrain.commands.verify.worlds import World
@@ -25,11 +25,10 @@ def train(recipe: Path, world: World, folder: Path, flags: Sequence[str] = ()) -
     """
     run = ("--max-steps", str(STEPS), "--output-dir", str(folder), "--strategy.backend", world.backend, *_EXACT_FLAGS)
     command = launch_command(world.launcher, world.size, [str(recipe), *flags, *run])
-    with running(command, launch_environment()) as process:
-        printed, _ = process.communicate()
+    code, printed = run_to_end(*command, environment=launch_environment())
     metrics = folder / "metrics.jsonl"
-    if process.returncode or not metrics.exists():
-        what = f"failed with exit code {process.returncode}" if process.returncode else f"wrote no {metrics.name}"
+    if code or not metrics.exists():
+        what = f"failed with exit code {code}" if code else f"wrote no {metrics.name}"
         raise UsageError(
             f"{recipe} under {world} {what}: {cause(printed)}\nA recipe must take the flags --max-steps, --output-dir "
             "and those of the strategy, as unitrain.parse_command_line provides them, and write metrics.jsonl."
