@@ -45,7 +45,7 @@ class Launch:
     elastic: bool = False
     """Whether horovodrun goes on with other processes when one fails, and when hosts are added or removed."""
     also: tuple[str, ...] = ()
-    """Other launchers whose variables are set too. They are ignored."""
+    """Other launchers with variables that are set too. They are ignored."""
     evidence: tuple[str, ...] = ()
     """The variables that this was read from, as NAME=value."""
 
@@ -86,7 +86,7 @@ class _Launcher:
 
     name: str
     present: tuple[str, ...] | Callable[[Mapping[str, str]], bool]
-    """Variables of which one shows that it started this process, or a function that finds out."""
+    """Variables that show that it started this process, each on its own, or a function that finds out."""
     remedy: str
     """What to do if its variables are wrong."""
     place: _Place | None = None
@@ -291,7 +291,7 @@ def _overridden(environ: Mapping[str, str]) -> _Launcher | None:
             f"{OVERRIDE} is {name!r}, but must be one of {', '.join(LAUNCHERS)}.{nearest(name, LAUNCHERS)} "
             "Unset it to detect the launcher."
         )
-    # Two share the name mpirun: take the one whose variables are set, else the first, which says what is missing.
+    # Two share the name mpirun: take the one with variables that are set, else the first, which says what is missing.
     return next((launcher for launcher in named if launcher.is_present(environ)), named[0])
 
 

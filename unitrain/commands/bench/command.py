@@ -83,7 +83,7 @@ def worlds_to_measure(backend: str | None, most: int | None) -> list[World]:
 
 
 def efficiency(measurement: Measurement, alone: Measurement) -> float:
-    """Return samples per second divided by the number of processes times those of one process."""
+    """Return samples per second of a process, relative to one process alone."""
     return measurement.samples_per_second / (measurement.world.size * alone.samples_per_second)
 
 
