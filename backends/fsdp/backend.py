@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -77,16 +77,23 @@ class FSDPBackend(ProcessGroupBackend):
         """Initialise the process group, and those in which parameters are sharded and replicated."""
         world = super().start()
         if self.world_size > 1:
-            from torch.distributed.device_mesh import init_device_mesh
-
             if self.device.type == "cpu":
                 return_freed_memory(LARGE)  # units of the same sizes come and go, among shards
-
-            shape = (self.world_size,) if self.replicas == 1 else (self.replicas, self.launch.local_world_size)
-            names = ("shard",) if self.replicas == 1 else ("replicate", "shard")
-            self._mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
-            self.set_timeout(self._mesh.get_all_groups())
+            self._mesh = self._make_mesh()
         return world
+
+    def _make_mesh(self) -> DeviceMesh:
+        from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+        if self.replicas == 1:
+            return init_device_mesh(self.device.type, (self.world_size,), mesh_dim_names=("shard",))
+        # torch would give its own groups its own timeout: with NCCL, 10 minutes.
+        ranks = torch.arange(self.world_size).view(self.replicas, -1)
+        groups: list[Any] = [
+            dist.new_subgroups_by_enumeration(ranks_of_groups.tolist(), timeout=self.timeout)[0]
+            for ranks_of_groups in (ranks.T, ranks)
+        ]
+        return DeviceMesh.from_group(groups, self.device.type, ranks, mesh_dim_names=("replicate", "shard"))
 
     def close(self, *, failed: bool) -> None:
         """Destroy the process groups made here. A sharded module can't be called any more."""

@@ -8,7 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.nn import Parameter
 
 from unitrain.data.structure import tensors
@@ -22,6 +29,8 @@ from .parameters import converted_by_autocast, not_divisible
 from .settings import FSDPSettings
 from .shards import to_local
 from .units import units
+
+_METHOD = "unitrain_begin"
 
 
 class ShardedModule:
@@ -94,7 +103,7 @@ class ShardedModule:
             if device.type == "cpu":
                 # The next unit could be gathered before this one's backward, but gloo would block meanwhile.
                 one.set_modules_to_backward_prefetch([one])
-        module._get_fsdp_state()._lazy_init()  # now: else the first module that is called would be taken for the root
+        _make_root(module)
         self._leaves: dict[Tensor, Tensor] = {}
         names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
         for one in self.units:
@@ -165,6 +174,17 @@ class ShardedModule:
         """Return a copy of the module before it was sharded, with the weights of now, on the CPU. Collective."""
         self.reshard()  # a forward may have left weights as it gathered them: in bf16, say
         return filled(self._skeleton, self._module)
+
+
+def _make_root(module: FSDPModule) -> None:
+    """Call what FSDP takes for a forward of a module, since it takes the first module that is called for the root."""
+    assert isinstance(module, nn.Module)
+    setattr(module, _METHOD, lambda: None)
+    register_fsdp_forward_method(module, _METHOD)
+    with torch.no_grad():
+        getattr(module, _METHOD)()
+    delattr(module, _METHOD)
+    module.reshard()
 
 
 def _policy(

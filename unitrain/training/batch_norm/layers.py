@@ -19,6 +19,8 @@ from unitrain.errors import ConfigError
 if TYPE_CHECKING:
     from unitrain.training.batch_norm.ops import Ranks, Statistics
 
+_IGNORES = "unitrain_ignores_stand_ins"  # an attribute of layers
+
 
 class SyncBatchNorm(_BatchNorm):
     """A BatchNorm layer whose training statistics are computed over the rows of all ranks.
@@ -207,14 +209,11 @@ def ignore_stand_ins(modules: Iterable[nn.Module], current_batch: CurrentBatch) 
     """Keep stand-ins out of the statistics of layers that are not synchronised. A second call does nothing."""
     for module in modules:
         for layer in module.modules():
-            if is_unsynchronised(layer) and not _ignores_stand_ins(layer):
+            if is_unsynchronised(layer) and _IGNORES not in vars(layer):
+                vars(layer)[_IGNORES] = True
                 hooks = _StandInHooks(current_batch)
                 layer.register_forward_pre_hook(hooks.before)
                 layer.register_forward_hook(hooks.after, always_call=True)
-
-
-def _ignores_stand_ins(layer: nn.Module) -> bool:
-    return any(isinstance(getattr(hook, "__self__", None), _StandInHooks) for hook in layer._forward_hooks.values())
 
 
 @torch.no_grad()

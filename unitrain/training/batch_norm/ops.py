@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._higher_order_ops import effects
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import batch_norm
 
@@ -308,6 +307,9 @@ _normalise_op.register_autograd(_differentiate, setup_context=_save)
 
 
 # Compilers may reorder operators that don't depend on each other, and differently for batches of another size. But
-# communication libraries match collectives by their order. torch has no public name for this yet.
-for _op in (torch.ops.unitrain.batch_norm_statistics.default, torch.ops.unitrain.batch_norm_backward.default):
-    effects._register_effectful_op(_op, effects._EffectType.ORDERED)
+# communication libraries match collectives by their order. Older releases of torch can't be told: graphs end there.
+if hasattr(_statistics_op, "register_effect"):
+    for _op in (_statistics_op, _backward_op):
+        _op.register_effect(torch.library.EffectType.ORDERED)  # type: ignore[attr-defined]
+else:
+    normalise = torch.compiler.disable(normalise)  # type: ignore[no-untyped-call]

@@ -179,8 +179,8 @@ class GuardedStep:
 
 
 def plain_numbers(gradient: Tensor) -> Tensor:
-    """Return a dense and real view of the values of a gradient, which may be sparse or complex."""
-    values = gradient._values() if gradient.is_sparse else gradient
+    """Return the values of a gradient, which may be sparse or complex, as a dense and real tensor."""
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
     return torch.view_as_real(values) if values.is_complex() else values
 
 

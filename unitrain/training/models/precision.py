@@ -9,10 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.amp.autocast_mode import is_autocast_available
+from torch.utils.hooks import RemovableHandle
 
 from unitrain.communication.communicator import Communicator
 from unitrain.config import Precision as PrecisionName
 from unitrain.device import HALF_DTYPES, devices_of
+
+_HANDLES = "unitrain_precision"  # an attribute of modules: a deep copy has handles of its own hooks
 
 
 class _AutocastForward:
@@ -111,20 +114,18 @@ class Precision:
 
     def apply(self, module: nn.Module) -> None:
         """Make the module's forward compute in this precision, in any thread."""
+        handles: list[RemovableHandle] = []
         if self._dtype is not None:
             autocast = _AutocastForward(self._device_types(module), self._dtype)
-            module.register_forward_pre_hook(autocast.enter, prepend=True)
-            module.register_forward_hook(autocast.leave, always_call=True)
+            handles.append(module.register_forward_pre_hook(autocast.enter, prepend=True))
+            handles.append(module.register_forward_hook(autocast.leave, always_call=True))
         elif self._name == "fp64":
             module.double()
-            module.register_forward_pre_hook(_inputs_to_double, prepend=True, with_kwargs=True)
+            handles.append(module.register_forward_pre_hook(_inputs_to_double, prepend=True, with_kwargs=True))
+        vars(module)[_HANDLES] = handles
 
 
 def remove_hooks(module: nn.Module) -> None:
-    """Remove the hooks that ``Precision.apply`` registered on a module."""
-    for hooks in (module._forward_pre_hooks, module._forward_hooks):
-        for key, hook in list(hooks.items()):
-            if hook is _inputs_to_double or isinstance(getattr(hook, "__self__", None), _AutocastForward):
-                del hooks[key]
-                for options in (module._forward_pre_hooks_with_kwargs, module._forward_hooks_always_called):
-                    options.pop(key, None)
+    """Remove the hooks that ``Precision.apply`` registered on a module, or on the module that it is a copy of."""
+    for handle in vars(module).pop(_HANDLES, ()):
+        handle.remove()
