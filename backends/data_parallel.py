@@ -61,11 +61,7 @@ class _Wrapped(Wrapper, nn.DataParallel[nn.Module]):
         return [share[0] for share in shares], [share[1] for share in shares]
 
     def gather(self, outputs: Any, output_device: int | torch.device) -> Any:
-        """Concatenate the outputs of the replicas on one device.
-
-        Raises:
-            UsageError: the model returns a scalar to train on, its own loss.
-        """
+        """Concatenate the outputs of the replicas on one device. Refuse a scalar to train on, the model's own loss."""
         if any(tensor.dim() == 0 and tensor.requires_grad for tensor in tensors(outputs, opened=True)):
             raise UsageError(
                 "the model returns its own loss, of which DataParallel would make one per GPU, over parts of different "

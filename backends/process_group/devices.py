@@ -26,13 +26,7 @@ def gpu_id(device: torch.device, rank: int) -> str:
 
 
 def any_shared(store: dist.Store, own: str, world_size: int) -> bool:
-    """Return whether two ranks use the same device; the same on all ranks. Collective; O(1) calls on each rank.
-
-    Args:
-        store: a store that all ranks share.
-        own: identifier of this rank's device.
-        world_size: number of ranks.
-    """
+    """Return whether two ranks have the same identifier of their device. Collective; O(1) calls of the store."""
     place = dist.PrefixStore(f"unitrain/devices/{next(_starts)}", store)
     if place.add(f"id/{own}", 1) > 1:
         place.set("shared", "yes")

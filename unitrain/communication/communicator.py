@@ -193,10 +193,7 @@ class Communicator:
     def gather_rows(self, tensor: Tensor, counts: Sequence[int]) -> Tensor:
         """Return the rows of all ranks' tensors, in rank order. Collective.
 
-        Args:
-            tensor: has this rank's rows in its first dimension. Dtype and other dimensions are known to be the same on
-                all ranks.
-            counts: how many rows each rank has.
+        ``counts`` says how many rows each rank has. Dtype and other dimensions are known to be the same on all ranks.
         """
         work = self._communicable(tensor, "gather")
         row = work.shape[1:]
@@ -250,11 +247,9 @@ class Communicator:
         return self._objects.all_gather(value, pickles=False)
 
     def on_main(self, action: Callable[[], T]) -> T:
-        """Call ``action`` on rank 0, and return its result on every rank. Collective.
+        """Call ``action`` on rank 0, and return its result on every rank, as ``broadcast_object`` does. Collective.
 
-        Args:
-            action: returns an object that ``broadcast_object`` can send, or raises a ``UnitrainError``, which is then
-                raised on every rank.
+        A ``UnitrainError`` that it raises is raised on every rank.
         """
         failure: UnitrainError | None = None
         outcome: dict[str, Any] = {}
@@ -301,11 +296,7 @@ class Communicator:
     def _complete(self, collective: Callable[[], T], verb: str, tensor: Tensor | None = None, how: str = "") -> T:
         """Run a collective and wait for it. If it fails because of another rank, say which and where it is.
 
-        Args:
-            collective: runs it.
-            verb: its name.
-            tensor: the tensor that it communicates.
-            how: its other arguments, which must be the same on all ranks.
+        ``how`` has its other arguments, which must be the same on all ranks.
         """
         if self.closed:
             raise UsageError(f"{verb} was called after strategy.close(), which ends communication: call it before.")

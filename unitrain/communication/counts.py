@@ -16,13 +16,7 @@ from unitrain.communication.communicator import Communicator
 
 
 class CountReduction:
-    """An asynchronous reduction of integers, one at a time.
-
-    Args:
-        communicator: the communicator of this process.
-        op: ``sum`` or ``max``.
-        name: identifies the collective; the same on all ranks.
-    """
+    """An asynchronous reduction of integers, one at a time."""
 
     def __init__(self, communicator: Communicator, op: Literal["sum", "max"], name: str) -> None:
         self._communicator = communicator

@@ -38,12 +38,7 @@ class Collectives(Protocol):
 
 
 class ObjectTransport:
-    """Sends objects.
-
-    Args:
-        collectives: send tensors.
-        key: signs pickled objects; None if the ranks share no secret, and before they have proved it.
-    """
+    """Sends objects. The key signs pickles; it is None if the ranks share no secret, and before they have proved it."""
 
     def __init__(self, collectives: Collectives, key: bytes | None) -> None:
         self._collectives = collectives
@@ -51,13 +46,7 @@ class ObjectTransport:
         self._exchanges = 0
 
     def broadcast(self, value: T, src: int, *, pickles: bool) -> T:
-        """Return rank ``src``'s object. Collective.
-
-        Args:
-            value: this rank's object.
-            src: the rank that sends.
-            pickles: whether what is not plain data is pickled.
-        """
+        """Return rank ``src``'s object. Collective. With ``pickles``, what is not plain data is pickled."""
         ranks = self._collectives
         if ranks.world_size == 1:
             return value

@@ -12,11 +12,7 @@ Around = Callable[[Callable[[], Any]], Any]
 
 
 class Waits:
-    """What is called around each wait.
-
-    Args:
-        measures: whether anything will measure them. If not, nothing stands between a caller and the backend.
-    """
+    """What is called around each wait. Without ``measures``, nothing stands between a caller and the backend."""
 
     def __init__(self, *, measures: bool) -> None:
         self._measures = measures

@@ -47,9 +47,6 @@ class Hooks:
     """The hooks of a run. At each moment, those that override its method are called, in the order of the list.
 
     Nothing is called for the others, so a moment without hooks costs a look at an empty list.
-
-    Args:
-        *hooks: the first hooks.
     """
 
     def __init__(self, *hooks: StepHook) -> None:

@@ -123,17 +123,9 @@ def synchronise(
 ) -> None:
     """Make every BatchNorm layer in ``module`` compute its training statistics over all ranks, in place.
 
-    Only the class of a layer changes: its parameters, buffers, hooks and state dict keys stay the same.
-
-    Args:
-        module: the module.
-        communicator: the communicator of this process.
-        current_batch: the batch that the script works on: the rows of a stand-in don't count.
-        only_torchs: replace torch's own ``SyncBatchNorm`` layers, and no others.
-
-    Raises:
-        ConfigError: a layer is of a subclass of BatchNorm, whose forward may be different, or synchronises over a
-            process group of its own.
+    Only the class of a layer changes: its parameters, buffers, hooks and state dict keys stay the same. With
+    ``only_torchs``, torch's own ``SyncBatchNorm`` layers are replaced and no others. ConfigError refuses layers of
+    other subclasses of BatchNorm, and those that synchronise over a process group.
     """
     layers = [
         (name, layer)

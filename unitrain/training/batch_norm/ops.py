@@ -30,18 +30,11 @@ _RANKS: weakref.WeakValueDictionary[int, Ranks] = weakref.WeakValueDictionary()
 class Ranks:
     """What a layer needs of the run.
 
-    A compiled graph refers to it by its key, since the arguments of a custom operator are tensors and plain values.
+    A compiled graph refers to it by its ``key``, since the arguments of a custom operator are tensors and plain values.
     What changes between steps, such as whether the batch is a stand-in, is thus read when the graph runs.
 
-    Args:
-        communicator: the communicator of this process.
-        current_batch: the batch that the script works on: the rows of a stand-in don't count.
-
     Attributes:
-        communicator: as given.
-        current_batch: as given.
         apart: whether layers use the rows of this rank only, and don't communicate.
-        key: identifies this object in this process.
     """
 
     def __init__(self, communicator: Communicator, current_batch: CurrentBatch) -> None:
@@ -80,16 +73,7 @@ def normalise(
 ) -> tuple[Tensor, Statistics]:
     """Normalise (rows, channels, ...) by statistics over the rows of all ranks. Collective.
 
-    Args:
-        x: the rows of this rank.
-        weight: weight of each channel.
-        bias: bias of each channel.
-        eps: is added to the variance.
-        ranks: the ranks.
-        name: name of the layer, the same on all ranks.
-
-    Raises:
-        ValueError: there is only one value per channel; on all ranks.
+    ValueError is raised on all ranks if there is only one value per channel.
     """
     if torch.compiler.is_compiling():
         graphed = Statistics(*_statistics_op(x.detach(), ranks.key, name))

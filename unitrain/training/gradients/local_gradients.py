@@ -23,10 +23,6 @@ class LocalGradients:
     all later gradients not finite. So the gradient of the first parameter is kept, or of the first small one, since
     keeping it costs a copy. A gradient that is not finite on another path (through a hook, or in a layer without
     trained layers before it) needs ``all_of_them``.
-
-    Args:
-        all_of_them: keep the gradients of all parameters, which doubles their memory.
-        leaf: returns the leaf of the graph for a parameter.
     """
 
     def __init__(self, *, all_of_them: bool, leaf: Callable[[Parameter], Tensor] = lambda p: p) -> None:
@@ -38,11 +34,7 @@ class LocalGradients:
         self._nan: Tensor | None = None
 
     def watch(self, parameters: Sequence[Parameter]) -> None:
-        """Keep the gradients of these parameters from now on, and no others.
-
-        Args:
-            parameters: the trained parameters, in the order of the optimizer.
-        """
+        """Keep the gradients of these trained parameters from now on, and no others."""
         self.close()
         if not self._all_of_them:
             small = (p for p in parameters if p.numel() <= _SMALL)

@@ -18,9 +18,6 @@ class ShardedScaler(torch.amp.GradScaler):
 
     torch's own takes the gradients of an optimizer only if all are sharded, or none is. But what can't be divided, such
     as a scalar, is whole on every rank.
-
-    Args:
-        communicator: the communicator of this process.
     """
 
     def __init__(self, communicator: Communicator) -> None:

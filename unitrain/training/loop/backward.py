@@ -20,11 +20,7 @@ Weight = float | int | Tensor
 
 
 def checked(loss: Tensor) -> Tensor:
-    """Return a loss as a tensor without dimensions.
-
-    Raises:
-        UsageError: it is not a tensor of one element, or does not require grad.
-    """
+    """Return a loss as a tensor without dimensions. UsageError says why it can't be trained on."""
     if isinstance(loss, Tensor) and loss.requires_grad and not loss.dim():
         return loss
     if not isinstance(loss, Tensor):

@@ -87,11 +87,8 @@ class OpenBatches:
     def of_backward(self, *, weighted: bool) -> MicroBatch | None:
         """Return the micro-batch of the backward that begins. It is not open any more; None without a loader.
 
-        Args:
-            weighted: whether the script gives the weight of the loss.
-
-        Raises:
-            UsageError: several batches are open, and their losses weigh differently.
+        UsageError is raised if several batches are open whose losses weigh differently, unless the script gives the
+        weight.
         """
         if not self._open:
             return self.micro_batch

@@ -18,13 +18,9 @@ from unitrain.training.models.prepared import PreparedModules
 class TrainingLoop:
     """Receives the notifications of a strategy's loaders; see ``unitrain.data.loop.LoopListener``.
 
-    Args:
-        step: the training step.
-        prepared: the prepared modules.
-        pass_boundary: called where the run can be stopped; raises if it is to be stopped.
+    ``pass_boundary`` is called where the run can be stopped, and raises if it is to be stopped.
 
     Attributes:
-        shares: the shares of the ranks in every micro-batch.
         evaluating: whether an evaluation is in progress.
     """
 
@@ -101,8 +97,7 @@ class TrainingLoop:
     def gathers(self) -> None:
         """Record a gather. For the rest of an evaluation, ranks without samples of a batch get stand-ins.
 
-        Raises:
-            UsageError: they have none of this batch, and can't know, because there was no gather before.
+        UsageError is raised if such a rank can't know of this gather, because there was none before.
         """
         for iteration in self._evaluations:
             assert iteration.micro_batch is not None

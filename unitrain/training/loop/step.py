@@ -53,18 +53,10 @@ _PLAIN_STEP = StepResult(True)
 class TrainingStep:
     """Implements ``step``, ``backward`` and ``update`` of a strategy, and counts the steps.
 
-    Args:
-        communicator: the communicator of this process.
-        backend: averages gradients, or leaves it to the core's buckets.
-        prepared: the prepared modules.
-        hooks: what happens around a step.
-        scaler: the GradScaler of fp16, else None.
-        sharded: divides optimizers, with ``shard_optimizer``.
-        pass_boundary: called after a complete step; raises if the run is to be stopped.
-        config: the settings.
+    ``pass_boundary`` is called after a complete step, and raises if the run is to be stopped.
 
     Attributes:
-        hooks: as given.
+        hooks: what happens around a step.
         batches: the batches that loaders have yielded.
     """
 
@@ -146,8 +138,7 @@ class TrainingStep:
     def expect_next(self, window: Window | None = None) -> None:
         """Let the next forward and backward communicate if they end a window, as far as that is known.
 
-        Args:
-            window: the window whose micro-batches are counted, without a loader.
+        Without a loader, the micro-batches of ``window`` are counted.
         """
         if self._distributed:
             following = self.batches.following
@@ -160,10 +151,8 @@ class TrainingStep:
     def trial(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:
         """Context manager for backwards and optimizer steps of the caller itself, which don't average gradients.
 
-        What averages the gradients of these optimizers has its memory from now on.
-
-        Raises:
-            UsageError: gradients have been accumulated.
+        What averages the gradients of these optimizers has its memory from now on. UsageError is raised if gradients
+        have been accumulated.
         """
         if self._windows.any_open:
             raise UsageError("gradients have been accumulated: call this before the loop, or between two steps.")

@@ -20,14 +20,8 @@ _MOST_CACHED = 64
 class Weights:
     """The weights of losses.
 
-    Args:
-        communicator: the communicator of this process.
-        accumulate: number of micro-batches in a window without a loader.
-        scaler: the GradScaler of fp16, else None.
-        averages: whether the backend divides the sum of the gradients by the world size; the shares make up for it.
-
     Attributes:
-        unit: the factor by which they make up for it.
+        unit: makes up for a backend that divides the sum of the gradients by the world size: that, or 1.
         uncounted: the share of this rank's loss in a window without a loader.
     """
 

@@ -40,10 +40,6 @@ class BufferSync(StepHook):
     Whether a buffer has changed is known from its version, without reading it. The ranks agree on that in a small
     all-reduce, which overlaps the next step: a buffer that changes for the first time after the second step is
     broadcast one step later.
-
-    Args:
-        communicator: the communicator of this process.
-        prepared: the prepared modules.
     """
 
     def __init__(self, communicator: Communicator, prepared: PreparedModules) -> None:

@@ -81,10 +81,7 @@ def _inputs_to_double(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, A
 class Precision:
     """The precision of a run: fp32, fp64, or float32 weights with autocast to bf16 or fp16.
 
-    Args:
-        name: the setting.
-        device: the device of this process.
-        sharded: the communicator, if each rank has a part of every parameter.
+    ``sharded`` is the communicator if each rank has a part of every parameter.
 
     Attributes:
         scaler: the GradScaler of fp16, else None.

@@ -28,17 +28,7 @@ from unitrain.training.models.prepared import PreparedModules
 
 
 class Preparation:
-    """Implements ``prepare`` of a strategy.
-
-    Args:
-        communicator: the communicator of this process.
-        backend: wraps modules.
-        precision: sets the precision of modules.
-        prepared: records prepared modules.
-        register: called with each optimizer.
-        current_batch: the batch that the script works on.
-        config: the settings.
-    """
+    """Implements ``prepare`` of a strategy. ``register`` is called with each optimizer."""
 
     def __init__(
         self,

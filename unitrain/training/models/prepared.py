@@ -105,11 +105,7 @@ class PreparedModules:
         return self._names.get(parameter, f"an unprepared parameter of shape {tuple(parameter.shape)}")
 
     def check(self, parameters: Iterable[Parameter]) -> None:
-        """Check that an optimizer's parameters belong to prepared modules. Needed only with several processes.
-
-        Raises:
-            UsageError: a parameter belongs to no prepared module.
-        """
+        """Raise UsageError if a parameter of an optimizer belongs to no prepared module, with several processes."""
         if not self._distributed:
             return
         missing = [p for p in parameters if p not in self._names]
@@ -129,10 +125,9 @@ class PreparedModules:
             )
 
     def check_modules(self) -> None:
-        """Check that the modules have no parameters that they did not have when they were prepared.
+        """Raise UsageError if the modules have parameters that they did not have when they were prepared.
 
-        Raises:
-            UsageError: they have; their values differ between the ranks, and their gradients would not be averaged.
+        The values of these differ between the ranks, and their gradients would not be averaged.
         """
         for module in map(self.unwrap, self):
             for name, parameter in module.named_parameters():

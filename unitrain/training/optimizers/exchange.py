@@ -24,10 +24,8 @@ Finish = Callable[[], None]
 class Exchange:
     """Overwrites parameters, on all ranks, with those of the ranks that own them.
 
-    Args:
-        communicator: the communicator of this process.
-        owned: the parameters that each rank owns; the same on all ranks but for values.
-        name: identifies the collectives; the same on all ranks.
+    ``owned`` has the parameters of each rank, the same on all ranks but for values. ``name`` identifies the
+    collectives.
     """
 
     def __init__(self, communicator: Communicator, owned: Sequence[Sequence[Tensor]], name: str) -> None:

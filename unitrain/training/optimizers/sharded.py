@@ -27,11 +27,7 @@ from unitrain.training.optimizers.exchange import Exchange
 
 
 class ShardedOptimizers(StepHook):
-    """Shards optimizers.
-
-    Args:
-        communicator: the communicator of this process.
-    """
+    """Shards optimizers."""
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
@@ -41,8 +37,7 @@ class ShardedOptimizers(StepHook):
     def shard(self, optimizer: Optimizer) -> None:
         """Shard an optimizer, or what was added to it since this was called before.
 
-        Raises:
-            UsageError: it does not update each parameter by itself, or replaces ``state_dict``.
+        UsageError refuses one that does not update each parameter by itself, or replaces ``state_dict``.
         """
         if optimizer not in self._sharded:
             refuse_coupled(optimizer)

@@ -19,10 +19,6 @@ class TrainingState:
 
     Unlike state dicts, it includes buffers that are not persistent and attributes of optimizers, and the same tensors
     are filled again. Values are copied to the host, so that they take no memory of a GPU.
-
-    Args:
-        modules: the modules.
-        optimizers: the optimizers; their parameters may belong to other modules.
     """
 
     def __init__(self, modules: Iterable[nn.Module], optimizers: Sequence[Optimizer]) -> None:
