@@ -17,6 +17,7 @@ from unitrain.data.structure import rebuilt, tensors
 from unitrain.device import devices_of
 from unitrain.errors import ConfigError, UsageError
 from unitrain.launch.detect import Launch
+from unitrain.training.models.compile import is_compiled
 from unitrain.wrapper import Wrapper
 
 
@@ -115,7 +116,7 @@ class DataParallelBackend(LocalBackend):
         """Return the module in torch's DataParallel, or unchanged on a single device."""
         if len(self.devices) == 1:
             return module
-        if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
+        if is_compiled(module):
             raise UsageError(
                 f"a compiled module can't be replicated on {len(self.devices)} devices: all would run the code "
                 "compiled for one. Don't compile it (compile: false), or use backend ddp, one process per GPU."
@@ -126,15 +127,11 @@ class DataParallelBackend(LocalBackend):
 def _devices(config: StrategyConfig) -> tuple[torch.device, ...]:
     """Return the GPUs that hold a replica; none if the CPU is used."""
     visible = 0 if config.device == "cpu" else torch.cuda.device_count()
-    settings = config.section("data_parallel", DataParallelSettings)
-    wanted = settings.device_ids
+    wanted = config.section("data_parallel", DataParallelSettings).device_ids
     if wanted is None:
         if ":" in config.device:
             return (torch.device(config.device),)
         return tuple(torch.device("cuda", i) for i in range(visible))
-    missing = [i for i in wanted if i >= visible]
-    if missing or not wanted or len(set(wanted)) != len(wanted):
-        raise ConfigError(
-            f"data_parallel.device_ids is {list(wanted)}, but must be distinct indices of the {visible} visible GPUs."
-        )
+    if max(wanted) >= visible:
+        raise ConfigError(f"data_parallel.device_ids is {list(wanted)}, but {visible} GPUs are visible.")
     return tuple(torch.device("cuda", i) for i in wanted)

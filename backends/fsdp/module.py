@@ -21,7 +21,7 @@ from torch.nn import Parameter
 from unitrain.data.structure import tensors
 from unitrain.errors import UsageError
 from unitrain.module_copy import without_memory
-from unitrain.training.models.materialising import give_memory
+from unitrain.training.models.materialising import add_hooks, give_memory
 
 from .changes import ForwardChanges
 from .copies import filled, refuse_copy
@@ -133,10 +133,7 @@ class ShardedModule:
         leaf = self.leaf(new)
         assert leaf is not None
         leaf.requires_grad_(True)  # a hook can't be added otherwise
-        for hook in (old._backward_hooks or {}).values():
-            leaf.register_hook(hook)  # type: ignore[no-untyped-call]
-        for hook in (old._post_accumulate_grad_hooks or {}).values():
-            leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        add_hooks(leaf, of=old)
         leaf.requires_grad_(new.requires_grad)
 
     def leaf(self, parameter: Tensor) -> Tensor | None:

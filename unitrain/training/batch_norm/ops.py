@@ -47,8 +47,16 @@ class Ranks:
     def normalise(
         self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, name: str
     ) -> tuple[Tensor, Statistics]:
-        """See ``normalise``."""
-        return normalise(x, weight, bias, eps, self, name)
+        """Normalise (rows, channels, ...) by statistics over the rows of all ranks. Collective.
+
+        ValueError is raised on all ranks if there is only one value per channel.
+        """
+        if torch.compiler.is_compiling():
+            graphed = Statistics(*_statistics_op(x.detach(), self.key, name))
+            return _normalise_op(x, weight, bias, *graphed, eps, self.key, name), graphed
+        with torch.no_grad():
+            statistics = gather_statistics(x, self, name)
+        return _Normalise.apply(x, weight, bias, statistics, eps, self, name), statistics
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
         """Return this object: a copy of a model runs on the same ranks."""
@@ -66,21 +74,6 @@ class Statistics(NamedTuple):
     """Number of rows of all ranks, as a float64."""
     own: int | Tensor
     """Number of rows of this rank; 0 for a stand-in. In a graph, a tensor on the CPU."""
-
-
-def normalise(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, ranks: Ranks, name: str
-) -> tuple[Tensor, Statistics]:
-    """Normalise (rows, channels, ...) by statistics over the rows of all ranks. Collective.
-
-    ValueError is raised on all ranks if there is only one value per channel.
-    """
-    if torch.compiler.is_compiling():
-        graphed = Statistics(*_statistics_op(x.detach(), ranks.key, name))
-        return _normalise_op(x, weight, bias, *graphed, eps, ranks.key, name), graphed
-    with torch.no_grad():
-        statistics = gather_statistics(x, ranks, name)
-    return _Normalise.apply(x, weight, bias, statistics, eps, ranks, name), statistics
 
 
 def gather_statistics(x: Tensor, ranks: Ranks, name: str) -> Statistics:
@@ -296,4 +289,4 @@ if hasattr(_statistics_op, "register_effect"):
     for _op in (_statistics_op, _backward_op):
         _op.register_effect(torch.library.EffectType.ORDERED)  # type: ignore[attr-defined]
 else:
-    normalise = torch.compiler.disable(normalise)  # type: ignore[no-untyped-call]
+    Ranks.normalise = torch.compiler.disable(Ranks.normalise)  # type: ignore[method-assign, no-untyped-call]

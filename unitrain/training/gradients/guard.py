@@ -74,7 +74,7 @@ class GuardedStep:
                 return False, None
             optimizer.step()
             return True, None
-        norm = self._norm(gradients) if self._norm_tells else None
+        norm = self._norm(parameters, gradients) if self._norm_tells else None
         # If the norm is finite, all gradients are; if it is not, it may have overflowed.
         known = norm is not None and math.isfinite(_added(norm, losses).item())
         if not known and not self._are_finite(gradients, losses):
@@ -89,12 +89,12 @@ class GuardedStep:
             for alike in [gradients] if self.all_plain else by_device(gradients):
                 _clamp(alike, self._clip_value)
         if self._takes_norm and norm is None:
-            norm = self._norm(gradients)
+            norm = self._norm(parameters, gradients)
         if self._clip_norm is not None and norm is not None:
             self._scale(parameters, gradients, self._clip_norm, norm)
         return norm
 
-    def _norm(self, gradients: list[Tensor]) -> Tensor:
+    def _norm(self, parameters: Iterable[Parameter], gradients: list[Tensor]) -> Tensor:
         """Return the 2-norm of all gradients together, on ``device``."""
         return get_total_norm(gradients).to(self._found.device)
 
@@ -147,7 +147,7 @@ class GuardedStep:
         """Step with an optimizer that reads the flag on the device, and read the flag while its kernels run."""
         norm = None
         if self._takes_norm:
-            norm = self._norm(gradients)
+            norm = self._norm(parameters, gradients)
             torch.logical_not(_added(norm, losses).isfinite(), out=self._found)
         else:
             self._check(gradients, losses)

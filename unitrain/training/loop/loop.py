@@ -91,7 +91,8 @@ class TrainingLoop:
         """
         if self._step.within_window or self._batches.last_is_open:
             return False
-        self._step.hooks.reach_boundary()
+        for reached in self._step.hooks.at_boundary:
+            reached()
         return True
 
     def gathers(self) -> None:
@@ -112,7 +113,8 @@ class TrainingLoop:
         """Record the end of an iteration. If it is not complete, its batches are forgotten: it does not count."""
         if complete and self._is_training():
             self._batches.end(iteration)
-            self._step.hooks.end_epoch()
+            for ended in self._step.hooks.at_epoch_end:
+                ended()
             return
         if iteration in self._evaluations:
             self._evaluations.remove(iteration)

@@ -358,15 +358,14 @@ class TrainingStep:
                 action()
         # With a loader, its next batch is the boundary. A single window has just ended, and needs no check.
         if self.batches.micro_batch is None and (len(self._windows) == 1 or not self._windows.any_open):
-            if self.hooks.at_boundary:
-                self.hooks.reach_boundary()
+            for reached in self.hooks.at_boundary:
+                reached()
             self._pass_boundary()
 
     def _step(self, window: Window, gradients: list[Tensor]) -> tuple[bool, Tensor | None]:
         """Let the optimizer step, with what happens around it."""
-        hooks = self.hooks
-        if hooks.before_update:
-            hooks.begin_update(window.optimizer, window.parameters)
+        for before in self.hooks.before_update:
+            before(window.optimizer, window.parameters)
         stepped, norm = False, None
         try:
             if self._direct_steps is not None:  # reduced gradients show every rank's loss
@@ -381,8 +380,8 @@ class TrainingStep:
         finally:
             if self._direct_steps is not None:
                 self._direct_steps.allowed = False
-        if hooks.after_update:
-            hooks.end_update(window.optimizer, window.parameters, stepped)
+        for after in self.hooks.after_update:
+            after(window.optimizer, window.parameters, stepped)
         return stepped, norm
 
     def _finish(self, window: Window) -> None:
@@ -415,4 +414,4 @@ def _guard(communicator: Communicator, config: StrategyConfig) -> GuardedStep:
         from unitrain.training.gradients.sharded_guard import ShardedGuardedStep
 
         return ShardedGuardedStep(communicator, config.clip_norm, config.clip_value, config.grad_norm)
-    return GuardedStep(communicator.device, config.clip_norm, config.clip_value, measure_norm=config.grad_norm)
+    return GuardedStep(communicator.device, config.clip_norm, config.clip_value, config.grad_norm)

@@ -187,11 +187,16 @@ def _in_memory(tensor: Tensor, device: torch.device | str) -> Tensor:
         return new
     parameter = Parameter(new, tensor.requires_grad)
     vars(parameter).update(vars(tensor))
-    for hook in (tensor._backward_hooks or {}).values():
-        parameter.register_hook(hook)  # type: ignore[no-untyped-call]
-    for hook in (tensor._post_accumulate_grad_hooks or {}).values():
-        parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    add_hooks(parameter, of=tensor)
     return parameter
+
+
+def add_hooks(leaf: Tensor, *, of: Tensor) -> None:
+    """Call the hooks of a parameter with the gradient of the leaf that takes its place in graphs."""
+    for hook in (of._backward_hooks or {}).values():
+        leaf.register_hook(hook)  # type: ignore[no-untyped-call]
+    for hook in (of._post_accumulate_grad_hooks or {}).values():
+        leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
 
 def _named(module: nn.Module, **options: Any) -> list[tuple[str, Tensor]]:

@@ -110,7 +110,7 @@ class Preparation:
         if values is not None:
             values.fill(plain)
             if values.unknown:
-                self._prepared.without_weights[plain] = WithoutWeights(plain, values.unknown)
+                self._prepared.refuse_calls(plain, WithoutWeights(plain, values.unknown).end)
         self._prepared.add(wrapped, module)
         self._prepared.add_names(module)
         self._prepared.replace(parameters, module)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
-from typing import Protocol
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -15,24 +14,11 @@ from unitrain.data.order.shares import Shares
 from unitrain.errors import UsageError
 
 
-class Refusal(Protocol):
-    """Refuses calls of a module."""
-
-    def end(self) -> None:
-        """Let it be called from now on."""
-
-
 class PreparedModules:
     """Records the modules that a strategy has prepared, and their parameters.
 
-    Args:
-        distributed: whether there are several processes.
-        shares: how the samples are shared among them.
-
     Attributes:
-        shares: as given.
-        swapped: the modules that don't have the weights of training now, and what exchanges them back.
-        without_weights: the modules some of whose weights have no values yet, and what refuses their calls.
+        shares: how the samples are shared among the processes.
     """
 
     def __init__(self, *, distributed: bool, shares: Shares) -> None:
@@ -41,8 +27,8 @@ class PreparedModules:
         self._names: dict[Parameter, str] = {}
         self.shares = shares
         self._replaced: dict[Parameter, Parameter] = {}
-        self.swapped: dict[nn.Module, Callable[[], None]] = {}
-        self.without_weights: dict[nn.Module, Refusal] = {}
+        self._swapped: dict[nn.Module, Callable[[], None]] = {}
+        self._refusals: dict[nn.Module, Callable[[], None]] = {}
 
     def add_names(self, module: nn.Module) -> None:
         """Record the names of a module's parameters."""
@@ -83,10 +69,32 @@ class PreparedModules:
                 return module
             module = inner
 
+    def refuse_calls(self, module: nn.Module, end: Callable[[], None]) -> None:
+        """Record that calls of a module are refused until its weights are loaded; ``end`` ends that."""
+        self._refusals[module] = end
+
+    def allow_calls(self, module: nn.Module) -> None:
+        """Record that a module's weights are loaded."""
+        self._refusals.pop(module, lambda: None)()
+
+    @contextmanager
+    def swapped(self, module: nn.Module, exchange: Callable[[], None]) -> Iterator[None]:
+        """Context manager in which a module has other weights than in training; ``exchange`` exchanges them."""
+        self._swapped[module] = exchange
+        try:
+            yield
+        finally:
+            del self._swapped[module]
+
+    @property
+    def swapped_modules(self) -> Collection[nn.Module]:
+        """The modules that have other weights than in training."""
+        return self._swapped.keys()
+
     @contextmanager
     def training_weights(self) -> Iterator[None]:
         """Context manager in which all modules have the weights of training."""
-        swapped, self.swapped = self.swapped, {}
+        swapped, self._swapped = self._swapped, {}
         for exchange in swapped.values():
             exchange()
         try:
@@ -94,7 +102,7 @@ class PreparedModules:
         finally:
             for exchange in swapped.values():
                 exchange()
-            self.swapped = swapped
+            self._swapped = swapped
 
     def has(self, parameter: Parameter) -> bool:
         """Return whether a parameter belongs to a prepared module."""

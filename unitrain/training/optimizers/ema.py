@@ -134,12 +134,11 @@ class EMA(nn.Module, StepHook):
         model, original = self._models
         self._begin()
         self._exchange()
-        self._prepared.swapped[original] = self._exchange
         try:
-            yield model
-            changed = self._changed
+            with self._prepared.swapped(original, self._exchange):
+                yield model
+                changed = self._changed
         finally:
-            del self._prepared.swapped[original]
             self._exchange()
         if changed:
             raise UsageError(
@@ -159,7 +158,7 @@ class EMA(nn.Module, StepHook):
 
     @property
     def _is_swapped(self) -> bool:
-        return self._models[1] in self._prepared.swapped
+        return self._models[1] in self._prepared.swapped_modules
 
     @property
     def _changed(self) -> str:
