@@ -108,6 +108,16 @@ class TrainingStep:
         """Record an optimizer: a backward without one computes the gradients of all recorded ones."""
         self._windows.register(optimizer)
 
+    def check_complete(self) -> None:
+        """Warn at the end of a run if the script has left out a batch that looked like one taken ahead."""
+        if self.batches.one_is_left_out and self._communicator.is_main:
+            call_site.warn(
+                "a loader has yielded a batch more than step() was called for: a batch before the first step of an "
+                "epoch was left out, or the last one. The losses that followed were matched to the batch before "
+                "theirs, and a resumed run would repeat one. Call step() for every batch; to leave one out, multiply "
+                "its loss by 0."
+            )
+
     def close(self) -> None:
         """Remove the hooks of parameters and optimizers."""
         if self._direct_steps is not None:
