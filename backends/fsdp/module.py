@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,19 +38,14 @@ class ShardedModule:
     """Shards a module in place, one unit after the other: only one has whole weights on the device at a time.
 
     Args:
-        module: the module, with the same weights on all ranks, on the device or the CPU.
-        mesh: the ranks.
-        device: the device of this rank.
-        settings: the settings of the backend.
+        module: has the same weights on all ranks, on the device or the CPU.
         compute_dtype: the dtype of autocast, in which weights are gathered where autocast would convert them.
         reduce_dtype: the dtype in which gradients are reduced; None for their own.
         offload: keep shards and their gradients in host memory.
         has_mean: whether the communication library can average, instead of sum.
 
     Attributes:
-        root: the module, whose class fully_shard has changed to a subclass of it and of ``FSDPModule``.
-        replicated: the parameters that can't be divided, of which every rank has all.
-        units: the modules that are gathered one at a time, the whole module among them.
+        replicated: the parameters that can't be sharded, which every rank has whole.
     """
 
     def __init__(
@@ -67,49 +63,42 @@ class ShardedModule:
         self._skeleton = without_memory(module, [*module.parameters(), *module.buffers()])
         give_memory(module, device, only=not_divisible(module))
         self.replicated: set[Parameter] = not_divisible(module)
-        before = dict(module.named_parameters())
         for parameter in self.replicated:
             parameter.data = parameter.data.to(device)
-        policy = _policy(module, compute_dtype, reduce_dtype)
-        changes: dict[object, ForwardChanges] = {}
+        before = dict(module.named_parameters())
         # Ranks that use different units would wait for one another.
         wrap = 2**62 if settings.find_unused_parameters else settings.wrap
+        changes: dict[object, ForwardChanges] = {}
+        shard = partial(
+            fully_shard,
+            mesh=mesh,
+            reshard_after_forward=settings.reshard_after_forward,
+            mp_policy=_policy(module, compute_dtype, reduce_dtype),
+            offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
+            ignored_params=self.replicated,
+        )
         for unit in (*units(module, wrap), module):
             give_memory(unit, device)  # until it is divided; values come later
-            dense = [p for p in unit.parameters() if to_local(p) is p and p not in self.replicated]
-            for parameter in dense:
-                parameter.data = parameter.data.contiguous()  # of channels_last, say
             changes[unit] = ForwardChanges(unit)
-            fully_shard(
-                unit,
-                mesh=mesh,
-                reshard_after_forward=settings.reshard_after_forward,
-                mp_policy=policy,
-                offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
-                ignored_params=self.replicated,
-            )
-            for parameter in dense:
-                # Whoever uses it still must fail, and not train apart. It must not take memory, either.
-                parameter.grad = None
-                parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+            self._divide(unit, shard)
         assert isinstance(module, FSDPModule)
         setattr(type(module), "__deepcopy__", refuse_copy)  # noqa: B010  (mypy knows no such attribute)
-        self.root: FSDPModule = module
+        self._root: FSDPModule = module
         self._module: nn.Module = module
-        self.units: list[FSDPModule] = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
-        for one in self.units:
+        self._units: list[FSDPModule] = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
+        for one in self._units:
             if not has_mean:
                 one.set_force_sum_reduction_for_comms(True)
             if device.type == "cpu":
                 # The next unit could be gathered before this one's backward, but gloo would block meanwhile.
                 one.set_modules_to_backward_prefetch([one])
         _make_root(module)
-        self._leaves: dict[Tensor, Tensor] = {}
         names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
-        for one in self.units:
-            gathered = dict(self._gathered_by(one))
+        self._leaves: dict[Tensor, Tensor] = {}
+        for one in self._units:
+            gathered = dict(_gathered_by(one))
             self._leaves.update(gathered)
-            changes[one].watch((names[shard], leaf) for shard, leaf in gathered.items())
+            changes[one].watch((names[parameter], leaf) for parameter, leaf in gathered.items())
         for name, parameter in module.named_parameters():
             if before[name] is not parameter:
                 self._move_hooks(before[name], parameter)
@@ -118,15 +107,16 @@ class ShardedModule:
             module.register_forward_hook(self._reshard_without_grad)
         module.set_reduce_scatter_unused_params(True)  # ranks that use different parameters reduce the same ones
 
-    @staticmethod
-    def _gathered_by(unit: Any) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield each shard that is gathered with a unit, and the leaf of the graph, which is the same in all steps."""
-        shards = dict(unit.named_parameters())
-        unit.unshard()
-        for name, whole in unit.named_parameters():
-            if whole is not shards[name]:
-                yield shards[name], whole
-        unit.reshard()
+    def _divide(self, unit: nn.Module, shard: Callable[[nn.Module], object]) -> None:
+        """Shard the parameters of a unit that are not sharded yet."""
+        dense = [p for p in unit.parameters() if to_local(p) is p and p not in self.replicated]
+        for parameter in dense:
+            parameter.data = parameter.data.contiguous()  # of channels_last, say
+        shard(unit)
+        for parameter in dense:
+            # Whoever uses it still must fail, and not train apart. It must not take memory, either.
+            parameter.grad = None
+            parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
 
     def _move_hooks(self, old: Parameter, new: Parameter) -> None:
         """Call the hooks of the script, as before, with the local gradient."""
@@ -143,7 +133,7 @@ class ShardedModule:
 
     def reshard(self) -> None:
         """Free the whole weights of all units, before the weights change."""
-        for unit in self.units:
+        for unit in self._units:
             unit.reshard()
 
     def _reshard_without_grad(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -153,8 +143,8 @@ class ShardedModule:
 
     def arm(self, sync: bool) -> None:
         """Set whether the next backward reduces gradients."""
-        self.root.set_requires_gradient_sync(sync)
-        self.root.set_is_last_backward(sync)
+        self._root.set_requires_gradient_sync(sync)
+        self._root.set_is_last_backward(sync)
 
     def refuse_calls(self) -> None:
         """Make the forward raise an error from now on."""
@@ -171,6 +161,16 @@ class ShardedModule:
         """Return a copy of the module before it was sharded, with the weights of now, on the CPU. Collective."""
         self.reshard()  # a forward may have left weights as it gathered them: in bf16, say
         return filled(self._skeleton, self._module)
+
+
+def _gathered_by(unit: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield each shard that is gathered with a unit, and the leaf of the graph, which is the same in all steps."""
+    shards = dict(unit.named_parameters())
+    unit.unshard()
+    for name, whole in unit.named_parameters():
+        if whole is not shards[name]:
+            yield shards[name], whole
+    unit.reshard()
 
 
 def _make_root(module: FSDPModule) -> None:
