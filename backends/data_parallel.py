@@ -44,7 +44,7 @@ class _Wrapped(Wrapper, nn.DataParallel[nn.Module]):
     def scatter(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[int | torch.device]
     ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
-        """Split the rows evenly over the devices, of which at most as many are used as there are rows.
+        """Split the rows evenly over the devices, or over as many of them as there are rows.
 
         torch cuts chunks of equal size and a smaller last one: 10 rows on 4 GPUs become 3, 3, 3 and 1.
         """
@@ -65,8 +65,8 @@ class _Wrapped(Wrapper, nn.DataParallel[nn.Module]):
         """Concatenate the outputs of the replicas on one device. Refuse a scalar to train on, the model's own loss."""
         if any(tensor.dim() == 0 and tensor.requires_grad for tensor in tensors(outputs, opened=True)):
             raise UsageError(
-                "the model returns its own loss, of which DataParallel would make one per GPU, over parts of different "
-                "sizes: compute the loss from the model's outputs, or use backend ddp, one process per GPU."
+                "the model returns its own loss: DataParallel would make one per GPU, over parts of different sizes. "
+                "Compute the loss from the model's outputs, or use backend ddp, one process per GPU."
             )
         return super().gather(outputs, output_device)
 
@@ -102,7 +102,7 @@ class DataParallelBackend(LocalBackend):
             torch.cuda.set_device(self.device)  # streams and events belong to the current device
 
     def place(self, module: nn.Module) -> None:
-        """Move a module to the first device. Refuse one whose layers are on several, of which there can be one only."""
+        """Move a module to the first device. Refuse one with layers on several."""
         spread = devices_of(module)
         if len(spread) > 1 and len(self.devices) > 1:
             raise UsageError(

@@ -50,7 +50,7 @@ class FSDPBackend(ProcessGroupBackend):
         settings = config.section(cls.name, FSDPSettings)
         if settings.cpu_offload and config.precision == "fp16":
             raise ConfigError(
-                "fsdp.cpu_offload does not support precision fp16, whose loss scale is on the GPU: set precision to "
+                "fsdp.cpu_offload does not support precision fp16, with a loss scale on the GPU: set precision to "
                 "bf16, or fsdp.cpu_offload to false."
             )
         if settings.shards == "host" and launch.world_size % launch.local_world_size:
@@ -65,7 +65,7 @@ class FSDPBackend(ProcessGroupBackend):
             self.replicas: int = self.world_size // launch.local_world_size
         self.offloads: bool = self.settings.cpu_offload and device.type != "cpu"
         if self.settings.cpu_offload and not self.offloads:
-            call_site.warn("fsdp.cpu_offload has no effect on a CPU, in whose memory everything is.")
+            call_site.warn("fsdp.cpu_offload has no effect on a CPU: everything is in its memory.")
         self._modules: dict[nn.Module, ShardedModule] = {}
         self._owner: dict[Tensor, ShardedModule] = {}
         self._names: dict[Parameter, str] = {}
@@ -74,7 +74,7 @@ class FSDPBackend(ProcessGroupBackend):
         self._mesh: DeviceMesh | None = None
 
     def start(self) -> tuple[int, int]:
-        """Initialise the process group, and those in which parameters are sharded and replicated."""
+        """Initialise the process group, and the groups that shard and replicate parameters."""
         world = super().start()
         if self.world_size > 1:
             if self.device.type == "cpu":
@@ -114,7 +114,7 @@ class FSDPBackend(ProcessGroupBackend):
         if len(spread) > 1:
             raise UsageError(
                 f"the model's layers are on {', '.join(map(str, spread))}, but FSDP has the shards of a rank on its "
-                "one device: build the model on one device, or on the CPU. FSDP divides it among the ranks instead. Or "
+                "one device: build the model on one device, or on the CPU. FSDP shards it among the ranks instead. Or "
                 "use backend ddp, which leaves layers where they are."
             )
 
@@ -142,7 +142,7 @@ class FSDPBackend(ProcessGroupBackend):
             offload=self.offloads,
             has_mean="nccl" in dist.get_backend(),
         )
-        trim_heap()  # the whole model's, of which glibc would keep most
+        trim_heap()  # glibc would keep most of the whole model's memory
         sharded.arm(self._armed)
         self._modules[original] = sharded
         self._owner.update({p: sharded for p in original.parameters() if p not in sharded.replicated})
@@ -175,7 +175,7 @@ class FSDPBackend(ProcessGroupBackend):
         return parameter if leaf is None else leaf
 
     def drop_gradients(self, parameters: Sequence[Parameter]) -> None:
-        """Drop the reduced gradients, and those of backwards that did not reduce them."""
+        """Drop the reduced gradients, and what backwards have accumulated without reducing it."""
         for parameter in parameters:
             parameter.grad = None
             if parameter in self._owner:

@@ -78,7 +78,7 @@ class ShardedModule:
             ignored_params=self.replicated,
         )
         for unit in (*units(module, wrap), module):
-            give_memory(unit, device)  # until it is divided; values come later
+            give_memory(unit, device)  # until it is sharded; values come later
             changes[unit] = ForwardChanges(unit)
             self._divide(unit, shard)
         assert isinstance(module, FSDPModule)
@@ -187,7 +187,7 @@ def _make_root(module: FSDPModule) -> None:
 def _policy(
     module: nn.Module, compute_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None
 ) -> MixedPrecisionPolicy:
-    """Return the dtypes in which weights are gathered and gradients reduced. The forward's are autocast's matter."""
+    """Return the dtypes in which weights are gathered and gradients reduced. Autocast chooses the forward's."""
     if compute_dtype is None or not hasattr(MixedPrecisionPolicy, "param_dtype_override_fn"):  # torch 2.15
         return MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     converted = converted_by_autocast(module)

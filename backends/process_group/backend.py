@@ -29,8 +29,8 @@ _AFTER_WATCH_S = 60.0
 class ProcessGroupBackend(Backend):
     """Communicates through torch.distributed. The core's collectives use a separate process group.
 
-    On one group, ranks whose BatchNorm collectives and gradient collectives are ordered differently would abort inside
-    gloo. Its settings have a field ``communication``.
+    On one group, ranks that order BatchNorm collectives and gradient collectives differently would abort inside gloo.
+    Its settings have a field ``communication``.
     """
 
     served_by = "torchrun, mpirun, srun or unitrain.spawn"

@@ -134,7 +134,7 @@ class Communicator:
         return self._backend.offloads
 
     def is_sharded(self, value: object) -> TypeGuard[Tensor]:
-        """Return whether a value is a tensor of which this rank has a part."""
+        """Return whether a value is a sharded tensor."""
         return self.shards and isinstance(value, Tensor) and self.to_local(value) is not value
 
     def full_tensor(self, tensor: Tensor) -> Tensor:
@@ -184,7 +184,7 @@ class Communicator:
         return self.all_gather_alike(work).to(tensor.device)
 
     def all_gather_alike(self, work: Tensor) -> Tensor:
-        """Gather tensors on ``device`` whose shapes and dtypes are known to be the same on all ranks. Collective."""
+        """Gather tensors on ``device``, known to have the same shapes and dtypes on all ranks. Collective."""
         if self.world_size == 1 or not work.numel():
             return work.unsqueeze(0).repeat(self.world_size, *[1] * work.dim())
         gathered = self._complete(lambda: self.all_gather_async(as_bytes(work), "all_gather")(), "all_gather", work)

@@ -1,7 +1,7 @@
 """``CountReduction``: reduces a few integers over the ranks without waiting for the computation.
 
 On a GPU, to copy them there from the host, and to read the result, would each wait for all that is queued on the
-compute stream. So they have a stream of their own.
+compute stream. So these copies have their own stream.
 """
 
 from __future__ import annotations

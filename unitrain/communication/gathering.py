@@ -18,7 +18,7 @@ from unitrain.errors import UsageError, by_rank
 class Gathering:
     """Gathers on a communicator.
 
-    Each call begins with a small exchange, in which the ranks compare what they give and learn how many rows each has.
+    Each call begins with a small exchange: the ranks compare what they give and learn how many rows each has.
     If that is not enough (objects, several numbers of rows, differences), a second one holds what each rank gives.
     """
 

@@ -54,7 +54,7 @@ class ObjectCodec:
         return _PICKLED + header, tensors
 
     def decode(self, header: bytes, sender: int, exchange: int) -> tuple[Callable[[], Any], list[Tensor]]:
-        """Return the tensors of an object, whose content is to be filled in, and then a function that returns it.
+        """Return the tensors of an object, to be filled in, and a function that then returns the object.
 
         CommunicationError is raised if the header is invalid, or (by the function) if the pickle is not signed by the
         sender for this exchange.

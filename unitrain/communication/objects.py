@@ -90,6 +90,6 @@ def _to_bytes(data: Tensor) -> bytes:
 
 
 def _fill(parts: Sequence[Tensor], content: Tensor) -> None:
-    """Fill flat tensors of bytes with those of ``content``, one after another."""
+    """Fill flat tensors of bytes from ``content``, one after another."""
     for part, its in zip(parts, torch.split(content, [part.numel() for part in parts]), strict=True):
         part.copy_(its)

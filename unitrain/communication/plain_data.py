@@ -44,7 +44,7 @@ def register(kind: type[T], to_plain: Callable[[T], Any], from_plain: Callable[[
 
 
 def encode(value: Any) -> tuple[bytes, list[Tensor]]:
-    """Return plain data as JSON, and its tensors on the CPU, in the order in which ``decode`` returns them.
+    """Return plain data as JSON, and its tensors on the CPU, in the order of ``decode``.
 
     NotPlainError is raised if the value is not plain data.
     """
@@ -56,7 +56,7 @@ def encode(value: Any) -> tuple[bytes, list[Tensor]]:
 
 
 def decode(data: bytes) -> tuple[Any, list[Tensor]]:
-    """Return the value that was encoded as ``data``, and its tensors, whose content is to be filled in.
+    """Return the value that was encoded as ``data``, and its tensors, which are to be filled in.
 
     ValueError is raised if ``encode`` returns no such data.
     """

@@ -126,11 +126,11 @@ def receive_optimizer(
     sent: Sent = lambda: None,
     fill: Fill | None = None,
 ) -> None:
-    """Load rank 0's state into an optimizer, whose own state is overwritten in place. Collective.
+    """Load rank 0's state into an optimizer, overwriting its own state in place. Collective.
 
-    The optimizer's groups are like those of the state. The other arguments are as in ``receive``.
+    The optimizer's groups are like the state's. The other arguments are as in ``receive``.
     """
-    # Optimizers number their parameters in order, so the numbers are those of the state.
+    # Optimizers number their parameters in order, as the state does.
     parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
 
     def new(path: Keys, form: Form) -> Tensor:

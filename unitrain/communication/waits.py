@@ -1,4 +1,4 @@
-"""``Waits``: lets the waits for collectives be measured, in runs in which something measures them."""
+"""``Waits``: lets the waits for collectives be measured."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Waits:
         self._around: Around | None = None
 
     def of(self, collective: Callable[..., Callable[[], T]]) -> Callable[..., Callable[[], T]]:
-        """Return a collective whose waits are called by what measures them."""
+        """Return a collective that has its waits called by what measures them."""
         if not self._measures:
             return collective
 

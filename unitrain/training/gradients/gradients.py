@@ -1,7 +1,7 @@
 """Sums gradients over the ranks in flat buckets while backward still runs.
 
-The default for backends whose library does not average gradients itself. A parameter's gradient becomes a view of its
-bucket, so that reducing a bucket is one call, without a copy back (Li et al., "PyTorch Distributed: Experiences on
+The default for backends with a library that does not average gradients itself. A parameter's gradient becomes a view of
+its bucket, so that reducing a bucket is one call, without a copy back (Li et al., "PyTorch Distributed: Experiences on
 Accelerating Data Parallel Training", VLDB 2020, describes buckets filled from hooks).
 """
 

@@ -1,4 +1,4 @@
-"""The optimizer's step, skipped if a gradient is not finite: check, clip, step.
+"""The optimizer's step, skipped if a gradient is non-finite: check, clip, step.
 
 On a CPU, and with optimizers that are not fused, the host reads the result of the check and decides. On a GPU, the
 kernels of a fused optimizer read it themselves (``found_inf``, as torch's ``GradScaler`` sets it). They are queued
@@ -22,7 +22,7 @@ from unitrain.errors import UsageError
 
 
 class GuardedStep:
-    """Clips gradients and steps an optimizer. Changes neither weights nor state if a gradient is not finite.
+    """Clips gradients and steps an optimizer. Changes neither weights nor state if one is non-finite.
 
     Args:
         device: device of the gradients, or of the first of them.
@@ -86,8 +86,8 @@ class GuardedStep:
     def _clip(self, parameters: Iterable[Parameter], gradients: list[Tensor], norm: Tensor | None) -> Tensor | None:
         """Clip finite gradients, and return their norm if it is computed. ``norm`` is not None if it is known."""
         if self._clip_value is not None and gradients:
-            for alike in [gradients] if self.all_plain else by_device(gradients):
-                _clamp(alike, self._clip_value)
+            for same in [gradients] if self.all_plain else by_device(gradients):
+                _clamp(same, self._clip_value)
         if self._takes_norm and norm is None:
             norm = self._norm(parameters, gradients)
         if self._clip_norm is not None and norm is not None:
@@ -99,7 +99,7 @@ class GuardedStep:
         return get_total_norm(gradients).to(self._found.device)
 
     def _scale(self, parameters: Iterable[Parameter], gradients: list[Tensor], limit: float, norm: Tensor) -> None:
-        """Scale gradients whose norm is ``norm`` to ``limit``, if it is larger."""
+        """Scale gradients of this norm to the norm ``limit``, if theirs is larger."""
         clip_grads_with_norm_(parameters, limit, norm)
 
     def _are_finite(self, gradients: list[Tensor], losses: Sequence[Tensor]) -> bool:
@@ -111,7 +111,7 @@ class GuardedStep:
         return False
 
     def _check(self, gradients: list[Tensor], losses: Sequence[Tensor]) -> None:
-        """Set the flag to 1 if a gradient or a loss is not finite."""
+        """Set the flag to 1 if a gradient or a loss is non-finite."""
         if losses:
             gradients = [*gradients, *losses]
         if self.all_plain:
@@ -125,19 +125,19 @@ class GuardedStep:
         for numbers in map(plain_numbers, gradients):
             if numbers.numel():
                 by_kind[numbers.device, numbers.dtype].append(numbers)
-        for (device, dtype), alike in by_kind.items():
-            self._check_plain(alike, device, dtype)
+        for (device, dtype), same in by_kind.items():
+            self._check_plain(same, device, dtype)
 
-    def _check_plain(self, alike: list[Tensor], device: torch.device, dtype: torch.dtype) -> None:
+    def _check_plain(self, same: list[Tensor], device: torch.device, dtype: torch.dtype) -> None:
         """Check tensors of one device and dtype, which torch's kernel may not support: on a GPU, bfloat16."""
         if device == self._found.device and dtype not in self._refused:
             try:
-                torch._amp_foreach_non_finite_check_and_unscale_(alike, self._found, self._one)
+                torch._amp_foreach_non_finite_check_and_unscale_(same, self._found, self._one)
             except NotImplementedError:
                 self._refused.add(dtype)
             else:
                 return
-        largest = torch.stack(torch._foreach_norm(alike, math.inf))
+        largest = torch.stack(torch._foreach_norm(same, math.inf))
         found = largest.isfinite().all().logical_not().to(self._found.device)
         torch.logical_or(self._found, found, out=self._found)
 

@@ -55,11 +55,11 @@ class ShardedGuardedStep(GuardedStep):
         by_kind = defaultdict(list)
         for gradient in gradients:
             by_kind[gradient.dtype, gradient.device].append(gradient)
-        for alike in by_kind.values():
-            torch._foreach_mul_(alike, factor.to(alike[0].device))
+        for same in by_kind.values():
+            torch._foreach_mul_(same, factor.to(same[0].device))
 
     def _check(self, gradients: list[Tensor], losses: Sequence[Tensor]) -> None:
-        """Set the flag to 1 if a gradient or a loss is not finite on any rank."""
+        """Set the flag to 1 if a gradient or a loss is non-finite on any rank."""
         if self._in_memory is not None:
             there = [gradient for gradient in gradients if gradient.device.type == "cpu"]
             gradients = [gradient for gradient in gradients if gradient.device.type != "cpu"]

@@ -20,7 +20,7 @@ _MOST_OPEN = 2**16  # of a loop that never trains
 
 
 class OpenBatches:
-    """The batches that were yielded for training and not trained on yet, in the order in which they were yielded.
+    """The batches that were yielded for training and not trained on yet, in their order.
 
     Attributes:
         current_batch: tells whether the batch that the script works on is a stand-in.
@@ -96,7 +96,7 @@ class OpenBatches:
     def of_backward(self, *, weighted: bool) -> MicroBatch | None:
         """Return the micro-batch of the backward that begins. It is not open any more; None without a loader.
 
-        UsageError is raised if several batches are open whose losses weigh differently, unless the script gives the
+        UsageError is raised if the losses of several open batches weigh differently, unless the script gives the
         weight.
         """
         if not self._open:

@@ -1,6 +1,6 @@
 """Measures how fast each rank computes, and sets the shares of the ranks in proportion (``shares: auto``).
 
-What is measured is the time from the moment at which a script gets a batch to its backward, without the time in which
+What is measured is the time from the moment at which a script gets a batch to its backward, without the time that
 it waits for other ranks (in synchronised BatchNorm, or to gather rows). That is the script's own work, on the devices
 as it uses them. The backward is left out, since ranks wait there for one another all the time. Once the shares are set,
 nothing of this remains in a step.

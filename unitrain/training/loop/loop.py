@@ -76,7 +76,7 @@ class TrainingLoop:
         return True
 
     def _needs_stand_in(self, iteration: Iteration, *, training: bool) -> bool:
-        """Return whether a rank without samples has to take part all the same.
+        """Return whether a rank without samples has to take part nevertheless.
 
         It has to in a step, in the gathers of an evaluation, and in any forward that gathers sharded parameters.
         """

@@ -1,4 +1,4 @@
-"""Handles steps whose loss or gradient is not finite, in the same way on all ranks."""
+"""Handles steps with a non-finite loss or gradient, in the same way on all ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class NonFinitePolicy:
         self._policy = policy
 
     def message(self, window: Window, step: int, *, distributed: bool) -> str:
-        """Return a message with the ranks whose loss or gradient is not finite, and the first parameter. Collective.
+        """Return a message with the ranks that have a non-finite loss or gradient, and the first parameter. Collective.
 
         The window has reduced gradients, over several ranks if ``distributed``.
         """
@@ -47,7 +47,7 @@ class NonFinitePolicy:
         return f"not finite at step {step}: {where}{named}."
 
     def _first_bad(self, parameters: Sequence[Parameter]) -> int | None:
-        """Return the position of the first parameter whose reduced gradient is not finite on this rank."""
+        """Return the position of the first parameter with a non-finite reduced gradient on this rank."""
         for i, parameter in enumerate(parameters):
             if parameter.grad is not None and not is_finite(self._communicator.to_local(parameter.grad)):
                 return i

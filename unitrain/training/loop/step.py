@@ -42,7 +42,7 @@ class StepResult(NamedTuple):
     grad_norm: Tensor | None = None
     """2-norm of the gradients before clipping, with ``clip_norm`` or ``grad_norm``; the same on all ranks."""
     skipped: bool = False
-    """Whether the step was skipped because a loss or a gradient was not finite."""
+    """Whether the step was skipped because a loss or a gradient was non-finite."""
 
 
 _WAITING = "step"  # phase of the pulse while gradients are averaged
@@ -278,8 +278,8 @@ class TrainingStep:
             if self._distributed and window.reduced and self._weights.unit == 1:
                 # These gradients have been summed over the ranks, and will be summed again.
                 self._finish(window)
-                for alike in by_device(self._guard.gradients(window.parameters)):
-                    torch._foreach_mul_(alike, 1 / self._communicator.world_size)
+                for same in by_device(self._guard.gradients(window.parameters)):
+                    torch._foreach_mul_(same, 1 / self._communicator.world_size)
         window.micro_batch = micro_batch
         # Without a loader, windows of several optimizers end at different times: a forward may be armed for another.
         crossing = micro_batch is None and self._accumulate > 1 and len(self._windows) > 1

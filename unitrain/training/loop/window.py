@@ -75,7 +75,7 @@ class Window:
                 return
 
     def check_gradients(self) -> None:
-        """Raise UsageError if the gradients are not those of the last backward: they were changed or cleared.
+        """Raise UsageError if the gradients were changed or cleared since the last backward.
 
         Functions like ``zero_grad`` and ``clip_grad_norm_`` change all gradients, so that looking at one is enough.
         """

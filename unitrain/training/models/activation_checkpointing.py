@@ -17,7 +17,7 @@ def blocks(modules: Sequence[nn.Module], wanted: bool | Sequence[str]) -> list[n
     """Return the outermost modules to checkpoint.
 
     ``wanted`` has names of classes; or is True for the children of each ``ModuleList`` and ``Sequential`` that have
-    children themselves, since a single layer would keep its input all the same. ConfigError is raised if there are
+    children themselves, since a single layer would keep its input anyway. ConfigError is raised if there are
     none, a name matches no module, or a module can't be run twice.
     """
     names = set() if isinstance(wanted, bool) else set(wanted)
@@ -57,7 +57,7 @@ def _check(block: nn.Module) -> None:
     kind = type(block).__name__
     if "forward" in vars(block):
         raise ConfigError(
-            f"activation_checkpointing does not support a {kind} whose forward was replaced by an attribute: override "
+            f"activation_checkpointing does not support a {kind} with an attribute in place of its forward: override "
             "forward in a subclass."
         )
     for name, layer in block.named_modules():

@@ -143,7 +143,7 @@ class _Initialiser:
 
 
 class WithoutWeights:
-    """Refuses calls of a model some of whose weights, given by name, have no values, until they are loaded."""
+    """Refuses calls of a model until some of its weights, given by name, are loaded: they have no values."""
 
     def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
         self._names = frozenset(names)

@@ -1,4 +1,4 @@
-"""``Precision``: the dtype in which a model computes, and the loss scale of fp16."""
+"""``Precision``: the dtype that a model computes in, and the loss scale of fp16."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from unitrain.communication.communicator import Communicator
 from unitrain.config import Precision as PrecisionName
+from unitrain.data.structure import rebuilt
 from unitrain.device import HALF_DTYPES, devices_of
 
 _HANDLES = "unitrain_precision"  # an attribute of modules: a deep copy has handles of its own hooks
@@ -63,19 +64,11 @@ class _AutocastForward:
 
 
 def _to_double(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.double() if value.is_floating_point() else value
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(_to_double, value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(_to_double, value))
-    if isinstance(value, dict):
-        return {k: _to_double(v) for k, v in value.items()}
-    return value
+    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def _inputs_to_double(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    return _to_double(args), _to_double(kwargs)
+    return rebuilt(args, _to_double), rebuilt(kwargs, _to_double)
 
 
 class Precision:
@@ -100,11 +93,11 @@ class Precision:
             self.scaler = torch.amp.GradScaler(device.type)
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return the context manager in which to compute a loss. It does nothing in fp32 and fp64."""
+        """Return the context manager for computing a loss. It does nothing in fp32 and fp64."""
         return nullcontext() if self._dtype is None else torch.autocast(self._device_type, self._dtype)
 
     def _device_types(self, module: nn.Module) -> tuple[str, ...]:
-        """Return the types of the devices that a forward runs on: those of its layers, if the script has put them."""
+        """Return the types of the devices that a forward runs on, where the script has put its layers."""
         spread = devices_of(module)
         of_layers = [one.type for one in spread if len(spread) > 1 and is_autocast_available(one.type)]
         return tuple(dict.fromkeys([self._device_type, *of_layers]))

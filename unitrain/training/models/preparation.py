@@ -66,7 +66,7 @@ class Preparation:
                 self._optimizer(one)
         if not self._ranks_differ:
             self._ranks_differ = True
-            # From here on, random numbers (dropout) differ between ranks; rank 0's are those of a single process.
+            # From here on, random numbers (dropout) differ between ranks; rank 0 draws as a single process does.
             if self._communicator.rank > 0:
                 seed_rank(self._config.seed, self._communicator.rank)
         return tuple(done.get(i, one) for i, one in enumerate(objects))
@@ -155,7 +155,7 @@ class Preparation:
         ranks = self._communicator
         if optimizer.state or ranks.world_size > 1:
             state = optimizer.state_dict()
-            # State that is sharded already is that of this rank.
+            # State that is sharded already belongs to this rank.
             its = state["state"]
             own_is_kept = any(ranks.is_sharded(one) or isinstance(one, OwnedBy) for _, one in leaves(its))
             expected = ranks.broadcast_object(outline(state) if its and not own_is_kept else None)

@@ -147,5 +147,5 @@ class PreparedModules:
                     )
 
     def release(self) -> None:
-        """Release the wrappers, whose reducers must be gone before their process group is destroyed."""
+        """Release the wrappers: their reducers must be gone before the process group is destroyed."""
         self._originals = WeakKeyDictionary(self._originals)

@@ -122,9 +122,9 @@ class EMA(nn.Module, StepHook):
 
     @contextmanager
     def swapped(self) -> Iterator[nn.Module]:
-        """Context manager in which the model has the averaged weights. It yields the model. Not collective.
+        """Context manager that gives the model the averaged weights. It yields the model. Not collective.
 
-        Checkpoints that are saved or resumed within have the weights of training all the same.
+        Checkpoints that are saved or resumed within still have the weights of training.
 
         Raises:
             UsageError: the model has the averaged weights already, or its weights were changed within.
@@ -225,7 +225,7 @@ def _averaged(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _holder(layer: nn.Module, average_of: Mapping[int, Tensor]) -> nn.Module:
-    """Return a BatchNorm whose statistics are the averages of a layer's."""
+    """Return a BatchNorm with the averages of a layer's statistics."""
     holder = nn.BatchNorm1d(0, affine=False)
     holder.running_mean = average_of.get(id(layer.running_mean))
     holder.running_var = average_of.get(id(layer.running_var))

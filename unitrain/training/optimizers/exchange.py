@@ -22,7 +22,7 @@ Finish = Callable[[], None]
 
 
 class Exchange:
-    """Overwrites parameters, on all ranks, with those of the ranks that own them.
+    """Overwrites parameters on all ranks: each rank sends what it owns.
 
     ``owned`` has the parameters of each rank, the same on all ranks but for values. ``name`` identifies the
     collectives.

@@ -36,7 +36,7 @@ class TrainingState:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Context manager that begins without gradients, and at whose end everything is as it was."""
+        """Context manager that begins without gradients, and puts everything back at its end."""
         generators = rng.capture()
         for tensor, _ in self._gradients:
             tensor.grad = None
