@@ -109,11 +109,7 @@ class Job:
             if launch.node_rank is None:  # unknown to the launcher: hosts are numbered in the order of the ranks
                 hosts = [member.host for member in members]
                 self.node_rank = list(dict.fromkeys(hosts)).index(hosts[communicator.rank])
-            one_host = launch.local_world_size == communicator.world_size
-            self.watch = Watch(
-                communicator, members, boundaries, config,
-                key=key.value, one_host=one_host, launch=launch,
-            )  # fmt: skip
+            self.watch = Watch(communicator, members, boundaries, config, launch, key.value)
             watch_exit(
                 str(self.watch), self.pulse,
                 warn_s=min(config.heartbeat_timeout_s, config.timeout_s), end_s=config.timeout_s,
