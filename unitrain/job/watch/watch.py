@@ -124,8 +124,8 @@ class Watch:
         Args:
             text: the error, in one line.
             patience_s: seconds to wait first for a verdict on another rank.
-            secondary: whether the error follows from another rank's failure: a collective that failed, say.
-            on_all_ranks: whether all ranks have the same error (a wrong setting, say), so that one of them reports it.
+            secondary: as in ``messages.Failed``.
+            on_all_ranks: as in ``messages.Failed``.
         """
         self._own_error = not secondary
         with self._changed:
@@ -149,19 +149,14 @@ class Watch:
         """What writes an emergency checkpoint when the job fails; None if none is to be written."""
         return self._saver
 
-    def save_by(self, saver: Saver) -> None:
-        """Have an emergency checkpoint written when the job fails, until ``save_no_more``."""
+    def save_by(self, saver: Saver | None) -> None:
+        """Have an emergency checkpoint written when the job fails, or none from now on."""
         self._saver = saver
-
-    def save_no_more(self) -> None:
-        """Have no emergency checkpoint written from now on."""
-        self._saver = None
 
     def wait_for_end(self, patience_s: float = 0.0) -> None:
         """Wait until the job has ended, if it is ending: this process, or another one, may save its state meanwhile.
 
-        Args:
-            patience_s: seconds to wait first for a verdict.
+        Wait ``patience_s`` seconds first for a verdict.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: self._verdict is not None, patience_s):
@@ -195,9 +190,7 @@ class Watch:
     def compare_calls(self, call: str, place: str) -> None:
         """Return once every rank has reached this call. The job ends if a rank makes another call.
 
-        Args:
-            call: the name and arguments of the call, as far as they must be the same on all ranks.
-            place: the line of the script that makes it, for the error message.
+        ``place`` is the line of the script that makes it, for the error message.
         """
         self._ask(messages.Call(call, place), messages.CallsAgree)
 
