@@ -20,6 +20,7 @@ from unitrain.errors import UsageError
 from unitrain.pulse import USER_CODE
 from unitrain.training.gradients.guard import GuardedStep
 from unitrain.training.gradients.reduction import Reduction
+from unitrain.training.gradients.sharded_guard import ShardedGuardedStep
 from unitrain.training.hooks import Hooks
 from unitrain.training.loop.backward import Weight, checked, refuse_reentrant_checkpointing, run_backward
 from unitrain.training.loop.batches import OpenBatches
@@ -421,7 +422,5 @@ class TrainingStep:
 
 def _guard(communicator: Communicator, config: StrategyConfig) -> GuardedStep:
     if communicator.shards_parameters:
-        from unitrain.training.gradients.sharded_guard import ShardedGuardedStep
-
         return ShardedGuardedStep(communicator, config.clip_norm, config.clip_value, config.grad_norm)
     return GuardedStep(communicator.device, config.clip_norm, config.clip_value, config.grad_norm)
