@@ -18,8 +18,6 @@ from unitrain.errors import CheckpointError
 
 LEGACY = "_shards-"
 """What the names of files with shards began with."""
-METADATA = ".metadata"
-"""The metadata file of torch.distributed.checkpoint. It is named here, since that package takes 0.3 s to import."""
 STATE, GROUPS, PARAMS = "state", "param_groups", "params"
 Name = list[str]
 """The name of the object that has a parameter, and the parameter's name in the object."""

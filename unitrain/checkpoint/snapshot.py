@@ -58,7 +58,7 @@ def on_host(state: Any) -> Any:
             return value
         if value.layout != torch.strided:
             return value.detach().cpu()
-        memory = value.untyped_storage()._cdata, value.storage_offset(), value.shape, value.stride(), value.dtype
+        memory = id(value.untyped_storage()), value.storage_offset(), value.shape, value.stride(), value.dtype
         if memory not in copies:
             copies[memory] = value.detach().cpu()
         return copies[memory]

@@ -7,15 +7,13 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from unitrain.checkpoint.run_state import RunState
+from unitrain.checkpoint.sharded.saving import Shards, write_all, write_own
 from unitrain.checkpoint.snapshot import on_host, snapshot
 from unitrain.checkpoint.store.folder import Draft, Folder
 from unitrain.errors import CheckpointError
-
-if TYPE_CHECKING:  # it imports torch.distributed.checkpoint, which takes 0.3 s
-    from unitrain.checkpoint.sharded.saving import Shards
 
 # What is being written in the background. This uses executors, which refuse work once the main thread has ended: a
 # script may end with a save, so its end is waited for before that. A forked process has no thread that would end its
@@ -103,8 +101,6 @@ class Writer:
             together: the checkpoint.
             rank: this rank, which is not 0.
         """
-        from unitrain.checkpoint.sharded.saving import write_own
-
         draft, shards = together.draft, together.shards
         if self._thread is None:
             write_own(draft, rank, shards._replace(values=on_host(shards.values)))
@@ -135,8 +131,6 @@ class Writer:
         if together is None:
             self.folder.write(step, parts, about)
         else:
-            from unitrain.checkpoint.sharded.saving import write_all
-
             shards = together.shards._replace(values=values)
             others = partial(write_all, together.draft, shards, together.writers, self._patience_s)
             self.folder.write(step, parts, about, together.draft, others)
