@@ -76,14 +76,7 @@ class Writer:
         self.marked: int | None = None
 
     def write(self, step: int, parts: dict[str, Any], together: Together | None, *, best: bool) -> None:
-        """Write a checkpoint, or start to write a snapshot of it in the background. On rank 0.
-
-        Args:
-            step: number of the step.
-            parts: states by name, which rank 0 writes alone.
-            together: what several ranks write, if they do.
-            best: whether it is the best so far.
-        """
+        """Write what rank 0 writes alone and what several ranks write, or start to write a snapshot. On rank 0."""
         values = {} if together is None else together.shards.values
         if self._thread is None:
             self._write(step, on_host(parts), together, on_host(values), best)
@@ -95,12 +88,7 @@ class Writer:
         writing.add_done_callback(self._report)
 
     def write_own(self, together: Together, rank: int) -> None:
-        """Write this rank's file of a checkpoint, or start to write a snapshot of it in the background.
-
-        Args:
-            together: the checkpoint.
-            rank: this rank, which is not 0.
-        """
+        """Write this rank's file of a checkpoint, or start to write a snapshot of it. Not on rank 0."""
         draft, shards = together.draft, together.shards
         if self._thread is None:
             write_own(draft, rank, shards._replace(values=on_host(shards.values)))
@@ -145,11 +133,7 @@ class Writer:
                 self.folder.remove(step)
 
     def finish(self) -> None:
-        """Wait until the checkpoint in the background is written.
-
-        Raises:
-            CheckpointError: it could not be written.
-        """
+        """Wait until the checkpoint in the background is written. Raises CheckpointError if it could not be."""
         writing, self.under_way = self.under_way, None
         error = None if writing is None else writing.exception()
         if error is not None:

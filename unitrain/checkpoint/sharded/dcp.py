@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from unitrain.checkpoint.names import Keys
-from unitrain.checkpoint.store.located import Located, verified
+from unitrain.checkpoint.store.located import Located, unreadable, verified
 from unitrain.checkpoint.store.manifest import DamagedError
 from unitrain.checkpoint.store.mapped import MappedFiles
 from unitrain.checkpoint.store.reading import reason
@@ -79,11 +79,7 @@ Layout = dict[str, Entry]
 
 
 def merged(layouts: Iterable[Layout]) -> Layout:
-    """Return the layout of a checkpoint, given what each rank has written.
-
-    Raises:
-        CheckpointError: parts of a tensor are missing, or were written twice.
-    """
+    """Return the layout of what all ranks have written. Raises CheckpointError unless it is complete."""
     whole: Layout = {}
     for layout in layouts:
         for key, entry in layout.items():
@@ -123,14 +119,9 @@ def to_bytes(layout: Layout) -> bytes:
 
 
 def from_bytes(content: bytes, shown: str) -> Layout:
-    """Return what a metadata file says, without running code in it.
+    """Return what a metadata file says, without running code in it. ``shown`` is its path or URL.
 
-    Args:
-        content: the content of the file.
-        shown: path or URL of the file, for messages.
-
-    Raises:
-        CheckpointError: it is no metadata, or names files outside of the checkpoint's folder.
+    Raises CheckpointError if it is no metadata, or names files outside of the checkpoint's folder.
     """
     try:
         found = _Unpickler(io.BytesIO(content)).load()
@@ -196,14 +187,7 @@ class _Output(Protocol):
 
 
 def write(output: _Output, file: str, value: Any, first: int | None) -> Iterator[Piece]:
-    """Write rows of a tensor, or a plain value, and yield the pieces.
-
-    Args:
-        output: the open file.
-        file: its name.
-        value: the rows, on the CPU, or the value.
-        first: the number of the first row; None for a plain value.
-    """
+    """Write rows of a tensor on the CPU to a file, and yield the pieces. ``first`` is None for a plain value."""
     for region, content in _pieces(value, first):
         output.write(bytes(-output.tell() % _ALIGNMENT))
         start = output.tell()
@@ -228,11 +212,7 @@ def _pieces(value: Any, first: int | None) -> Iterator[tuple[Region, Any]]:
 
 
 class Files:
-    """Files of a checkpoint that this rank has verified. They are mapped.
-
-    Args:
-        found: the checkpoint.
-    """
+    """Files of a checkpoint that this rank has verified. They are mapped."""
 
     def __init__(self, found: Located) -> None:
         self._found = found
@@ -243,12 +223,7 @@ class Files:
         self._read = 0
 
     def fetch(self, names: Iterable[str]) -> None:
-        """Verify files, which are downloaded from an object store, unless that has been done.
-
-        Raises:
-            DamagedError: one is missing or changed.
-            CheckpointError: one can't be downloaded.
-        """
+        """Verify files that were not fetched before, and download them from an object store. Raises as ``verified``."""
         for name in sorted(set(names) - self._contents.keys()):
             store, file = self._found.store, self._found.file_name(name)
             if not self._found.manifest.files:  # another tool has written them, without a manifest
@@ -299,12 +274,13 @@ class _Form(NamedTuple):
 
     @classmethod
     def of(cls, content: Tensor, found: Tensor) -> _Form | None:
-        """Return the form of an archive, given the tensor in it; None if that is not dense."""
-        if type(found) is not Tensor or found.layout != torch.strided or found.is_quantized or found.is_conj():
+        """Return the form of an archive, given the tensor in it; None if that is not dense and in order."""
+        is_plain = type(found) is Tensor and found.layout == torch.strided and not found.is_quantized
+        if not is_plain or not found.is_contiguous() or found.storage_offset() or found.is_conj() or found.is_neg():
             return None
         archive = content.numpy().data
         records = [one for one in zipfile.ZipFile(io.BytesIO(archive)).infolist() if "/data/" in one.filename]
-        if len(records) != 1 or records[0].compress_type != zipfile.ZIP_STORED or not found.is_contiguous():
+        if len(records) != 1 or records[0].compress_type != zipfile.ZIP_STORED:
             return None
         header = records[0].header_offset
         start = header + 30 + sum(struct.unpack_from("<2H", archive, header + 26))  # the name and what is added to it
@@ -375,8 +351,7 @@ class Stored:
         except (DamagedError, CheckpointError):
             raise
         except Exception as error:  # torch.load raises many kinds of exceptions for a broken file
-            kind = CheckpointError if "GLOBAL" in str(error) else DamagedError  # code is no damage, but an attack
-            raise kind(f"a file of the checkpoint could not be read: {reason(error)}") from error
+            raise unreadable("a file of the checkpoint", error) from error
 
 
 def overlap(one: Region, other: Region) -> Region | None:

@@ -21,8 +21,7 @@ from unitrain.data.structure import rebuilt
 def join(parts: Mapping[str, Any]) -> tuple[dict[str, Any], Stored | None]:
     """Return the states of objects with forms in place of sharded tensors, and the tensors, given all files' contents.
 
-    Raises:
-        Exception: the files do not fit together.
+    Raises any exception if the files do not fit together.
     """
     files = [parts[name] for name in sorted(parts) if name.startswith(LEGACY)]
     objects = {name: state for name, state in parts.items() if not name.startswith(LEGACY)}

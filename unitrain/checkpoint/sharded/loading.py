@@ -60,13 +60,7 @@ def replaced_options(state: RunState, outlines: Mapping[str, Any]) -> list[str]:
 
 
 class Parts:
-    """Reads what several ranks have written.
-
-    Args:
-        communicator: the communicator of this process.
-        state: the state of the run.
-        opened: the checkpoint, whose outlines fit the state.
-    """
+    """Reads what several ranks have written of a checkpoint that fits the state of the run."""
 
     def __init__(self, communicator: Communicator, state: RunState, opened: CheckpointView) -> None:
         self._communicator = communicator
@@ -105,11 +99,7 @@ class Parts:
         return next((damage for damage, _ in answers if damage), None)
 
     def fill(self, name: str, triples: Sequence[tuple[Keys, Form, Tensor]]) -> None:
-        """Overwrite tensors of an object, given their paths, their forms and themselves. Collective.
-
-        Raises:
-            CheckpointError: a file can't be read; on every rank.
-        """
+        """Overwrite tensors of an object, given their paths and forms. Collective. Raises CheckpointError."""
         ranks, each = self._communicator, self._opened.each
         whole, divided, reads = [], [], {}
         for path, form, found in triples:
@@ -167,14 +157,7 @@ class Parts:
 
 
 def load(communicator: Communicator, state: RunState, opened: CheckpointView, parts: Parts) -> dict[str, Any]:
-    """Load the state of all objects, and return that of the run itself. Collective.
-
-    Args:
-        communicator: the communicator of this process.
-        state: the state of the run.
-        opened: the checkpoint.
-        parts: reads what several ranks have written.
-    """
+    """Load the state of all objects, and return that of the run itself. Collective."""
     outlines, source, sent = opened.outlines, opened.source, opened.release
     objects = {name: value for name, value in state.objects.items() if name in outlines}  # another tool has no loaders
     # Loaders first: they refuse other data before the model is changed.

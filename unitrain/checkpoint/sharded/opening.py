@@ -144,14 +144,9 @@ class CheckpointView(NamedTuple):
 
 
 class Search:
-    """Looks for the checkpoint to resume from. Rank 0 chooses it, and the others learn its outline.
+    """Looks for the checkpoint to resume from, as ``candidates`` does. Rank 0 chooses it; the others learn its outline.
 
-    Args:
-        communicator: the communicator of this process.
-        state: the state of the run.
-        path: of a checkpoint; ``"best"`` for the best; None for the newest.
-        folder: the folder of this run's checkpoints.
-        before: called before, on rank 0.
+    ``before`` is called first, on rank 0.
     """
 
     def __init__(
@@ -171,11 +166,7 @@ class Search:
     def next(self, damage: str | None = None) -> CheckpointView | None:
         """Open the first checkpoint, or the next one if that is damaged; None if there is none. Collective.
 
-        Args:
-            damage: what is damaged in the checkpoint that this returned before.
-
-        Raises:
-            CheckpointError: none is intact; on every rank.
+        Raises CheckpointError on every rank if none is intact.
         """
         told = self._communicator.on_main(lambda: self._find(damage))
         if told is None:
@@ -236,10 +227,7 @@ Candidates = Generator[Located, str | None, None]
 def intact(search: Candidates, attempt: Callable[[Located], T], damage: str | None = None) -> T | None:
     """Return what ``attempt`` returns for the first checkpoint for which it raises no DamagedError, if there is one.
 
-    Args:
-        search: the checkpoints.
-        attempt: called with a checkpoint.
-        damage: what is damaged in the one that ``search`` yielded before.
+    ``damage`` is what is damaged in the checkpoint that ``search`` yielded before.
     """
     while True:
         try:
@@ -253,14 +241,10 @@ def intact(search: Candidates, attempt: Callable[[Located], T], damage: str | No
 
 
 def candidates(path: str | Path | None, folder: Folder) -> Candidates:
-    """Yield the checkpoints that can be resumed from.
+    """Yield the checkpoints that ``resume(path)`` may resume from.
 
-    Args:
-        path: of a checkpoint; ``"best"`` for the best; None for the newest.
-        folder: the folder of a run's checkpoints.
-
-    Raises:
-        CheckpointError: none is intact, is marked as the best or is in ``path``; or the one that is wanted is damaged.
+    Raises CheckpointError if none is intact, is marked as the best or is in ``path``, or the one that is wanted is
+    damaged.
     """
     if path is None:
         yield from _newest(folder)

@@ -41,11 +41,13 @@ _POLL_S, _LONGEST_POLL_S = 0.005, 1.0
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 
 
-class Rows(NamedTuple):
-    """Which rows of a tensor a rank writes."""
+class Place(NamedTuple):
+    """Where a value is in a run's state."""
 
-    first: int
-    whole: torch.Size
+    path: Keys
+    first: int | None = None
+    """The number of the first row of the tensor that this rank has; None for plain data."""
+    shape: tuple[int, ...] = ()
     """The shape of the whole tensor."""
 
 
@@ -54,9 +56,7 @@ class Shards(NamedTuple):
 
     values: dict[str, Any]
     """Rows of a tensor, or plain data."""
-    rows: dict[str, Rows]
-    paths: dict[str, Keys]
-    """Where in the states the values are."""
+    places: dict[str, Place]
     aliases: dict[str, tuple[Keys, str]]
     """Further keys of values, with a path and the key in ``values``."""
 
@@ -67,10 +67,7 @@ class Shards(NamedTuple):
 def owners(communicator: Communicator, state: Mapping[int, Any], parameters: int) -> list[int | None]:
     """Return which rank has the state of each parameter of an optimizer; None if every rank has it. Collective.
 
-    Args:
-        communicator: the communicator of this process.
-        state: the optimizer's states by the number of their parameter. One that another rank has is no dict.
-        parameters: the number of parameters.
+    In ``state``, by the numbers of parameters, one that another rank has is no dict.
     """
     if not communicator.shards_optimizers:
         return [None] * parameters
@@ -118,14 +115,8 @@ def _with_states(communicator: Communicator, value: Any) -> Any:
 
 
 def divided(communicator: Communicator, state: RunState, parts: Mapping[str, Any]) -> tuple[dict[str, Any], Shards]:
-    """Return the states of objects that rank 0 writes alone, and what this rank writes of the others. Collective.
-
-    Args:
-        communicator: the communicator of this process.
-        state: the state of the run.
-        parts: the states of the run's objects, by name.
-    """
-    shards = Shards({}, {}, {}, {})
+    """Return the states of objects that rank 0 writes alone, and what this rank writes of the others. Collective."""
+    shards = Shards({}, {}, {})
     plain: dict[Keys, Any] = {}
     for name in state.modules:
         _add(communicator, shards, plain, (((name, key), value) for key, value in parts[name].items()), {})
@@ -141,7 +132,7 @@ def divided(communicator: Communicator, state: RunState, parts: Mapping[str, Any
         for own in communicator.all_gather_object(plain):
             plain.update(own)
     for path, value in plain.items() if communicator.is_main else ():
-        shards.values[joined(path)], shards.paths[joined(path)] = value, path
+        shards.values[joined(path)], shards.places[joined(path)] = value, Place(path)
     return {name: its for name, its in parts.items() if name not in (*state.modules, *state.names)}, shards
 
 
@@ -164,17 +155,11 @@ def _add(
         local, first = own_rows(communicator, value) if sharded else (value, 0)
         if local.numel() or (communicator.is_main and not value.numel()):
             key = joined(path)
-            shards.values[key], shards.rows[key], shards.paths[key] = local.detach(), Rows(first, value.shape), path
+            shards.values[key], shards.places[key] = local.detach(), Place(path, first, tuple(value.shape))
 
 
 def write_shards(draft: Draft, rank: int, shards: Shards) -> tuple[dict[str, Any], Layout]:
-    """Write a rank's file, and return what the manifest says of it, and its layout.
-
-    Args:
-        draft: the checkpoint.
-        rank: the number of the file.
-        shards: what the rank writes, in host memory.
-    """
+    """Write a rank's file from host memory, and return what the manifest says of it, and its layout."""
     layout: Layout = {}
     if not shards.values:
         return {}, layout
@@ -182,13 +167,12 @@ def write_shards(draft: Draft, rank: int, shards: Shards) -> tuple[dict[str, Any
 
     def save(output: Writing) -> None:
         for key, value in shards.values.items():
-            rows = shards.rows.get(key)
-            pieces = list(write(output, name, value, None if rows is None else rows.first))
-            dtype, shape = (None, ()) if rows is None else (str(value.dtype).removeprefix("torch."), rows.whole)
-            layout[key] = Entry(shards.paths[key], dtype, tuple(shape), pieces)
+            path, first, shape = shards.places[key]
+            dtype = None if first is None else str(value.dtype).removeprefix("torch.")
+            layout[key] = Entry(path, dtype, shape, list(write(output, name, value, first)))
 
-    with draft.store.draft(f"{draft.name}/{name}") as path:
-        described = write_hashed(path, shards.values, save, lambda: draft.store.put(f"{draft.name}/{name}", path))
+    with draft.store.draft(f"{draft.name}/{name}") as file:
+        described = write_hashed(file, shards.values, save, lambda: draft.store.put(f"{draft.name}/{name}", file))
     layout.update((alias, layout[key]._replace(path=to)) for alias, (to, key) in shards.aliases.items())
     return {name: described}, layout
 
@@ -197,11 +181,7 @@ def write_shards(draft: Draft, rank: int, shards: Shards) -> tuple[dict[str, Any
 
 
 def begin(communicator: Communicator, folder: Folder, step: int) -> Draft | None:
-    """Begin a checkpoint, and return it as this rank sees it; None if rank 0 has to write it alone. Collective.
-
-    Raises:
-        CheckpointError: rank 0 can't begin it.
-    """
+    """Begin a checkpoint, and return it as this rank sees it; None if rank 0 has to write it alone. Collective."""
     draft: Draft | None = None
 
     def place() -> list[str] | None:
@@ -237,19 +217,9 @@ def write_own(draft: Draft, rank: int, shards: Shards) -> None:
 
 
 def write_all(draft: Draft, shards: Shards, writers: int, patience_s: float) -> dict[str, Any]:
-    """Write rank 0's file, wait for the files of other ranks, and write the metadata of all.
+    """Write rank 0's file, wait for the other writers, and write the metadata. Return the files for the manifest.
 
-    Args:
-        draft: the checkpoint.
-        shards: what rank 0 writes.
-        writers: the number of ranks that write, with rank 0.
-        patience_s: how long to wait for each of the others.
-
-    Returns:
-        What the manifest says of the files.
-
-    Raises:
-        CheckpointError: a rank could not write its file, or not in time; or parts of a tensor are missing.
+    Raises CheckpointError if a rank could not write its file, or not in time, or parts of a tensor are missing.
     """
     files, own = write_shards(draft, 0, shards)
     layouts = [own]

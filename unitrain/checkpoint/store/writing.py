@@ -64,12 +64,7 @@ def check_part(path: Path) -> None:
 
 
 class Writing:
-    """The file object that ``torch.save`` is given. It joins small writes, of which an archive has about 40.
-
-    Args:
-        file: the file.
-        digest: is updated with what is written, unless it is None.
-    """
+    """The file object that ``torch.save`` is given. It joins small writes, of which an archive has about 40."""
 
     def __init__(self, file: BinaryIO, digest: Digest | None) -> None:
         self._file = file
@@ -116,12 +111,7 @@ class Writing:
 
 
 class Digest:
-    """A SHA-256, computed by a thread while the data are written.
-
-    Args:
-        value: what the data are of. The memory of its tensors does not change.
-        thread: computes.
-    """
+    """A SHA-256 of what is written of a value, computed by a thread. The memory of its tensors must not change."""
 
     def __init__(self, value: Any, thread: ThreadPoolExecutor) -> None:
         self._sha256 = hashlib.sha256()
