@@ -42,7 +42,8 @@ class Form:
         self.key: str | None = key
         self.shape: tuple[int, ...] = tuple(tensor.shape)
         self.dtype: torch.dtype = tensor.dtype
-        self._stride: tuple[int, ...] = torch.empty_like(tensor, device="meta").stride()  # without gaps
+        dense = tensor if tensor.is_contiguous() else torch.empty_like(tensor, device="meta")  # which is slow
+        self._stride: tuple[int, ...] = dense.stride()  # without gaps
 
     def describes(self, tensor: Tensor) -> bool:
         """Return whether a tensor has this shape and dtype."""
