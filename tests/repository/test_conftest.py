@@ -12,7 +12,8 @@ CONFTEST = TESTS / "conftest.py"
 
 @pytest.fixture
 def suite(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
-    monkeypatch.setenv("PYTHONPATH", f"{TESTS / 'support'}:{TESTS / 'support' / 'hosts'}")  # what it imports
+    support = TESTS / "support"
+    monkeypatch.setenv("PYTHONPATH", f"{support}:{support / 'forking'}:{support / 'hosts'}")  # what it imports
     pytester.makeconftest(CONFTEST.read_text())
     pytester.makeini("[pytest]\naddopts = -p no:cacheprovider\n")
     return pytester
