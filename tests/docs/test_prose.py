@@ -27,7 +27,7 @@ MOST = {
     "in vain": (0, 2),
     "be it": (0, 0),
     "all the same": (0, 0),
-    "alike": (0, 4),
+    "alike": (0, 7),
     "elsewhere": (0, 3),
     "of its own": (2, 15),
     "of their own": (0, 3),
