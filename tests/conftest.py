@@ -21,6 +21,7 @@ from typing import Any
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
 
+import forks
 import numpy as np
 import psutil
 import pytest
@@ -31,7 +32,7 @@ from hypothesis import HealthCheck, settings
 
 from unitrain import Strategy, initialize
 
-pytest_plugins = ["pytester", "s3_server", "sharing", "slurm"]
+pytest_plugins = ["pytester", "s3_server", "sharing", "slurm", "trained", "harness", "lives"]
 
 # How long an example takes depends on what else this machine does. The rest is Hypothesis's own choice, here or in CI.
 settings.register_profile("unitrain", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -56,9 +57,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _processes() -> set[psutil.Process]:
-    """Return the running descendants of this process, except the two that multiprocessing keeps, and warm ranks."""
+    """Return the running descendants of this process, except those that stay for later tests."""
     kept = {forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid}  # type: ignore[attr-defined]
-    kept |= warm.pids()
+    kept |= warm.pids() | forks.pids()
     return {
         process
         for process in psutil.Process().children(recursive=True)
@@ -146,8 +147,9 @@ def process_state_is_restored() -> Iterator[None]:
 
 
 def pytest_unconfigure() -> None:
-    """End the ranks that wait for functions."""
+    """End the processes that wait for work."""
     warm.close_all()
+    forks.close()
 
 
 # ---------------------------------------------------------------------------------------------- what was skipped
