@@ -32,7 +32,7 @@ from hypothesis import HealthCheck, settings
 
 from unitrain import Strategy, initialize
 
-pytest_plugins = ["pytester", "s3_server", "sharing", "slurm", "trained", "harness", "lives"]
+pytest_plugins = ["pytester", "s3_server", "sharing", "slurm", "harness", "lives"]
 
 # How long an example takes depends on what else this machine does. The rest is Hypothesis's own choice, here or in CI.
 settings.register_profile("unitrain", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])

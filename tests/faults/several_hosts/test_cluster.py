@@ -12,8 +12,9 @@ import pytest
 from cluster import Cluster, cluster
 from harness import HEARTBEAT_S, PROGRAM, QUICK, notes
 from host_commands import AS_ROOT, blocks_for, host_commands
-from trained import TRAINS, Weights, assert_trained
+from trained import TRAINS, Weights, assert_trained, expected
 
+__all__ = ["expected"]  # the fixture
 pytestmark = [pytest.mark.launcher, pytest.mark.xdist_group("cluster")]
 
 BLOCKS = {block.place: block.text for block in blocks_for(Path(__file__))}
