@@ -20,13 +20,7 @@ _CHUNK = 2**20
 
 
 class InSyncCheck(StepHook):
-    """Checks all prepared models every few steps (``check_in_sync_every``).
-
-    Args:
-        communicator: the communicator of this process.
-        prepared: the prepared modules.
-        every: number of steps from one check to the next.
-    """
+    """Checks all prepared models every so many steps (``check_in_sync_every``)."""
 
     def __init__(self, communicator: Communicator, prepared: PreparedModules, every: int) -> None:
         self._communicator = communicator
