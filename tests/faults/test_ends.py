@@ -9,16 +9,29 @@ import re
 from pathlib import Path
 
 import pytest
-from harness import FORKED, HEARTBEAT_S, HOROVODRUN, MPIRUN, MPIRUN_DDP, PLAIN, TIMEOUT_S, TORCHRUN, World, run, worlds
+from harness import (
+    FORKED,
+    HEARTBEAT_S,
+    HOROVODRUN,
+    MPIRUN,
+    MPIRUN_DDP,
+    PLAIN,
+    TIMEOUT_S,
+    TORCHRUN,
+    Kills,
+    World,
+    run,
+    worlds,
+)  # fmt: skip
 
-pytestmark = pytest.mark.launcher
+pytestmark = [pytest.mark.launcher, pytest.mark.xdist_group("faults")]
 # What a launcher takes to end, and a busy machine to schedule all of that, many times over.
 SLACK_S = 20.0
 
 
-@worlds(PLAIN, TORCHRUN, MPIRUN, HOROVODRUN, soak=[MPIRUN_DDP])
-def test_killed(world: World, tmp_path: Path) -> None:
-    end = run(world, tmp_path, fault="kill:1:7")
+@worlds(FORKED, TORCHRUN, MPIRUN, HOROVODRUN, soak=[PLAIN, MPIRUN_DDP])
+def test_killed(world: World, kills: Kills) -> None:
+    end, _ = kills(world)
     assert end.job.code != 0
     assert end.seconds < SLACK_S
     assert re.fullmatch(r"rank 1 on \S+ \(pid \d+\) ended without reporting an error: it was killed, .*", end.said(0))
