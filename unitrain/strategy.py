@@ -39,7 +39,7 @@ from unitrain.training.loop.loop import TrainingLoop
 from unitrain.training.loop.step import StepResult, TrainingStep
 from unitrain.training.models import preparation
 from unitrain.training.models.buffers import BufferSync
-from unitrain.training.models.in_sync import InSyncCheck, check_in_sync
+from unitrain.training.models.in_sync import FrequentCheck, InSyncCheck, check_in_sync
 from unitrain.training.models.materialising import Initialise
 from unitrain.training.models.precision import Precision
 from unitrain.training.models.prepared import PreparedModules
@@ -104,8 +104,13 @@ class Strategy:
         )
         self._gathering = Gathering(self._communicator)
         self._loop = TrainingLoop(self._step, self._prepared, pass_boundary)
-        if config.shares == "auto" and self.world_size > 1:
-            self._hooks.add_hook(LoadBalancer(self._communicator, self._step, shares))
+        if self.world_size > 1:
+            if config.shares == "auto":
+                self._hooks.add_hook(LoadBalancer(self._communicator, self._step, shares))
+            check = InSyncCheck(self._communicator, self._prepared, self._step.optimizers)
+            self._hooks.add_hook(check)
+            if config.check_in_sync_every:
+                self._hooks.add_hook(FrequentCheck(check, self._communicator, config.check_in_sync_every))
         self._preparation = preparation.Preparation(
             self._communicator,
             made,
@@ -723,6 +728,4 @@ def _hooks(
         hooks.add_hook(sharded)
     if communicator.world_size > 1 and config.broadcast_buffers:
         hooks.add_hook(BufferSync(communicator, prepared))
-    if config.check_in_sync_every:
-        hooks.add_hook(InSyncCheck(communicator, prepared, config.check_in_sync_every))
     return hooks
