@@ -88,7 +88,7 @@ class Strategy:
         sharded = self._communicator if self._communicator.shards_parameters else None
         self._precision = Precision(config.precision, self.device, sharded)
         shares = Shares(config.shares if isinstance(config.shares, tuple) else None, self.world_size)
-        self._prepared = PreparedModules(distributed=self.world_size > 1, shares=shares)
+        self._prepared = PreparedModules(shares)
         pass_boundary = self._job.stopping.pass_boundary
         optimizers = _sharded_optimizers(self._communicator)
         self._hooks = _hooks(self._communicator, self._prepared, optimizers, config)

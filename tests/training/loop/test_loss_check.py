@@ -67,6 +67,7 @@ def test_a_loss_that_trains_another_model_is_warned_of_once(loss: Any, settings:
         (lambda: logits().mean() / 3, {"accumulate": 4, "world": 2}),
         (lambda: (logits().mean() + logits().sum()) / 4, {"accumulate": 4}),  # the mean of several losses
         (lambda: logits().mean() * 0.5, {"world": 2}),
+        (lambda: logits().mean() * 1e4, {}),
         (lambda: logits().mean() * torch.tensor(2.0, requires_grad=True), {"accumulate": 2}),
         (lambda: cross_entropy(logits(), LABELS), {}),
         (lambda: cross_entropy(logits(), LABELS), {"world": 2, "weighted": True}),

@@ -7,6 +7,7 @@ nothing.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor
 from unitrain import call_site
 
 _NODES = 16  # that are looked at, from the loss on
-_SMALLEST_LOSS_SCALE = 1024.0
+_SMALLEST_LOSS_SCALE = 1024.0  # a power of two, as a GradScaler has them
 # What may stand between a loss and the operation that is looked for.
 _PASSED = ("AddBackward0", "DivBackward0", "MulBackward0", "ToCopyBackward0", "ViewBackward0", "CloneBackward0")
 _MEANS = ("NllLossBackward0", "NllLoss2DBackward0")
@@ -73,7 +74,7 @@ class LossCheck:
                 f"the loss is divided by {self._world_size}, the number of processes: UniTrain averages over the "
                 "processes itself, so that these gradients are too small. Pass the mean loss of the batch."
             )
-        if node.name() == "MulBackward0" and factor >= _SMALLEST_LOSS_SCALE and factor.is_integer():
+        if node.name() == "MulBackward0" and factor >= _SMALLEST_LOSS_SCALE and math.frexp(factor)[0] == 0.5:
             return (
                 f"the loss is multiplied by {factor:.0f}, as by a GradScaler: pass the loss as it is. With "
                 'precision="fp16", UniTrain scales it itself.'

@@ -26,7 +26,6 @@ class PreparedModules:
     """Records the modules that a strategy has prepared, and their parameters.
 
     Args:
-        distributed: whether there are several processes.
         shares: how the samples are shared among them.
 
     Attributes:
@@ -35,8 +34,7 @@ class PreparedModules:
         without_weights: the modules some of whose weights have no values yet, and what refuses their calls.
     """
 
-    def __init__(self, *, distributed: bool, shares: Shares) -> None:
-        self._distributed = distributed
+    def __init__(self, shares: Shares) -> None:
         self._originals: MutableMapping[nn.Module, nn.Module] = {}
         self._names: dict[Parameter, str] = {}
         self.shares = shares
@@ -105,13 +103,11 @@ class PreparedModules:
         return self._names.get(parameter, f"an unprepared parameter of shape {tuple(parameter.shape)}")
 
     def check(self, parameters: Iterable[Parameter]) -> None:
-        """Check that an optimizer's parameters belong to prepared modules. Needed only with several processes.
+        """Check that an optimizer's parameters belong to prepared modules.
 
         Raises:
             UsageError: a parameter belongs to no prepared module.
         """
-        if not self._distributed:
-            return
         missing = [p for p in parameters if p not in self._names]
         replaced = [self._names[self._replaced[p]] for p in missing if p in self._replaced]
         if replaced:
@@ -124,8 +120,8 @@ class PreparedModules:
             shapes = ", ".join(str(tuple(p.shape)) for p in missing[:3])
             raise UsageError(
                 f"{len(missing)} parameters of the optimizer belong to no prepared module (shapes {shapes}, ...), so "
-                "their gradients would not be averaged over the ranks. Pass the module to prepare(), before or with "
-                "the optimizer."
+                "it would train another model, or with several processes a different one on each rank. Pass the "
+                "module to prepare(), before or with the optimizer."
             )
 
     def check_modules(self) -> None:
