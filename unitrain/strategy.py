@@ -107,10 +107,9 @@ class Strategy:
         if self.world_size > 1:
             if config.shares == "auto":
                 self._hooks.add_hook(LoadBalancer(self._communicator, self._step, shares))
-            check = InSyncCheck(self._communicator, self._prepared, self._step.optimizers)
-            self._hooks.add_hook(check)
+            self._hooks.add_hook(InSyncCheck(self._communicator, self._prepared, self._step.optimizers))
             if config.check_in_sync_every:
-                self._hooks.add_hook(FrequentCheck(check, self._communicator, config.check_in_sync_every))
+                self._hooks.add_hook(FrequentCheck(self._communicator, self._prepared, config.check_in_sync_every))
         self._preparation = preparation.Preparation(
             self._communicator,
             made,

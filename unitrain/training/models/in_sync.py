@@ -6,6 +6,7 @@ apart go on averaging gradients of different models without any error.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from unitrain import call_site
 from unitrain.communication.communicator import Communicator
 from unitrain.errors import CommunicationError
 from unitrain.training.batch_norm.layers import is_unsynchronised
@@ -23,6 +25,7 @@ from unitrain.training.models.prepared import PreparedModules
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = 2**20
 _CHUNK_IN_CACHE = 2**14  # ten times as fast on a CPU
+_ROUNDING = 1e-3
 _FACTOR = 6364136223846793005  # odd; of a linear congruential generator (Knuth)
 
 
@@ -44,39 +47,42 @@ class InSyncCheck(StepHook):
 
     def at_epoch_end(self) -> None:
         """Check the models and the optimizers. Collective."""
-        self.check_models()
+        for module in self._prepared:
+            check_in_sync(self._communicator, self._prepared.unwrap(module), tolerance=_ROUNDING)
         for optimizer in self._optimizers():
             check_optimizers(self._communicator, self._prepared, optimizer, options=True)
-
-    def check_models(self) -> None:
-        """Check the models. Collective."""
-        for module in self._prepared:
-            check_in_sync(self._communicator, self._prepared.unwrap(module))
 
 
 class FrequentCheck(StepHook):
     """Checks all prepared models every few steps (``check_in_sync_every``).
 
     Args:
-        check: checks them.
-        communicator: counts the steps.
+        communicator: the communicator of this process.
+        prepared: the prepared modules.
         every: number of steps from one check to the next.
     """
 
-    def __init__(self, check: InSyncCheck, communicator: Communicator, every: int) -> None:
-        self._check = check
-        self._pulse = communicator.pulse
+    def __init__(self, communicator: Communicator, prepared: PreparedModules, every: int) -> None:
+        self._communicator = communicator
+        self._prepared = prepared
         self._every = every
 
     def after_update(self, optimizer: Optimizer, parameters: Sequence[Parameter], stepped: bool) -> None:
         """Check the models if this is the step for it. Collective."""
-        if (self._pulse.step + 1) % self._every == 0:
-            self._check.check_models()
+        if (self._communicator.pulse.step + 1) % self._every == 0:
+            for module in self._prepared:
+                check_in_sync(self._communicator, self._prepared.unwrap(module))
 
 
 @torch.no_grad()
-def check_in_sync(communicator: Communicator, module: nn.Module) -> None:
-    """See ``Strategy.check_in_sync``. A shard is on no other rank, so there is nothing to compare it with."""
+def check_in_sync(communicator: Communicator, module: nn.Module, tolerance: float = 0.0) -> None:
+    """See ``Strategy.check_in_sync``. A shard is on no other rank, so there is nothing to compare it with.
+
+    Args:
+        communicator: the communicator of this process.
+        module: an original module.
+        tolerance: warn of tensors that differ by no more than this share of their largest element.
+    """
     local = [f"{name}.{key}" if name else key for name, layer in module.named_modules() if is_unsynchronised(layer)
              for key, _ in layer.named_buffers()]  # fmt: skip
     named = [(n, t) for n, t in (*module.named_parameters(), *module.named_buffers())
@@ -85,14 +91,30 @@ def check_in_sync(communicator: Communicator, module: nn.Module) -> None:
         return
     ours = torch.stack([_checksum(tensor).to(communicator.device) for _, tensor in named])
     everyone = communicator.all_gather(ours).cpu()
+    rounded = ""
+    differing = (everyone != everyone[0]).any(dim=0).tolist()
     for i, (name, tensor) in enumerate(named):
+        if not differing[i]:
+            continue
         ranks = [rank for rank in range(1, communicator.world_size) if everyone[rank, i] != everyone[0, i]]
-        if ranks:
-            raise CommunicationError(
-                f"the ranks' models differ: {name} {tuple(tensor.shape)} of rank {', '.join(map(str, ranks))} is not "
-                "that of rank 0. It was changed on some ranks only: by a step outside strategy.step, by random numbers "
-                "that differ between ranks, or by loading weights on one rank."
-            )
+        text = f"{name} {tuple(tensor.shape)} of rank {', '.join(map(str, ranks))} is not that of rank 0"
+        if tolerance and _distance(communicator, tensor) <= tolerance:
+            rounded = text
+            continue
+        raise CommunicationError(
+            f"the ranks' models differ: {text}. It was changed on some ranks only: by a step outside strategy.step, by "
+            "random numbers that differ between ranks, or by loading weights on one rank."
+        )
+    if rounded and communicator.is_main:
+        call_site.warn(f"the ranks' models differ by rounding: {rounded}. Do their processors differ?")
+
+
+def _distance(communicator: Communicator, tensor: Tensor) -> float:
+    """Return the largest difference of any rank's tensor to rank 0's, relative to its largest element. Collective."""
+    own = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).detach().to(communicator.device).double()
+    expected = communicator.broadcast(own)
+    largest = (own - expected).abs().max() / expected.abs().max()
+    return max(communicator.all_gather(largest).nan_to_num(math.inf).tolist())
 
 
 def _checksum(tensor: Tensor) -> Tensor:
