@@ -47,10 +47,11 @@ class InSyncCheck(StepHook):
 
     def at_epoch_end(self) -> None:
         """Check the models and the optimizers. Collective."""
-        for module in self._prepared:
-            check_in_sync(self._communicator, self._prepared.unwrap(module), tolerance=_ROUNDING)
+        # First: other options are why the models differ.
         for optimizer in self._optimizers():
             check_optimizers(self._communicator, self._prepared, optimizer, options=True)
+        for module in self._prepared:
+            check_in_sync(self._communicator, self._prepared.unwrap(module), tolerance=_ROUNDING)
 
 
 class FrequentCheck(StepHook):
