@@ -130,12 +130,8 @@ def kill_stalled(pid: int, started: int, *, aborts: bool) -> None:
     """Kill a stalled process of this host.
 
     One that was stopped (SIGSTOP) is killed directly. One that is running, but holds the GIL, is aborted first: it
-    then prints its stacks.
-
-    Args:
-        pid: its process id.
-        started: its ``start_time``. Another process that has since got the same id is left alone.
-        aborts: whether this caller, of several, is the one that aborts it.
+    then prints its stacks. Of several callers, one has ``aborts``. A process that has since got the same pid, which has
+    another ``start_time``, is left alone.
     """
     with suppress(psutil.Error, OSError):
         process = psutil.Process(pid)

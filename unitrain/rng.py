@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-_MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 
 def seed_all(seed: int) -> None:
@@ -48,22 +49,23 @@ def sample_seeds(
         samples: indices of the samples.
         positions: positions of the samples in the epoch, for orders in which a sample may be repeated.
     """
-    mixed = _mixed(samples, derived_seed("sample", seed, epoch))
+    found = mixed(samples, derived_seed("sample", seed, epoch))
     if positions is not None:
-        mixed = _mixed(mixed + positions.astype(np.uint64), derived_seed("position", seed, epoch))
-    seeds: list[int] = mixed.tolist()
+        found = mixed(found + positions.astype(np.uint64), derived_seed("position", seed, epoch))
+    seeds: list[int] = found.tolist()
     return seeds
 
 
-def _mixed(values: NDArray[np.int64] | NDArray[np.uint64], key: int) -> NDArray[np.uint64]:
-    """Hash values with a key, by SplitMix64's finaliser, so that seeds of neighbouring samples are unrelated."""
-    mixed: NDArray[np.uint64] = (values.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(
-        key
-    )
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * _MULTIPLIERS[0]
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * _MULTIPLIERS[1]
-    mixed ^= mixed >> np.uint64(31)
-    return mixed
+def mixed(values: NDArray[np.int64] | NDArray[np.uint64], key: int) -> NDArray[np.uint64]:
+    """Hash values with a key, by SplitMix64's finaliser, so that the results of neighbours are unrelated, and distinct.
+
+    Steele, Lea, Flood, "Fast splittable pseudorandom number generators" (OOPSLA 2014).
+    """
+    found: NDArray[np.uint64] = (values.astype(np.uint64) + np.uint64(1)) * _GOLDEN + np.uint64(key)
+    found = (found ^ (found >> np.uint64(30))) * MULTIPLIERS[0]
+    found = (found ^ (found >> np.uint64(27))) * MULTIPLIERS[1]
+    found ^= found >> np.uint64(31)
+    return found
 
 
 def seed_generators(seed: int) -> None:

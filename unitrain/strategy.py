@@ -383,7 +383,7 @@ class Strategy:
     # ---------------------------------------------------------------------------------------- data and measurement
 
     def dataloader(self, dataset: Any, **options: Unpack[LoaderOptions]) -> Loader:
-        """Return a loader of this rank's part of ``dataset``. See ``unitrain.data.Loader`` for its options.
+        """Return a loader of this rank's part of ``dataset``. See ``LoaderOptions`` for the options.
 
         Example:
             >>> train = strategy.dataloader(train_set, global_batch_size=256, shuffle=True, num_workers=4)

@@ -85,9 +85,7 @@ def in_training(loader: Loader) -> MicroBatch:
 
 
 def _step_of(loader: Loader) -> TrainingStep:
-    listener = loader._listener
-    assert isinstance(listener, TrainingLoop)
-    return listener._step
+    return loader._loop._step
 
 
 def trained(loader: Loader, count: int | None = None) -> Iterator[Any]:

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import Sampler
+from typing_extensions import Unpack
 
 from unitrain import call_site
 from unitrain.communication.communicator import Communicator
 from unitrain.config import StrategyConfig
-from unitrain.data.loop import Iteration, LoopListener
+from unitrain.data.loop import Iteration
+from unitrain.data.options import LoaderOptions
 from unitrain.data.order.sharding import MicroBatch
 from unitrain.data.reading.feeding import feed, to_device
 from unitrain.data.reading.fingerprint import check_same_data, fingerprint
-from unitrain.data.reading.iterable import Iterable, is_sharded
+from unitrain.data.reading.iterable import Iterable
 from unitrain.data.reading.map_style import MapStyle
-from unitrain.data.reading.sources import Sources
+from unitrain.data.reading.sources import make_source
 from unitrain.data.settings import LoaderSettings
-from unitrain.errors import CheckpointError, ConfigError, DataError, UsageError
+from unitrain.errors import CheckpointError, DataError, UsageError
 from unitrain.job.joining.handshake import are_identical, difference_between_ranks
+
+if TYPE_CHECKING:
+    from unitrain.training.loop.loop import TrainingLoop
 
 
 class Loader:
@@ -36,36 +41,6 @@ class Loader:
     used in a backward of the strategy: the next iteration starts the next epoch. Otherwise, after
     ``next(iter(loader))`` say, it does not count: the next iteration yields the same batches again.
 
-    Args:
-        communicator: the communicator of this process.
-        listener: the training loop.
-        config: the strategy's settings.
-        local_world_size: number of processes on this host.
-        dataset: a map-style dataset (``__getitem__`` and ``__len__``), an iterable one (``__iter__``), or a torch
-            ``DataLoader``, which is converted.
-        global_batch_size: number of samples per optimizer step, over all processes and micro-batches. Results then do
-            not depend on the number of processes.
-        batch_size: number of samples per batch of one process, as in PyTorch; with unequal ``shares``, their mean over
-            the processes. Exactly one of the two is required.
-        micro_batch_size: with ``global_batch_size``: the most samples of one process per forward. The number of
-            micro-batches per step then follows from the number of processes and their shares, instead of
-            ``accumulate``.
-        shuffle: shuffle in each epoch, in an order that depends only on the strategy's seed and the epoch.
-        sampler: yields the indices of an epoch, instead of ``shuffle``. It must yield the same on every rank, and is
-            seeded for that.
-        batch_sampler: yields lists of indices, instead of a batch size and an order. Each list is the global batch of
-            one optimizer step, which is split over the ranks.
-        drop_last: drop the last step of an epoch if it is incomplete.
-        sample_seeding: seed python's, numpy's and torch's generators for each sample with (seed, epoch, sample), so
-            that random augmentations don't depend on workers and ranks. For map-style datasets.
-        sharded: whether an iterable dataset yields a different part on each rank and worker. Otherwise every rank
-            reads all of it and keeps its part. Default: True for datasets of Hugging Face and WebDataset, and for
-            those with a method ``shard(num_shards, index)``, which is called.
-        **settings: keyword arguments of ``DataLoader``: collate_fn, num_workers, persistent_workers, pin_memory,
-            prefetch_factor, timeout, worker_init_fn, multiprocessing_context. By default, workers are used only with
-            a GPU (one per core of this process minus one, at most 8, and none for data in memory), with a timeout of
-            half of ``timeout_s`` per batch.
-
     Attributes:
         dataset: the dataset.
         epoch: the epoch of the next iteration, or of the current one.
@@ -79,41 +54,21 @@ class Loader:
     def __init__(
         self,
         communicator: Communicator,
-        listener: LoopListener,
+        loop: TrainingLoop,
         config: StrategyConfig,
         local_world_size: int,
         dataset: Any,
-        *,
-        global_batch_size: int | None = None,
-        batch_size: int | None = None,
-        micro_batch_size: int | None = None,
-        shuffle: bool = False,
-        sampler: Sampler[int] | Sequence[int] | None = None,
-        batch_sampler: Sampler[list[int]] | Sequence[Sequence[int]] | None = None,
-        drop_last: bool = False,
-        sample_seeding: bool = True,
-        sharded: bool | None = None,
-        **settings: Any,
+        **options: Unpack[LoaderOptions],
     ) -> None:
-        given = LoaderSettings(
-            dataset,
-            global_batch_size,
-            batch_size,
-            micro_batch_size,
-            shuffle,
-            sampler,
-            batch_sampler,
-            drop_last,
-            settings,
-        )
+        given = LoaderSettings.of(dataset, options)
         self.dataset: Any = given.dataset
-        self._shares = listener.shares.current
+        self._shares = loop.shares.current
         self.global_batch_size: int | None = None
         if given.batch_sampler is None:
             micro_batches = given.micro_batches(self._shares, config.accumulate)
             self.global_batch_size = given.samples_per_step(communicator.world_size, micro_batches)
         self._communicator = communicator
-        self._listener = listener
+        self._loop = loop
         self._config = config
         self._seed = config.seed
         self._compared = False
@@ -121,23 +76,8 @@ class Loader:
         self._iteration: Iteration | None = None
         self.epoch = 0
         self._given = given
-        self._source: Iterable | MapStyle
-        self._reads_shards = given.is_iterable and (is_sharded(self.dataset) if sharded is None else sharded)
-        if self._reads_shards and config.shares is not None and communicator.world_size > 1:
-            raise ConfigError(
-                f"a sharded {type(self.dataset).__name__} can't be split by shares, since it yields a part of its own "
-                "on each rank: pass sharded=False if every rank can read all of it, or set strategy.shares to null."
-            )
-        self._sources = Sources(communicator, config, local_world_size, sample_seeding=sample_seeding)
-        if given.is_iterable:
-            self._source = self._sources.iterable(given, self._shares, sharded=self._reads_shards)
-        elif sharded is not None:
-            raise ConfigError("sharded is for iterable datasets only: the loader always shards map-style datasets.")
-        else:
-            self._source = self._map_style(given)
-
-    def _map_style(self, given: LoaderSettings) -> MapStyle:
-        return self._sources.map_style(given, self._shares, self._seed)
+        self._make_source = partial(make_source, communicator, config, local_world_size)
+        self._source: Iterable | MapStyle = self._make_source(given, self._shares, self._seed)
 
     def check_splits(self) -> None:
         """Raise UsageError unless ``split`` and ``first_batch`` can be called."""
@@ -154,7 +94,9 @@ class Loader:
         For trials: the position in the data stays the same, and nothing is recorded. Not collective.
         """
         given = replace(self._of_steps(samples), drop_last=False)
-        return to_device(self._map_style(given).first_batch(self._seed, self.epoch), self._communicator.device)
+        source = self._make_source(given, self._shares, self._seed)
+        assert isinstance(source, MapStyle)  # see check_splits
+        return to_device(source.first_batch(self._seed, self.epoch), self._communicator.device)
 
     def split(self, micro_batch_size: int) -> None:
         """Set ``micro_batch_size`` from the next iteration on. The samples of a step stay the same.
@@ -163,7 +105,7 @@ class Loader:
             ConfigError: ``accumulate`` is set.
         """
         given = replace(self._of_steps(self.global_batch_size), micro_batch_size=micro_batch_size)
-        self._given, self._source = given, self._map_style(given)
+        self._given, self._source = given, self._make_source(given, self._shares, self._seed)
 
     def _of_steps(self, samples: int | None) -> LoaderSettings:
         """Return the settings with this many samples per step, which are not split."""
@@ -241,7 +183,7 @@ class Loader:
             if self._counts or number != self.epoch:
                 self.epoch = number
             yield number
-            self._listener.follows()
+            self._loop.follows()
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's batches of an epoch, on its device, after those that were consumed before resuming."""
@@ -252,7 +194,7 @@ class Loader:
         if not self._compared:
             if isinstance(self._source, MapStyle) and not self._start[0]:
                 self._source.forget()
-            if self._communicator.world_size > 1 and not self._reads_shards:
+            if self._communicator.world_size > 1 and self._source.readers() is None:
                 self._check_same_data()
         self._compared = True
         iteration = self._iteration = Iteration(self._identity)
@@ -263,18 +205,18 @@ class Loader:
         finally:
             if not complete and iteration is self._iteration and not iteration.trained:
                 self._drop(iteration)
-        self._listener.end(iteration, complete=True)
+        self._loop.end(iteration, complete=True)
         self.epoch += 1
 
     def _drop(self, iteration: Iteration) -> None:
         """Forget an iteration that ended before any of its batches was trained on: it does not count."""
-        self._listener.end(iteration, complete=False)
+        self._loop.end(iteration, complete=False)
         self._begin_at(*self._start)
 
     def _batches(self, iteration: Iteration) -> Iterator[Any]:
         batches = self._balanced() if self._config.shares == "auto" else self._fed(*self._start)
-        for micro_batch, batch in self._listener.begin(iteration, batches):
-            if not self._listener.hand_out(micro_batch, iteration):
+        for micro_batch, batch in self._loop.begin(iteration, batches):
+            if not self._loop.hand_out(micro_batch, iteration):
                 continue
             yield batch
             if iteration is not self._iteration:
@@ -288,14 +230,14 @@ class Loader:
         """Yield the micro-batches of an epoch. If the shares change, the next step is split by the new ones."""
         start: tuple[int, int] | None = self._start
         while start is not None:
-            shares = self._listener.shares.current
+            shares = self._loop.shares.current
             if shares != self._shares:
                 self._shares = shares
                 self._source.split_by(shares, self._given.micro_batches(shares, self._config.accumulate))
             fed, start = self._fed(*start), None
             for micro_batch, batch in fed:
                 yield micro_batch, batch
-                if micro_batch.last and self._listener.shares.current != self._shares:
+                if micro_batch.last and self._loop.shares.current != self._shares:
                     start = micro_batch.stop, micro_batch.step + 1
                     break
 

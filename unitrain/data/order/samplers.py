@@ -39,39 +39,29 @@ class Epoch(NamedTuple):
     """Whether a sample may occur more than once."""
 
 
-class Orders(Protocol):
-    """Makes epochs."""
+class Orders(ABC, Generic[Plan]):
+    """Makes the epochs of a map-style dataset, from a plan that all of them share."""
 
+    def __init__(self, plan: Plan) -> None:
+        self._plan: Plan = plan
+
+    @abstractmethod
     def epoch(self, seed: int, number: int, start: int) -> Epoch:
         """Return epoch ``number`` of a run with ``seed``, from position ``start`` on."""
 
+    def split_by(self, shares: tuple[int, ...], accumulate: int) -> None:
+        """Split the epochs that are planned from now on by other shares, into another number of micro-batches."""
+        self._plan = replace(self._plan, shares=shares, accumulate=accumulate)
+
     def drawn(self, seed: int, number: int) -> str:
         """Return a digest of an epoch's indices, if they come from a sampler and were drawn last; else ""."""
+        return ""
 
     def forget(self) -> None:
         """Draw the indices of the next epoch anew: the script may have changed the sampler since ``len()``, say."""
 
-    def split_by(self, shares: tuple[int, ...], accumulate: int) -> None:
-        """Split the epochs that are planned from now on by other shares, into another number of micro-batches."""
 
-
-class _Planned(Generic[Plan]):
-    def __init__(self, plan: Plan) -> None:
-        self._plan: Plan = plan
-
-    def drawn(self, seed: int, number: int) -> str:
-        """See ``Orders``."""
-        return ""
-
-    def forget(self) -> None:
-        """See ``Orders``."""
-
-    def split_by(self, shares: tuple[int, ...], accumulate: int) -> None:
-        """See ``Orders``."""
-        self._plan = replace(self._plan, shares=shares, accumulate=accumulate)
-
-
-class OwnOrder(_Planned[EpochPlan]):
+class OwnOrder(Orders[EpochPlan]):
     """The dataset's own order, or a shuffled one."""
 
     def __init__(self, plan: EpochPlan, shuffle: bool) -> None:
@@ -84,17 +74,14 @@ class OwnOrder(_Planned[EpochPlan]):
         return Epoch(replace(self._plan, start=start), order, repeats=False)
 
 
-class _Sampled(_Planned[Plan], ABC):
+class _Sampled(Orders[Plan]):
     """An order that a sampler draws for each epoch.
 
-    Args:
-        plan: of the epochs.
-        sampler: the sampler.
-        most: a sampler that yields more indices than this for an epoch, and more than its length, has no end.
+    A sampler that yields more than ``most`` indices for an epoch, and more than its length, has no end.
     """
 
     def __init__(self, plan: Plan, sampler: Iterable[Any], most: int) -> None:
-        self._plan = plan
+        self._plan = plan  # mypy does not know the type in super().__init__
         self._sampler = _Seeded(sampler)
         self._most = most
         self._length = 0

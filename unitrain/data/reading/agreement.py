@@ -21,12 +21,7 @@ _numbers = itertools.count()
 
 
 class Agreement:
-    """The agreement of all ranks for one loader.
-
-    Args:
-        communicator: the communicator of this process.
-        plan: the sizes of the steps.
-    """
+    """The agreement of all ranks for one loader."""
 
     def __init__(self, communicator: Communicator, plan: EpochPlan) -> None:
         self._communicator = communicator

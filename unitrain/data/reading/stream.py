@@ -42,13 +42,7 @@ class Piece(NamedTuple):
 
 
 class _Stream(IterableDataset[Piece]):
-    """Base class of the two ways.
-
-    Args:
-        dataset: the iterable dataset.
-        plan: ranks and sizes of the steps.
-        collate: makes a batch of a list of samples.
-    """
+    """Base class of the two ways."""
 
     def __init__(self, dataset: Any, plan: EpochPlan, collate: Collate) -> None:
         self._dataset = dataset

@@ -46,13 +46,6 @@ def authenticate(
 ) -> JobKey:
     """Agree on the job's key, and check that every rank knows the job's secret. Collective.
 
-    Args:
-        communicator: the communicator of this process.
-        backend: its backend.
-        launch: how this process was started.
-        timeout_s: timeout for the other ranks.
-        environ: the environment.
-
     Raises:
         ConfigError: the secret is too short, or a rank has none or another; on every rank.
     """

@@ -61,10 +61,6 @@ def run(command: Sequence[str], *, max_restarts: int = 0) -> int:
     this process gets a SIGHUP or is killed, the ranks get a SIGTERM, and 30 s to save. Everything that the command
     has started is killed when it ends, and nothing else.
 
-    Args:
-        command: a program and its arguments.
-        max_restarts: maximum number of restarts, at least 0.
-
     Raises:
         ConfigError: ``max_restarts`` is less than 0.
         LaunchError: there is no command.

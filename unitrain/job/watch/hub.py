@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from heapq import nsmallest
 from itertools import islice
 
 from unitrain.job.watch import messages
@@ -80,7 +80,7 @@ class Hub:
         self._election: Election | None = None
         self._heartbeats: dict[int, messages.Heartbeat] = {}
         self._present = dict.fromkeys(self._heard_at)  # a set, in the order of the ranks
-        self._not_waiting = list(self._present)  # in a collective; sorted
+        self._busy = set(self._present)  # the ranks that do not wait for others
         self._reasons: list[StopReason] = []  # the first is being agreed on, or acted on
         self._boundaries: dict[int, int] = {}
         self._settled: set[int] = set()
@@ -97,8 +97,7 @@ class Hub:
         self._heard_at[rank] = self._now = now
         match message:
             case messages.Heartbeat():
-                self._heartbeats[rank] = message
-                self._note(rank, waits=message.waits or rank not in self._present)
+                self._take_heartbeat(rank, message)
             case messages.Failed():
                 self._decide_on_error(rank, message)
             case messages.Ask():
@@ -120,27 +119,21 @@ class Hub:
                     self._reasons.pop(0)
                     if self._reasons:
                         self._hold()
-            case messages.Candidate() | messages.SaveEnded():
-                self._take_part(rank, message)
+            case messages.Candidate() | messages.SaveEnded() if self._election is not None:
+                self._election.receive(rank, message)
             case messages.Leave():
                 self._remove(rank)
 
-    def _take_part(self, rank: int, message: messages.Candidate | messages.SaveEnded) -> None:
-        if self._election is not None:
-            self._election.receive(rank, message)
-
-    def _note(self, rank: int, *, waits: bool) -> None:
-        ranks = self._not_waiting
-        at = bisect_left(ranks, rank)
-        known = at < len(ranks) and ranks[at] == rank
-        if waits and known:
-            del ranks[at]
-        elif not waits and not known:
-            ranks.insert(at, rank)
+    def _take_heartbeat(self, rank: int, heartbeat: messages.Heartbeat) -> None:
+        self._heartbeats[rank] = heartbeat
+        if rank in self._present and not heartbeat.waits:
+            self._busy.add(rank)
+        else:
+            self._busy.discard(rank)
 
     def _remove(self, rank: int) -> None:
         self._present.pop(rank, None)
-        self._note(rank, waits=True)
+        self._busy.discard(rank)
 
     def _hold(self) -> None:
         if len(self._present) == len(self._members):  # otherwise the run is ending
@@ -183,8 +176,8 @@ class Hub:
                 self._decide(
                     rank, f" sent no heartbeat for {silence:.0f} s; it was {self._activity(rank)}", stalled=True
                 )
-        self._check_for_deadlock()
         waits = {rank: beat for rank, beat in self._heartbeats.items() if rank in self._present and beat.waits}
+        self._check_for_deadlock(waits)
         longest = max(waits, key=lambda rank: waits[rank].seconds, default=None)
         if longest is not None and waits[longest].seconds > self._timeout_s + _AFTER_LIBRARIES_S:
             self._decide_on_wait(longest, f"timed out (timeout_s is {self._timeout_s:g}), {waits[longest]}")
@@ -199,20 +192,16 @@ class Hub:
         """Decide which rank is to blame for a wait that failed: one that does not wait, if there is one."""
         if self.verdict is not None:
             return
-        culprit = next((other for other in self._not_waiting if other != rank), None)
+        culprit = min(self._busy - {rank}, default=None)
         others = self._describe_others(rank)
         if culprit is not None:
             self._decide(culprit, f" did not reach the call that rank {rank} waited in: {others}. Rank {rank}: {text}")
         else:
             self._decide(rank, f": {text}; {others}")
 
-    def _check_for_deadlock(self) -> None:
+    def _check_for_deadlock(self, waits: Mapping[int, messages.Heartbeat]) -> None:
         """Check for a rank that is in ``close`` while another waits for it in another call."""
-        lasting = {
-            rank: beat
-            for rank, beat in self._heartbeats.items()
-            if rank in self._present and beat.waits and beat.seconds > _DEADLOCK_S
-        }
+        lasting = {rank: beat for rank, beat in waits.items() if beat.seconds > _DEADLOCK_S}
         closing = [rank for rank, beat in lasting.items() if beat.phase == CLOSING]
         waiting = [rank for rank, beat in lasting.items() if beat.phase != CLOSING]
         if closing and waiting:
@@ -237,9 +226,7 @@ class Hub:
 
     def _describe_others(self, asking: int) -> str:
         """Return what the ranks that are not waiting are doing, or, if all wait, what each waits in."""
-        named = _first_others(self._not_waiting, asking) or _first_others(self._present, asking)
-        return "; ".join(f"{self._members[rank]} is {self._activity(rank)}" for rank in named)
-
-
-def _first_others(ranks: Iterable[int], asking: int) -> list[int]:
-    return list(islice((rank for rank in ranks if rank != asking), _MOST_NAMED))
+        others = nsmallest(_MOST_NAMED, self._busy - {asking})
+        if not others:
+            others = list(islice((rank for rank in self._present if rank != asking), _MOST_NAMED))
+        return "; ".join(f"{self._members[rank]} is {self._activity(rank)}" for rank in others)

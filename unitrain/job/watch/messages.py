@@ -22,11 +22,6 @@ class StopReason:
 
 
 @dataclass(frozen=True)
-class Welcome:
-    """From the hub: all ranks have connected."""
-
-
-@dataclass(frozen=True)
 class Heartbeat:
     """From a process: a heartbeat, with what the process is doing."""
 
@@ -46,7 +41,7 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class HubHeartbeat:
-    """From the hub: a heartbeat."""
+    """From the hub: a heartbeat. The first one says that all ranks have connected."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +160,7 @@ class SaveEnded:
 
 
 Message = (
-    Welcome | Heartbeat | HubHeartbeat | Failed | Ask | Answer | Call | CallsAgree | RequestStop | Hold | NextBoundary
+    Heartbeat | HubHeartbeat | Failed | Ask | Answer | Call | CallsAgree | RequestStop | Hold | NextBoundary
     | Stop | Settled | Leave | Verdict | Candidate | Elect | SaveEnded
 )  # fmt: skip
 

@@ -17,11 +17,14 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 from unitrain.job.watch.messages import StopReason
 from unitrain.process import exit_now, print_stdout
 from unitrain.pulse import Pulse
+
+if TYPE_CHECKING:
+    from unitrain.job.watch.watch import Watch
 
 Handler = Callable[[int, Any], object]
 """A handler of a signal."""
@@ -49,22 +52,8 @@ class Saves(Protocol):
         """Save a checkpoint, wait for it, and return where it is. Collective."""
 
 
-class Coordinator(Protocol):
-    """Lets the ranks agree on a boundary to stop at."""
-
-    def request_stop(self, reason: StopReason) -> None:
-        """Ask all ranks to stop at a common boundary."""
-
-    def settle(self) -> None:
-        """Report that this rank has acted on the stop."""
-
-
 class Boundaries:
-    """The boundaries of this process, and the one to stop at.
-
-    Args:
-        pulse: counts the boundaries that were passed.
-    """
+    """The boundaries of this process, which its pulse counts, and the one to stop at."""
 
     def __init__(self, pulse: Pulse) -> None:
         self._pulse = pulse
@@ -95,22 +84,16 @@ class Boundaries:
 
 
 class Stopping:
-    """Stops this process at the boundary that all ranks have agreed on.
-
-    Args:
-        boundaries: the boundaries of this process.
-        pulse: counts the boundaries that were passed.
-        coordinator: lets the ranks agree; None in a world of one.
-        is_main: whether this is rank 0, which prints.
+    """Stops this process at the boundary that all ranks have agreed on. A world of one has no watch.
 
     Attributes:
         starts_again: whether this process has stopped to go on with other hosts.
     """
 
-    def __init__(self, boundaries: Boundaries, pulse: Pulse, coordinator: Coordinator | None, *, is_main: bool) -> None:
+    def __init__(self, boundaries: Boundaries, pulse: Pulse, watch: Watch | None, *, is_main: bool) -> None:
         self._boundaries = boundaries
         self._pulse = pulse
-        self._coordinator = coordinator
+        self._watch = watch
         self._is_main = is_main
         self._checkpoint: Saves | None = None
         self._signals: StopSignals | None = None
@@ -133,10 +116,10 @@ class Stopping:
 
     def request(self, reason: StopReason) -> None:
         """Ask all ranks to stop at their next common boundary. Not collective; from any thread."""
-        if self._coordinator is None:
+        if self._watch is None:
             self._boundaries.agree(self._boundaries.hold(), reason)
         else:
-            self._coordinator.request_stop(reason)
+            self._watch.request_stop(reason)
 
     def pass_boundary(self) -> None:
         """Pass a boundary, or stop if it is the one that was agreed on. In the main thread only.
@@ -156,8 +139,8 @@ class Stopping:
         try:
             self._act_on(reason)
         finally:
-            if self._coordinator is not None:
-                self._coordinator.settle()
+            if self._watch is not None:
+                self._watch.settle()
 
     def _act_on(self, reason: StopReason) -> None:
         """Act on the reason of a stop. Collective."""
@@ -205,9 +188,6 @@ class StopSignals:
 
     submitit sends its jobs a signal (SIGUSR2, if not set otherwise) before their time limit, and when they are
     preempted. Its handler requeues the job and ends the process wherever it is, so it must wait until the run is saved.
-
-    Args:
-        request: called with the number of the signal.
 
     Attributes:
         resubmit: submitit's handlers, by signal, which are called when the run has been saved.

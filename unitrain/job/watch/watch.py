@@ -20,7 +20,7 @@ from unitrain.job.watch import messages
 from unitrain.job.watch.admission import introduce
 from unitrain.job.watch.emergency import Emergency, Saver, election_s, grace_s
 from unitrain.job.watch.hub import SILENT_END, Member, heartbeat_interval_s
-from unitrain.job.watch.hub_server import start_hub
+from unitrain.job.watch.hub_server import HubServer
 from unitrain.job.watch.link import Link
 from unitrain.job.watch.messages import Message, StopReason, Verdict
 from unitrain.job.watch.reaper import Reaper
@@ -44,14 +44,7 @@ _AFTER_THE_OTHERS_S = 1.0
 class Watch:
     """The watchdog of one process. Collective: connects to the hub, which waits for all ranks.
 
-    Args:
-        communicator: the communicator of this process.
-        members: all processes of the job, by rank.
-        boundaries: the boundaries of this process, at which it can be stopped.
-        config: the settings.
-        key: the job's key.
-        one_host: whether all ranks are on this host.
-        launch: how this process was started.
+    It shares ``boundaries``, at which this process can be stopped, with ``Stopping``.
 
     Attributes:
         members: all processes of the job, by rank.
@@ -66,13 +59,12 @@ class Watch:
         members: Sequence[Member],
         boundaries: Boundaries,
         config: StrategyConfig,
-        *,
-        key: bytes,
-        one_host: bool,
         launch: Launch,
+        key: bytes,
     ) -> None:
         self._saver: Saver | None = None
         self._launch = launch
+        self._one_host = launch.local_world_size == communicator.world_size
         self._grace_s = grace_s(launch)  # that an emergency checkpoint may take
         self._pulse = communicator.pulse
         self._boundaries = boundaries
@@ -81,7 +73,7 @@ class Watch:
         self._timeout_s = config.timeout_s
         self._heartbeat_timeout_s = min(config.heartbeat_timeout_s, config.timeout_s)
         self._interval_s = heartbeat_interval_s(self._heartbeat_timeout_s, len(members))
-        self._link, self._server = self._connect(communicator, key, one_host)
+        self._link, self._server = self._connect(communicator, key)
         self._changed = threading.Condition()
         self._verdict: Verdict | None = None
         self._answer: messages.Answer | messages.CallsAgree | None = None
@@ -91,7 +83,7 @@ class Watch:
         self._left = False
         self._state, self._since = ("", 0, 0), 0.0
         # Several ranks of a host kill the one that stalls; see _decide.
-        alone = not one_host and sum(member.host == self._me.host for member in members) == 1
+        alone = not self._one_host and sum(member.host == self._me.host for member in members) == 1
         self._reaper = Reaper(str(self._me), self._heartbeat_timeout_s + _REAP_AFTER_S) if alone else None
         self._thread = threading.Thread(target=self._run, name="unitrain watch", daemon=True)
         self._thread.start()
@@ -100,20 +92,17 @@ class Watch:
         """Return the process that this watch belongs to, for messages."""
         return str(self._me)
 
-    def _connect(self, communicator: Communicator, key: bytes, one_host: bool) -> tuple[Link, threading.Thread | None]:
-        server: threading.Thread | None = None
+    def _connect(self, communicator: Communicator, key: bytes) -> tuple[Link, HubServer | None]:
+        server: HubServer | None = None
 
         def start() -> tuple[list[str], int]:
             nonlocal server
-            port, server = start_hub(
-                self.members,
-                key,
-                timeout_s=self._timeout_s,
-                heartbeat_timeout_s=self._heartbeat_timeout_s,
-                one_host=one_host,
-                election_s=election_s(self._grace_s),
-            )
-            return ["127.0.0.1"] if one_host else own_addresses(), port
+            server = HubServer(
+                self.members, key, timeout_s=self._timeout_s, heartbeat_timeout_s=self._heartbeat_timeout_s,
+                one_host=self._one_host, election_s=election_s(self._grace_s),
+            )  # fmt: skip
+            server.start()
+            return ["127.0.0.1"] if self._one_host else own_addresses(), server.port
 
         hosts, port = communicator.on_main(start)
         link = Link(introduce(hosts, port, key, communicator.rank, self._timeout_s))
@@ -135,8 +124,8 @@ class Watch:
         Args:
             text: the error, in one line.
             patience_s: seconds to wait first for a verdict on another rank.
-            secondary: whether the error follows from another rank's failure: a collective that failed, say.
-            on_all_ranks: whether all ranks have the same error (a wrong setting, say), so that one of them reports it.
+            secondary: as in ``messages.Failed``.
+            on_all_ranks: as in ``messages.Failed``.
         """
         self._own_error = not secondary
         with self._changed:
@@ -160,19 +149,14 @@ class Watch:
         """What writes an emergency checkpoint when the job fails; None if none is to be written."""
         return self._saver
 
-    def save_by(self, saver: Saver) -> None:
-        """Have an emergency checkpoint written when the job fails, until ``save_no_more``."""
+    def save_by(self, saver: Saver | None) -> None:
+        """Have an emergency checkpoint written when the job fails, or none from now on."""
         self._saver = saver
-
-    def save_no_more(self) -> None:
-        """Have no emergency checkpoint written from now on."""
-        self._saver = None
 
     def wait_for_end(self, patience_s: float = 0.0) -> None:
         """Wait until the job has ended, if it is ending: this process, or another one, may save its state meanwhile.
 
-        Args:
-            patience_s: seconds to wait first for a verdict.
+        Wait ``patience_s`` seconds first for a verdict.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: self._verdict is not None, patience_s):
@@ -206,9 +190,7 @@ class Watch:
     def compare_calls(self, call: str, place: str) -> None:
         """Return once every rank has reached this call. The job ends if a rank makes another call.
 
-        Args:
-            call: the name and arguments of the call, as far as they must be the same on all ranks.
-            place: the line of the script that makes it, for the error message.
+        ``place`` is the line of the script that makes it, for the error message.
         """
         self._ask(messages.Call(call, place), messages.CallsAgree)
 
