@@ -7,21 +7,21 @@ nothing.
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from unitrain import call_site
 
 _NODES = 16  # that are looked at, from the loss on
-_SMALLEST_LOSS_SCALE = 1024.0  # a power of two, as a GradScaler has them
+_SMALLEST_SCALE = 1024.0  # of a GradScaler, which has it as a float32 tensor
 # What may stand between a loss and the operation that is looked for.
 _PASSED = ("AddBackward0", "DivBackward0", "MulBackward0", "ToCopyBackward0", "ViewBackward0", "CloneBackward0")
 _MEANS = ("NllLossBackward0", "NllLoss2DBackward0")
-_OF_MEAN = 1  # what torch saves for reduction="mean"
+_OF_MEAN, _OF_SUM = 1, 2  # what torch saves for reduction="mean" and "sum"
 
 
 class LossCheck:
@@ -55,31 +55,24 @@ class LossCheck:
             call_site.warn(message)
 
     def _leftover(self, loss: Tensor) -> str:
-        node = loss.grad_fn
-        if node is None or not node.next_functions:
+        """Return a message if the last operation on the loss scales it as scripts without UniTrain do."""
+        node: Any = loss.grad_fn
+        if node is None or node.name() not in ("DivBackward0", "MulBackward0"):
             return ""
-        factor = _constant(node)
-        inner = node.next_functions[0][0]
-        if factor is None or inner is None or inner.name() == "AddBackward0":  # (a + b) / 2 is a mean of two losses
+        other, inner = node._saved_other, node.next_functions[0][0]
+        if not isinstance(other, Tensor) or other.dim() or other.requires_grad or inner is None or _adds(inner):
             return ""
-        divisor = factor if node.name() == "DivBackward0" else 1 / factor if factor else 0.0
+        factor, divides = float(other), node.name() == "DivBackward0"
+        divisor = factor if divides else 1 / factor if factor else 0.0
         if self._accumulate > 1 and divisor == self._accumulate:
-            return (
-                f"the loss is divided by {self._accumulate}, which is also the setting accumulate: UniTrain averages "
-                "over the micro-batches of a step itself, so that these gradients are too small. Pass the mean loss of "
-                "the batch."
-            )
-        if node.name() == "DivBackward0" and self._world_size > 1 and divisor == self._world_size:
-            return (
-                f"the loss is divided by {self._world_size}, the number of processes: UniTrain averages over the "
-                "processes itself, so that these gradients are too small. Pass the mean loss of the batch."
-            )
-        if node.name() == "MulBackward0" and factor >= _SMALLEST_LOSS_SCALE and math.frexp(factor)[0] == 0.5:
-            return (
-                f"the loss is multiplied by {factor:.0f}, as by a GradScaler: pass the loss as it is. With "
-                'precision="fp16", UniTrain scales it itself.'
-            )
-        return ""
+            what = f"divided by {self._accumulate}, the setting accumulate: UniTrain averages over micro-batches"
+        elif divides and self._world_size > 1 and divisor == self._world_size:
+            what = f"divided by {self._world_size}, the number of processes: UniTrain averages over processes"
+        elif not divides and other.dtype == torch.float32 and factor >= _SMALLEST_SCALE and factor.is_integer():
+            what = f'multiplied by {factor:.0f}, as by a GradScaler: with precision="fp16", UniTrain scales losses'
+        else:
+            return ""
+        return f"the loss is {what} itself. Pass the mean loss of the batch."
 
     def _mean_over_some(self, loss: Tensor) -> str:
         """Return a message if the loss's mean leaves targets out or weighs them, where that matters."""
@@ -100,12 +93,9 @@ class LossCheck:
         return ""
 
 
-def _constant(node: Any) -> float | None:
-    """Return the number that a node multiplies or divides by, or None."""
-    if node.name() not in ("DivBackward0", "MulBackward0"):
-        return None
-    other = node._saved_other
-    return float(other) if isinstance(other, Tensor) and not other.dim() and not other.requires_grad else None
+def _adds(node: Any) -> bool:
+    """Return whether a node is a sum: to divide a sum of losses, or over a batch, makes the mean of it."""
+    return "Add" in node.name() or "Sum" in node.name() or getattr(node, "_saved_reduction", 0) == _OF_SUM
 
 
 def _nodes(loss: Tensor) -> Iterator[Any]:

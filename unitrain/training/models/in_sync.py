@@ -115,7 +115,7 @@ def _distance(communicator: Communicator, tensor: Tensor) -> float:
     own = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).detach().to(communicator.device).double()
     expected = communicator.broadcast(own)
     largest = (own - expected).abs().max() / expected.abs().max()
-    return max(communicator.all_gather(largest).nan_to_num(math.inf).tolist())
+    return float(communicator.all_gather(largest).nan_to_num(math.inf).max())
 
 
 def _checksum(tensor: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ def _checksum(tensor: Tensor) -> Tensor:
     plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     bits = plain.detach().contiguous().reshape(-1).view(_BITS[plain.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    parts = bits.split(_CHUNK if tensor.is_cuda else _CHUNK_IN_CACHE)
+    parts = torch.split(bits, _CHUNK if tensor.is_cuda else _CHUNK_IN_CACHE)
     # Odd multipliers, spread by the golden ratio, also detect swaps, and changes that cancel in a plain sum.
     odd = torch.arange(len(parts[0]), device=tensor.device) * -7046029254386353131 | 1
     for part in parts:
