@@ -17,6 +17,7 @@ from unitrain.data.structure import rebuilt, tensors
 from unitrain.device import devices_of
 from unitrain.errors import ConfigError, UsageError
 from unitrain.launch.detect import Launch
+from unitrain.training.models.compile import is_compiled
 from unitrain.wrapper import Wrapper
 
 
@@ -43,7 +44,7 @@ class _Wrapped(Wrapper, nn.DataParallel[nn.Module]):
     def scatter(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[int | torch.device]
     ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
-        """Split the rows evenly over the devices, of which at most as many are used as there are rows.
+        """Split the rows evenly over the devices, or over as many of them as there are rows.
 
         torch cuts chunks of equal size and a smaller last one: 10 rows on 4 GPUs become 3, 3, 3 and 1.
         """
@@ -61,15 +62,11 @@ class _Wrapped(Wrapper, nn.DataParallel[nn.Module]):
         return [share[0] for share in shares], [share[1] for share in shares]
 
     def gather(self, outputs: Any, output_device: int | torch.device) -> Any:
-        """Concatenate the outputs of the replicas on one device.
-
-        Raises:
-            UsageError: the model returns a scalar to train on, its own loss.
-        """
+        """Concatenate the outputs of the replicas on one device. Refuse a scalar to train on, the model's own loss."""
         if any(tensor.dim() == 0 and tensor.requires_grad for tensor in tensors(outputs, opened=True)):
             raise UsageError(
-                "the model returns its own loss, of which DataParallel would make one per GPU, over parts of different "
-                "sizes: compute the loss from the model's outputs, or use backend ddp, one process per GPU."
+                "the model returns its own loss: DataParallel would make one per GPU, over parts of different sizes. "
+                "Compute the loss from the model's outputs, or use backend ddp, one process per GPU."
             )
         return super().gather(outputs, output_device)
 
@@ -105,7 +102,7 @@ class DataParallelBackend(LocalBackend):
             torch.cuda.set_device(self.device)  # streams and events belong to the current device
 
     def place(self, module: nn.Module) -> None:
-        """Move a module to the first device. Refuse one whose layers are on several, of which there can be one only."""
+        """Move a module to the first device. Refuse one with layers on several."""
         spread = devices_of(module)
         if len(spread) > 1 and len(self.devices) > 1:
             raise UsageError(
@@ -119,7 +116,7 @@ class DataParallelBackend(LocalBackend):
         """Return the module in torch's DataParallel, or unchanged on a single device."""
         if len(self.devices) == 1:
             return module
-        if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
+        if is_compiled(module):
             raise UsageError(
                 f"a compiled module can't be replicated on {len(self.devices)} devices: all would run the code "
                 "compiled for one. Don't compile it (compile: false), or use backend ddp, one process per GPU."
@@ -130,15 +127,11 @@ class DataParallelBackend(LocalBackend):
 def _devices(config: StrategyConfig) -> tuple[torch.device, ...]:
     """Return the GPUs that hold a replica; none if the CPU is used."""
     visible = 0 if config.device == "cpu" else torch.cuda.device_count()
-    settings = config.section("data_parallel", DataParallelSettings)
-    wanted = settings.device_ids
+    wanted = config.section("data_parallel", DataParallelSettings).device_ids
     if wanted is None:
         if ":" in config.device:
             return (torch.device(config.device),)
         return tuple(torch.device("cuda", i) for i in range(visible))
-    missing = [i for i in wanted if i >= visible]
-    if missing or not wanted or len(set(wanted)) != len(wanted):
-        raise ConfigError(
-            f"data_parallel.device_ids is {list(wanted)}, but must be distinct indices of the {visible} visible GPUs."
-        )
+    if max(wanted) >= visible:
+        raise ConfigError(f"data_parallel.device_ids is {list(wanted)}, but {visible} GPUs are visible.")
     return tuple(torch.device("cuda", i) for i in wanted)

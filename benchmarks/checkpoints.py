@@ -176,8 +176,10 @@ def measure_rank_0(
         for buffer in model.buffers():
             buffer.add_(0)  # as a forward does
         start = time.thread_time()
-        step.hooks.begin_update(optimizer, ())
-        step.hooks.reach_boundary()
+        for before in step.hooks.before_update:
+            before(optimizer, ())
+        for reached in step.hooks.at_boundary:
+            reached()
         boundaries.append(time.thread_time() - start)
     seconds = []
     for _ in range(rounds):

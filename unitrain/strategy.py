@@ -682,6 +682,7 @@ class Strategy:
                     if self._checkpoint is not None:
                         self._checkpoint.close()
                     self.barrier()
+                self._step.check_complete()
                 job.leave()
         finally:
             job.wait_for_emergency_save()

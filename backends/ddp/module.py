@@ -63,12 +63,8 @@ class AveragingModule(Wrapper, DistributedDataParallel):
     def has_averaged(self, forwards: int, calls: int) -> bool:
         """Return whether gradients were averaged: not if all forwards ran within the window, before its last backward.
 
-        Args:
-            forwards: ``forwards`` at the end of the previous step.
-            calls: ``calls`` at the end of the previous step.
-
-        Raises:
-            UsageError: there are gradients, but there was no forward of this wrapper.
+        The arguments are the counts at the end of the previous step. UsageError is raised if there are gradients, but
+        there was no forward of this wrapper.
         """
         if self.calls > calls:
             return True

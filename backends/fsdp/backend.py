@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -50,7 +50,7 @@ class FSDPBackend(ProcessGroupBackend):
         settings = config.section(cls.name, FSDPSettings)
         if settings.cpu_offload and config.precision == "fp16":
             raise ConfigError(
-                "fsdp.cpu_offload does not support precision fp16, whose loss scale is on the GPU: set precision to "
+                "fsdp.cpu_offload does not support precision fp16, with a loss scale on the GPU: set precision to "
                 "bf16, or fsdp.cpu_offload to false."
             )
         if settings.shards == "host" and launch.world_size % launch.local_world_size:
@@ -65,7 +65,7 @@ class FSDPBackend(ProcessGroupBackend):
             self.replicas: int = self.world_size // launch.local_world_size
         self.offloads: bool = self.settings.cpu_offload and device.type != "cpu"
         if self.settings.cpu_offload and not self.offloads:
-            call_site.warn("fsdp.cpu_offload has no effect on a CPU, in whose memory everything is.")
+            call_site.warn("fsdp.cpu_offload has no effect on a CPU: everything is in its memory.")
         self._modules: dict[nn.Module, ShardedModule] = {}
         self._owner: dict[Tensor, ShardedModule] = {}
         self._names: dict[Parameter, str] = {}
@@ -74,19 +74,26 @@ class FSDPBackend(ProcessGroupBackend):
         self._mesh: DeviceMesh | None = None
 
     def start(self) -> tuple[int, int]:
-        """Initialise the process group, and those in which parameters are sharded and replicated."""
+        """Initialise the process group, and the groups that shard and replicate parameters."""
         world = super().start()
         if self.world_size > 1:
-            from torch.distributed.device_mesh import init_device_mesh
-
             if self.device.type == "cpu":
                 return_freed_memory(LARGE)  # units of the same sizes come and go, among shards
-
-            shape = (self.world_size,) if self.replicas == 1 else (self.replicas, self.launch.local_world_size)
-            names = ("shard",) if self.replicas == 1 else ("replicate", "shard")
-            self._mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
-            self.set_timeout(self._mesh.get_all_groups())
+            self._mesh = self._make_mesh()
         return world
+
+    def _make_mesh(self) -> DeviceMesh:
+        from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+        if self.replicas == 1:
+            return init_device_mesh(self.device.type, (self.world_size,), mesh_dim_names=("shard",))
+        # torch would give its own groups its own timeout: with NCCL, 10 minutes.
+        ranks = torch.arange(self.world_size).view(self.replicas, -1)
+        groups: list[Any] = [
+            dist.new_subgroups_by_enumeration(ranks_of_groups.tolist(), timeout=self.timeout)[0]
+            for ranks_of_groups in (ranks.T, ranks)
+        ]
+        return DeviceMesh.from_group(groups, self.device.type, ranks, mesh_dim_names=("replicate", "shard"))
 
     def close(self, *, failed: bool) -> None:
         """Destroy the process groups made here. A sharded module can't be called any more."""
@@ -107,7 +114,7 @@ class FSDPBackend(ProcessGroupBackend):
         if len(spread) > 1:
             raise UsageError(
                 f"the model's layers are on {', '.join(map(str, spread))}, but FSDP has the shards of a rank on its "
-                "one device: build the model on one device, or on the CPU. FSDP divides it among the ranks instead. Or "
+                "one device: build the model on one device, or on the CPU. FSDP shards it among the ranks instead. Or "
                 "use backend ddp, which leaves layers where they are."
             )
 
@@ -135,7 +142,7 @@ class FSDPBackend(ProcessGroupBackend):
             offload=self.offloads,
             has_mean="nccl" in dist.get_backend(),
         )
-        trim_heap()  # the whole model's, of which glibc would keep most
+        trim_heap()  # glibc would keep most of the whole model's memory
         sharded.arm(self._armed)
         self._modules[original] = sharded
         self._owner.update({p: sharded for p in original.parameters() if p not in sharded.replicated})
@@ -168,7 +175,7 @@ class FSDPBackend(ProcessGroupBackend):
         return parameter if leaf is None else leaf
 
     def drop_gradients(self, parameters: Sequence[Parameter]) -> None:
-        """Drop the reduced gradients, and those of backwards that did not reduce them."""
+        """Drop the reduced gradients, and what backwards have accumulated without reducing it."""
         for parameter in parameters:
             parameter.grad = None
             if parameter in self._owner:

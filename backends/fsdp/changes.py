@@ -14,10 +14,7 @@ from unitrain.errors import UsageError
 class ForwardChanges:
     """Finds which of a unit's whole weights were changed between the hooks of a user's forward.
 
-    Its hooks must run within those of fully_shard, which gather the weights and drop them: create it just before.
-
-    Args:
-        unit: the module that will be a unit.
+    Its hooks must run within the hooks of fully_shard, which gather the weights and drop them: create it just before.
     """
 
     def __init__(self, unit: nn.Module) -> None:

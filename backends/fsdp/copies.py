@@ -14,7 +14,7 @@ from .shards import full_tensor
 
 
 def filled(skeleton: nn.Module, module: nn.Module) -> nn.Module:
-    """Return a copy of a module without weights, with those of a sharded one, on the CPU. Collective."""
+    """Return a copy, on the CPU, of a module without weights, with the weights of a sharded one. Collective."""
     now: dict[str, Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     memo: dict[int, Any] = {}
     for name, parameter in skeleton.named_parameters():

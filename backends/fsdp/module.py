@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.nn import Parameter
 
 from unitrain.data.structure import tensors
 from unitrain.errors import UsageError
 from unitrain.module_copy import without_memory
-from unitrain.training.models.materialising import give_memory
+from unitrain.training.models.materialising import add_hooks, give_memory
 
 from .changes import ForwardChanges
 from .copies import filled, refuse_copy
@@ -23,24 +31,21 @@ from .settings import FSDPSettings
 from .shards import to_local
 from .units import units
 
+_METHOD = "unitrain_begin"
+
 
 class ShardedModule:
     """Shards a module in place, one unit after the other: only one has whole weights on the device at a time.
 
     Args:
-        module: the module, with the same weights on all ranks, on the device or the CPU.
-        mesh: the ranks.
-        device: the device of this rank.
-        settings: the settings of the backend.
+        module: has the same weights on all ranks, on the device or the CPU.
         compute_dtype: the dtype of autocast, in which weights are gathered where autocast would convert them.
         reduce_dtype: the dtype in which gradients are reduced; None for their own.
         offload: keep shards and their gradients in host memory.
         has_mean: whether the communication library can average, instead of sum.
 
     Attributes:
-        root: the module, whose class fully_shard has changed to a subclass of it and of ``FSDPModule``.
-        replicated: the parameters that can't be divided, of which every rank has all.
-        units: the modules that are gathered one at a time, the whole module among them.
+        replicated: the parameters that can't be sharded, which every rank has whole.
     """
 
     def __init__(
@@ -58,49 +63,42 @@ class ShardedModule:
         self._skeleton = without_memory(module, [*module.parameters(), *module.buffers()])
         give_memory(module, device, only=not_divisible(module))
         self.replicated: set[Parameter] = not_divisible(module)
-        before = dict(module.named_parameters())
         for parameter in self.replicated:
             parameter.data = parameter.data.to(device)
-        policy = _policy(module, compute_dtype, reduce_dtype)
-        changes: dict[object, ForwardChanges] = {}
+        before = dict(module.named_parameters())
         # Ranks that use different units would wait for one another.
         wrap = 2**62 if settings.find_unused_parameters else settings.wrap
+        changes: dict[object, ForwardChanges] = {}
+        shard = partial(
+            fully_shard,
+            mesh=mesh,
+            reshard_after_forward=settings.reshard_after_forward,
+            mp_policy=_policy(module, compute_dtype, reduce_dtype),
+            offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
+            ignored_params=self.replicated,
+        )
         for unit in (*units(module, wrap), module):
-            give_memory(unit, device)  # until it is divided; values come later
-            dense = [p for p in unit.parameters() if to_local(p) is p and p not in self.replicated]
-            for parameter in dense:
-                parameter.data = parameter.data.contiguous()  # of channels_last, say
+            give_memory(unit, device)  # until it is sharded; values come later
             changes[unit] = ForwardChanges(unit)
-            fully_shard(
-                unit,
-                mesh=mesh,
-                reshard_after_forward=settings.reshard_after_forward,
-                mp_policy=policy,
-                offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
-                ignored_params=self.replicated,
-            )
-            for parameter in dense:
-                # Whoever uses it still must fail, and not train apart. It must not take memory, either.
-                parameter.grad = None
-                parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+            self._divide(unit, shard)
         assert isinstance(module, FSDPModule)
         setattr(type(module), "__deepcopy__", refuse_copy)  # noqa: B010  (mypy knows no such attribute)
-        self.root: FSDPModule = module
+        self._root: FSDPModule = module
         self._module: nn.Module = module
-        self.units: list[FSDPModule] = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
-        for one in self.units:
+        self._units: list[FSDPModule] = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
+        for one in self._units:
             if not has_mean:
                 one.set_force_sum_reduction_for_comms(True)
             if device.type == "cpu":
                 # The next unit could be gathered before this one's backward, but gloo would block meanwhile.
                 one.set_modules_to_backward_prefetch([one])
-        module._get_fsdp_state()._lazy_init()  # now: else the first module that is called would be taken for the root
-        self._leaves: dict[Tensor, Tensor] = {}
+        _make_root(module)
         names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
-        for one in self.units:
-            gathered = dict(self._gathered_by(one))
+        self._leaves: dict[Tensor, Tensor] = {}
+        for one in self._units:
+            gathered = dict(_gathered_by(one))
             self._leaves.update(gathered)
-            changes[one].watch((names[shard], leaf) for shard, leaf in gathered.items())
+            changes[one].watch((names[parameter], leaf) for parameter, leaf in gathered.items())
         for name, parameter in module.named_parameters():
             if before[name] is not parameter:
                 self._move_hooks(before[name], parameter)
@@ -109,25 +107,23 @@ class ShardedModule:
             module.register_forward_hook(self._reshard_without_grad)
         module.set_reduce_scatter_unused_params(True)  # ranks that use different parameters reduce the same ones
 
-    @staticmethod
-    def _gathered_by(unit: Any) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield each shard that is gathered with a unit, and the leaf of the graph, which is the same in all steps."""
-        shards = dict(unit.named_parameters())
-        unit.unshard()
-        for name, whole in unit.named_parameters():
-            if whole is not shards[name]:
-                yield shards[name], whole
-        unit.reshard()
+    def _divide(self, unit: nn.Module, shard: Callable[[nn.Module], object]) -> None:
+        """Shard the parameters of a unit that are not sharded yet."""
+        dense = [p for p in unit.parameters() if to_local(p) is p and p not in self.replicated]
+        for parameter in dense:
+            parameter.data = parameter.data.contiguous()  # of channels_last, say
+        shard(unit)
+        for parameter in dense:
+            # Whoever uses it still must fail, and not train apart. It must not take memory, either.
+            parameter.grad = None
+            parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
 
     def _move_hooks(self, old: Parameter, new: Parameter) -> None:
         """Call the hooks of the script, as before, with the local gradient."""
         leaf = self.leaf(new)
         assert leaf is not None
         leaf.requires_grad_(True)  # a hook can't be added otherwise
-        for hook in (old._backward_hooks or {}).values():
-            leaf.register_hook(hook)  # type: ignore[no-untyped-call]
-        for hook in (old._post_accumulate_grad_hooks or {}).values():
-            leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        add_hooks(leaf, of=old)
         leaf.requires_grad_(new.requires_grad)
 
     def leaf(self, parameter: Tensor) -> Tensor | None:
@@ -137,7 +133,7 @@ class ShardedModule:
 
     def reshard(self) -> None:
         """Free the whole weights of all units, before the weights change."""
-        for unit in self.units:
+        for unit in self._units:
             unit.reshard()
 
     def _reshard_without_grad(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -147,8 +143,8 @@ class ShardedModule:
 
     def arm(self, sync: bool) -> None:
         """Set whether the next backward reduces gradients."""
-        self.root.set_requires_gradient_sync(sync)
-        self.root.set_is_last_backward(sync)
+        self._root.set_requires_gradient_sync(sync)
+        self._root.set_is_last_backward(sync)
 
     def refuse_calls(self) -> None:
         """Make the forward raise an error from now on."""
@@ -167,10 +163,31 @@ class ShardedModule:
         return filled(self._skeleton, self._module)
 
 
+def _gathered_by(unit: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield each shard that is gathered with a unit, and the leaf of the graph, which is the same in all steps."""
+    shards = dict(unit.named_parameters())
+    unit.unshard()
+    for name, whole in unit.named_parameters():
+        if whole is not shards[name]:
+            yield shards[name], whole
+    unit.reshard()
+
+
+def _make_root(module: FSDPModule) -> None:
+    """Call what FSDP takes for a forward of a module, since it takes the first module that is called for the root."""
+    assert isinstance(module, nn.Module)
+    setattr(module, _METHOD, lambda: None)
+    register_fsdp_forward_method(module, _METHOD)
+    with torch.no_grad():
+        getattr(module, _METHOD)()
+    delattr(module, _METHOD)
+    module.reshard()
+
+
 def _policy(
     module: nn.Module, compute_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None
 ) -> MixedPrecisionPolicy:
-    """Return the dtypes in which weights are gathered and gradients reduced. The forward's are autocast's matter."""
+    """Return the dtypes in which weights are gathered and gradients reduced. Autocast chooses the forward's."""
     if compute_dtype is None or not hasattr(MixedPrecisionPolicy, "param_dtype_override_fn"):  # torch 2.15
         return MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     converted = converted_by_autocast(module)

@@ -1,4 +1,4 @@
-"""Which parameters FSDP can divide, and which it may gather in the dtype of autocast."""
+"""Which parameters FSDP can shard, and which it may gather in the dtype of autocast."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def not_divisible(module: nn.Module) -> set[Parameter]:
 
 
 def converted_by_autocast(module: nn.Module) -> set[Parameter]:
-    """Return the parameters that autocast converts wherever they are used: those of linear layers and convolutions."""
+    """Return the parameters that autocast converts wherever they are used, in linear layers and convolutions."""
     converted: dict[Parameter, bool] = {}
     for layer in module.modules():
         is_one = type(layer) in _CONVERTED

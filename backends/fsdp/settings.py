@@ -31,7 +31,7 @@ class FSDPSettings(Section):
     cpu_offload: bool = False
     """Keep shards of weights, gradients and optimizer state in host memory, where the optimizer steps; slower."""
     shards: Literal["all", "host"] = "all"
-    """Divide parameters among all ranks, or among those of each host; hosts then have replicas."""
+    """Shard parameters among all ranks, or among the ranks of each host; hosts then have replicas."""
 
     @field_validator("wrap", mode="before")
     @classmethod

@@ -1,4 +1,4 @@
-"""The tensors of torch's fully_shard: DTensors that are divided in their first dimension."""
+"""The tensors of torch's fully_shard: DTensors that are sharded in their first dimension."""
 
 from __future__ import annotations
 

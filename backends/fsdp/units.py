@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from unitrain.errors import ConfigError, nearest
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-_LEAST_SHARE = 1e-3  # smaller modules are gathered with what contains them: each takes a collective of its own
+_LEAST_SHARE = 1e-3  # smaller modules are gathered with what contains them: each takes another collective
 
 
 def units(module: nn.Module, wrap: Sequence[str] | int | None) -> list[nn.Module]:
@@ -43,7 +43,7 @@ def units(module: nn.Module, wrap: Sequence[str] | int | None) -> list[nn.Module
 
 def _candidates(module: nn.Module, wrap: Sequence[str] | int | None) -> list[nn.Module]:
     """Return modules, each after those that contain it."""
-    # An attention layer uses the weights of its own layers without calling them.
+    # An attention layer uses the weights of its layers without calling them.
     uncalled = {
         child for layer in module.modules() if isinstance(layer, nn.MultiheadAttention) for child in layer.children()
     }

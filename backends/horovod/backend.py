@@ -186,7 +186,7 @@ def _check_served(host: str, port: str) -> None:
 def _variables(config: StrategyConfig, launch: Launch) -> dict[str, str]:
     """Return the environment variables to initialise Horovod with. Those that the user has set take precedence."""
     controller, seconds = _controller(config, launch), config.timeout_s
-    # If a rank does not come, gloo aborts the others. Under the elastic driver, the start watch has them go on before.
+    # If a rank does not come, gloo aborts the others. Under the elastic driver, the start watch acts before.
     gloo_s = 2 * seconds if launch.elastic else seconds
     unless_set = {
         "HOROVOD_CPU_OPERATIONS": controller,

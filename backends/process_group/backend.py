@@ -24,17 +24,13 @@ from .devices import any_shared, gpu_id
 from .group import CoreGroup
 
 _AFTER_WATCH_S = 60.0
-# Newer releases of torch have renamed this function, and deprecate the old name.
-_SET_TIMEOUT: Callable[..., None] = (
-    dist.set_timeout if hasattr(dist, "set_timeout") else dist.distributed_c10d._set_pg_timeout
-)
 
 
 class ProcessGroupBackend(Backend):
     """Communicates through torch.distributed. The core's collectives use a separate process group.
 
-    On one group, ranks whose BatchNorm collectives and gradient collectives are ordered differently would abort inside
-    gloo. Its settings have a field ``communication``.
+    On one group, ranks that order BatchNorm collectives and gradient collectives differently would abort inside gloo.
+    Its settings have a field ``communication``.
     """
 
     served_by = "torchrun, mpirun, srun or unitrain.spawn"
@@ -92,7 +88,7 @@ class ProcessGroupBackend(Backend):
                     f"{self.launch.address or 'rank 0'} within {self.config.timeout_s:g} s: "
                     f"{str(error).strip().splitlines()[0]}{self._hint(library)}"
                 ) from error
-        self._timeout = timeout
+        self.timeout: timedelta = timeout
         self._group = CoreGroup(timeout)
         return dist.get_rank(), dist.get_world_size()
 
@@ -129,12 +125,6 @@ class ProcessGroupBackend(Backend):
             self._group.close()
         if not self._adopted and dist.is_initialized():
             dist.destroy_process_group()
-
-    def set_timeout(self, groups: Sequence[dist.ProcessGroup]) -> None:
-        """Give groups that torch has made the job's timeout. With NCCL, torch's own ends the job after 10 minutes."""
-        for group in groups:
-            if group is not dist.group.WORLD:
-                _SET_TIMEOUT(self._timeout, group)
 
     def average(self, parameters: Sequence[Parameter]) -> None:
         """Average gradients over the ranks. Those that are equal on all ranks stay the same."""

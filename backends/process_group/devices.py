@@ -17,22 +17,16 @@ _starts = itertools.count()
 def gpu_id(device: torch.device, rank: int) -> str:
     """Return an identifier of a rank's GPU, which two ranks have in common if NCCL would not take them both.
 
-    NCCL tells GPUs by host and PCI address. MIG instances of one GPU have the same, though each has a UUID of its own.
+    NCCL tells GPUs by host and PCI address. MIG instances of one GPU share it, though their UUIDs differ.
     """
     host = Path("/proc/sys/kernel/random/boot_id").read_text().strip()  # containers on one host may have any names
-    gpu: Any = torch.cuda.get_device_properties(device)  # of whose PCI address its stub does not know
+    gpu: Any = torch.cuda.get_device_properties(device)  # its stub lacks the PCI address
     address = f"{host} {gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}"
     return f"{address} {rank}" if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" else address
 
 
 def any_shared(store: dist.Store, own: str, world_size: int) -> bool:
-    """Return whether two ranks use the same device; the same on all ranks. Collective; O(1) calls on each rank.
-
-    Args:
-        store: a store that all ranks share.
-        own: identifier of this rank's device.
-        world_size: number of ranks.
-    """
+    """Return whether two ranks have the same identifier of their device. Collective; O(1) calls of the store."""
     place = dist.PrefixStore(f"unitrain/devices/{next(_starts)}", store)
     if place.add(f"id/{own}", 1) > 1:
         place.set("shared", "yes")

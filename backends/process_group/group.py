@@ -20,11 +20,7 @@ _WIDER = {torch.int16: torch.int32}
 
 
 class CoreGroup:
-    """Asynchronous collectives on a new process group of all ranks. Collective.
-
-    Args:
-        timeout: timeout of each collective.
-    """
+    """Asynchronous collectives on a new process group of all ranks. Collective."""
 
     def __init__(self, timeout: timedelta) -> None:
         group = dist.new_group(timeout=timeout)

@@ -20,7 +20,7 @@ from slurm import Slurm
 from trained import TRAINS, Weights, assert_trained, expected
 
 from unitrain.commands.cli import main
-from unitrain.commands.template import KINDS, Job, default_name, template
+from unitrain.commands.template import KINDS, default_name, job_file
 
 __all__ = ["expected"]  # the fixture
 # The programs of this environment are found first, as those of an activated one.
@@ -35,8 +35,17 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def job(target: Path = Path("recipes/resnet.py"), *flags: str, hosts: int = 2, processes: int = 1) -> Job:
-    return Job(target, flags, name="a-job", hosts=hosts, processes=processes, gpus=False, image="unitrain:cpu")
+def template(
+    kind: str,
+    target: Path = Path("recipes/resnet.py"),
+    *flags: str,
+    hosts: int = 2,
+    processes: int = 1,
+    gpus: bool = False,
+) -> str:
+    return job_file(
+        kind, target, flags, name="a-job", hosts=hosts, processes=processes, gpus=gpus, image="unitrain:cpu"
+    )
 
 
 # ----------------------------------------------------------------------------------------------------- the command
@@ -75,13 +84,13 @@ def test_bad_arguments(arguments: list[str], message: str, capsys: pytest.Captur
 )
 def test_default_name(script: str, name: str) -> None:
     assert default_name(Path(script)) == name
-    job(Path(script))
+    assert job_file("slurm", Path(script), [], name=None, hosts=1, processes=1, gpus=False, image="i")
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
 @pytest.mark.parametrize("gpus", [True, False])
 def test_gpus_are_asked_for_where_they_are_wanted(kind: str, gpus: bool) -> None:
-    text = template(kind, Job(Path("a.py"), [], name="a", hosts=2, processes=4, gpus=gpus, image="i"))
+    text = template(kind, Path("a.py"), processes=4, gpus=gpus)
     assert ("gpu" in text.lower().replace("use_gpu=false", "")) == gpus
 
 
@@ -90,7 +99,7 @@ def test_gpus_are_asked_for_where_they_are_wanted(kind: str, gpus: bool) -> None
 
 def checked(kind: str, model: str, **options: Any) -> dict[str, Any]:
     """Return a job of an operator that its own model takes, and whose pods Kubernetes takes, without a change."""
-    document = yaml.safe_load(template(kind, job(**options)))
+    document = yaml.safe_load(template(kind, **options))
 
     class Response:
         data = json.dumps(document)
@@ -118,7 +127,7 @@ def test_pytorchjob(expected: Weights, tmp_path: Path) -> None:
     assert [replicas[name]["replicas"] for name in ("Master", "Worker")] == [1, 2]
 
     flags = [str(tmp_path), *ODD]
-    document = yaml.safe_load(template("pytorchjob", job(TRAINS, *flags)))
+    document = yaml.safe_load(template("pytorchjob", TRAINS, *flags))
     [container] = document["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
     assert container["name"] == "pytorch"
     command = in_shell_of_kubernetes(container["command"])
@@ -143,7 +152,7 @@ def test_mpijob(expected: Weights, tmp_path: Path) -> None:
     """Mpirun in the launcher, with the hosts in the file that the operator names."""
     spec = checked("mpijob", "KubeflowOrgV1MPIJob", target=TRAINS, processes=2)["spec"]
     assert spec["slotsPerWorker"] == spec["mpiReplicaSpecs"]["Worker"]["replicas"] == 2
-    document = yaml.safe_load(template("mpijob", job(TRAINS, str(tmp_path))))
+    document = yaml.safe_load(template("mpijob", TRAINS, str(tmp_path)))
     [container] = document["spec"]["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"]
     hosts = tmp_path / "hostfile"
     hosts.write_text("localhost slots=2\n")
@@ -162,9 +171,7 @@ def test_mpijob(expected: Weights, tmp_path: Path) -> None:
 def test_compose(gpus: bool, tmp_path: Path) -> None:
     """Compose's own parser takes it, and each container gets the flags as they are, and GPUs of its own."""
     file = tmp_path / "compose.yaml"
-    file.write_text(
-        template("compose", Job(Path("a b.py"), ODD, name="a", hosts=2, processes=2, gpus=gpus, image="i:1"))
-    )
+    file.write_text(template("compose", Path("a b.py"), *ODD, processes=2, gpus=gpus))
     shown = subprocess.run(
         ["docker-compose", "--file", str(file), "config"], capture_output=True, text=True, check=True, timeout=60
     )
@@ -186,7 +193,7 @@ def test_compose(gpus: bool, tmp_path: Path) -> None:
 @pytest.mark.xdist_group("slurm")
 def test_slurm(slurm: Slurm, expected: Weights, tmp_path: Path) -> None:
     script, log = tmp_path / "job.sh", tmp_path / "job.log"
-    script.write_text(template("slurm", job(TRAINS, str(tmp_path))))
+    script.write_text(template("slurm", TRAINS, str(tmp_path)))
     environ = {**slurm.env, "PATH": PATH}
     subprocess.run(
         ["sbatch", "--wait", "--oversubscribe", f"--output={log}", str(script)],
@@ -201,7 +208,7 @@ def test_slurm_takes_odd_flags(slurm: Slurm, tmp_path: Path) -> None:
     shows = tmp_path / "shows.py"
     shows.write_text("import sys; print(sys.argv[1:])\n")
     script, log = tmp_path / "job.sh", tmp_path / "job.log"
-    script.write_text(template("slurm", job(shows, *ODD, hosts=1)))
+    script.write_text(template("slurm", shows, *ODD, hosts=1))
     environ = {**slurm.env, "PATH": PATH}
     subprocess.run(
         ["sbatch", "--wait", f"--output={log}", str(script)], env=environ, cwd=tmp_path, check=True, timeout=120
@@ -219,7 +226,7 @@ def test_ray(killed_at: str | None, expected: Weights, tmp_path: Path) -> None:
     # As a user would, from the folder of the script.
     shutil.copy(TRAINS, tmp_path / "trains.py")
     flags = [str(tmp_path), *([killed_at] if killed_at else [])]
-    drive(template("ray", job(Path("trains.py"), *flags, hosts=1, processes=2)), tmp_path)
+    drive(template("ray", Path("trains.py"), *flags, hosts=1, processes=2), tmp_path)
     assert (tmp_path / "killed").exists() == (killed_at is not None)
     assert_trained(tmp_path, expected, world_size=2)
 

@@ -11,39 +11,24 @@ import torch
 from places import ROOT
 from torch import nn
 
-MOST = 32  # of 44 in November 2026; it may only fall
+MOST = 17  # of 44 in November 2026; it may only fall
 REASONS = {
     "_BatchNorm": "the one base class of BatchNorm's layers, which SyncBatchNorm replaces in place",
-    "_EffectType": "see _register_effectful_op",
     "_amp_foreach_non_finite_check_and_unscale_": "GradScaler's kernel: one check of all gradients, on the GPU",
     "_backward_hooks": "hooks of the script move to the parameter that takes another's place",
     "_buffers": "a buffer is read at each step, without nn.Module's lookup",
     "_cdata": "the identity of a storage, also of a fake one",
     "_compiled_call_impl": "tells whether module.compile() was called",
-    "_forward_hooks": "hooks are removed from an exported copy, which has no handles of them",
-    "_forward_hooks_always_called": "as _forward_hooks",
-    "_forward_pre_hooks": "as _forward_hooks",
-    "_forward_pre_hooks_with_kwargs": "as _forward_hooks",
-    "_flatten_dense_tensors": "packs many small parameters in one call, in each sharded step",
-    "_get_fsdp_state": "see _lazy_init",
-    "_higher_order_ops": "see _register_effectful_op",
-    "_lazy_init": "else the first module that is called would be taken for FSDP's root",
     "_metadata": "the versions of layers in a state dict, which load_state_dict reads",
-    "_non_persistent_buffers_set": "tells which buffers are saved, also where a model overrides state_dict",
     "_optimizer_step_post_hooks": "hooks of scripts run outside of the exchange of a sharded optimizer's parameters",
     "_optimizer_step_pre_hooks": "as _optimizer_step_post_hooks",
     "_orig_mod": "the module within torch.compile(module)",
-    "_parameters": "a trial puts the very objects back that a module had",
     "_post_accumulate_grad_hooks": "as _backward_hooks",
     "_pytree": "the structure of nested state, as torch's own serialisers see it",
     "_rebuild_buckets": "under debug, DDP's own collective comes before the ranks compare calls",
-    "_register_effectful_op": "a compiler must keep the order of collectives",
     "_reset_parameters": "initialises nn.MultiheadAttention and nn.Transformer, which have no reset_parameters",
-    "_set_pg_timeout": "torch.distributed.set_timeout before torch 2.15",
     "_step_supports_amp_scaling": "GradScaler's convention for optimizers that unscale by themselves",
-    "_unflatten_dense_tensors": "as _flatten_dense_tensors",
     "_utils": "torch.utils.data's collate functions and worker information",
-    "_values": "a view of a sparse gradient's values, to clip them in place",
     "_version": "tells whether a tensor was changed in place",
 }
 # torch documents these.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from unitrain.url import is_url
 
@@ -20,6 +21,9 @@ def path(text: str) -> Path:
     return Path(text)
 
 
-def after_dashes(remainder: list[str]) -> list[str]:
-    """Return the remainder without a leading "--", which only some versions of Python remove."""
-    return remainder[1:] if remainder[:1] == ["--"] else remainder
+class AfterDashes(argparse.Action):
+    """Stores the remaining arguments without a leading "--", which only some versions of Python remove."""
+
+    def __call__(self, parser: object, namespace: argparse.Namespace, values: Any, option: object = None) -> None:
+        """Store them."""
+        setattr(namespace, self.dest, values[1:] if values[:1] == ["--"] else values)

@@ -25,34 +25,28 @@ from unitrain.errors import CheckpointError, UsageError
 _SAFETENSORS = {dtype: name for name, dtype in DTYPES.items()}
 
 
-def inspect(path: Path) -> Iterator[str]:
-    """Verify a checkpoint, and yield lines that say what is in it.
-
-    Args:
-        path: its folder, or that of checkpoints, whose newest is taken.
+def inspect(path: Path) -> int:
+    """Verify a checkpoint, the newest in a folder of several, and print what is in it.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
     saved = open_checkpoint(path)
     size = sum(file.size for file in saved.found.manifest.files.values())
-    yield f"step {saved.found.manifest.step}, {len(saved.found.manifest.files)} files, {size} bytes, intact"
+    print(f"step {saved.found.manifest.step}, {len(saved.found.manifest.files)} files, {size} bytes, intact")
     for name, state in saved.parts.items():
         found = list(tensors_of(saved, state))
-        yield f"{name}: {len(found)} tensors, {sum(torch.Size(form.shape).numel() for _, form, _ in found)} elements"
+        print(f"{name}: {len(found)} tensors, {sum(torch.Size(form.shape).numel() for _, form, _ in found)} elements")
         for key, form, parts in found:
             dtype = str(form.dtype).removeprefix("torch.")
-            yield f"  {key} {form.shape} {dtype}{f', in {parts} parts' if parts > 1 else ''}"
+            print(f"  {key} {form.shape} {dtype}{f', in {parts} parts' if parts > 1 else ''}")
+    return 0
 
 
-def merge(path: Path, output: Path, name: str = "model") -> None:
-    """Write the state of one object of a checkpoint to a file, with whole tensors.
+def merge(path: Path, output: Path, name: str = "model") -> int:
+    """Write the state of one object of a checkpoint, the newest in a folder of several, to a file with whole tensors.
 
-    Args:
-        path: the checkpoint's folder, or that of checkpoints, whose newest is taken.
-        output: the file. One that ends in ``.safetensors`` is written in that format, a tensor at a time,
-            and any other one by ``torch.save``.
-        name: of the object.
+    A file that ends in ``.safetensors`` is written in that format, a tensor at a time, and any other by ``torch.save``.
 
     Raises:
         CheckpointError: there is no checkpoint, it is damaged, or the file can't be written.
@@ -74,13 +68,12 @@ def merge(path: Path, output: Path, name: str = "model") -> None:
             store.put(output.name, draft)
     except OSError as error:
         raise CheckpointError(f"{output} could not be written: {error}") from error
+    print(f"written: {output}")
+    return 0
 
 
 def open_checkpoint(path: Path) -> OpenCheckpoint:
-    """Verify and open a checkpoint.
-
-    Args:
-        path: its folder, or that of checkpoints, whose newest is taken.
+    """Verify and open a checkpoint, the newest in a folder of several.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
@@ -140,29 +133,19 @@ def _write_safetensors(file: BinaryIO, name: str, saved: OpenCheckpoint) -> None
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command to its parser."""
-    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
     where = "folder of a checkpoint, or of checkpoints, whose newest is taken"
     summary = "verify a checkpoint, and list its tensors"
-    inspect = actions.add_parser("inspect", help=summary, description=sentence(summary))
-    inspect.add_argument("path", type=path, metavar="PATH", help=where)
-    inspect.set_defaults(run=_run_inspect)
+    action = actions.add_parser("inspect", help=summary, description=sentence(summary))
+    action.add_argument("path", type=path, metavar="PATH", help=where)
+    action.set_defaults(run=inspect)
     summary = "write the state of one object to a file, with whole tensors"
-    merge = actions.add_parser("merge", help=summary, description=sentence(summary))
-    merge.add_argument("path", type=path, metavar="PATH", help=where)
-    merge.add_argument(
+    action = actions.add_parser("merge", help=summary, description=sentence(summary))
+    action.add_argument("path", type=path, metavar="PATH", help=where)
+    action.add_argument(
         "-o", "--output", type=path, metavar="FILE", required=True, help="a .safetensors file, or one for torch.load"
     )
-    merge.add_argument("--object", default="model", metavar="NAME", help="name of the object (default: %(default)s)")
-    merge.set_defaults(run=_run_merge)
-
-
-def _run_inspect(arguments: argparse.Namespace) -> int:
-    for line in inspect(arguments.path):
-        print(line)
-    return 0
-
-
-def _run_merge(arguments: argparse.Namespace) -> int:
-    merge(arguments.path, arguments.output, arguments.object)
-    print(f"written: {arguments.output}")
-    return 0
+    action.add_argument(
+        "--object", dest="name", default="model", metavar="NAME", help="name of the object (default: %(default)s)"
+    )
+    action.set_defaults(run=merge)

@@ -1,4 +1,8 @@
-"""The ``unitrain`` command: parses the command line with the parser of a subcommand, and calls it."""
+"""The ``unitrain`` command: parses the command line with the parser of a subcommand, and calls its function.
+
+``add_arguments`` of a subcommand's module adds the arguments to the parser, each named like a parameter of the function
+that it sets as ``run``.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ _INTERRUPTED = 130
 _COMMANDS = {
     "bench": (
         "bench.command",
-        "measure a recipe with every launcher and backend found here, and recommend settings for it",
+        "measure how fast a recipe trains with every launcher and backend found here",
     ),
     "checkpoint": (
         "checkpoint",
@@ -62,19 +66,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (default: that of the process) and return the exit code."""
     occupy_standard_descriptors()
     argv = sys.argv[1:] if argv is None else argv
-    arguments = _parser(argv).parse_args(argv)
-    # Raised as an exception, SIGTERM also ends the child processes of a subcommand, a compiler say.
+    arguments = vars(_parser(argv).parse_args(argv))
+    command, run = arguments.pop("subcommand"), arguments.pop("run")
+    # Raised as an exception, SIGTERM also ends the child processes of a subcommand, for example a compiler.
     before = signal.signal(signal.SIGTERM, _terminate)
     try:
-        code = int(arguments.run(arguments))
+        code = int(run(**arguments))
         if sys.stdout is not None:
             sys.stdout.flush()
         return code
     except UnitrainError as error:
-        print_stderr(f"unitrain {arguments.command}: {error}")
+        print_stderr(f"unitrain {command}: {error}")
         return error.exit_code
     except KeyboardInterrupt:
-        print_stderr(f"unitrain {arguments.command}: interrupted")
+        print_stderr(f"unitrain {command}: interrupted")
         return _INTERRUPTED
     except OSError as error:
         if error.errno not in (errno.EPIPE, errno.ENOSPC):
@@ -82,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _discard_output()
         if error.errno == errno.EPIPE:
             return 128 + signal.SIGPIPE  # the reader has what it wanted: | head
-        print_stderr(f"unitrain {arguments.command}: its output can't be written: {error.strerror}")
+        print_stderr(f"unitrain {command}: its output can't be written: {error.strerror}")
         return 1
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -102,7 +107,7 @@ def _terminate(number: int, _frame: object) -> NoReturn:
 def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="unitrain", description="One PyTorch training script, under every launcher.")
     parser.add_argument("--version", action="version", version=f"unitrain {version('unitrain')}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(dest="subcommand", metavar="COMMAND", required=True)
     for name, (module, summary) in _COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=sentence(summary))
         if argv[:1] == [name]:  # the others are not imported, so that --help starts faster

@@ -14,15 +14,12 @@ from unitrain.errors import UsageError
 
 # Exit codes of pytest: all passed, some failed, interrupted. With others it could not run the tests.
 _RAN = (0, 1, 2)
+# pytest's settings and conftest.py in the current folder are for other tests.
+_OWN_SETTINGS = f"-c {os.devnull} --rootdir . --noconftest -p no:cacheprovider -p unitrain.testing.plugin".split()
 
 
 def conform(backend: str, *, processes: str, arguments: Sequence[str] = ()) -> int:
     """Run the contract tests with a backend, and return pytest's exit code: 0 if all passed.
-
-    Args:
-        backend: name of the backend.
-        processes: numbers of processes, comma-separated.
-        arguments: further arguments for pytest.
 
     Raises:
         ConfigError: no backend of that name is installed.
@@ -32,21 +29,9 @@ def conform(backend: str, *, processes: str, arguments: Sequence[str] = ()) -> i
     load_backend(backend)
     if find_spec("pytest") is None:
         raise UsageError("conform needs pytest, which is not installed: pip install 'unitrain[testing]'.")
-    # pytest's settings and conftest.py in the current folder are for other tests.
-    own_settings = [
-        "-c",
-        os.devnull,
-        "--rootdir",
-        ".",
-        "--noconftest",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "unitrain.testing.plugin",
-    ]
     options = ["--backend", backend, "--processes", processes, "--quiet", "--no-header"]
     environment = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
-    command = [sys.executable, "-m", "pytest", *own_settings, "--pyargs", "unitrain.testing", *options, *arguments]
+    command = [sys.executable, "-m", "pytest", *_OWN_SETTINGS, "--pyargs", "unitrain.testing", *options, *arguments]
     code = subprocess.run(command, env=environment, check=False).returncode
     if code not in _RAN:
         raise UsageError(f"pytest could not run the contract tests (exit code {code}); its output above says why.")
@@ -60,8 +45,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--processes", metavar="N", default="1,2,3", help="numbers of processes, comma-separated (default: %(default)s)"
     )
     parser.add_argument("arguments", nargs="*", metavar="ARGUMENT", help="arguments for pytest, after --")
-    parser.set_defaults(run=_run_command)
-
-
-def _run_command(arguments: argparse.Namespace) -> int:
-    return conform(arguments.backend, processes=arguments.processes, arguments=arguments.arguments)
+    parser.set_defaults(run=conform)

@@ -7,8 +7,9 @@ import os
 import re
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 
-from unitrain.commands.arguments import after_dashes, path
+from unitrain.commands.arguments import AfterDashes, path
 from unitrain.commands.launchers import Host, launcher_options
 from unitrain.commands.toolchain import search_path
 from unitrain.errors import UsageError
@@ -35,15 +36,12 @@ def parse_hosts(text: str) -> list[Host]:
     return hosts
 
 
-def launch(launcher: str, hosts: str | None, processes: int, arguments: Sequence[str], *, dry_run: bool) -> int:
+def launch(
+    target: Path, flags: Sequence[str], *, launcher: str, hosts: str | None, processes: int, dry_run: bool
+) -> int:
     """Run a job, which replaces this process, or print the command that starts it, and return the exit code.
 
-    Args:
-        launcher: torchrun, mpirun, horovodrun or srun.
-        hosts: the hosts, as ``parse_hosts`` takes them; None for this host only.
-        processes: number of processes on this host, if there are no hosts.
-        arguments: the script and its flags.
-        dry_run: only print the command; with torchrun, one for each host.
+    torchrun has a command for each host. ``processes`` counts only if there are no hosts.
 
     Raises:
         UsageError: an argument is wrong, or this launcher must be started on each host.
@@ -52,7 +50,7 @@ def launch(launcher: str, hosts: str | None, processes: int, arguments: Sequence
     if processes < 1:
         raise UsageError(f"--processes is {processes}, but must be at least 1.")
     listed = parse_hosts(hosts) if hosts is not None else []
-    script = [*([] if launcher == "torchrun" else ["python"]), *arguments]
+    script = [*([] if launcher == "torchrun" else ["python"]), str(target), *flags]
     commands = [[*options, *script] for options in launcher_options(launcher, listed, processes)]
     if not dry_run:
         if len(commands) > 1:
@@ -85,15 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dry-run", action="store_true", help="print the command, and start nothing")
     parser.add_argument("target", type=path, metavar="TARGET", help="path of the script, the same on every host")
-    parser.add_argument("flags", nargs=argparse.REMAINDER, metavar="FLAG", help="flags for the script")
-    parser.set_defaults(run=_run_command)
-
-
-def _run_command(arguments: argparse.Namespace) -> int:
-    return launch(
-        arguments.launcher,
-        arguments.hosts,
-        arguments.processes,
-        [str(arguments.target), *after_dashes(arguments.flags)],
-        dry_run=arguments.dry_run,
+    parser.add_argument(
+        "flags", nargs=argparse.REMAINDER, action=AfterDashes, metavar="FLAG", help="flags for the script"
     )
+    parser.set_defaults(run=launch)

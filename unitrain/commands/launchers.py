@@ -43,10 +43,7 @@ def local_launchers() -> list[str]:
 def launch_command(launcher: str, processes: int, arguments: Sequence[str]) -> list[str]:
     """Return the command that runs ``python ARGUMENTS`` in several processes on this host.
 
-    Args:
-        launcher: one of ``local_launchers()``. horovodrun uses its gloo controller.
-        processes: number of processes.
-        arguments: a script, or ``-m`` and a module, with its arguments.
+    ``launcher`` is one of ``local_launchers()``. horovodrun uses its gloo controller.
     """
     if launcher == "python":
         return [sys.executable, *arguments]
@@ -64,10 +61,7 @@ def launch_environment() -> dict[str, str]:
 def launcher_options(launcher: str, hosts: Sequence[Host], processes: int) -> list[list[str]]:
     """Return a launcher with its options, without what it starts; torchrun, once for each host.
 
-    Args:
-        launcher: torchrun, mpirun, horovodrun or srun.
-        hosts: the hosts; none for this host only.
-        processes: number of processes on this host, if there are no hosts.
+    Without ``hosts``, it starts ``processes`` on this host.
 
     Raises:
         UsageError: the launcher can't start such a job.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from unitrain.commands.arguments import after_dashes
+from unitrain.commands.arguments import AfterDashes
 from unitrain.job.starting.supervisor import run
 
 
@@ -14,9 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-restarts", type=int, default=0, metavar="N", help="maximum number of restarts (default: %(default)s)"
     )
-    parser.add_argument("program", nargs=argparse.REMAINDER, metavar="COMMAND", help="mpirun, torchrun, python, ...")
-    parser.set_defaults(run=_run_command)
-
-
-def _run_command(arguments: argparse.Namespace) -> int:
-    return run(after_dashes(arguments.program), max_restarts=arguments.max_restarts)
+    parser.add_argument(
+        "command", nargs=argparse.REMAINDER, action=AfterDashes, metavar="COMMAND", help="mpirun, torchrun, python, ..."
+    )
+    parser.set_defaults(run=run)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-_TIMEOUT_SECONDS = 120.0  # the first import of torch from a network file system takes long
+PROBE_S = 120.0  # the first import of torch from a network file system takes long
 _GRACE_SECONDS = 5.0
 _SHOWN_CHARACTERS = 300
 
@@ -74,44 +74,40 @@ def small_mpi_environment() -> dict[str, str]:
     }
 
 
-def output_of(*command: str | Path) -> str | None:
-    """Return what ``command`` prints to stdout and stderr; None if it can't be run, fails, or times out."""
-    succeeded, output = attempt(*command)
-    return output if succeeded else None
+def run_to_end(
+    *command: str | Path, environment: Mapping[str, str] | None = None, timeout_s: float | None = None
+) -> tuple[int, str]:
+    """Run ``command``, and return its exit code and what it printed to stdout and stderr.
 
-
-def attempt(
-    *command: str | Path, environment: Mapping[str, str] | None = None, timeout_s: float = _TIMEOUT_SECONDS
-) -> tuple[bool, str]:
-    """Run a short ``command``. Return whether it succeeded, and what it printed to stdout and stderr.
-
-    The default environment is that of this process, with ``search_path`` as PATH.
+    The exit code is 127 if it can't be started, and 124 if it times out. The default environment is that of this
+    process, with ``search_path`` as PATH.
     """
     try:
         with running([str(part) for part in command], environment or {**os.environ, "PATH": search_path()}) as process:
             output, _ = process.communicate(timeout=timeout_s)
     except OSError as error:
-        return False, str(error)
+        return 127, str(error)
     except subprocess.TimeoutExpired:
-        return False, f"timed out after {timeout_s:.0f} s"
-    if process.returncode != 0:
-        return False, output or f"exit code {process.returncode}"
-    return True, output
+        return 124, f"timed out after {timeout_s:.0f} s"
+    return process.returncode, output
+
+
+def output_of(*command: str | Path) -> str | None:
+    """Return what ``command`` prints to stdout and stderr; None if it can't be run, fails, or times out."""
+    code, output = run_to_end(*command, timeout_s=PROBE_S)
+    return None if code else output
 
 
 def run_one(mpi: Mpi, *program: str) -> tuple[bool, str]:
     """Run one process of ``program`` with mpirun. Return whether it succeeded, and its output or the reason."""
-    succeeded, output = attempt(mpi.mpirun, "-np", "1", *program, environment=small_mpi_environment())
-    if succeeded:
+    environment = small_mpi_environment()
+    code, output = run_to_end(mpi.mpirun, "-np", "1", *program, environment=environment, timeout_s=PROBE_S)
+    if code == 0:
         return True, output
     words = " ".join(line.strip() for line in output.splitlines() if line.strip("- "))
     # Open MPI needs ssh even for processes on this host.
-    hint = (
-        "; ssh is missing, which may be the reason: apt-get install openssh-client"
-        if find_program("ssh") is None
-        else ""
-    )
-    return False, f"{words[:_SHOWN_CHARACTERS] or 'no output'}{hint}"
+    hint = "; ssh is missing, which may be the reason: apt-get install openssh-client"
+    return False, f"{words[:_SHOWN_CHARACTERS] or f'exit code {code}'}{hint if find_program('ssh') is None else ''}"
 
 
 @contextmanager

@@ -144,7 +144,7 @@ class Backend(ABC):
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, src: int, name: str) -> Wait:
-        """Start to overwrite a contiguous uint8 tensor with that of rank ``src``. Return a function that waits."""
+        """Start to overwrite a contiguous uint8 tensor with rank ``src``'s. Return a function that waits."""
 
     # --------------------------------------------------------------------------------------------------- optional
 
@@ -187,7 +187,7 @@ class Backend(ABC):
     def place(self, module: nn.Module) -> None:
         """Move a module to ``device``. If ``wrap_model`` does so, part by part, do nothing.
 
-        A module whose layers the script has put on several devices stays there: its gradients may be on any of them.
+        A module stays where the script has put its layers, on several devices: its gradients may be on any of them.
 
         Raises:
             UsageError: this backend does not support such a module.

@@ -135,7 +135,7 @@ class Communicator:
         return self._backend.offloads
 
     def is_sharded(self, value: object) -> TypeGuard[Tensor]:
-        """Return whether a value is a tensor of which this rank has a part."""
+        """Return whether a value is a sharded tensor."""
         return self.shards and isinstance(value, Tensor) and self.to_local(value) is not value
 
     def full_tensor(self, tensor: Tensor) -> Tensor:
@@ -185,7 +185,7 @@ class Communicator:
         return self.all_gather_alike(work).to(tensor.device)
 
     def all_gather_alike(self, work: Tensor) -> Tensor:
-        """Gather tensors on ``device`` whose shapes and dtypes are known to be the same on all ranks. Collective."""
+        """Gather tensors on ``device``, known to have the same shapes and dtypes on all ranks. Collective."""
         if self.world_size == 1 or not work.numel():
             return work.unsqueeze(0).repeat(self.world_size, *[1] * work.dim())
         gathered = self._complete(lambda: self.all_gather_async(as_bytes(work), "all_gather")(), "all_gather", work)
@@ -194,10 +194,7 @@ class Communicator:
     def gather_rows(self, tensor: Tensor, counts: Sequence[int]) -> Tensor:
         """Return the rows of all ranks' tensors, in rank order. Collective.
 
-        Args:
-            tensor: has this rank's rows in its first dimension. Dtype and other dimensions are known to be the same on
-                all ranks.
-            counts: how many rows each rank has.
+        ``counts`` says how many rows each rank has. Dtype and other dimensions are known to be the same on all ranks.
         """
         work = self._communicable(tensor, "gather")
         row = work.shape[1:]
@@ -251,11 +248,9 @@ class Communicator:
         return self._objects.all_gather(value, pickles=False)
 
     def on_main(self, action: Callable[[], T]) -> T:
-        """Call ``action`` on rank 0, and return its result on every rank. Collective.
+        """Call ``action`` on rank 0, and return its result on every rank, as ``broadcast_object`` does. Collective.
 
-        Args:
-            action: returns an object that ``broadcast_object`` can send, or raises a ``UnitrainError``, which is then
-                raised on every rank.
+        A ``UnitrainError`` that it raises is raised on every rank.
         """
         failure: UnitrainError | None = None
         outcome: dict[str, Any] = {}
@@ -302,11 +297,7 @@ class Communicator:
     def _complete(self, collective: Callable[[], T], verb: str, tensor: Tensor | None = None, how: str = "") -> T:
         """Run a collective and wait for it. If it fails because of another rank, say which and where it is.
 
-        Args:
-            collective: runs it.
-            verb: its name.
-            tensor: the tensor that it communicates.
-            how: its other arguments, which must be the same on all ranks.
+        ``how`` has its other arguments, which must be the same on all ranks.
         """
         if self.closed:
             raise UsageError(f"{verb} was called after strategy.close(), which ends communication: call it before.")

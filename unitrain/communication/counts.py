@@ -1,7 +1,7 @@
 """``CountReduction``: reduces a few integers over the ranks without waiting for the computation.
 
 On a GPU, to copy them there from the host, and to read the result, would each wait for all that is queued on the
-compute stream. So they have a stream of their own.
+compute stream. So these copies have their own stream.
 """
 
 from __future__ import annotations
@@ -16,13 +16,7 @@ from unitrain.communication.communicator import Communicator
 
 
 class CountReduction:
-    """An asynchronous reduction of integers, one at a time.
-
-    Args:
-        communicator: the communicator of this process.
-        op: ``sum`` or ``max``.
-        name: identifies the collective; the same on all ranks.
-    """
+    """An asynchronous reduction of integers, one at a time."""
 
     def __init__(self, communicator: Communicator, op: Literal["sum", "max"], name: str) -> None:
         self._communicator = communicator

@@ -18,24 +18,15 @@ from unitrain.errors import UsageError, by_rank
 class Gathering:
     """Gathers on a communicator.
 
-    Each call begins with a small exchange, in which the ranks compare what they give and learn how many rows each has.
+    Each call begins with a small exchange: the ranks compare what they give and learn how many rows each has.
     If that is not enough (objects, several numbers of rows, differences), a second one holds what each rank gives.
-
-    Args:
-        communicator: the communicator of this process.
     """
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
 
     def gather(self, value: Any, *, has_rows: bool = True, differentiable: bool = False) -> Any:
-        """See ``Strategy.gather``.
-
-        Args:
-            value: this rank's part.
-            has_rows: False leaves out this rank's rows: they are a stand-in's.
-            differentiable: as in ``Strategy.gather``.
-        """
+        """See ``Strategy.gather``. Without ``has_rows``, this rank's rows are left out: they are a stand-in's."""
         leaves, structure = tree_flatten(value, is_leaf=lambda one: isinstance(one, list))
         leaves = [_in_rows(leaf, has_rows=has_rows, differentiable=differentiable) for leaf in leaves]
         form = repr(tree_unflatten([_Form(leaf) for leaf in leaves], structure))

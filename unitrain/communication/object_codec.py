@@ -22,12 +22,7 @@ _PLAIN, _PICKLED = b"d", b"p"
 
 
 class ObjectCodec:
-    """Encodes and decodes the objects of one process.
-
-    Args:
-        rank: rank of this process.
-        key: signs pickles; None if the ranks share no secret.
-    """
+    """Encodes and decodes the objects of one process. Without a key, ranks share no secret and send no pickles."""
 
     def __init__(self, rank: int, key: bytes | None) -> None:
         self._rank = rank
@@ -36,14 +31,8 @@ class ObjectCodec:
     def encode(self, value: Any, exchange: int, *, pickles: bool) -> tuple[bytes, list[Tensor]]:
         """Return a header, and tensors that are sent after it.
 
-        Args:
-            value: the object.
-            exchange: number of the exchange that it is sent in, the same on all ranks: a signature is valid for one.
-            pickles: whether what is not plain data is pickled.
-
-        Raises:
-            UsageError: it would have to be pickled, and the ranks share no secret.
-            NotPlainError: it is not plain data, and ``pickles`` is false.
+        What is not plain data is pickled, or refused by a NotPlainError unless ``pickles``, or by a UsageError if the
+        ranks share no secret. A signature is valid for one exchange, by its number, which is the same on all ranks.
         """
         try:
             header, tensors = plain_data.encode(value)
@@ -65,15 +54,10 @@ class ObjectCodec:
         return _PICKLED + header, tensors
 
     def decode(self, header: bytes, sender: int, exchange: int) -> tuple[Callable[[], Any], list[Tensor]]:
-        """Return the tensors of an object, whose content is to be filled in, and then a function that returns it.
+        """Return the tensors of an object, to be filled in, and a function that then returns the object.
 
-        Args:
-            header: as ``encode`` returned it.
-            sender: rank that has sent it.
-            exchange: number of the exchange, as in ``encode``.
-
-        Raises:
-            CommunicationError: the header is invalid, or (from the function) the pickle is not signed by the sender.
+        CommunicationError is raised if the header is invalid, or (by the function) if the pickle is not signed by the
+        sender for this exchange.
         """
         try:
             value, tensors = plain_data.decode(header[1:])

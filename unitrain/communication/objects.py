@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -12,53 +12,25 @@ from torch import Tensor
 from unitrain.communication.object_codec import ObjectCodec, unreadable
 from unitrain.communication.plain_data import chunks
 
+if TYPE_CHECKING:
+    from unitrain.communication.communicator import Communicator
+
 T = TypeVar("T")
 _LENGTH = struct.Struct("!q")
 _MOST_BYTES = 2**40  # of an object
 
 
-class Collectives(Protocol):
-    """The collectives on tensors that objects are sent by. See ``Communicator``."""
-
-    world_size: int
-    device: torch.device
-
-    @property
-    def rank(self) -> int:
-        """Rank of this process."""
-
-    def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
-        """Return rank ``src``'s tensor."""
-
-    def all_gather_alike(self, work: Tensor) -> Tensor:
-        """Return the tensors of all ranks, which have the same shape and dtype."""
-
-    def all_gather_padded(self, data: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-        """Return the flat tensors of all ranks, which have these sizes."""
-
-
 class ObjectTransport:
-    """Sends objects.
+    """Sends objects. The key signs pickles; it is None if the ranks share no secret, and before they have proved it."""
 
-    Args:
-        collectives: send tensors.
-        key: signs pickled objects; None if the ranks share no secret, and before they have proved it.
-    """
-
-    def __init__(self, collectives: Collectives, key: bytes | None) -> None:
-        self._collectives = collectives
-        self._codec = ObjectCodec(collectives.rank, key)
+    def __init__(self, communicator: Communicator, key: bytes | None) -> None:
+        self._communicator = communicator
+        self._codec = ObjectCodec(communicator.rank, key)
         self._exchanges = 0
 
     def broadcast(self, value: T, src: int, *, pickles: bool) -> T:
-        """Return rank ``src``'s object. Collective.
-
-        Args:
-            value: this rank's object.
-            src: the rank that sends.
-            pickles: whether what is not plain data is pickled.
-        """
-        ranks = self._collectives
+        """Return rank ``src``'s object. Collective. With ``pickles``, what is not plain data is pickled."""
+        ranks = self._communicator
         if ranks.world_size == 1:
             return value
         self._exchanges += 1
@@ -79,7 +51,7 @@ class ObjectTransport:
 
     def all_gather(self, value: T, *, pickles: bool) -> list[T]:
         """Return the objects of all ranks, in rank order. Collective. ``pickles`` is as in ``broadcast``."""
-        ranks = self._collectives
+        ranks = self._communicator
         if ranks.world_size == 1:
             return [value]
         self._exchanges += 1
@@ -99,7 +71,7 @@ class ObjectTransport:
         result, tensors = self._codec.decode(_to_bytes(header), sender, self._exchanges)
         parts = [as_bytes(tensor) for tensor in tensors]
         if sum(part.numel() for part in parts) != content.numel():
-            raise unreadable(sender, self._collectives.rank, f"{content.numel()} bytes of tensors")
+            raise unreadable(sender, self._communicator.rank, f"{content.numel()} bytes of tensors")
         _fill(parts, content)
         return result()
 
@@ -118,6 +90,6 @@ def _to_bytes(data: Tensor) -> bytes:
 
 
 def _fill(parts: Sequence[Tensor], content: Tensor) -> None:
-    """Fill flat tensors of bytes with those of ``content``, one after another."""
+    """Fill flat tensors of bytes from ``content``, one after another."""
     for part, its in zip(parts, torch.split(content, [part.numel() for part in parts]), strict=True):
         part.copy_(its)

@@ -38,19 +38,15 @@ class NotPlainError(TypeError):
 def register(kind: type[T], to_plain: Callable[[T], Any], from_plain: Callable[[Any], T]) -> None:
     """Have instances of a class of the core sent as plain data.
 
-    Args:
-        kind: the class.
-        to_plain: returns what is sent for an instance.
-        from_plain: returns an instance for what was sent. It must do no harm whatever it is given.
+    ``from_plain`` must do no harm whatever it is given.
     """
     _registered[kind.__name__] = (kind, to_plain, from_plain)
 
 
 def encode(value: Any) -> tuple[bytes, list[Tensor]]:
-    """Return plain data as JSON, and its tensors on the CPU, in the order in which ``decode`` returns them.
+    """Return plain data as JSON, and its tensors on the CPU, in the order of ``decode``.
 
-    Raises:
-        NotPlainError: the value is not plain data.
+    NotPlainError is raised if the value is not plain data.
     """
     tensors: list[Tensor] = []
     try:
@@ -60,10 +56,9 @@ def encode(value: Any) -> tuple[bytes, list[Tensor]]:
 
 
 def decode(data: bytes) -> tuple[Any, list[Tensor]]:
-    """Return the value that was encoded as ``data``, and its tensors, whose content is to be filled in.
+    """Return the value that was encoded as ``data``, and its tensors, which are to be filled in.
 
-    Raises:
-        ValueError: the data are none that ``encode`` returns.
+    ValueError is raised if ``encode`` returns no such data.
     """
     tensors: list[Tensor] = []
     try:

@@ -34,12 +34,8 @@ Fill = Callable[[Sequence[tuple[Keys, "Form", Tensor]]], object]
 class Form:
     """Shape, dtype and memory format of a tensor, which stands for it in an outline.
 
-    Args:
-        tensor: the tensor.
-        key: what the tensor is called where several ranks have written it, if they have.
-
     Attributes:
-        key: as given.
+        key: what the tensor is called where several ranks have written it, if they have.
     """
 
     def __init__(self, tensor: Tensor, key: str | None = None) -> None:
@@ -130,17 +126,11 @@ def receive_optimizer(
     sent: Sent = lambda: None,
     fill: Fill | None = None,
 ) -> None:
-    """Load rank 0's state into an optimizer, whose own state is overwritten in place. Collective.
+    """Load rank 0's state into an optimizer, overwriting its own state in place. Collective.
 
-    Args:
-        communicator: the communicator of this process.
-        optimizer: its parameter groups are like those of the state.
-        expected: the outline of the state, the same on all ranks.
-        source: the state; ignored on other ranks than 0.
-        sent: as in ``receive``.
-        fill: as in ``receive``.
+    The optimizer's groups are like the state's. The other arguments are as in ``receive``.
     """
-    # Optimizers number their parameters in order, so the numbers are those of the state.
+    # Optimizers number their parameters in order, as the state does.
     parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
 
     def new(path: Keys, form: Form) -> Tensor:
@@ -202,13 +192,9 @@ def broadcast_tensors(
 ) -> None:
     """Overwrite ``targets`` with rank ``src``'s ``sources``. Collective.
 
-    Args:
-        communicator: the communicator of this process.
-        targets: tensors with the same shapes and dtypes on all ranks, on any device: dense, or shards of dense ones.
-        sources: what is sent, which may be the targets themselves; ignored on other ranks. They may be made as they
-            are sent.
-        src: the rank that sends.
-        sent: called on rank ``src`` when a buffer has been filled.
+    Targets have the same shapes and dtypes on all ranks, are on any device, and dense or shards of dense ones. Sources
+    are ignored on other ranks. They may be the targets themselves, and may be made as they are sent. ``sent`` is called
+    on rank ``src`` when a buffer has been filled.
     """
     sends = communicator.rank == src
     pairs = (

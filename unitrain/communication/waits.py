@@ -1,4 +1,4 @@
-"""``Waits``: lets the waits for collectives be measured, in runs in which something measures them."""
+"""``Waits``: lets the waits for collectives be measured."""
 
 from __future__ import annotations
 
@@ -12,18 +12,14 @@ Around = Callable[[Callable[[], Any]], Any]
 
 
 class Waits:
-    """What is called around each wait.
-
-    Args:
-        measures: whether anything will measure them. If not, nothing stands between a caller and the backend.
-    """
+    """What is called around each wait. Without ``measures``, nothing stands between a caller and the backend."""
 
     def __init__(self, *, measures: bool) -> None:
         self._measures = measures
         self._around: Around | None = None
 
     def of(self, collective: Callable[..., Callable[[], T]]) -> Callable[..., Callable[[], T]]:
-        """Return a collective whose waits are called by what measures them."""
+        """Return a collective that has its waits called by what measures them."""
         if not self._measures:
             return collective
 

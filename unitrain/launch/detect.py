@@ -1,37 +1,23 @@
 """Launcher detection: reads rank, world size and rendezvous from environment variables into a ``Launch``.
 
-Launchers are looked for in this order. The first whose variables are set is used:
-
-1. ``UNITRAIN_LAUNCHER``, set by hand (or by ``unitrain.spawn``) to one of ``LAUNCHERS``
-2. torchrun, and with it ``python -m torch.distributed.launch``
-3. horovodrun with the gloo controller
-4. mpirun of Open MPI; horovodrun's MPI controller looks the same
-5. mpirun or mpiexec of MPICH, Intel MPI and others based on hydra
-6. srun
-7. RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, set by hand or by a cluster (``env``)
-8. none (``python``)
-
-An inner launcher comes before the one that usually starts it: torchrun inside an srun step is torchrun.
+``_BY_PRECEDENCE`` is the table of launchers. The first with variables that are set is used, unless UNITRAIN_LAUNCHER is
+set, by hand or by ``unitrain.spawn``. An inner launcher comes before the one that usually starts it: torchrun inside
+an srun step is torchrun.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from ipaddress import ip_address
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 
 from unitrain.errors import LaunchError, nearest
-from unitrain.launch.slurm import MOST_IDS, first_host_of_groups, hosts, in_step, step_port
-
-OVERRIDE = "UNITRAIN_LAUNCHER"
-
-_MOST = 1_000_000
-"""Upper bound for numbers of processes and restarts."""
-_A_HOST = "a host name or address"
+from unitrain.launch import slurm
+from unitrain.launch.variables import OVERRIDE, Variables
 
 Rendezvous = Literal["alone", "tcp", "served", "mpi", "horovod"]
+_MASTER = ("MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
@@ -55,7 +41,8 @@ class Launch:
     step: str | None = None
     """SLURM's ids of job and step, as JOB.STEP, which tell apart jobs that come to one address; None without srun."""
     mpi: str | None = None
-    """The MPI that the launcher belongs to: Open MPI 4 (or older), Open MPI 5 (or newer) or MPICH (or Intel MPI)."""
+    """The MPI that the launcher belongs to: Open MPI 4 (or older), Open MPI 5 (or newer) or MPICH (or one based on it:
+    Intel MPI, Cray MPICH, MVAPICH)."""
     elastic: bool = False
     """Whether horovodrun goes on with other processes when one fails, and when hosts are added or removed."""
     also: tuple[str, ...] = ()
@@ -64,306 +51,247 @@ class Launch:
     """The variables that this was read from, as NAME=value."""
 
 
-@dataclass
-class _Variables:
-    """The variables of one launcher. A missing or wrong one is an error with its name, its value and a remedy."""
+class _Place(NamedTuple):
+    """The names of the variables that say which process this is."""
 
-    environ: Mapping[str, str]
-    launcher: str
-    remedy: str
-    used: dict[str, str] = field(default_factory=dict)
+    rank: str
+    world_size: str
+    local_rank: str
+    local_world_size: str | Callable[[Variables], int]
+    """A function reads it where no variable is sure to hold it."""
+    node_rank: str | None = None
 
-    def string(self, name: str, wanted: str = "set") -> str:
-        value = self.environ.get(name)
-        if not value:
-            raise self.error(name, wanted)
-        self.used[name] = value
-        return value
-
-    def matching(self, name: str, pattern: str, wanted: str) -> str:
-        value = self.string(name, wanted)
-        if not re.fullmatch(pattern, value, re.ASCII):
-            raise self.error(name, wanted)
-        return value
-
-    def integer(self, name: str, low: int = 0, high: int = _MOST) -> int:
-        wanted = f"an integer from {low} to {high}"
-        value = int(self.matching(name, r"\d{1,18}", wanted))
-        if not low <= value <= high:
-            raise self.error(name, wanted)
-        return value
-
-    def host(self, name: str) -> str:
-        value = self.string(name, _A_HOST)
-        if not _is_host(value):
-            raise self.error(name, _A_HOST)
-        return value
-
-    def error(self, name: str, wanted: str) -> LaunchError:
-        state = f"is {self.environ[name]!r}" if name in self.environ else "is not set"
-        by = "the variables" if self.launcher == "env" else f"the variables of {self.launcher}"
-        return LaunchError(
-            f"{name} {state}, but must be {wanted}: {by} show that this process is part of a job. {self.remedy}, "
-            f"or set {OVERRIDE}=python to run this process alone."
-        )
-
-    def launch(
-        self,
-        *,
-        rank: str,
-        world_size: str,
-        local_rank: str,
-        local_world_size: str | int,
-        node_rank: str | None = None,
-    ) -> Launch:
-        """Return the place of this process in the job, read from the variables with these names."""
-        world = self.integer(world_size, 1)
-        if isinstance(local_world_size, int):
-            local_world = local_world_size
+    def read(self, launcher: str, variables: Variables) -> Launch:
+        world = variables.integer(self.world_size, 1)
+        if isinstance(self.local_world_size, str):
+            local_world = variables.integer(self.local_world_size, 1, world)
         else:
-            local_world = self.integer(local_world_size, 1, world)
+            local_world = self.local_world_size(variables)
+        if self.node_rank is None:
+            node_rank = 0 if local_world == world else None
+        else:
+            node_rank = variables.integer(self.node_rank, 0, world - 1)
         return Launch(
-            self.launcher,
-            rank=self.integer(rank, 0, world - 1),
+            launcher,
+            rank=variables.integer(self.rank, 0, world - 1),
             world_size=world,
-            local_rank=self.integer(local_rank, 0, local_world - 1),
+            local_rank=variables.integer(self.local_rank, 0, local_world - 1),
             local_world_size=local_world,
-            node_rank=self.integer(node_rank, 0, world - 1) if node_rank else 0 if local_world == world else None,
+            node_rank=node_rank,
         )
-
-    def master(self) -> str:
-        """Return the address in MASTER_ADDR and MASTER_PORT."""
-        return f"{self.host('MASTER_ADDR')}:{self.integer('MASTER_PORT', 1, 65535)}"
-
-    @property
-    def has_master(self) -> bool:
-        """Whether MASTER_ADDR or MASTER_PORT is set; ``master`` raises if only one is."""
-        return "MASTER_ADDR" in self.environ or "MASTER_PORT" in self.environ
-
-
-def _read_torchrun(variables: _Variables) -> Launch:
-    if variables.launcher == "torchrun":
-        variables.integer("TORCHELASTIC_RESTART_COUNT")  # evidence that tells apart the processes of this host only
-    served = variables.matching("TORCHELASTIC_USE_AGENT_STORE", "True|False", "True or False") == "True"
-    return replace(
-        variables.launch(
-            rank="RANK",
-            world_size="WORLD_SIZE",
-            local_rank="LOCAL_RANK",
-            local_world_size="LOCAL_WORLD_SIZE",
-            node_rank="GROUP_RANK",
-        ),
-        rendezvous="served" if served else "tcp",
-        address=variables.master(),
-    )
-
-
-def _read_horovodrun(variables: _Variables) -> Launch:
-    launch = variables.launch(
-        rank="HOROVOD_RANK",
-        world_size="HOROVOD_SIZE",
-        local_rank="HOROVOD_LOCAL_RANK",
-        local_world_size="HOROVOD_LOCAL_SIZE",
-    )
-    # Horovod aborts or hangs if these are wrong. Every other host runs at least one process of the job.
-    hosts = variables.integer("HOROVOD_CROSS_SIZE", 1, launch.world_size - launch.local_world_size + 1)
-    variables.integer("HOROVOD_CROSS_RANK", 0, hosts - 1)
-    if "HOROVOD_CPU_OPERATIONS" in variables.environ:
-        variables.matching("HOROVOD_CPU_OPERATIONS", "gloo", "gloo")
-    host = variables.host("HOROVOD_GLOO_RENDEZVOUS_ADDR")
-    address = f"{host}:{variables.integer('HOROVOD_GLOO_RENDEZVOUS_PORT', 1, 65535)}"
-    elastic = variables.environ.get("HOROVOD_ELASTIC") == "1"
-    if elastic:
-        variables.string("HOROVOD_HOSTNAME")
-    if variables.has_master:
-        return replace(launch, rendezvous="tcp", address=variables.master(), elastic=elastic)
-    return replace(launch, rendezvous="horovod", address=address, elastic=elastic)
-
-
-def _read_open_mpi(variables: _Variables) -> Launch:
-    # OMPI_COMM_WORLD_NODE_RANK is the rank among all jobs on the node, not the rank of the node.
-    launch = variables.launch(
-        rank="OMPI_COMM_WORLD_RANK",
-        world_size="OMPI_COMM_WORLD_SIZE",
-        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
-        local_world_size="OMPI_COMM_WORLD_LOCAL_SIZE",
-    )
-    if "PMIX_RANK" in variables.environ or "PMIX_NAMESPACE" in variables.environ:
-        # MPI_Init aborts or hangs if they are wrong.
-        variables.matching("PMIX_RANK", str(launch.rank), f"'{launch.rank}', the value of OMPI_COMM_WORLD_RANK")
-        variables.string("PMIX_NAMESPACE")
-    is_5 = _has_any("OMPI_VERSION", "PRTE_LAUNCHED")(variables.environ)
-    return _with_mpi(launch, variables, "Open MPI 5" if is_5 else "Open MPI 4")
-
-
-def _read_hydra(variables: _Variables) -> Launch:
-    launch = variables.launch(
-        rank="PMI_RANK", world_size="PMI_SIZE", local_rank="MPI_LOCALRANKID", local_world_size="MPI_LOCALNRANKS"
-    )
-    return _with_mpi(launch, variables, "MPICH")
-
-
-def _with_mpi(launch: Launch, variables: _Variables, mpi: str) -> Launch:
-    if variables.has_master:
-        return replace(launch, mpi=mpi, rendezvous="tcp", address=variables.master())
-    return replace(launch, mpi=mpi, rendezvous="mpi")
-
-
-def _read_srun(variables: _Variables) -> Launch:
-    rank = str(variables.integer("SLURM_PROCID"))
-    wanted = f"a list of the tasks on this node that contains SLURM_PROCID, {rank!r}"
-    tasks_here = variables.matching("SLURM_GTIDS", r"\d+(,\d+)*", wanted).split(",")
-    if rank not in tasks_here:
-        raise variables.error("SLURM_GTIDS", wanted)
-    launch = variables.launch(
-        rank="SLURM_PROCID",
-        world_size="SLURM_NTASKS",
-        local_rank="SLURM_LOCALID",
-        local_world_size=len(tasks_here),
-        node_rank="SLURM_NODEID",
-    )
-    if "SLURM_STEP_NUM_TASKS" in variables.environ:
-        # They differ in a batch script that was submitted from inside a step, and has inherited the step's variables.
-        tasks = variables.used["SLURM_NTASKS"]
-        variables.matching("SLURM_STEP_NUM_TASKS", re.escape(tasks), f"{tasks!r}, the value of SLURM_NTASKS")
-    nodes = _nodes(variables, "SLURM_STEP_NODELIST")
-    job = variables.integer("SLURM_JOB_ID", 0, MOST_IDS)
-    step = variables.integer("SLURM_STEP_ID", 0, MOST_IDS)
-    launch = replace(launch, step=f"{job}.{step}")
-    if variables.has_master:
-        return replace(launch, rendezvous="tcp", address=variables.master())
-    # A node's name may not resolve outside SLURM, so it is used only if there are several nodes.
-    several = launch.local_world_size < launch.world_size
-    if several and variables.environ.get("SLURM_DISTRIBUTION") == "arbitrary":
-        return replace(launch, rendezvous="tcp")
-    host = _host_of_rank_0(variables, nodes, job) if several else "127.0.0.1"
-    reserved = None
-    # Each group of a heterogeneous job has ports of its own.
-    if "SLURM_STEP_RESV_PORTS" in variables.environ and "SLURM_HET_SIZE" not in variables.environ:
-        reserved = variables.matching("SLURM_STEP_RESV_PORTS", r"\d{1,5}([-,]\d{1,5})*", "ports, like 12000-12001")
-    port = step_port(job, step, reserved)
-    return replace(launch, rendezvous="tcp", address=f"{host}:{port}")
-
-
-def _nodes(variables: _Variables, name: str) -> str:
-    wanted = "a list of nodes, like node[1-4]"
-    nodes = variables.string(name, wanted)
-    if not _is_host(next(iter(hosts(nodes)), "")):
-        raise variables.error(name, wanted)
-    return nodes
-
-
-def _host_of_rank_0(variables: _Variables, nodes: str, job: int) -> str:
-    """Return the host of a step of several nodes on which rank 0 is: the first, except in a heterogeneous job."""
-    if "SLURM_HET_SIZE" not in variables.environ:
-        return hosts(nodes)[0]
-    # Up to SLURM 22.05, srun without an allocation uses the older word.
-    words = [word for word in ("HET", "PACK") if f"SLURM_JOB_ID_{word}_GROUP_0" in variables.environ] or ["HET"]
-    leader = variables.integer(f"SLURM_JOB_ID_{words[0]}_GROUP_0", 0, MOST_IDS)
-    if leader != job:  # the variables are those of another job, from inside which this one was submitted
-        return hosts(nodes)[0]
-    names = [f"SLURM_JOB_NODELIST_{words[0]}_GROUP_{n}" for n in range(variables.integer("SLURM_HET_SIZE", 1))]
-    host = first_host_of_groups(nodes, [_nodes(variables, name) for name in names])
-    if host is None:
-        raise variables.error(names[0], "a list of nodes, of which this step has some")
-    return host
-
-
-def _read_env(variables: _Variables) -> Launch:
-    address = variables.master()
-    # A loopback address means one host; otherwise only the user knows how many processes are on each.
-    one_host = "LOCAL_WORLD_SIZE" not in variables.environ and _is_loopback(address.rpartition(":")[0])
-    launch = variables.launch(
-        rank="RANK",
-        world_size="WORLD_SIZE",
-        local_rank="LOCAL_RANK",
-        local_world_size=variables.integer("WORLD_SIZE", 1) if one_host else "LOCAL_WORLD_SIZE",
-    )
-    return replace(launch, rendezvous="tcp", address=address)
-
-
-def _read_python(variables: _Variables) -> Launch:
-    return Launch("python")
-
-
-def _is_host(name: str) -> bool:
-    """Return whether a string is a valid host name or IP address; digits and dots alone must be an address."""
-    try:
-        ip_address(name.partition("%")[0])
-    except ValueError:
-        label = r"(?!-)[\w-]{1,63}(?<!-)"
-        return re.fullmatch(rf"({label}\.)*(?!\d+\.?$){label}\.?", name) is not None
-    return True
-
-
-def _is_loopback(host: str) -> bool:
-    return host in ("localhost", "::1", "ip6-localhost") or host.startswith("127.")
-
-
-def _has_any(*names: str) -> Callable[[Mapping[str, str]], bool]:
-    return lambda environ: any(name in environ for name in names)
-
-
-def _is_hydra(environ: Mapping[str, str]) -> bool:
-    # srun --mpi=pmi2 sets PMI_RANK and PMI_SIZE too, but not these.
-    return _has_any("MPI_LOCALRANKID", "MPI_LOCALNRANKS")(environ) or (
-        _has_any("PMI_RANK", "PMI_SIZE")(environ) and not in_step(environ)
-    )
 
 
 @dataclass(frozen=True)
 class _Launcher:
+    """A launcher, and how its variables are read."""
+
     name: str
-    present: Callable[[Mapping[str, str]], bool]
-    read: Callable[[_Variables], Launch]
+    present: tuple[str, ...] | Callable[[Mapping[str, str]], bool]
+    """Variables of which one shows that it started this process, or a function that finds out."""
     remedy: str
+    """What to do if its variables are wrong."""
+    place: _Place | None = None
+    meet: Callable[[Variables, Launch], Launch] | None = None
+    """Adds where the ranks meet if MASTER_ADDR and MASTER_PORT are not set; None if they must be set."""
+    more: Callable[[Variables, Launch], Launch] | None = None
+    """Reads and checks what else it tells."""
+
+    def is_present(self, environ: Mapping[str, str]) -> bool:
+        if callable(self.present):
+            return self.present(environ)
+        return any(name in environ for name in self.present)
+
+    def read(self, variables: Variables) -> Launch:
+        if self.place is None:
+            return Launch(self.name)
+        launch = self.place.read(self.name, variables)
+        if self.meet is None or any(name in variables for name in _MASTER):
+            launch = replace(launch, rendezvous="tcp", address=variables.address(*_MASTER))
+        else:
+            launch = self.meet(variables, launch)
+        return launch if self.more is None else self.more(variables, launch)
 
 
-_SPAWN = _Launcher("spawn", lambda environ: False, _read_torchrun, "Start the processes with unitrain.spawn")
+def _torchrun(variables: Variables, launch: Launch) -> Launch:
+    if launch.launcher == "torchrun":
+        variables.integer("TORCHELASTIC_RESTART_COUNT")  # evidence that tells apart the processes of this host only
+    served = variables.matching("TORCHELASTIC_USE_AGENT_STORE", "True|False", "True or False") == "True"
+    return replace(launch, rendezvous="served" if served else "tcp")
+
+
+def _meet_at_horovodrun(variables: Variables, launch: Launch) -> Launch:
+    return replace(launch, rendezvous="horovod", address=_horovodrun_server(variables))
+
+
+def _horovodrun_server(variables: Variables) -> str:
+    return variables.address("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
+
+
+def _horovodrun(variables: Variables, launch: Launch) -> Launch:
+    # Horovod aborts or hangs if these are wrong. Every other host runs at least one process of the job.
+    hosts = variables.integer("HOROVOD_CROSS_SIZE", 1, launch.world_size - launch.local_world_size + 1)
+    variables.integer("HOROVOD_CROSS_RANK", 0, hosts - 1)
+    if "HOROVOD_CPU_OPERATIONS" in variables:
+        variables.matching("HOROVOD_CPU_OPERATIONS", "gloo", "gloo")
+    _horovodrun_server(variables)
+    elastic = variables.environ.get("HOROVOD_ELASTIC") == "1"
+    if elastic:
+        variables.string("HOROVOD_HOSTNAME")
+    return replace(launch, elastic=elastic)
+
+
+def _meet_by_mpi(_variables: Variables, launch: Launch) -> Launch:
+    return replace(launch, rendezvous="mpi")
+
+
+def _open_mpi(variables: Variables, launch: Launch) -> Launch:
+    if "PMIX_RANK" in variables or "PMIX_NAMESPACE" in variables:
+        # MPI_Init aborts or hangs if they are wrong.
+        variables.matching("PMIX_RANK", str(launch.rank), f"'{launch.rank}', the value of OMPI_COMM_WORLD_RANK")
+        variables.string("PMIX_NAMESPACE")
+    is_5 = "OMPI_VERSION" in variables or "PRTE_LAUNCHED" in variables
+    return replace(launch, mpi="Open MPI 5" if is_5 else "Open MPI 4")
+
+
+def _mpich(_variables: Variables, launch: Launch) -> Launch:
+    return replace(launch, mpi="MPICH")
+
+
+def _is_hydra(environ: Mapping[str, str]) -> bool:
+    if "MPI_LOCALRANKID" in environ or "MPI_LOCALNRANKS" in environ:
+        return True
+    # srun --mpi=pmi2 sets these two as well.
+    return ("PMI_RANK" in environ or "PMI_SIZE" in environ) and not slurm.in_step(environ)
+
+
+def _tasks_on_a_node(variables: Variables) -> int:
+    """Return the number of a Flux job's tasks on a node: Flux tells the numbers of tasks and nodes only."""
+    return -(-variables.integer("FLUX_JOB_SIZE", 1) // variables.integer("FLUX_JOB_NNODES", 1))
+
+
+def _meet_in_step(variables: Variables, launch: Launch) -> Launch:
+    several = launch.local_world_size < launch.world_size
+    return replace(launch, rendezvous="tcp", address=slurm.step_address(variables, several_hosts=several))
+
+
+def _srun(variables: Variables, launch: Launch) -> Launch:
+    if "SLURM_STEP_NUM_TASKS" in variables:
+        # They differ in a batch script that was submitted from inside a step, and has inherited the step's variables.
+        tasks = variables.used["SLURM_NTASKS"]
+        variables.matching("SLURM_STEP_NUM_TASKS", re.escape(tasks), f"{tasks!r}, the value of SLURM_NTASKS")
+    return replace(launch, step="{}.{}".format(*slurm.step_ids(variables)))
+
+
+def _processes_here(variables: Variables) -> int:
+    """Return the number of processes on this host: all of them if the ranks meet at a loopback address."""
+    # Otherwise only the user knows how many processes are on each host.
+    host = variables.host("MASTER_ADDR")
+    on_loopback = host in ("localhost", "::1", "ip6-localhost") or host.startswith("127.")
+    world = variables.integer("WORLD_SIZE", 1)
+    if on_loopback and "LOCAL_WORLD_SIZE" not in variables:
+        return world
+    return variables.integer("LOCAL_WORLD_SIZE", 1, world)
+
+
+_WITHOUT_SIZE = {"PMIX_RANK": "a PMIx launcher such as prterun", "MPT_LRANK": "mpiexec_mpt of HPE's MPT"}
+_TORCHRUN_PLACE = _Place("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+_LEAVE = "and leave its variables as they are"
+
+_SPAWN = _Launcher("spawn", (), "Start the processes with unitrain.spawn", _TORCHRUN_PLACE, more=_torchrun)
 _ENV = _Launcher(
     "env",
-    _has_any("RANK", "WORLD_SIZE"),
-    _read_env,
+    ("RANK", "WORLD_SIZE"),
     "Give every process RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE (the number of processes on its host), "
     "MASTER_ADDR and MASTER_PORT, or let torchrun do it",
+    _Place("RANK", "WORLD_SIZE", "LOCAL_RANK", _processes_here),
 )
-_PYTHON = _Launcher("python", lambda environ: True, _read_python, "")
+"""Variables that were set by hand or by a cluster."""
+_PYTHON = _Launcher("python", lambda environ: True, "")
 _BY_PRECEDENCE = (
     _Launcher(
-        "torchrun",
-        _has_any("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
-        _read_torchrun,
-        "Start the job with torchrun --nproc-per-node N SCRIPT and leave its variables as they are",
+        "torchrun",  # and python -m torch.distributed.launch
+        ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
+        f"Start the job with torchrun --nproc-per-node N SCRIPT {_LEAVE}",
+        _TORCHRUN_PLACE,
+        more=_torchrun,
     ),
     _Launcher(
-        "horovodrun",
-        _has_any("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_GLOO_RENDEZVOUS_ADDR"),
-        _read_horovodrun,
-        "Start the job with horovodrun --gloo -np N python SCRIPT and leave its variables as they are",
+        "horovodrun",  # with the gloo controller
+        ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_GLOO_RENDEZVOUS_ADDR"),
+        f"Start the job with horovodrun --gloo -np N python SCRIPT {_LEAVE}",
+        _Place("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
+        _meet_at_horovodrun,
+        _horovodrun,
     ),
     _Launcher(
-        "mpirun",
-        _has_any("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
-        _read_open_mpi,
-        "Start the job with mpirun -np N python SCRIPT and leave its variables as they are",
+        "mpirun",  # of Open MPI; horovodrun's MPI controller looks the same
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+        f"Start the job with mpirun -np N python SCRIPT {_LEAVE}",
+        # OMPI_COMM_WORLD_NODE_RANK is the rank among all jobs on the node, not the rank of the node.
+        _Place(
+            "OMPI_COMM_WORLD_RANK",
+            "OMPI_COMM_WORLD_SIZE",
+            "OMPI_COMM_WORLD_LOCAL_RANK",
+            "OMPI_COMM_WORLD_LOCAL_SIZE",
+        ),
+        _meet_by_mpi,
+        _open_mpi,
     ),
     _Launcher(
-        "mpirun",
+        "mpirun",  # jsrun of LSF, with an MPI other than Spectrum MPI, which has the variables of Open MPI
+        ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"),
+        f"Start the job with jsrun -n N python SCRIPT {_LEAVE}",
+        _Place(*(f"JSM_NAMESPACE_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
+        _meet_by_mpi,
+        _mpich,
+    ),
+    _Launcher(
+        "mpirun",  # mpiexec of HPE's PALS
+        ("PALS_RANKID", "PALS_LOCAL_RANKID"),
+        f"Start the job with mpiexec -n N --ppn N python SCRIPT (PALS) {_LEAVE}",
+        _Place("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE", "PALS_NODEID"),
+        _meet_by_mpi,
+        _mpich,
+    ),
+    _Launcher(
+        "mpirun",  # flux run
+        ("FLUX_TASK_RANK", "FLUX_TASK_LOCAL_ID"),
+        f"Start the job with flux run -n N python SCRIPT {_LEAVE}",
+        _Place("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", _tasks_on_a_node),
+        _meet_by_mpi,
+        _mpich,
+    ),
+    _Launcher(
+        "mpirun",  # mpirun_rsh of MVAPICH2
+        ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
+        f"Start the job with mpirun_rsh -np N HOSTS python SCRIPT {_LEAVE}",
+        _Place(*(f"MV2_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
+        _meet_by_mpi,
+        _mpich,
+    ),
+    _Launcher(
+        "mpirun",  # or mpiexec, of MPICH, Intel MPI and others based on hydra
         _is_hydra,
-        _read_hydra,
-        "Start the job with mpiexec -n N python SCRIPT (MPICH, Intel MPI) and leave its variables as they are",
+        f"Start the job with mpiexec -n N python SCRIPT (MPICH, Intel MPI) {_LEAVE}",
+        _Place("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+        _meet_by_mpi,
+        _mpich,
     ),
     _Launcher(
         "srun",
-        in_step,
-        _read_srun,
-        "Start the job with srun -n N python SCRIPT and leave its variables as they are",
+        slurm.in_step,
+        f"Start the job with srun -n N python SCRIPT {_LEAVE}",
+        _Place("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", slurm.tasks_here, "SLURM_NODEID"),
+        _meet_in_step,
+        _srun,
     ),
     _ENV,
     _PYTHON,
 )
 
 LAUNCHERS = tuple(dict.fromkeys(launcher.name for launcher in (*_BY_PRECEDENCE, _SPAWN)))
+LOCAL_RANKS = tuple(dict.fromkeys(launcher.place.local_rank for launcher in _BY_PRECEDENCE if launcher.place))
+"""The variables that hold the local rank."""
 
 
 def detect(environ: Mapping[str, str]) -> Launch:
@@ -375,14 +303,16 @@ def detect(environ: Mapping[str, str]) -> Launch:
         LaunchError: a launcher's variable is missing or wrong; RANK and WORLD_SIZE contradict the launcher; a
             launcher set no world size; UNITRAIN_LAUNCHER is not a launcher.
     """
-    present = [launcher for launcher in _BY_PRECEDENCE if launcher.present(environ)]
+    present = [launcher for launcher in _BY_PRECEDENCE if launcher.is_present(environ)]
     chosen = _overridden(environ) or present[0]
-    if chosen is _PYTHON and OVERRIDE not in environ and "PMIX_RANK" in environ:
+    unsized = next((name for name in _WITHOUT_SIZE if name in environ), None)
+    if chosen is _PYTHON and OVERRIDE not in environ and unsized is not None:
         raise LaunchError(
-            f"PMIX_RANK is {environ['PMIX_RANK']!r}, but no variable gives the world size: this process was started by "
-            f"a PMIx launcher such as prterun. Use mpirun, or set {OVERRIDE}=python to run this process alone."
+            f"{unsized} is {environ[unsized]!r}, but no variable gives the world size: this process was started by "
+            f"{_WITHOUT_SIZE[unsized]}. Use mpirun, or give every process RANK, WORLD_SIZE, LOCAL_RANK, "
+            f"LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or set {OVERRIDE}=python to run this process alone."
         )
-    variables = _Variables(environ, chosen.name, chosen.remedy)
+    variables = Variables(environ, chosen.name, chosen.remedy)
     launch = chosen.read(variables)
     if chosen is _SPAWN or any(launcher.name == "torchrun" for launcher in present):
         present = [launcher for launcher in present if launcher is not _ENV]  # it sets RANK itself
@@ -407,7 +337,7 @@ def _overridden(environ: Mapping[str, str]) -> _Launcher | None:
             "Unset it to detect the launcher."
         )
     # Two share the name mpirun: take the one whose variables are set, else the first, which says what is missing.
-    return next((launcher for launcher in named if launcher.present(environ)), named[0])
+    return next((launcher for launcher in named if launcher.is_present(environ)), named[0])
 
 
 def _refuse_contradiction(launch: Launch, environ: Mapping[str, str]) -> None:

@@ -29,13 +29,7 @@ _WAITS = (
 def next_place(server: str, host: str, local_rank: str) -> dict[str, str] | None:
     """Return the variables of the next rank, once every process of the job has asked for its own, or has ended.
 
-    Args:
-        server: address of the driver's server.
-        host: name of this host, as horovodrun knows it.
-        local_rank: rank of this process on it so far.
-
-    Returns:
-        None if the job goes on without this process.
+    They are None if the job goes on without this process. ``host`` is its host's name as horovodrun knows it.
 
     Raises:
         ConnectionError: the driver has ended, or does not answer.

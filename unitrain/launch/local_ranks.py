@@ -6,25 +6,20 @@ import re
 
 import psutil
 
-from unitrain.launch.detect import Launch
+from unitrain.launch.detect import LOCAL_RANKS, Launch
 
-_LOCAL_RANKS = ("LOCAL_RANK", "HOROVOD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 # What the ranks of a host have in common tells their job from others.
 _OF_A_RANK = re.compile("RANK|PROCID|LOCALID")
 
 
 class LocalRanks:
-    """Finds the processes of a job on this host.
-
-    Args:
-        launch: the place of this process in the job.
-    """
+    """Finds the processes of a job on this host."""
 
     def __init__(self, launch: Launch) -> None:
         self._own = launch.local_rank
         evidence = dict(one.split("=", 1) for one in launch.evidence if "=" in one)
         self._job = {name: value for name, value in evidence.items() if not _OF_A_RANK.search(name)}
-        self._variable = next((name for name in _LOCAL_RANKS if name in evidence), None)
+        self._variable = next((name for name in LOCAL_RANKS if name in evidence), None)
 
     def present(self) -> set[int]:
         """Return the local ranks that have a process, this one included."""

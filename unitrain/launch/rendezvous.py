@@ -36,11 +36,7 @@ def rendezvous(launch: Launch, timeout_s: float) -> Store:
     """Return a store that the ranks of the job share. Collective: all ranks call it the same number of times.
 
     The n-th call returns the n-th, empty namespace of the job's store, so that a process group can be made after
-    another has ended.
-
-    Args:
-        launch: the place of this process, and how the ranks find one another.
-        timeout_s: timeout for the other ranks, and for later waits at the store.
+    another has ended. The timeout also holds for later waits at the store.
 
     Raises:
         LaunchError: the host of the address is unknown, or its port is in use.
@@ -59,10 +55,6 @@ def shared_secret(launch: Launch, timeout_s: float) -> bytes | None:
     """Return a secret that the launcher's own means have brought to every rank; None if it has none. Collective.
 
     MPI's is known to the launcher's processes only. torchrun's store gives its own to everybody who can reach it.
-
-    Args:
-        launch: the place of this process.
-        timeout_s: timeout for the other ranks.
     """
     if launch.launcher != "torchrun":
         return _secrets.get(launch)
@@ -147,10 +139,7 @@ def _through_horovodrun(launch: Launch, timeout: timedelta) -> Store:
 def _at_port_of_rank_0(launch: Launch, timeout: timedelta, share: Callable[[str | None], str]) -> Store:
     """Return a store that rank 0 opens on a free port.
 
-    Args:
-        launch: the place of this process.
-        timeout: timeout for the other ranks.
-        share: called with rank 0's addresses and port on rank 0, and with None elsewhere; returns rank 0's everywhere.
+    ``share`` is called with its addresses and port on rank 0, with None on other ranks, and returns rank 0's on all.
     """
     one_host = launch.local_world_size == launch.world_size
     if launch.rank == 0:

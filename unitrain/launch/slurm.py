@@ -6,11 +6,12 @@ import re
 from collections.abc import Mapping, Sequence
 from itertools import product
 
+from unitrain.launch.variables import Variables, is_host
+
 # The highest step ids are those of batch scripts and shells, not of tasks of a job (slurm.h: NO_VAL minus 2 to 6).
 _SPECIAL_STEPS = {str(step) for step in range(0xFFFF_FFF0, 0x1_0000_0000)}
 
-MOST_IDS = 0xFFFF_FFFF
-"""The largest job or step id of SLURM."""
+_MOST_IDS = 0xFFFF_FFFF  # the largest job or step id
 
 PORTS = range(20000, 30000)
 """Range of ``step_port``: below Linux's ephemeral ports, above those of most services."""
@@ -57,12 +58,64 @@ def _numbers(ranges: str) -> list[str]:
 def first_host_of_groups(nodes: str, groups: Sequence[str]) -> str | None:
     """Return rank 0's host in a heterogeneous job: the first of the first group that has a part in the step.
 
-    Args:
-        nodes: the step's node list, which SLURM sorts by name, so that its first host need not be rank 0's.
-        groups: the node lists of the job's groups, in order.
+    SLURM sorts ``nodes``, the step's list, by name, so its first host need not be rank 0's.
     """
     taking_part = set(hosts(nodes))
     return next((host for group in groups for host in hosts(group) if host in taking_part), None)
+
+
+def step_ids(variables: Variables) -> tuple[int, int]:
+    """Return the ids of job and step."""
+    return variables.integer("SLURM_JOB_ID", 0, _MOST_IDS), variables.integer("SLURM_STEP_ID", 0, _MOST_IDS)
+
+
+def tasks_here(variables: Variables) -> int:
+    """Return the number of tasks on this node."""
+    rank = str(variables.integer("SLURM_PROCID"))
+    wanted = f"a list of the tasks on this node that contains SLURM_PROCID, {rank!r}"
+    tasks = variables.matching("SLURM_GTIDS", r"\d+(,\d+)*", wanted).split(",")
+    if rank not in tasks:
+        raise variables.error("SLURM_GTIDS", wanted)
+    return len(tasks)
+
+
+def step_address(variables: Variables, *, several_hosts: bool) -> str | None:
+    """Return host:port for the rendezvous of a step; None if SLURM does not tell on which host rank 0 is."""
+    job, step = step_ids(variables)
+    nodes = _nodes(variables, "SLURM_STEP_NODELIST")
+    if several_hosts and variables.environ.get("SLURM_DISTRIBUTION") == "arbitrary":
+        return None
+    # A node's name may not resolve outside SLURM, so it is used only if there are several nodes.
+    host = _host_of_rank_0(variables, nodes, job) if several_hosts else "127.0.0.1"
+    reserved = None
+    # Each group of a heterogeneous job has ports of its own.
+    if "SLURM_STEP_RESV_PORTS" in variables and "SLURM_HET_SIZE" not in variables:
+        reserved = variables.matching("SLURM_STEP_RESV_PORTS", r"\d{1,5}([-,]\d{1,5})*", "ports, like 12000-12001")
+    return f"{host}:{step_port(job, step, reserved)}"
+
+
+def _nodes(variables: Variables, name: str) -> str:
+    wanted = "a list of nodes, like node[1-4]"
+    nodes = variables.string(name, wanted)
+    if not is_host(next(iter(hosts(nodes)), "")):
+        raise variables.error(name, wanted)
+    return nodes
+
+
+def _host_of_rank_0(variables: Variables, nodes: str, job: int) -> str:
+    """Return the host of a step of several nodes on which rank 0 is: the first, except in a heterogeneous job."""
+    if "SLURM_HET_SIZE" not in variables:
+        return hosts(nodes)[0]
+    # Up to SLURM 22.05, srun without an allocation uses the older word.
+    word = "PACK" if "SLURM_JOB_ID_PACK_GROUP_0" in variables and "SLURM_JOB_ID_HET_GROUP_0" not in variables else "HET"
+    leader = variables.integer(f"SLURM_JOB_ID_{word}_GROUP_0", 0, _MOST_IDS)
+    if leader != job:  # the variables are those of another job, from inside which this one was submitted
+        return hosts(nodes)[0]
+    names = [f"SLURM_JOB_NODELIST_{word}_GROUP_{n}" for n in range(variables.integer("SLURM_HET_SIZE", 1))]
+    host = first_host_of_groups(nodes, [_nodes(variables, name) for name in names])
+    if host is None:
+        raise variables.error(names[0], "a list of nodes, of which this step has some")
+    return host
 
 
 def step_port(job: int, step: int, reserved: str | None = None) -> int:

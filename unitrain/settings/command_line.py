@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from unitrain.errors import ConfigError
-from unitrain.settings.schema import Group, Setting, did_you_mean, dotted, flag
+from unitrain.settings.schema import Group, Setting, did_you_mean, dotted, flag, nested
 from unitrain.settings.strategy_config import why_unknown
 
 _SOURCES = """\
@@ -38,16 +38,7 @@ def read_command_line(
         raise ConfigError(f"{name}: {error.message}.{''.join(allowed)}") from None
     _refuse_unknown([word for word in left_over if word != "--"], ["--config", *map(flag, settings)])
     written = vars(given)
-    config_file = written.pop("_config", None)
-    written.pop("_local_rank", None)
-    values: dict[str, Any] = {}
-    for path in settings:
-        if (name := dotted(path)) in written:
-            section = values
-            for part in path[:-1]:
-                section = section.setdefault(part, {})
-            section[path[-1]] = written[name]
-    return config_file, values
+    return written.get("_config"), nested({path: written[dotted(path)] for path in settings if dotted(path) in written})
 
 
 def _parser(groups: Sequence[Group], prog: str, description: str) -> argparse.ArgumentParser:

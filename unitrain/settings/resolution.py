@@ -46,11 +46,7 @@ def resolve_strategy(
 
     Fields that were set explicitly on ``config`` take precedence over the environment, and ``overrides`` over both.
     Sections are merged field by field. A field that no source sets is not in the result's ``model_fields_set``.
-
-    Args:
-        config: a configuration, for example a recipe's.
-        overrides: settings by name; a section is a dict or a model.
-        environ: the environment, of which the ``UNITRAIN_`` variables are read.
+    A section of ``overrides`` is a dict or a model.
 
     Raises:
         ConfigError: a value is not allowed, a name is unknown, or two settings are mutually exclusive.
@@ -125,7 +121,7 @@ def _read_environment(environ: Mapping[str, str]) -> dict[str, Any]:
         return {}  # usually; what follows takes 50 ms the first time
     known = {variable(setting.path) for group in groups_of(StrategyConfig) for setting in group.settings}
     for name in sorted(given.keys() - known - OTHER_VARIABLES.keys()):
-        suggestion = why_unknown(name) or did_you_mean(name, sorted(known | set(OTHER_VARIABLES)))
+        suggestion = why_unknown(name) or did_you_mean(name, sorted(known | OTHER_VARIABLES.keys()))
         # stacklevel 1: Python shows it once, though both the command line and init read the environment.
         warnings.warn(f"{name} is not an environment variable of UniTrain, and is ignored.{suggestion}", stacklevel=1)
     from pydantic_settings import EnvSettingsSource

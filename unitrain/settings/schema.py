@@ -61,6 +61,17 @@ def variable(path: Iterable[object]) -> str:
     return "UNITRAIN_" + "__".join(map(str, path)).upper()
 
 
+def nested(values: Mapping[Path, str]) -> dict[str, Any]:
+    """Return values by path as nested dicts."""
+    root: dict[str, Any] = {}
+    for path, value in values.items():
+        section = root
+        for part in path[:-1]:
+            section = section.setdefault(part, {})
+        section[path[-1]] = value
+    return root
+
+
 def is_section(annotation: object) -> bool:
     """Return whether a field of this type is a section, and not a setting."""
     # In Python 3.10 list[int] is an instance of type, but issubclass refuses it.
@@ -72,11 +83,7 @@ def groups_of(
 ) -> tuple[Group, ...]:
     """Return the sections of a model in the order of their definition, its own settings first.
 
-    Args:
-        model: the model.
-        path: its path, if it is a section.
-        description: its description, if it is a section.
-        set_by_default: the default of the section, whose fields may have other values than the model's defaults.
+    ``set_by_default`` is the default of a section, with fields that may have other values than the model's defaults.
     """
     properties = model.model_json_schema()["properties"]
     if set_by_default is not None:

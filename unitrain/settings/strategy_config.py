@@ -82,10 +82,9 @@ else:
 
 
 def why_unknown(name: str) -> str:
-    """Return a sentence that says why the settings of a backend are not available, or an empty string.
+    """Return a sentence that says why an unknown setting of a backend is not available, or an empty string.
 
-    Args:
-        name: name of an unknown setting: a flag, a variable or a dotted name.
+    ``name`` is a flag, a variable or a dotted name.
     """
     words = re.split(r"\.|__", name.lstrip("-").replace("-", "_").removeprefix("UNITRAIN_").lower())
     return "".join(

@@ -94,19 +94,9 @@ class _StrictLoader(yaml.SafeLoader):
         return node
 
 
-class _Dumper(yaml.SafeDumper):
-    """Writes strings so that reading them gives the same strings."""
-
-
-def _represent_string(dumper: _Dumper, value: str) -> yaml.ScalarNode:
-    """Quote strings with Unicode line breaks, which are line breaks in YAML too, but which PyYAML does not escape."""
-    style = '"' if re.search("[\x85\u2028\u2029]", value) else None
-    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style)
-
-
-_Dumper.add_representer(str, _represent_string)
-
-
 def dump(values: dict[str, Any]) -> str:
     """Return plain values as YAML that ``YamlFile`` can read."""
-    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+    # Unicode's line breaks are also YAML's, but PyYAML does not escape them in Unicode.
+    has_breaks = re.search("[\x85\u2028\u2029]", text) is not None
+    return yaml.safe_dump(values, sort_keys=False) if has_breaks else text

@@ -44,12 +44,9 @@ class StepHook:
 
 
 class Hooks:
-    """The hooks of a run. At each moment, those that override its method are called, in the order of the list.
+    """The hooks of a run: for each moment, the methods of those that override it, in the order of the list.
 
-    Nothing is called for the others, so a moment without hooks costs a look at an empty list.
-
-    Args:
-        *hooks: the first hooks.
+    A moment without hooks thus costs a look at an empty list.
     """
 
     def __init__(self, *hooks: StepHook) -> None:
@@ -85,23 +82,3 @@ class Hooks:
         finally:
             for after in self.after_call:
                 after()
-
-    def begin_update(self, optimizer: Optimizer, parameters: Sequence[Parameter]) -> None:
-        """Call the hooks before an update."""
-        for before in self.before_update:
-            before(optimizer, parameters)
-
-    def end_update(self, optimizer: Optimizer, parameters: Sequence[Parameter], stepped: bool) -> None:
-        """Call the hooks after an update."""
-        for after in self.after_update:
-            after(optimizer, parameters, stepped)
-
-    def reach_boundary(self) -> None:
-        """Call the hooks of a boundary."""
-        for call in self.at_boundary:
-            call()
-
-    def end_epoch(self) -> None:
-        """Call the hooks of the end of an epoch."""
-        for call in self.at_epoch_end:
-            call()

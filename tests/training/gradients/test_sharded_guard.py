@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -101,8 +102,10 @@ def test_a_norm_does_not_wait_for_a_gpu() -> None:
     with Waits() as waits:
         guard = ShardedGuardedStep(communicator_on_gpu(), 1.0, None, False)
         gradients = [torch.ones(3, device=GPU_0), torch.ones(2, 2, device=GPU_0)]
-        for guard._sharded, guard._replicated in ((gradients, []), (gradients[:1], gradients[1:]), ([], [])):
-            norm = guard._norm(gradients)
+        wholes: list[list[Any]] = [[SimpleNamespace(grad=torch.ones_like(one)) for one in gradients]]
+        wholes += [[wholes[0][0], SimpleNamespace(grad=gradients[1])], []]
+        for parameters in wholes:
+            norm = guard._norm(parameters, gradients[: len(parameters)])
             assert norm.device == GPU_0
             guard._scale([], gradients, 1.0, norm)
     assert waits.found == []

@@ -176,6 +176,17 @@ def test_a_batch_that_is_left_out_later_is_not_taken_for_one_taken_ahead() -> No
                 break
 
 
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_a_batch_that_is_left_out_first_is_noticed_at_the_end(epochs: int) -> None:
+    noticed = pytest.warns(UserWarning, match="a batch more than step")
+    with noticed, prepared("single") as (strategy, model, optimizer):
+        loader = strategy.dataloader(TensorDataset(*(t[:8] for t in rows().tensors)), global_batch_size=2)
+        for _ in range(epochs):
+            for number, (inputs, targets) in enumerate(loader):
+                if number:
+                    strategy.step(mse_loss(model(inputs), targets.double()), optimizer)
+
+
 def test_a_run_can_be_stopped_again_after_the_last_batch_of_an_epoch_was_taken_ahead() -> None:
     with prepared("single") as (strategy, model, optimizer):
         batches = endless(strategy.dataloader(rows(), global_batch_size=4))

@@ -45,9 +45,7 @@ def load_weights(communicator: Communicator, prepared: PreparedModules, module: 
     sources = map(files.whole, targets) if files is not None else iter(())
     release = files.release if files is not None else lambda: None
     broadcast_tensors(communicator, list(targets.values()), sources, sent=release)
-    waiting = prepared.without_weights.pop(plain, None)
-    if waiting is not None:
-        waiting.end()
+    prepared.allow_calls(plain)
 
 
 def _seen(location: str, names: list[str], digests: list[str]) -> WeightFiles | None:

@@ -1,115 +1,83 @@
-"""Measures a candidate: starts its processes, and evaluates their records."""
+"""Measures a recipe in one world: starts its processes, and evaluates the throughput that they record."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
-from operator import sub
 from pathlib import Path
-from statistics import mean, median, quantiles
+from statistics import mean
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any
 
-from unitrain.commands.bench.candidates import Candidate
 from unitrain.commands.launchers import launch_command
-from unitrain.commands.toolchain import running, small_mpi_environment
+from unitrain.commands.toolchain import run_to_end, small_mpi_environment
 from unitrain.commands.verify.comparison import cause
-from unitrain.metrics.throughput import Totals
-
-
-class Split(NamedTuple):
-    """Where the time of a step goes, in seconds of the host, as means over the ranks."""
-
-    data: float = 0.0
-    """Waiting for the loader."""
-    forward: float = 0.0
-    """Everything else before ``strategy.step``."""
-    step: float = 0.0
-    """Backward, averaging gradients, and the optimizer."""
-    idle: float = 0.0
-    """The part of the step in which a rank waits for the slowest one to begin it."""
+from unitrain.commands.verify.worlds import World
+from unitrain.settings.schema import variable
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """The result of measuring a candidate."""
+    """The result of measuring a world. Times are the host's in seconds a step, as means over the processes."""
 
-    candidate: Candidate
+    world: World
     samples_per_second: float = 0.0
     """Over all processes."""
-    step_seconds: float = 0.0
-    """Median duration of an optimizer step."""
     spread: float = 0.0
-    """Half of the interquartile range of the steps, relative to the median."""
-    split: Split | None = None
+    """Half of the difference between the two measured thirds of the steps, relative to their mean."""
+    data: float = 0.0
+    """Waiting for the loader."""
+    forward: float = 0.0
+    """Everything else outside of ``strategy.step``."""
+    step: float = 0.0
+    """Backward, averaging gradients, waiting for slower processes, and the optimizer."""
+    memory_mb: float = 0.0
+    """Peak of the process that needs most."""
     problem: str = ""
-    """Why it could not be measured, in one line."""
+    """Why the world could not be measured, in one line."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the measurement for JSON."""
-        world = self.candidate.world
+        world = self.world
         where = {"launcher": world.launcher, "processes": world.size, "backend": world.backend}
-        more = {"split": self.split and self.split._asdict(), "settings": dict(self.candidate.settings)}
-        return {**where, **asdict(self), **more, "candidate": str(self.candidate)}
+        return {**where, **{name: value for name, value in asdict(self).items() if name != "world"}}
 
 
-def measure(candidate: Candidate, recipe: Path, flags: Sequence[str], steps: int) -> Measurement:
-    """Run a recipe for ``steps`` optimizer steps, of which the first third is not counted, and measure it.
-
-    Args:
-        candidate: world and settings to run it with.
-        recipe: a script that calls ``unitrain.init`` and takes ``--output-dir``.
-        flags: further flags for it.
-        steps: number of optimizer steps, at least 6.
-    """
-    with TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        program = ["-m", "unitrain.commands.bench.trial", temporary, str(steps), str(recipe), *flags]
-        program += ["--output-dir", str(folder / "output")]
-        world = candidate.world
-        environment = {**small_mpi_environment(), **candidate.variables()}
-        with running(launch_command(world.launcher, world.size, program), environment) as process:
-            printed, _ = process.communicate()
-        if process.returncode:
-            return Measurement(candidate, problem=f"exit code {process.returncode}: {cause(printed)}")
-        records = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("rank*.json"))]
-    problem = _problem(candidate, records, steps)
-    if problem:
-        return Measurement(candidate, problem=problem)
-    return evaluate(candidate, [record["steps"][steps // 3 :] for record in records])
+def measure(world: World, recipe: Path, flags: Sequence[str], steps: int) -> Measurement:
+    """Run a recipe for ``steps`` optimizer steps in a world, and measure it without the first third of them."""
+    with TemporaryDirectory() as folder:
+        file = Path(folder, "record.json")
+        program = ["-m", "unitrain.commands.bench.trial", str(file), str(steps), str(recipe), *flags]
+        program += ["--output-dir", str(Path(folder, "output"))]
+        environment = {**small_mpi_environment(), variable(["backend"]): world.backend}
+        code, printed = run_to_end(*launch_command(world.launcher, world.size, program), environment=environment)
+        if code:
+            return Measurement(world, problem=f"exit code {code}: {cause(printed)}")
+        if not file.is_file():
+            return Measurement(
+                world, problem=f"the recipe ended before step {steps} of a strategy: let it train longer"
+            )
+        record = json.loads(file.read_text(encoding="utf-8"))
+    if record["backend"] != world.backend:
+        set_to = f"the recipe's flags or code set backend to {record['backend']}"
+        return Measurement(world, problem=f"{set_to}, which takes precedence over the one to measure")
+    return evaluate(world, record["thirds"], steps)
 
 
-def _problem(candidate: Candidate, records: Sequence[dict[str, Any]], steps: int) -> str:
-    """Return why the records are incomplete or not of this candidate, or an empty string."""
-    if not records:
-        return "the recipe did not call unitrain.init()"
-    if len(records) != candidate.world.size:
-        return f"only {len(records)} of {candidate.world.size} processes wrote a record"
-    taken = len(records[0]["steps"])
-    if taken < steps:
-        return f"the recipe made only {taken} of {steps} steps in loops over strategy.dataloader: let it train longer"
-    for name, value in (("backend", candidate.world.backend), *candidate.settings):
-        found = records[0]["settings"]
-        for part in name.split("."):
-            found = found[part]
-        if found != value:
-            return f"the recipe's flags or code set {name} to {found}, which takes precedence over the value to measure"
-    return ""
-
-
-def evaluate(candidate: Candidate, ranks: Sequence[Sequence[Sequence[float]]]) -> Measurement:
-    """Return the measurement of a candidate from the ``Totals`` of each rank at the end of each step."""
-    ranks_steps = [[Totals(*map(sub, after, before)) for before, after in pairwise(rank)] for rank in ranks]
-    steps = [mean(one.seconds for one in step) for step in zip(*ranks_steps, strict=True)]
-    samples = sum(one.samples for rank in ranks_steps for one in rank) / len(steps)
-    typical = median(steps)
-    if not (typical and samples):
-        return Measurement(candidate, problem="the training loop does not iterate over strategy.dataloader")
-    low, _, high = quantiles(steps, n=4)
-    before = [median(one.seconds - one.step for one in rank) for rank in ranks_steps]  # of each rank, in a step
-    data = mean(median(one.data for one in rank) for rank in ranks_steps)
-    idle = min(max(before) - mean(before), typical - mean(before))
-    split = Split(data, mean(before) - data, typical - mean(before) - idle, idle)
-    return Measurement(candidate, samples / typical, typical, (high - low) / 2 / typical, split)
+def evaluate(world: World, thirds: Sequence[Mapping[str, float]], steps: int) -> Measurement:
+    """Return the measurement from the throughput of the second and of the last third of the steps."""
+    counted = steps - steps // 3
+    speeds = [third["samples_per_second"] for third in thirds]
+    if not all(speeds):
+        return Measurement(world, problem="the training loop does not iterate over strategy.dataloader")
+    seconds = {part: sum(third[f"{part}_seconds"] for third in thirds) / counted for part in ("data", "rest", "step")}
+    return Measurement(
+        world,
+        samples_per_second=mean(speeds),
+        spread=(max(speeds) - min(speeds)) / 2 / mean(speeds),
+        data=seconds["data"],
+        forward=seconds["rest"],
+        step=seconds["step"],
+        memory_mb=thirds[-1]["peak_memory_mb"],
+    )

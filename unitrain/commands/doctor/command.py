@@ -23,12 +23,7 @@ _STYLES: dict[Status, str] = {"ok": "green", "absent": "dim", "warning": "yellow
 def doctor(hosts: str | None = None, *, as_json: bool = False) -> int:
     """Print the findings as a table, or as a JSON object with a key per probe. Return the exit code.
 
-    Args:
-        hosts: other hosts to look at, as ``unitrain launch`` takes them. The exit code is 1 if one can't take part.
-        as_json: print a JSON object.
-
-    Raises:
-        UsageError: ``hosts`` is no list of hosts.
+    It is 1 if one of ``hosts``, a list as ``unitrain launch`` takes it, can't take part.
     """
     others = [] if hosts is None else [host.name for host in parse_hosts(hosts)]
     findings = examine()
@@ -67,9 +62,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="LIST",
         help="hosts of a job to look at over ssh: node1,node2 (or node1:8,node2:8); exit code 1 if one can't take part",
     )
-    parser.add_argument("--json", action="store_true", help="print a JSON object")
-    parser.set_defaults(run=_run_command)
-
-
-def _run_command(arguments: argparse.Namespace) -> int:
-    return doctor(arguments.hosts, as_json=arguments.json)
+    parser.add_argument("--json", dest="as_json", action="store_true", help="print a JSON object")
+    parser.set_defaults(run=doctor)

@@ -17,14 +17,36 @@ from typing import Any, NamedTuple
 
 from unitrain.commands.doctor import report
 from unitrain.commands.doctor.finding import Finding, Status, guarded
-from unitrain.commands.doctor.host_name import addresses_of
 from unitrain.commands.toolchain import find_program
-from unitrain.launch.network.addresses import own_addresses
+from unitrain.launch.network.addresses import addresses_of, own_addresses
 
 _CONNECT_S = 5
 _MOST_S = 30.0
 _MOST_AT_ONCE = 32
 _CLOCK_S = 5.0
+# Words in what ssh says when it can't open a session, what they mean, and the commands that help.
+_SSH_ERRORS = (
+    ("could not resolve", "{host} can't be resolved here", "echo 'ITS_ADDRESS {host}' | sudo tee -a /etc/hosts"),
+    ("identification has changed", "its ssh key is another than the one that is known here", "ssh-keygen -R {host}"),
+    (
+        "host key verification failed",
+        "its ssh key is not known here yet",
+        "ssh-keyscan -H {host} >> ~/.ssh/known_hosts",
+    ),
+    (
+        "permission denied",
+        "ssh asks for a password, which launchers can't give",
+        "test -f ~/.ssh/id_ed25519 || ssh-keygen -t ed25519 -N '' -f ~/.ssh/id_ed25519\nssh-copy-id {host}",
+    ),
+    ("no route to host", "there is no route to it from here", "ip route get {address}"),
+    ("unreachable", "there is no route to it from here", "ip route get {address}"),
+    (
+        "timed out",
+        f"it does not answer within {_CONNECT_S} s: it is down, or behind a firewall",
+        "ping -c 3 {host}",
+    ),
+    ("refused", "it runs no ssh server", "sudo apt-get install openssh-server  # on {host}"),
+)
 
 
 class _Answer(NamedTuple):
@@ -101,68 +123,42 @@ def _is_here(host: str) -> bool:
     return any(address in own or ip_address(address).is_loopback for address in addresses_of(host))
 
 
-def _failure(host: str, code: int, said: str) -> Finding:
+def _failure(host: str, code: int, output: str) -> Finding:
     """Return why ssh, or the program, has failed."""
-    last = said.strip().splitlines()[-1].strip() if said.strip() else f"exit code {code}"
+    last = output.strip().splitlines()[-1].strip() if output.strip() else f"exit code {code}"
     if code == 255:
-        known = _connection_failure(host, said.lower())
-        return Finding("error", *(known or (f"ssh fails: {last}", f"ssh -v {host} true")))
+        for words, problem, fix in _SSH_ERRORS:
+            if words in output.lower():
+                address = next(iter(addresses_of(host)), host)
+                return Finding("error", problem.format(host=host), fix.format(host=host, address=address))
+        return Finding("error", f"ssh fails: {last}", f"ssh -v {host} true")
     if code in (126, 127):
-        again = f"ssh {host} 'python3 -m venv {sys.prefix} && {sys.prefix}/bin/pip install {_wanted('unitrain')}'"
+        unitrain = f"unitrain=={report.versions()['unitrain']}"
+        again = f"ssh {host} 'python3 -m venv {sys.prefix} && {sys.prefix}/bin/pip install {unitrain}'"
         return Finding("error", f"there is no {sys.executable}, the Python of this host", again)
     return Finding("error", f"{sys.executable} fails there: {last}", f"ssh {host} {sys.executable} --version")
 
 
-def _connection_failure(host: str, said: str) -> tuple[str, str] | None:
-    """Return what ssh says when it can't open a session, in other words, and the commands that help."""
-    if "could not resolve" in said:
-        return f"{host} can't be resolved here", f"echo 'ITS_ADDRESS {host}' | sudo tee -a /etc/hosts"
-    if "identification has changed" in said:
-        return "its ssh key is another than the one that is known here", f"ssh-keygen -R {host}"
-    if "host key verification failed" in said:
-        return "its ssh key is not known here yet", f"ssh-keyscan -H {host} >> ~/.ssh/known_hosts"
-    if "permission denied" in said:
-        make_key = "test -f ~/.ssh/id_ed25519 || ssh-keygen -t ed25519 -N '' -f ~/.ssh/id_ed25519"
-        return "ssh asks for a password, which launchers can't give", f"{make_key}\nssh-copy-id {host}"
-    if "no route to host" in said or "unreachable" in said:
-        return "there is no route to it from here", f"ip route get {next(iter(addresses_of(host)), host)}"
-    if "timed out" in said:
-        return f"it does not answer within {_CONNECT_S} s: it is down, or behind a firewall", f"ping -c 3 {host}"
-    if "refused" in said:
-        return "it runs no ssh server", f"sudo apt-get install openssh-server  # on {host}"
-    return None
-
-
-def _wanted(package: str) -> str:
-    return f"{package}=={report.versions()[package]}"
-
-
 def _versions(host: str, there: Mapping[str, str | None]) -> list[Finding]:
     problems = []
+    python = f"ssh {host} {sys.executable}"
     for name, own in report.versions().items():
         its = there.get(name)
         if name == "python":
-            if _minor(its) != _minor(own):
-                text, fix = f"Python is {its}, but {own} here", f"ssh {host} {sys.executable} --version"
-                problems.append(Finding("warning", text, fix))
-        elif its != own:
-            text = f"{name} is {its or 'not installed'}, but {own or 'not installed'} here"
-            problems.append(Finding("error", text, _installation(host, name, own)))
+            if str(its).split(".")[:2] != str(own).split(".")[:2]:
+                problems.append(Finding("warning", f"Python is {its}, but {own} here", f"{python} --version"))
+            continue
+        if its == own:
+            continue
+        if own is None:
+            fix = f"{python} -m pip uninstall -y {name}"
+        elif name == "horovod":
+            version = own.partition("+")[0]
+            fix = f"{python} -m unitrain.commands.cli install-horovod --force --version {version}"
+        else:
+            fix = f"{python} -m pip install {name}=={own}"
+        problems.append(Finding("error", f"{name} is {its or 'not installed'}, but {own or 'not installed'} here", fix))
     return problems
-
-
-def _minor(version: str | None) -> list[str]:
-    return (version or "").split(".")[:2]
-
-
-def _installation(host: str, package: str, version: str | None) -> str:
-    """Return the command that gives a host this host's version of a package."""
-    python = f"ssh {host} {sys.executable} -m"
-    if version is None:
-        return f"{python} pip uninstall -y {package}"
-    if package == "horovod":
-        return f"{python} unitrain.commands.cli install-horovod --force --version {version.partition('+')[0]}"
-    return f"{python} pip install {package}=={version}"
 
 
 def _network(host: str, found: Mapping[str, Any], unreached: Mapping[str, str]) -> list[Finding]:

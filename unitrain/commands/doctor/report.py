@@ -38,45 +38,35 @@ def name_is_loopback() -> bool:
     return all(str(address[0]).startswith("127.") or address[0] == "::1" for *_, address in found)
 
 
-def why_unreached(host: str, port: int) -> str | None:
-    """Return why a host can't be reached from this one; None if it can."""
+def failure(address: tuple[str, int]) -> OSError | None:
+    """Return why this host can't connect to an address and port; None if it can."""
     try:
-        socket.create_connection((host, port), _PROBE_S).close()
-    except ConnectionRefusedError:
-        return None  # by the host, so there is a route
-    except socket.gaierror:
-        return "its name can't be resolved"
+        socket.create_connection(address, _PROBE_S).close()
     except OSError as error:
-        return str(error.strerror or error)
+        return error
     return None
 
 
 def main() -> None:
     """Print the report."""
     asked = json.loads(sys.argv[1])
+    addresses, port = asked["here"]
     with ThreadPoolExecutor(32) as threads:
-        reasons = list(threads.map(lambda host: why_unreached(host, _SSH_PORT), asked["others"]))
-        addresses, port = asked["here"]
-        # Refused is as bad here: there is a listener.
-        back = [threads.submit(_connects, address, port) for address in addresses]
-        reaches_back = any(one.result() for one in back)
+        failures = list(threads.map(failure, [(host, _SSH_PORT) for host in asked["others"]]))
+        back = list(threads.map(failure, [(address, port) for address in addresses]))
     report = {
         "host": socket.gethostname(),
         "versions": versions(),
         "name_is_loopback": name_is_loopback(),
-        "unreached": {host: why for host, why in zip(asked["others"], reasons, strict=False) if why},
-        "reaches_back": reaches_back,
+        "unreached": {
+            host: "its name can't be resolved" if isinstance(error, socket.gaierror) else error.strerror or str(error)
+            for host, error in zip(asked["others"], failures, strict=False)
+            if error and not isinstance(error, ConnectionRefusedError)  # there is a route to a host that refuses
+        },
+        "reaches_back": None in back,
         "time": time.time(),
     }
     print(json.dumps(report))
-
-
-def _connects(address: str, port: int) -> bool:
-    try:
-        socket.create_connection((address, port), _PROBE_S).close()
-    except OSError:
-        return False
-    return True
 
 
 if __name__ == "__main__":

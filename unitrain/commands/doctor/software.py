@@ -12,7 +12,7 @@ from importlib.util import find_spec
 
 from unitrain.commands.doctor.finding import Finding, Probe
 from unitrain.commands.horovod.check import find_horovod
-from unitrain.commands.toolchain import attempt, find_mpi, find_program, run_one
+from unitrain.commands.toolchain import find_mpi, find_program, run_one, run_to_end
 from unitrain.communication.backend import backend_names
 from unitrain.launch.detect import detect
 
@@ -141,8 +141,8 @@ def _launchers() -> Finding:
 
 def _slurm_is_silent() -> str | None:
     """Return why SLURM's controller can't be reached, or None if it answers."""
-    answers, said = attempt("scontrol", "ping", timeout_s=_SLURM_S)
-    return None if answers and " UP" in said else said.strip().splitlines()[-1]
+    code, output = run_to_end("scontrol", "ping", timeout_s=_SLURM_S)
+    return None if code == 0 and " UP" in output else (output.strip() or f"exit code {code}").splitlines()[-1]
 
 
 def _launched_by() -> Finding:

@@ -84,11 +84,7 @@ def edits_for(gpu: str | None) -> tuple[Edit, ...]:
 
 
 def apply_edits(source: Path, edits: Sequence[Edit]) -> None:
-    """Apply ``edits`` to the source tree ``source``.
-
-    Raises:
-        BackendError: an edit does not match: this source is not one that was tested.
-    """
+    """Apply ``edits`` to a source tree. Raises BackendError if one does not match: this source was not tested."""
     for edit in edits:
         path = source / edit.file
         content = path.read_text() if path.is_file() else ""
@@ -102,11 +98,7 @@ def apply_edits(source: Path, edits: Sequence[Edit]) -> None:
 
 
 def check_tools(mpi: Mpi | None, gpu: str | None) -> None:
-    """Check that the tools for the build are installed, before anything is downloaded.
-
-    Raises:
-        BackendError: tools are missing, too old or broken; the message names all of them, and how to install them.
-    """
+    """Raise BackendError if tools for the build are missing, too old or broken; it says how to install all of them."""
     problems = [*_compiler_problems(), *_cmake_problems(), *_mpi_problems(mpi), *(_gpu_problems() if gpu else [])]
     if problems:
         listed = "\n".join(f"  - {problem}" for problem in problems)
@@ -166,10 +158,7 @@ def _gpu_problems() -> Iterator[str]:
 
 
 def fetch(version: str, folder: Path, log: Path) -> Path:
-    """Download and unpack Horovod's source distribution with pip, according to the user's pip settings.
-
-    Returns:
-        The source tree.
+    """Download Horovod's source distribution with the user's pip settings, and return its unpacked source tree.
 
     Raises:
         BackendError: the download failed, or the file is not the one that was tested.
@@ -179,9 +168,8 @@ def fetch(version: str, folder: Path, log: Path) -> Path:
     requirements.write_text(f"horovod=={version}" + (f" --hash=sha256:{sha256}" if sha256 else "") + "\n")
     # With build isolation, --no-binary would also make pip download setuptools from source.
     options = ["--no-deps", "--no-binary", ":all:", "--no-build-isolation", "--dest", str(folder)]
-    run_logged(
-        pip("download", *options, "--requirement", str(requirements)), log, f"Horovod {version} could not be downloaded"
-    )
+    download = pip("download", *options, "--requirement", str(requirements))
+    run_logged(download, log, f"Horovod {version} could not be downloaded")
     with tarfile.open(folder / f"horovod-{version}.tar.gz") as archive:
         # The first releases of Python 3.10 and 3.11 have no filters.
         archive.extraction_filter = getattr(tarfile, "data_filter", None)
@@ -190,22 +178,13 @@ def fetch(version: str, folder: Path, log: Path) -> Path:
 
 
 def build(source: Path, label: str, *, mpi: bool, gpu: str | None, log: Path) -> Path:
-    """Compile ``source`` into a wheel.
+    """Compile a patched source tree into a wheel, and return it.
 
-    Args:
-        source: the patched source tree.
-        label: local version label of the wheel, after the ``+``.
-        mpi: whether to build the MPI controller, in addition to the gloo controller.
-        gpu: ``"nccl"`` for GPU operations with NCCL.
-        log: file that the output is appended to.
-
-    Raises:
-        BackendError: the compilation failed; the message contains the first error and the path of the log.
+    The local version of the wheel is ``label``. It has the gloo controller, and the MPI controller if ``mpi``.
     """
-    options = ["--no-deps", "--no-build-isolation", "--no-cache-dir"]
-    command = pip("wheel", "-v", *options, "--wheel-dir", str(source.parent), str(source))
+    options = ["--no-deps", "--no-build-isolation", "--no-cache-dir", "--wheel-dir", str(source.parent)]
     environment = _build_environment(label, mpi, gpu, source.parent)
-    run_logged(command, log, "Horovod did not compile", environment)
+    run_logged(pip("wheel", "-v", *options, str(source)), log, "Horovod did not compile", environment)
     (wheel,) = source.parent.glob("*.whl")
     return wheel
 
@@ -264,11 +243,7 @@ def pip(*arguments: str) -> list[str]:
 
 
 def run_logged(command: Sequence[str], log: Path, failure: str, environment: dict[str, str] | None = None) -> None:
-    """Run ``command``, and append its output to ``log``.
-
-    Raises:
-        BackendError: it failed; the message contains ``failure``, the relevant lines, and the path of the log.
-    """
+    """Run ``command``, and append its output to ``log``. Raises BackendError with the relevant lines if it fails."""
     lines = []
     with log.open("a") as file, running(command, environment) as process:
         assert process.stdout is not None

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from unitrain.commands.toolchain import attempt, find_program, running, small_mpi_environment
+from unitrain.commands.toolchain import PROBE_S, find_program, run_to_end, small_mpi_environment
 from unitrain.errors import BackendError
 
 _TEST_SECONDS = 180.0
@@ -52,16 +51,12 @@ class HorovodBuild:
 
 
 def find_horovod() -> HorovodBuild | None:
-    """Return the features of the installed Horovod, or None if it is not installed.
-
-    Raises:
-        BackendError: Horovod is installed, but can't be imported.
-    """
+    """Return the features of the installed Horovod; None without one. Raises BackendError if it can't be imported."""
     if find_spec("horovod") is None:
         return None
-    succeeded, output = attempt(sys.executable, "-c", _CAPABILITIES)
-    lines = output.strip().splitlines() or ["no output"]
-    if not succeeded:
+    code, output = run_to_end(sys.executable, "-c", _CAPABILITIES, timeout_s=PROBE_S)
+    lines = output.strip().splitlines() or [f"exit code {code}"]
+    if code:
         raise BackendError(f"Horovod is installed, but can't be imported: {lines[-1]}")
     answer = json.loads(next(line for line in reversed(lines) if line.startswith("{")))
     built = answer["built"] or {}
@@ -70,34 +65,20 @@ def find_horovod() -> HorovodBuild | None:
 
 
 def check_allreduce(controller: str) -> None:
-    """Test an allreduce over two processes with ``controller`` (``"mpi"`` or ``"gloo"``).
-
-    Raises:
-        BackendError: the processes did not start, did not end in time, or gave a wrong result.
-    """
+    """Raise BackendError if an allreduce over two processes with a controller, mpi or gloo, does not work."""
     launcher = {"mpi": ["mpirun"], "gloo": ["horovodrun", "--gloo"]}[controller]
     program = find_program(launcher[0])
     if program is None:
         raise BackendError(f"{launcher[0]} is not installed, so Horovod's {controller} controller can't be tested.")
-    command = [str(program), *launcher[1:], "-np", "2", sys.executable, "-X", "faulthandler", "-c", _TEST, controller]
-    output = _run_to_end(command)
-    if output is not None:
+    start = [str(program), *launcher[1:], "-np", "2"]
+    command = [*start, sys.executable, "-X", "faulthandler", "-c", _TEST, controller]
+    code, output = run_to_end(*command, environment=small_mpi_environment(), timeout_s=_TEST_SECONDS)
+    if code:
+        lines = output.strip().splitlines()
+        # horovodrun prefixes the output of the processes with [rank], and prints its own traceback after it.
+        of_processes = [line for line in lines if line.startswith("[")]
+        shown = "\n".join([*(of_processes or lines)[-20:], f"exit code {code}"])
         raise BackendError(
             f"Horovod was installed, but an allreduce over two processes with its {controller} controller failed: "
-            f"{' '.join(command[:4])} … printed\n{output}"
+            f"{' '.join(start)} … printed\n{shown}"
         )
-
-
-def _run_to_end(command: list[str]) -> str | None:
-    """Run ``command``. Return None, or the end of its output if it failed or timed out."""
-    try:
-        with running(command, small_mpi_environment()) as process:
-            output, _ = process.communicate(timeout=_TEST_SECONDS)
-    except subprocess.TimeoutExpired:
-        return f"(timed out after {_TEST_SECONDS:.0f} s)"
-    if process.returncode == 0:
-        return None
-    lines = output.strip().splitlines()
-    # horovodrun prefixes the output of the processes with [rank], and prints its own traceback after it.
-    of_processes = [line for line in lines if line.startswith("[")]
-    return "\n".join([*(of_processes or lines)[-20:], f"exit code {process.returncode}"])

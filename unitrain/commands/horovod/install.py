@@ -42,8 +42,9 @@ from unitrain.commands.horovod.check import check_allreduce, find_horovod
 from unitrain.commands.toolchain import Mpi, find_cuda, find_mpi
 from unitrain.errors import BackendError, ConfigError
 
-RUNTIME_REQUIREMENTS = ("cffi", "cloudpickle", "packaging", "psutil", "pyyaml")
-BUILD_REQUIREMENTS = (*RUNTIME_REQUIREMENTS, "setuptools", "wheel")
+# UniTrain itself requires the others: cloudpickle, packaging, psutil and pyyaml.
+_RUNTIME_REQUIREMENTS = ("cffi",)
+_BUILD_REQUIREMENTS = (*_RUNTIME_REQUIREMENTS, "setuptools", "wheel")
 
 
 @dataclass(frozen=True)
@@ -78,14 +79,10 @@ class Combination:
         return f"controllers: {', '.join(self.controllers)}; operations: {operations}"
 
 
-def install_horovod(version: str, *, gpu: str | None = None, without_mpi: bool = False, force: bool = False) -> None:
+def install_horovod(version: str, *, gpu: str = "none", without_mpi: bool = False, force: bool = False) -> int:
     """Build Horovod for the installed torch, install it and test it, unless this was done before.
 
-    Args:
-        version: version of Horovod.
-        gpu: ``"nccl"`` to build GPU operations, too; ``"auto"`` does so if torch finds a GPU.
-        without_mpi: build without MPI even if it is installed.
-        force: build, install and test again even if it is installed.
+    ``gpu`` is nccl to build GPU operations, too, auto to do so if torch finds a GPU, or none.
 
     Raises:
         ConfigError: ``version`` is not a valid version.
@@ -97,28 +94,27 @@ def install_horovod(version: str, *, gpu: str | None = None, without_mpi: bool =
             "This environment has no pip, which is needed to install Horovod: python -m ensurepip (or: uv pip install "
             "pip)"
         )
-    if gpu == "auto":
-        gpu = "nccl" if torch.cuda.is_available() else None
+    nccl = "nccl" if gpu == "nccl" or (gpu == "auto" and torch.cuda.is_available()) else None
     mpi = None if without_mpi else find_mpi()
-    combination = combine(version, mpi, gpu)
+    combination = combine(version, mpi, nccl)
     folder = _writable(cache_folder() / "horovod" / combination.version)
     tested = folder / f"proved-{_digest(sys.prefix)}"
     with _alone(folder.parent, console):
         if not force and tested.is_file() and _installed_version("horovod") == combination.version:
             console.print(f"Horovod {version} is installed and tested ({combination}). Nothing to do.")
-            return
+            return 0
         tested.unlink(missing_ok=True)
         if mpi is None:
             _explain_missing_mpi(console, without_mpi)
         log = folder / f"install-{os.getpid()}.log"
         wheel = next(folder.glob("*.whl"), None)
         if wheel is None or force:
-            check_tools(mpi, gpu)
-            _add_missing(console, BUILD_REQUIREMENTS, log)
-            wheel = _build(console, combination, gpu, folder, log)
+            check_tools(mpi, nccl)
+            _add_missing(console, _BUILD_REQUIREMENTS, log)
+            wheel = _build(console, combination, nccl, folder, log)
         else:
             console.print(f"Using a cached wheel: {wheel}")
-        _add_missing(console, RUNTIME_REQUIREMENTS, log)
+        _add_missing(console, _RUNTIME_REQUIREMENTS, log)
         _install(console, wheel, combination, log)
         for controller in combination.controllers:
             check_allreduce(controller)
@@ -126,6 +122,7 @@ def install_horovod(version: str, *, gpu: str | None = None, without_mpi: bool =
         tested.touch()
         log.replace(folder / "install.log")
         console.print(f"[green]Horovod {version} is ready[/] ({combination}).")
+    return 0
 
 
 def combine(version: str, mpi: Mpi | None, gpu: str | None) -> Combination:
@@ -251,10 +248,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--without-mpi", action="store_true", help="build without MPI even if it is installed")
     parser.add_argument("--force", action="store_true", help="build, install and test again even if it is installed")
-    parser.set_defaults(run=_run_command)
-
-
-def _run_command(arguments: argparse.Namespace) -> int:
-    gpu = None if arguments.gpu == "none" else arguments.gpu
-    install_horovod(arguments.version, gpu=gpu, without_mpi=arguments.without_mpi, force=arguments.force)
-    return 0
+    parser.set_defaults(run=install_horovod)

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from unitrain.commands.arguments import path
 from unitrain.commands.launchers import launch_command, launch_environment
-from unitrain.commands.toolchain import running
+from unitrain.commands.toolchain import run_to_end
 from unitrain.commands.verify import plain, recipe
 from unitrain.commands.verify.cases import CASES, EXACT, STEPS, Case
 from unitrain.commands.verify.comparison import Verdict, compare
@@ -38,13 +38,8 @@ def verify(
 ) -> int:
     """Train in every world, print the largest deviations, write JSON, and return the exit code.
 
-    Args:
-        backend: the only backend to verify; default: all that are installed.
-        device: device of the built-in model: ``cpu``, ``cuda`` (one GPU per process) or ``cuda:N``. The plain loop
-            that it is compared with runs on the CPU.
-        script: the recipe to verify; default: the built-in model, in every mode.
-        flags: further flags for the recipe.
-        output: file for the verdicts as JSON.
+    Without a ``script``, a built-in model is trained in every mode. The plain loop that it is compared with runs on the
+    CPU, whatever the ``device``.
 
     Raises:
         ConfigError: the device is not available.
@@ -116,9 +111,9 @@ def _run(world: World, device: str, folder: Path, cases: Sequence[Case]) -> str:
     """Start the world to train cases. Return an empty string, or the end of its output if it failed."""
     arguments = ["-m", "unitrain.commands.verify.trial", str(folder), world.backend, device]
     arguments += [case.name for case in cases]
-    with running(launch_command(world.launcher, world.size, arguments), launch_environment()) as process:
-        output, _ = process.communicate()
-    return "" if process.returncode == 0 else f"{world}: exit code {process.returncode}: {output.strip()[-2000:]}"
+    command = launch_command(world.launcher, world.size, arguments)
+    code, output = run_to_end(*command, environment=launch_environment())
+    return f"{world}: exit code {code}: {output.strip()[-2000:]}" if code else ""
 
 
 def _read(folder: Path, case: str, world: World, failure: str) -> list[Trace]:
@@ -159,17 +154,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", default="cpu", help="device to train on: cpu, cuda or cuda:N (default: %(default)s)"
     )
-    parser.add_argument("--recipe", type=path, metavar="PATH", help="recipe to train instead of the built-in model")
+    parser.add_argument(
+        "--recipe", dest="script", type=path, metavar="PATH", help="recipe to train instead of the built-in model"
+    )
     parser.add_argument("--output", type=path, metavar="FILE", help="write the deviations to this file as JSON")
     parser.add_argument("flags", nargs="*", metavar="FLAG", help="flags for the recipe, after --")
-    parser.set_defaults(run=_run_command)
-
-
-def _run_command(arguments: argparse.Namespace) -> int:
-    return verify(
-        backend=arguments.backend,
-        device=arguments.device,
-        script=arguments.recipe,
-        flags=arguments.flags,
-        output=arguments.output,
-    )
+    parser.set_defaults(run=verify)

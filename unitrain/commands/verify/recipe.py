@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from unitrain.commands.launchers import launch_command, launch_environment
-from unitrain.commands.toolchain import running
+from unitrain.commands.toolchain import run_to_end
 from unitrain.commands.verify.cases import EXACT, STEPS
 from unitrain.commands.verify.comparison import Verdict, cause
 from unitrain.commands.verify.worlds import World
@@ -20,22 +20,15 @@ _EXACT_FLAGS = ("--strategy.precision", "fp64", "--strategy.sync-batchnorm", "tr
 def train(recipe: Path, world: World, folder: Path, flags: Sequence[str] = ()) -> list[dict[str, float]]:
     """Run a recipe for ``STEPS`` steps in float64 and return its ``metrics.jsonl``, a dict per epoch.
 
-    Args:
-        recipe: a script that takes ``--max-steps``, ``--output-dir`` and ``--strategy.*``, like those of recipes/.
-        world: launcher, number of processes and backend.
-        folder: output folder of the recipe.
-        flags: further flags.
-
     Raises:
         UsageError: the recipe failed, or wrote no metrics.
     """
     run = ("--max-steps", str(STEPS), "--output-dir", str(folder), "--strategy.backend", world.backend, *_EXACT_FLAGS)
     command = launch_command(world.launcher, world.size, [str(recipe), *flags, *run])
-    with running(command, launch_environment()) as process:
-        printed, _ = process.communicate()
+    code, printed = run_to_end(*command, environment=launch_environment())
     metrics = folder / "metrics.jsonl"
-    if process.returncode or not metrics.exists():
-        what = f"failed with exit code {process.returncode}" if process.returncode else f"wrote no {metrics.name}"
+    if code or not metrics.exists():
+        what = f"failed with exit code {code}" if code else f"wrote no {metrics.name}"
         raise UsageError(
             f"{recipe} under {world} {what}: {cause(printed)}\nA recipe must take the flags --max-steps, --output-dir "
             "and those of the strategy, as unitrain.parse_command_line provides them, and write metrics.jsonl."

@@ -30,12 +30,7 @@ class Trace:
     """Why the case was not finished."""
 
     def watch(self, optimizer: Optimizer, full: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> None:
-        """Record the gradients of every step of ``optimizer`` from now on.
-
-        Args:
-            optimizer: the optimizer.
-            full: returns all of a gradient that may be sharded.
-        """
+        """Record the gradients of every step of ``optimizer`` from now on; ``full`` gathers one that is sharded."""
 
         def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]

@@ -19,12 +19,7 @@ from unitrain.launch.detect import detect
 
 
 def train(case: Case, init: Callable[..., unitrain.Strategy]) -> tuple[int, Trace]:
-    """Train a case with a strategy, and return the rank and the record of this process.
-
-    Args:
-        case: the case to train.
-        init: ``unitrain.init`` with the backend to verify; called with the settings of the case.
-    """
+    """Train a case with the strategy that ``init`` returns for its settings, and return the rank and the record."""
     trace = Trace()
     settings = {"precision": "fp64", **case.settings}
     if case.unequal_shares:

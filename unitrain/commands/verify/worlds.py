@@ -31,19 +31,13 @@ class World:
 def find_worlds(
     backends: Sequence[str], sizes: Mapping[str, Sequence[int]] = _SIZES, *, device: str = "cpu"
 ) -> list[World]:
-    """Return the worlds that can be started here with any of ``backends``.
-
-    Args:
-        backends: names of backends.
-        sizes: numbers of processes, by launcher.
-        device: device of the processes.
-    """
-    candidates = [(launcher, size) for launcher in local_launchers() for size in sizes.get(launcher, ())]
+    """Return the worlds that can be started here with any of ``backends``, of the given sizes under each launcher."""
     return [
-        World(launcher, size, backend)
-        for launcher, size in candidates
+        world
+        for launcher in local_launchers()
+        for size in sizes.get(launcher, ())
         for backend in backends
-        if works(World(launcher, size, backend), device)
+        if works(world := World(launcher, size, backend), device)
     ]
 
 

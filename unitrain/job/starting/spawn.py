@@ -22,8 +22,8 @@ import torch
 
 from unitrain.errors import CommunicationError, UnitrainError, UsageError
 from unitrain.job import excepthook
-from unitrain.launch.detect import OVERRIDE
 from unitrain.launch.network.tcp_store import open_on_loopback
+from unitrain.launch.variables import OVERRIDE
 from unitrain.process import end_with_parent, exit_now
 
 # How long the others get after a rank has called sys.exit (unitrain.Stopped, say): they usually do the same.

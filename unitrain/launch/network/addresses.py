@@ -1,4 +1,4 @@
-"""Network addresses: those of this host, and connecting to rank 0's."""
+"""Network addresses: of this host and of host names, and connecting to rank 0."""
 
 from __future__ import annotations
 
@@ -23,6 +23,20 @@ def own_addresses() -> list[str]:
         if one.family == family and not (ip_address(one.address).is_loopback or ip_address(one.address).is_link_local)
     ]
     return [*addresses, socket.gethostname()]
+
+
+def addresses_of(name: str) -> list[str]:
+    """Return the addresses of a host name on this host; none if it can't be resolved."""
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return []
+    return list(dict.fromkeys(str(address[0]).partition("%")[0] for *_, address in found))
+
+
+def is_loopback(name: str) -> bool:
+    """Return whether a host name has loopback addresses only, or none."""
+    return all(ip_address(address).is_loopback for address in addresses_of(name))
 
 
 def reach(hosts: Sequence[str], port: int) -> socket.socket:

@@ -16,12 +16,7 @@ _RETRY_S, _OFFER_RETRY_S = 0.1, 0.05
 
 
 def share(offer: str | None, server: str, timeout: timedelta) -> str:
-    """Return what rank 0 offers, which the other ranks wait for.
-
-    Args:
-        offer: what rank 0 has to say; None on the others.
-        server: address of the server.
-        timeout: timeout for rank 0.
+    """Return what rank 0 offers, which the other ranks wait for; they pass None.
 
     Raises:
         CommunicationError: rank 0 did not come in time, or the server does not answer.
@@ -43,13 +38,8 @@ def share(offer: str | None, server: str, timeout: timedelta) -> str:
 def await_all(launch: Launch, server: str, timeout_s: float) -> None:
     """Wait at the server of horovodrun's elastic driver until every rank has come there. Collective.
 
-    Horovod's own rendezvous would abort the process if one never came: that of a host that was added, say, and on which
-    no process could be started.
-
-    Args:
-        launch: the place of this process.
-        server: address of the server.
-        timeout_s: timeout for the other ranks.
+    Horovod's own rendezvous would abort the process if a rank never came, for example one on a host that was added and
+    can't start processes.
 
     Raises:
         CommunicationError: a rank did not come in time, or the server does not answer.

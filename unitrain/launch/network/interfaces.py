@@ -14,22 +14,18 @@ import psutil
 from torch.distributed import PrefixStore, Store
 
 from unitrain.launch.detect import Launch
+from unitrain.launch.network.addresses import is_loopback
 
 _VARIABLE = "GLOO_SOCKET_IFNAME"
 _ANY_PORT = 9  # a route is looked up, and nothing is sent
 
 
 def choose_gloo_interface(store: Store, launch: Launch) -> None:
-    """Set gloo's variable if it would listen where other hosts can't connect. All ranks of several hosts call this.
-
-    Args:
-        store: the store of the job.
-        launch: the place of this process.
-    """
+    """Set gloo's variable if it would listen where other hosts can't connect. All ranks of several hosts call this."""
     # A host asks for its route to rank 0's, and rank 0's host for that to another, the first in the order of ranks.
     to_rank_0 = _own_address_towards(_host(store))
     store.set(_key(launch.rank), to_rank_0 or "")
-    if _VARIABLE in os.environ or not _is_loopback(socket.gethostname()):
+    if _VARIABLE in os.environ or not is_loopback(socket.gethostname()):
         return
     own = to_rank_0
     others = (store.get(_key(rank)).decode() for rank in range(launch.world_size))
@@ -60,12 +56,3 @@ def _own_address_towards(host: str) -> str | None:
     except OSError:
         return None
     return None if own == address[0] or ip_address(own).is_loopback else own
-
-
-def _is_loopback(host: str) -> bool:
-    """Return whether a host is known at loopback addresses only, or at none."""
-    try:
-        found = socket.getaddrinfo(host, None)
-    except OSError:
-        return True
-    return all(ip_address(str(address[0]).partition("%")[0]).is_loopback for *_, address in found)

@@ -22,15 +22,7 @@ _PING = struct.pack("=BIB", 0, 0x3C85F7CE, 13) + _PINGED
 
 
 def open_on_loopback(port: int, timeout: timedelta = timedelta(minutes=5)) -> TCPStore:
-    """Return a new store for the processes of this host; other hosts can't reach it.
-
-    Args:
-        port: its port; 0 for a free one.
-        timeout: of waits at the store.
-
-    Raises:
-        OSError: the port is in use.
-    """
+    """Return a new store for the processes of this host; other hosts can't reach it. Port 0 is a free one."""
     listener = socket.create_server((LOOPBACK, port), backlog=socket.SOMAXCONN)
     port = listener.getsockname()[1]
     return TCPStore(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
@@ -19,11 +20,13 @@ from unitrain.errors import ConfigError
 if TYPE_CHECKING:
     from unitrain.training.batch_norm.ops import Ranks, Statistics
 
+_IGNORES = "unitrain_ignores_stand_ins"  # an attribute of layers
+
 
 class SyncBatchNorm(_BatchNorm):
     """A BatchNorm layer whose training statistics are computed over the rows of all ranks.
 
-    Made by ``synchronise`` from an existing layer, whose parameters, buffers, hooks and state dict keys it keeps.
+    Made by ``synchronise`` from an existing layer: it keeps the layer's parameters, buffers, hooks and state dict keys.
     """
 
     plain: ClassVar[type[_BatchNorm]]
@@ -52,28 +55,8 @@ class SyncBatchNorm(_BatchNorm):
         self.running_var.add_(momentum * (unbiased.to(self.running_var.dtype) - self.running_var))
 
 
-class SyncBatchNorm1d(SyncBatchNorm, nn.BatchNorm1d):
-    """``BatchNorm1d`` over all ranks."""
-
-    plain: ClassVar[type[_BatchNorm]] = nn.BatchNorm1d
-
-
-class SyncBatchNorm2d(SyncBatchNorm, nn.BatchNorm2d):
-    """``BatchNorm2d`` over all ranks."""
-
-    plain: ClassVar[type[_BatchNorm]] = nn.BatchNorm2d
-
-
-class SyncBatchNorm3d(SyncBatchNorm, nn.BatchNorm3d):
-    """``BatchNorm3d`` over all ranks."""
-
-    plain: ClassVar[type[_BatchNorm]] = nn.BatchNorm3d
-
-
 class _ReplacesTorchs(SyncBatchNorm):
     """torch's own ``SyncBatchNorm``, which needs GPUs and torch.distributed, on any device and backend."""
-
-    plain: ClassVar[type[_BatchNorm]] = nn.SyncBatchNorm
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
         if not self.training or self.ranks.communicator.world_size == 1:
@@ -85,20 +68,7 @@ class _ReplacesTorchs(SyncBatchNorm):
             raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
 
 
-_SYNCED: dict[type, type[SyncBatchNorm]] = {
-    c.plain: c for c in (SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d, _ReplacesTorchs)
-}
-
-
-def _synced(plain: type) -> type[SyncBatchNorm] | None:
-    """Return the synchronised class of a BatchNorm class; None for a derived class, whose forward may be different."""
-    timm = sys.modules.get("timm.layers")
-    if timm is not None and plain is timm.BatchNormAct2d and plain not in _SYNCED:
-        _SYNCED[plain] = type("SyncBatchNormAct2d", (_SyncBatchNormAct2d,), {"plain": plain})
-    return _SYNCED.get(plain)
-
-
-class _SyncBatchNormAct2d(SyncBatchNorm2d):
+class _HasActivation(SyncBatchNorm):
     """timm's ``BatchNormAct2d``, which is followed by a dropout and an activation, over all ranks."""
 
     drop: nn.Module
@@ -111,8 +81,24 @@ class _SyncBatchNormAct2d(SyncBatchNorm2d):
         return cast(Tensor, self.act(self.drop(normalised)))
 
 
+@lru_cache
+def _synced(plain: type[nn.Module]) -> type[SyncBatchNorm] | None:
+    """Return the synchronised class of a BatchNorm class; None for a subclass: its forward may be different."""
+    timm = sys.modules.get("timm.layers")
+    bases: tuple[type, ...]
+    if plain in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
+        bases = (SyncBatchNorm, plain)
+    elif plain is nn.SyncBatchNorm:
+        bases = (_ReplacesTorchs,)  # torch's DDP refuses subclasses of its own on CPUs
+    elif timm is not None and plain is timm.BatchNormAct2d:
+        bases = (_HasActivation, nn.BatchNorm2d)
+    else:
+        return None
+    return type(f"Sync{plain.__name__}", bases, {"plain": plain})
+
+
 def is_unsynchronised(layer: nn.Module) -> bool:
-    """Return whether a layer is a BatchNorm whose running statistics differ between ranks."""
+    """Return whether the running statistics of a layer, a BatchNorm, differ between ranks."""
     return isinstance(layer, _BatchNorm) and not isinstance(layer, SyncBatchNorm)
 
 
@@ -121,17 +107,9 @@ def synchronise(
 ) -> None:
     """Make every BatchNorm layer in ``module`` compute its training statistics over all ranks, in place.
 
-    Only the class of a layer changes: its parameters, buffers, hooks and state dict keys stay the same.
-
-    Args:
-        module: the module.
-        communicator: the communicator of this process.
-        current_batch: the batch that the script works on: the rows of a stand-in don't count.
-        only_torchs: replace torch's own ``SyncBatchNorm`` layers, and no others.
-
-    Raises:
-        ConfigError: a layer is of a subclass of BatchNorm, whose forward may be different, or synchronises over a
-            process group of its own.
+    Only the class of a layer changes: its parameters, buffers, hooks and state dict keys stay the same. With
+    ``only_torchs``, torch's own ``SyncBatchNorm`` layers are replaced and no others. ConfigError refuses layers of
+    other subclasses of BatchNorm, and those that synchronise over a process group.
     """
     layers = [
         (name, layer)
@@ -149,7 +127,7 @@ def synchronise(
                 f"layer {name!r} synchronises over a process group of its own, which is not supported: create it "
                 "without process_group."
             )
-        synced = _synced(type(layer))
+        synced = _synced(layer.__class__)
         if synced is None:
             raise ConfigError(
                 f"sync_batchnorm does not support layer {name!r} of class {type(layer).__name__}: it supports only "
@@ -207,14 +185,11 @@ def ignore_stand_ins(modules: Iterable[nn.Module], current_batch: CurrentBatch) 
     """Keep stand-ins out of the statistics of layers that are not synchronised. A second call does nothing."""
     for module in modules:
         for layer in module.modules():
-            if is_unsynchronised(layer) and not _ignores_stand_ins(layer):
+            if is_unsynchronised(layer) and _IGNORES not in vars(layer):
+                vars(layer)[_IGNORES] = True
                 hooks = _StandInHooks(current_batch)
                 layer.register_forward_pre_hook(hooks.before)
                 layer.register_forward_hook(hooks.after, always_call=True)
-
-
-def _ignores_stand_ins(layer: nn.Module) -> bool:
-    return any(isinstance(getattr(hook, "__self__", None), _StandInHooks) for hook in layer._forward_hooks.values())
 
 
 @torch.no_grad()

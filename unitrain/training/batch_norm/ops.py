@@ -3,7 +3,7 @@
 Each rank computes the mean, variance and count of its part of the batch. One all-gather collects them, and they are
 merged in float64 by the pairwise formula of Chan, Golub and LeVeque ("Algorithms for computing the sample variance",
 1983). The parts may be uneven or empty. The backward needs one all-reduce. Both block, since there is no other work to
-overlap them with. The passes over the batch itself use torch's kernels for given statistics, those of eval mode.
+overlap them with. The passes over the batch itself use torch's kernels for given statistics, as eval mode does.
 
 The operators run the same code as the eager path, which does not go through them: the dispatcher takes longer, and the
 first call of a custom operator imports the compiler, which takes a second or more.
@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._higher_order_ops import effects
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import batch_norm
 
@@ -31,18 +30,11 @@ _RANKS: weakref.WeakValueDictionary[int, Ranks] = weakref.WeakValueDictionary()
 class Ranks:
     """What a layer needs of the run.
 
-    A compiled graph refers to it by its key, since the arguments of a custom operator are tensors and plain values.
+    A compiled graph refers to it by its ``key``, since the arguments of a custom operator are tensors and plain values.
     What changes between steps, such as whether the batch is a stand-in, is thus read when the graph runs.
 
-    Args:
-        communicator: the communicator of this process.
-        current_batch: the batch that the script works on: the rows of a stand-in don't count.
-
     Attributes:
-        communicator: as given.
-        current_batch: as given.
         apart: whether layers use the rows of this rank only, and don't communicate.
-        key: identifies this object in this process.
     """
 
     def __init__(self, communicator: Communicator, current_batch: CurrentBatch) -> None:
@@ -55,8 +47,16 @@ class Ranks:
     def normalise(
         self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, name: str
     ) -> tuple[Tensor, Statistics]:
-        """See ``normalise``."""
-        return normalise(x, weight, bias, eps, self, name)
+        """Normalise (rows, channels, ...) by statistics over the rows of all ranks. Collective.
+
+        ValueError is raised on all ranks if there is only one value per channel.
+        """
+        if torch.compiler.is_compiling():
+            graphed = Statistics(*_statistics_op(x.detach(), self.key, name))
+            return _normalise_op(x, weight, bias, *graphed, eps, self.key, name), graphed
+        with torch.no_grad():
+            statistics = gather_statistics(x, self, name)
+        return _Normalise.apply(x, weight, bias, statistics, eps, self, name), statistics
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
         """Return this object: a copy of a model runs on the same ranks."""
@@ -74,30 +74,6 @@ class Statistics(NamedTuple):
     """Number of rows of all ranks, as a float64."""
     own: int | Tensor
     """Number of rows of this rank; 0 for a stand-in. In a graph, a tensor on the CPU."""
-
-
-def normalise(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, ranks: Ranks, name: str
-) -> tuple[Tensor, Statistics]:
-    """Normalise (rows, channels, ...) by statistics over the rows of all ranks. Collective.
-
-    Args:
-        x: the rows of this rank.
-        weight: weight of each channel.
-        bias: bias of each channel.
-        eps: is added to the variance.
-        ranks: the ranks.
-        name: name of the layer, the same on all ranks.
-
-    Raises:
-        ValueError: there is only one value per channel; on all ranks.
-    """
-    if torch.compiler.is_compiling():
-        graphed = Statistics(*_statistics_op(x.detach(), ranks.key, name))
-        return _normalise_op(x, weight, bias, *graphed, eps, ranks.key, name), graphed
-    with torch.no_grad():
-        statistics = gather_statistics(x, ranks, name)
-    return _Normalise.apply(x, weight, bias, statistics, eps, ranks, name), statistics
 
 
 def gather_statistics(x: Tensor, ranks: Ranks, name: str) -> Statistics:
@@ -308,6 +284,9 @@ _normalise_op.register_autograd(_differentiate, setup_context=_save)
 
 
 # Compilers may reorder operators that don't depend on each other, and differently for batches of another size. But
-# communication libraries match collectives by their order. torch has no public name for this yet.
-for _op in (torch.ops.unitrain.batch_norm_statistics.default, torch.ops.unitrain.batch_norm_backward.default):
-    effects._register_effectful_op(_op, effects._EffectType.ORDERED)
+# communication libraries match collectives by their order. Older releases of torch can't be told: graphs end there.
+if hasattr(_statistics_op, "register_effect"):
+    for _op in (_statistics_op, _backward_op):
+        _op.register_effect(torch.library.EffectType.ORDERED)  # type: ignore[attr-defined]
+else:
+    Ranks.normalise = torch.compiler.disable(Ranks.normalise)  # type: ignore[method-assign, no-untyped-call]

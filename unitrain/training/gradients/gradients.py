@@ -1,7 +1,7 @@
 """Sums gradients over the ranks in flat buckets while backward still runs.
 
-The default for backends whose library does not average gradients itself. A parameter's gradient becomes a view of its
-bucket, so that reducing a bucket is one call, without a copy back (Li et al., "PyTorch Distributed: Experiences on
+The default for backends with a library that does not average gradients itself. A parameter's gradient becomes a view of
+its bucket, so that reducing a bucket is one call, without a copy back (Li et al., "PyTorch Distributed: Experiences on
 Accelerating Data Parallel Training", VLDB 2020, describes buckets filled from hooks).
 """
 
@@ -85,6 +85,8 @@ class _Bucket:
 class GradientReducer:
     """Sums the gradients of a fixed list of parameters over the ranks, overlapping backward.
 
+    It raises UsageError if a parameter gets two gradients in one backward, or a sparse gradient.
+
     Args:
         parameters: in the order of registration; backward computes their gradients in roughly the reverse order.
         all_reduce: asynchronous in-place sum.
@@ -92,12 +94,9 @@ class GradientReducer:
         name: prefix of the buckets' names, the same on all ranks.
         wire_device: the device on which gradients are reduced; theirs may be another.
         bucket_mb: size in MiB at which a bucket is complete.
-        wire_dtype: reduce in this dtype (lossy) instead of that of the gradients.
+        wire_dtype: reduce in this dtype (lossy) instead of the gradients' own.
         overlap: reduce buckets while backward runs. If backward runs other collectives (BatchNorm's), ranks that use
             different parameters would call them in different orders.
-
-    Raises:
-        UsageError: a parameter got two gradients in one backward, or a sparse gradient.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The optimizer's step, skipped if a gradient is not finite: check, clip, step.
+"""The optimizer's step, skipped if a gradient is non-finite: check, clip, step.
 
 On a CPU, and with optimizers that are not fused, the host reads the result of the check and decides. On a GPU, the
 kernels of a fused optimizer read it themselves (``found_inf``, as torch's ``GradScaler`` sets it). They are queued
@@ -22,7 +22,7 @@ from unitrain.errors import UsageError
 
 
 class GuardedStep:
-    """Clips gradients and steps an optimizer. Changes neither weights nor state if a gradient is not finite.
+    """Clips gradients and steps an optimizer. Changes neither weights nor state if one is non-finite.
 
     Args:
         device: device of the gradients, or of the first of them.
@@ -74,7 +74,7 @@ class GuardedStep:
                 return False, None
             optimizer.step()
             return True, None
-        norm = self._norm(gradients) if self._norm_tells else None
+        norm = self._norm(parameters, gradients) if self._norm_tells else None
         # If the norm is finite, all gradients are; if it is not, it may have overflowed.
         known = norm is not None and math.isfinite(_added(norm, losses).item())
         if not known and not self._are_finite(gradients, losses):
@@ -86,20 +86,20 @@ class GuardedStep:
     def _clip(self, parameters: Iterable[Parameter], gradients: list[Tensor], norm: Tensor | None) -> Tensor | None:
         """Clip finite gradients, and return their norm if it is computed. ``norm`` is not None if it is known."""
         if self._clip_value is not None and gradients:
-            for alike in [gradients] if self.all_plain else by_device(gradients):
-                _clamp(alike, self._clip_value)
+            for same in [gradients] if self.all_plain else by_device(gradients):
+                _clamp(same, self._clip_value)
         if self._takes_norm and norm is None:
-            norm = self._norm(gradients)
+            norm = self._norm(parameters, gradients)
         if self._clip_norm is not None and norm is not None:
             self._scale(parameters, gradients, self._clip_norm, norm)
         return norm
 
-    def _norm(self, gradients: list[Tensor]) -> Tensor:
+    def _norm(self, parameters: Iterable[Parameter], gradients: list[Tensor]) -> Tensor:
         """Return the 2-norm of all gradients together, on ``device``."""
         return get_total_norm(gradients).to(self._found.device)
 
     def _scale(self, parameters: Iterable[Parameter], gradients: list[Tensor], limit: float, norm: Tensor) -> None:
-        """Scale gradients whose norm is ``norm`` to ``limit``, if it is larger."""
+        """Scale gradients of this norm to the norm ``limit``, if theirs is larger."""
         clip_grads_with_norm_(parameters, limit, norm)
 
     def _are_finite(self, gradients: list[Tensor], losses: Sequence[Tensor]) -> bool:
@@ -111,7 +111,7 @@ class GuardedStep:
         return False
 
     def _check(self, gradients: list[Tensor], losses: Sequence[Tensor]) -> None:
-        """Set the flag to 1 if a gradient or a loss is not finite."""
+        """Set the flag to 1 if a gradient or a loss is non-finite."""
         if losses:
             gradients = [*gradients, *losses]
         if self.all_plain:
@@ -125,19 +125,19 @@ class GuardedStep:
         for numbers in map(plain_numbers, gradients):
             if numbers.numel():
                 by_kind[numbers.device, numbers.dtype].append(numbers)
-        for (device, dtype), alike in by_kind.items():
-            self._check_plain(alike, device, dtype)
+        for (device, dtype), same in by_kind.items():
+            self._check_plain(same, device, dtype)
 
-    def _check_plain(self, alike: list[Tensor], device: torch.device, dtype: torch.dtype) -> None:
+    def _check_plain(self, same: list[Tensor], device: torch.device, dtype: torch.dtype) -> None:
         """Check tensors of one device and dtype, which torch's kernel may not support: on a GPU, bfloat16."""
         if device == self._found.device and dtype not in self._refused:
             try:
-                torch._amp_foreach_non_finite_check_and_unscale_(alike, self._found, self._one)
+                torch._amp_foreach_non_finite_check_and_unscale_(same, self._found, self._one)
             except NotImplementedError:
                 self._refused.add(dtype)
             else:
                 return
-        largest = torch.stack(torch._foreach_norm(alike, math.inf))
+        largest = torch.stack(torch._foreach_norm(same, math.inf))
         found = largest.isfinite().all().logical_not().to(self._found.device)
         torch.logical_or(self._found, found, out=self._found)
 
@@ -147,7 +147,7 @@ class GuardedStep:
         """Step with an optimizer that reads the flag on the device, and read the flag while its kernels run."""
         norm = None
         if self._takes_norm:
-            norm = self._norm(gradients)
+            norm = self._norm(parameters, gradients)
             torch.logical_not(_added(norm, losses).isfinite(), out=self._found)
         else:
             self._check(gradients, losses)
@@ -179,8 +179,8 @@ class GuardedStep:
 
 
 def plain_numbers(gradient: Tensor) -> Tensor:
-    """Return a dense and real view of the values of a gradient, which may be sparse or complex."""
-    values = gradient._values() if gradient.is_sparse else gradient
+    """Return the values of a gradient, which may be sparse or complex, as a dense and real tensor."""
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
     return torch.view_as_real(values) if values.is_complex() else values
 
 

@@ -17,16 +17,12 @@ _SMALL = 2**16
 
 
 class LocalGradients:
-    """Keeps local gradients until the end of a window, to find the rank whose gradient was not finite.
+    """Keeps local gradients until the end of a window, to find the rank with a non-finite gradient.
 
-    One gradient is usually enough: backward goes through a network from its end, and a value that is not finite makes
-    all later gradients not finite. So the gradient of the first parameter is kept, or of the first small one, since
-    keeping it costs a copy. A gradient that is not finite on another path (through a hook, or in a layer without
+    One gradient is usually enough: backward goes through a network from its end, and a non-finite value makes all
+    later gradients non-finite. So the gradient of the first parameter is kept, or of the first small one, since
+    keeping it costs a copy. A non-finite gradient on another path (through a hook, or in a layer without
     trained layers before it) needs ``all_of_them``.
-
-    Args:
-        all_of_them: keep the gradients of all parameters, which doubles their memory.
-        leaf: returns the leaf of the graph for a parameter.
     """
 
     def __init__(self, *, all_of_them: bool, leaf: Callable[[Parameter], Tensor] = lambda p: p) -> None:
@@ -38,11 +34,7 @@ class LocalGradients:
         self._nan: Tensor | None = None
 
     def watch(self, parameters: Sequence[Parameter]) -> None:
-        """Keep the gradients of these parameters from now on, and no others.
-
-        Args:
-            parameters: the trained parameters, in the order of the optimizer.
-        """
+        """Keep the gradients of these trained parameters from now on, and no others."""
         self.close()
         if not self._all_of_them:
             small = (p for p in parameters if p.numel() <= _SMALL)
@@ -56,7 +48,7 @@ class LocalGradients:
         return None if self._nan is None else gradient + self._nan.to(gradient.device, gradient.dtype)
 
     def add_nan_unless_finite(self, loss: Tensor) -> None:
-        """Add NaN to the gradients that are kept in the next backward if ``loss`` is not finite.
+        """Add NaN to the gradients that are kept in the next backward if ``loss`` is non-finite.
 
         This runs on the device, since the host does not know the loss yet. The reduced gradients show it to all ranks.
         """

@@ -17,12 +17,7 @@ Finish = Callable[[bool], None]
 
 
 class Reduction:
-    """Averages gradients over the ranks in every armed backward.
-
-    Args:
-        communicator: the communicator of this process.
-        backend: averages gradients itself, or leaves it to the core's buckets.
-        config: the settings.
+    """Averages gradients over the ranks in every armed backward: the backend does it, or the core's buckets.
 
     Attributes:
         armed: whether the next backward communicates.

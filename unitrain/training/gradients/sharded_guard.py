@@ -1,4 +1,4 @@
-"""The optimizer's step with gradients of which each rank has a part: all ranks check and clip them alike."""
+"""The optimizer's step with sharded gradients: all ranks check and clip them identically."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.utils import get_total_norm
-from torch.optim import Optimizer
 
 from unitrain.communication.communicator import Communicator
 from unitrain.training.gradients.guard import GuardedStep
@@ -19,12 +18,6 @@ class ShardedGuardedStep(GuardedStep):
     """A ``GuardedStep`` that is given the local parts of gradients. Collective.
 
     Whether all are finite, or their norm, takes one all-reduce of one element in a step.
-
-    Args:
-        communicator: the communicator of this process.
-        clip_norm: as in ``GuardedStep``.
-        clip_value: as in ``GuardedStep``.
-        measure_norm: as in ``GuardedStep``.
     """
 
     def __init__(
@@ -35,33 +28,17 @@ class ShardedGuardedStep(GuardedStep):
         # What is in host memory is checked there, and stepped there: no optimizer reads a flag on the GPU.
         self._may_flag = self._may_flag and not communicator.offloads
         self._in_memory = GuardedStep(torch.device("cpu"), None, None) if communicator.offloads else None
-        self._sharded: list[Tensor] = []
-        self._replicated: list[Tensor] = []
 
     def gradients(self, parameters: Iterable[Parameter]) -> list[Tensor]:
         """Return this rank's parts of the gradients."""
         return [self._communicator.to_local(gradient) for gradient in super().gradients(parameters)]
 
-    def __call__(
-        self,
-        optimizer: Optimizer,
-        parameters: Iterable[Parameter],
-        gradients: list[Tensor],
-        losses: Sequence[Tensor] = (),
-    ) -> tuple[bool, Tensor | None]:
-        """See ``GuardedStep``."""
+    def _norm(self, parameters: Iterable[Parameter], gradients: list[Tensor]) -> Tensor:
+        """Return the 2-norm over all ranks. What every rank has is counted once."""
         whole = [p.grad for p in parameters if p.grad is not None]
         pairs = list(zip(gradients, whole, strict=True))
-        self._sharded = [local for local, gradient in pairs if local is not gradient]
-        self._replicated = [local for local, gradient in pairs if local is gradient]
-        try:
-            return super().__call__(optimizer, parameters, gradients, losses)
-        finally:
-            self._sharded, self._replicated = [], []  # their memory is needed
-
-    def _norm(self, gradients: list[Tensor]) -> Tensor:
-        """Return the 2-norm over all ranks. What every rank has is counted once."""
-        sharded, replicated = self._square(self._sharded), self._square(self._replicated)
+        sharded = self._square([local for local, gradient in pairs if local is not gradient])
+        replicated = self._square([local for local, gradient in pairs if local is gradient])
         self._communicator.all_reduce_async(sharded, "sum", "gradients.norm")()
         norm = (sharded / self._communicator.replicas + replicated).sqrt()
         return norm.to(gradients[0].dtype.to_real()) if gradients else norm.float()
@@ -78,11 +55,11 @@ class ShardedGuardedStep(GuardedStep):
         by_kind = defaultdict(list)
         for gradient in gradients:
             by_kind[gradient.dtype, gradient.device].append(gradient)
-        for alike in by_kind.values():
-            torch._foreach_mul_(alike, factor.to(alike[0].device))
+        for same in by_kind.values():
+            torch._foreach_mul_(same, factor.to(same[0].device))
 
     def _check(self, gradients: list[Tensor], losses: Sequence[Tensor]) -> None:
-        """Set the flag to 1 if a gradient or a loss is not finite on any rank."""
+        """Set the flag to 1 if a gradient or a loss is non-finite on any rank."""
         if self._in_memory is not None:
             there = [gradient for gradient in gradients if gradient.device.type == "cpu"]
             gradients = [gradient for gradient in gradients if gradient.device.type != "cpu"]

@@ -1,4 +1,4 @@
-"""The loss scale of fp16 with gradients of which each rank has a part: all ranks notice an overflow alike."""
+"""The loss scale of fp16 with sharded gradients: all ranks notice the overflow of one."""
 
 from __future__ import annotations
 
@@ -16,11 +16,8 @@ from unitrain.communication.communicator import Communicator
 class ShardedScaler(torch.amp.GradScaler):
     """A ``GradScaler`` that unscales the local parts of gradients. Collective: one all-reduce of one element.
 
-    torch's own takes the gradients of an optimizer only if all are sharded, or none is. But what can't be divided, such
+    torch's own takes the gradients of an optimizer only if all are sharded, or none is. But what can't be sharded, such
     as a scalar, is whole on every rank.
-
-    Args:
-        communicator: the communicator of this process.
     """
 
     def __init__(self, communicator: Communicator) -> None:
@@ -30,7 +27,7 @@ class ShardedScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """Return for each device whether a gradient is not finite on any rank. ``unscale_`` calls this."""
+        """Return for each device whether a gradient is non-finite on any rank. ``unscale_`` calls this."""
         local: Any = SimpleNamespace(param_groups=[{"params": list(self._parts(optimizer))}])
         found = super()._unscale_grads_(local, inv_scale, found_inf, allow_fp16)
         for flag in found.values():

@@ -17,14 +17,22 @@ from unitrain.errors import UsageError
 from unitrain.training.loop.window import Window
 
 Weight = float | int | Tensor
+# By a part of torch's error.
+_CAUSES = {
+    "backward through the graph a second time": (
+        "backward was already called on this loss: step() calls it itself, so remove loss.backward(). Add losses that "
+        "share a part of the graph, and pass their sum to step()."
+    ),
+    "storage of size 0": (
+        "the backward needs weights that a sharded model has freed. If the loss has a gradient of the model in it "
+        "(torch.autograd.grad with create_graph=True, as gradient penalties do), keep them until the step: set "
+        "fsdp.reshard_after_backward to false."
+    ),
+}
 
 
 def checked(loss: Tensor) -> Tensor:
-    """Return a loss as a tensor without dimensions.
-
-    Raises:
-        UsageError: it is not a tensor of one element, or does not require grad.
-    """
+    """Return a loss as a tensor without dimensions. UsageError says why it can't be trained on."""
     if isinstance(loss, Tensor) and loss.requires_grad and not loss.dim():
         return loss
     if not isinstance(loss, Tensor):
@@ -36,25 +44,6 @@ def checked(loss: Tensor) -> Tensor:
             "the loss does not require grad: it was detached, or computed under no_grad() or from frozen parameters."
         )
     return loss.reshape(())
-
-
-def _refuse_a_second_backward(error: RuntimeError) -> None:
-    """Raise UsageError if torch's error is about a second backward through the same graph."""
-    if "backward through the graph a second time" in str(error):
-        raise UsageError(
-            "backward was already called on this loss: step() calls it itself, so remove loss.backward(). Add losses "
-            "that share a part of the graph, and pass their sum to step()."
-        ) from error
-
-
-def _refuse_a_second_derivative_through_freed_weights(error: RuntimeError) -> None:
-    """Raise UsageError if torch's error is about a gradient's own graph, whose weights a sharded model has freed."""
-    if "storage of size 0" in str(error):
-        raise UsageError(
-            "the backward needs weights that a sharded model has freed. If the loss has a gradient of the model in it "
-            "(torch.autograd.grad with create_graph=True, as gradient penalties do), keep them until the step: set "
-            "fsdp.reshard_after_backward to false."
-        ) from error
 
 
 def refuse_reentrant_checkpointing(loss: Tensor) -> None:
@@ -87,7 +76,7 @@ def run_backward(
 ) -> None:
     """Run backward, and record in ``windows`` whether the loss is finite.
 
-    On a GPU the host does not know that yet: if the loss is not finite, the device adds NaN to a gradient.
+    On a GPU the host does not know that yet: if the loss is non-finite, the device adds NaN to a gradient.
 
     Args:
         loss: scalar.
@@ -124,8 +113,9 @@ def _run(loss: Tensor, scale: Tensor | None, inputs: Sequence[Tensor] | None) ->
     try:
         loss.backward(scale, inputs=inputs)  # type: ignore[no-untyped-call]
     except RuntimeError as error:
-        _refuse_a_second_backward(error)
-        _refuse_a_second_derivative_through_freed_weights(error)
+        for part, message in _CAUSES.items():
+            if part in str(error):
+                raise UsageError(message) from error
         raise
 
 

@@ -4,7 +4,8 @@ Usually a script takes a batch, runs the forward and makes the step, so that a s
 the next batch before the step on this one (to copy it ahead), or batches of several loaders, has several open. Their
 losses are taken to come in the order of the batches. If that could change the weight of a loss, it is refused. A script
 that has several open has as many from the first backward of an iteration on. Later, more than that many mean that the
-script has left out the first of them.
+script has left out the first of them. One that was left out before looks like one taken ahead, until the data end and
+no backward follows.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _MOST_OPEN = 2**16  # of a loop that never trains
 
 
 class OpenBatches:
-    """The batches that were yielded for training and not trained on yet, in the order in which they were yielded.
+    """The batches that were yielded for training and not trained on yet, in their order.
 
     Attributes:
         current_batch: tells whether the batch that the script works on is a stand-in.
@@ -33,6 +34,8 @@ class OpenBatches:
         self.between_epochs: bool = False
         self._open: deque[tuple[MicroBatch, Iteration]] = deque()
         self._ended: Iteration | None = None  # last
+        self._awaited: tuple[MicroBatch, Iteration] | None = None  # was open when a loop over a loader had ended
+        self._left_out = False  # whether that one was closed without a backward
         self._uneven = False  # whether the losses of some that are open may weigh differently
 
     @property
@@ -44,6 +47,11 @@ class OpenBatches:
     def last_is_open(self) -> bool:
         """Whether the last batch of an iteration that has ended is open."""
         return bool(self._open) and self._open[0][1] is self._ended
+
+    @property
+    def one_is_left_out(self) -> bool:
+        """Whether no backward has followed for a batch that was open when the last iteration ended."""
+        return self._left_out or (self._awaited is not None and self._awaited in self._open)
 
     def begin(self, iteration: Iteration) -> None:
         """Record that a training iteration begins.
@@ -71,6 +79,7 @@ class OpenBatches:
         """Record that a training iteration has ended at the end of its data."""
         self.between_epochs = True
         self._ended = iteration
+        self._awaited = self._open[0] if self._open and iteration.trained else None
         if not self._open:
             self.micro_batch = None
             self.current_batch.is_stand_in = False
@@ -87,11 +96,8 @@ class OpenBatches:
     def of_backward(self, *, weighted: bool) -> MicroBatch | None:
         """Return the micro-batch of the backward that begins. It is not open any more; None without a loader.
 
-        Args:
-            weighted: whether the script gives the weight of the loss.
-
-        Raises:
-            UsageError: several batches are open, and their losses weigh differently.
+        UsageError is raised if the losses of several open batches weigh differently, unless the script gives the
+        weight.
         """
         if not self._open:
             return self.micro_batch
@@ -115,6 +121,7 @@ class OpenBatches:
         if not iteration.trained:
             iteration.open_at_once = len(of_loader)
         for one in of_loader[: len(of_loader) - iteration.open_at_once]:
+            self._left_out = self._left_out or one is self._awaited
             self._close(one)
 
     def _close(self, one: tuple[MicroBatch, Iteration]) -> None:

@@ -21,9 +21,6 @@ _LOSSES = 3
 class CopyCheck:
     """Compares the ranks' first losses, and warns if they are equal bit for bit: N copies of one job.
 
-    Args:
-        communicator: the communicator of this process.
-
     Attributes:
         pending: whether further losses need to be compared.
     """
@@ -48,9 +45,6 @@ class CopyCheck:
 
 class DirectStepCheck:
     """Refuses steps of optimizers of prepared parameters that are not made by the strategy.
-
-    Args:
-        is_prepared: returns whether a parameter belongs to a prepared module.
 
     Attributes:
         allowed: whether the strategy is making a step.

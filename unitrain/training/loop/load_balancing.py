@@ -1,6 +1,6 @@
 """Measures how fast each rank computes, and sets the shares of the ranks in proportion (``shares: auto``).
 
-What is measured is the time from the moment at which a script gets a batch to its backward, without the time in which
+What is measured is the time from the moment at which a script gets a batch to its backward, without the time that
 it waits for other ranks (in synchronised BatchNorm, or to gather rows). That is the script's own work, on the devices
 as it uses them. The backward is left out, since ranks wait there for one another all the time. Once the shares are set,
 nothing of this remains in a step.
@@ -31,13 +31,7 @@ T = TypeVar("T")
 
 
 class LoadBalancer(StepHook):
-    """Measures some of the first steps of a run, and then sets the shares.
-
-    Args:
-        communicator: the communicator of this process.
-        step: the training step.
-        shares: the shares to set.
-    """
+    """Measures some of the first steps of a run, and then sets the shares."""
 
     def __init__(self, communicator: Communicator, step: TrainingStep, shares: Shares) -> None:
         self._communicator = communicator
@@ -105,11 +99,7 @@ class LoadBalancer(StepHook):
         return perf_counter()
 
     def _settle(self, *, ahead: bool) -> None:
-        """Set the shares. Collective.
-
-        Args:
-            ahead: whether the script takes batches ahead of their steps. Batches of other shares must not follow then.
-        """
+        """Set the shares, unless the script takes batches ahead, as these have the old ones. Collective."""
         self._measuring = False
         self._step.hooks.remove_hook(self)
         self._communicator.waits.end()

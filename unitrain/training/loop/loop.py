@@ -18,13 +18,9 @@ from unitrain.training.models.prepared import PreparedModules
 class TrainingLoop:
     """Receives the notifications of a strategy's loaders.
 
-    Args:
-        step: the training step.
-        prepared: the prepared modules.
-        pass_boundary: called where the run can be stopped; raises if it is to be stopped.
+    ``pass_boundary`` is called where the run can be stopped, and raises if it is to be stopped.
 
     Attributes:
-        shares: the shares of the ranks in every micro-batch.
         evaluating: whether an evaluation is in progress.
     """
 
@@ -83,7 +79,7 @@ class TrainingLoop:
         return True
 
     def _needs_stand_in(self, iteration: Iteration, *, training: bool) -> bool:
-        """Return whether a rank without samples has to take part all the same.
+        """Return whether a rank without samples has to take part nevertheless.
 
         It has to in a step, in the gathers of an evaluation, and in any forward that gathers sharded parameters.
         """
@@ -98,14 +94,14 @@ class TrainingLoop:
         """
         if self._step.within_window or self._batches.last_is_open:
             return False
-        self._step.hooks.reach_boundary()
+        for reached in self._step.hooks.at_boundary:
+            reached()
         return True
 
     def gathers(self) -> None:
         """Record a gather. For the rest of an evaluation, ranks without samples of a batch get stand-ins.
 
-        Raises:
-            UsageError: they have none of this batch, and can't know, because there was no gather before.
+        UsageError is raised if such a rank can't know of this gather, because there was none before.
         """
         for iteration in self._evaluations:
             assert iteration.micro_batch is not None
@@ -120,7 +116,8 @@ class TrainingLoop:
         """Record the end of an iteration. If it is not complete, its batches are forgotten: it does not count."""
         if complete and self._is_training():
             self._batches.end(iteration)
-            self._step.hooks.end_epoch()
+            for ended in self._step.hooks.at_epoch_end:
+                ended()
             return
         if iteration in self._evaluations:
             self._evaluations.remove(iteration)

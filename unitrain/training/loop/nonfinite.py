@@ -1,4 +1,4 @@
-"""Handles steps whose loss or gradient is not finite, in the same way on all ranks."""
+"""Handles steps with a non-finite loss or gradient, in the same way on all ranks."""
 
 from __future__ import annotations
 
@@ -17,13 +17,7 @@ from unitrain.training.models.prepared import PreparedModules
 
 
 class NonFinitePolicy:
-    """Applies ``on_nonfinite`` to a step, and reports which rank and parameter caused it.
-
-    Args:
-        communicator: the communicator of this process.
-        prepared: gives the names of parameters.
-        policy: ``on_nonfinite``.
-    """
+    """Applies ``on_nonfinite`` to a step, and reports which rank and parameter caused it."""
 
     def __init__(
         self, communicator: Communicator, prepared: PreparedModules, policy: Literal["stop", "skip", "raise"]
@@ -33,12 +27,9 @@ class NonFinitePolicy:
         self._policy = policy
 
     def message(self, window: Window, step: int, *, distributed: bool) -> str:
-        """Return a message with the ranks whose loss or gradient is not finite, and the first parameter. Collective.
+        """Return a message with the ranks that have a non-finite loss or gradient, and the first parameter. Collective.
 
-        Args:
-            window: the accumulation window, with reduced gradients.
-            step: number of the step.
-            distributed: whether the gradients were reduced over several ranks.
+        The window has reduced gradients, over several ranks if ``distributed``.
         """
         losses = window.loss_is_finite and all(bool(loss.isfinite()) for loss in window.losses)
         # The local ones, before they were averaged, as far as they were kept.
@@ -56,7 +47,7 @@ class NonFinitePolicy:
         return f"not finite at step {step}: {where}{named}."
 
     def _first_bad(self, parameters: Sequence[Parameter]) -> int | None:
-        """Return the position of the first parameter whose reduced gradient is not finite on this rank."""
+        """Return the position of the first parameter with a non-finite reduced gradient on this rank."""
         for i, parameter in enumerate(parameters):
             if parameter.grad is not None and not is_finite(self._communicator.to_local(parameter.grad)):
                 return i
@@ -69,12 +60,7 @@ class NonFinitePolicy:
         return self._policy == "skip"
 
     def end(self, message: str) -> NoReturn:
-        """End the run.
-
-        Raises:
-            NonFiniteError: under ``raise``.
-            Stopped: under ``stop``.
-        """
+        """End the run: raise NonFiniteError under ``raise``, and Stopped under ``stop``."""
         advice = "The weights are those of the previous step. Set on_nonfinite to skip to skip such steps."
         if self._policy == "raise":
             raise NonFiniteError(f"{message} {advice}")

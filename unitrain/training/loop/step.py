@@ -43,7 +43,7 @@ class StepResult(NamedTuple):
     grad_norm: Tensor | None = None
     """2-norm of the gradients before clipping, with ``clip_norm`` or ``grad_norm``; the same on all ranks."""
     skipped: bool = False
-    """Whether the step was skipped because a loss or a gradient was not finite."""
+    """Whether the step was skipped because a loss or a gradient was non-finite."""
 
 
 _WAITING = "step"  # phase of the pulse while gradients are averaged
@@ -54,18 +54,10 @@ _PLAIN_STEP = StepResult(True)
 class TrainingStep:
     """Implements ``step``, ``backward`` and ``update`` of a strategy, and counts the steps.
 
-    Args:
-        communicator: the communicator of this process.
-        backend: averages gradients, or leaves it to the core's buckets.
-        prepared: the prepared modules.
-        hooks: what happens around a step.
-        scaler: the GradScaler of fp16, else None.
-        sharded: divides optimizers, with ``shard_optimizer``.
-        pass_boundary: called after a complete step; raises if the run is to be stopped.
-        config: the settings.
+    ``pass_boundary`` is called after a complete step, and raises if the run is to be stopped.
 
     Attributes:
-        hooks: as given.
+        hooks: what happens around a step.
         batches: the batches that loaders have yielded.
     """
 
@@ -121,6 +113,16 @@ class TrainingStep:
         """Record an optimizer: a backward without one computes the gradients of all recorded ones."""
         self._windows.register(optimizer)
 
+    def check_complete(self) -> None:
+        """Warn at the end of a run if the script has left out a batch that looked like one taken ahead."""
+        if self.batches.one_is_left_out and self._communicator.is_main:
+            call_site.warn(
+                "a loader has yielded a batch more than step() was called for: a batch before the first step of an "
+                "epoch was left out, or the last one. The losses that followed were matched to the batch before "
+                "theirs, and a resumed run would repeat one. Call step() for every batch; to leave one out, multiply "
+                "its loss by 0."
+            )
+
     def close(self) -> None:
         """Remove the hooks of parameters and optimizers."""
         if self._direct_steps is not None:
@@ -151,8 +153,7 @@ class TrainingStep:
     def expect_next(self, window: Window | None = None) -> None:
         """Let the next forward and backward communicate if they end a window, as far as that is known.
 
-        Args:
-            window: the window whose micro-batches are counted, without a loader.
+        Without a loader, the micro-batches of ``window`` are counted.
         """
         if self._distributed:
             following = self.batches.following
@@ -165,10 +166,8 @@ class TrainingStep:
     def trial(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:
         """Context manager for backwards and optimizer steps of the caller itself, which don't average gradients.
 
-        What averages the gradients of these optimizers has its memory from now on.
-
-        Raises:
-            UsageError: gradients have been accumulated.
+        What averages the gradients of these optimizers has its memory from now on. UsageError is raised if gradients
+        have been accumulated.
         """
         if self._windows.any_open:
             raise UsageError("gradients have been accumulated: call this before the loop, or between two steps.")
@@ -286,8 +285,8 @@ class TrainingStep:
             if self._distributed and window.reduced and self._weights.unit == 1:
                 # These gradients have been summed over the ranks, and will be summed again.
                 self._finish(window)
-                for alike in by_device(self._guard.gradients(window.parameters)):
-                    torch._foreach_mul_(alike, 1 / self._communicator.world_size)
+                for same in by_device(self._guard.gradients(window.parameters)):
+                    torch._foreach_mul_(same, 1 / self._communicator.world_size)
         window.micro_batch = micro_batch
         # Without a loader, windows of several optimizers end at different times: a forward may be armed for another.
         crossing = micro_batch is None and self._accumulate > 1 and len(self._windows) > 1
@@ -376,15 +375,14 @@ class TrainingStep:
                 action()
         # With a loader, its next batch is the boundary. A single window has just ended, and needs no check.
         if self.batches.micro_batch is None and (len(self._windows) == 1 or not self._windows.any_open):
-            if self.hooks.at_boundary:
-                self.hooks.reach_boundary()
+            for reached in self.hooks.at_boundary:
+                reached()
             self._pass_boundary()
 
     def _step(self, window: Window, gradients: list[Tensor]) -> tuple[bool, Tensor | None]:
         """Let the optimizer step, with what happens around it."""
-        hooks = self.hooks
-        if hooks.before_update:
-            hooks.begin_update(window.optimizer, window.parameters)
+        for before in self.hooks.before_update:
+            before(window.optimizer, window.parameters)
         stepped, norm = False, None
         try:
             if self._direct_steps is not None:  # reduced gradients show every rank's loss
@@ -399,8 +397,8 @@ class TrainingStep:
         finally:
             if self._direct_steps is not None:
                 self._direct_steps.allowed = False
-        if hooks.after_update:
-            hooks.end_update(window.optimizer, window.parameters, stepped)
+        for after in self.hooks.after_update:
+            after(window.optimizer, window.parameters, stepped)
         return stepped, norm
 
     def _finish(self, window: Window) -> None:
@@ -433,4 +431,4 @@ def _guard(communicator: Communicator, config: StrategyConfig) -> GuardedStep:
         from unitrain.training.gradients.sharded_guard import ShardedGuardedStep
 
         return ShardedGuardedStep(communicator, config.clip_norm, config.clip_value, config.grad_norm)
-    return GuardedStep(communicator.device, config.clip_norm, config.clip_value, measure_norm=config.grad_norm)
+    return GuardedStep(communicator.device, config.clip_norm, config.clip_value, config.grad_norm)

@@ -1,4 +1,4 @@
-"""How much each loss weighs in its window, so that the gradient is that of the mean over all samples on all ranks.
+"""How much each loss weighs in its window, so that the mean over all samples on all ranks is differentiated.
 
 A backward starts from this rank's share of the window, so no gradient is rescaled afterwards. Only if the shares are
 unknown beforehand (``weight=``), the weights are summed over the ranks, and the gradients are rescaled.
@@ -20,14 +20,8 @@ _MOST_CACHED = 64
 class Weights:
     """The weights of losses.
 
-    Args:
-        communicator: the communicator of this process.
-        accumulate: number of micro-batches in a window without a loader.
-        scaler: the GradScaler of fp16, else None.
-        averages: whether the backend divides the sum of the gradients by the world size; the shares make up for it.
-
     Attributes:
-        unit: the factor by which they make up for it.
+        unit: makes up for a backend that divides the sum of the gradients by the world size: that, or 1.
         uncounted: the share of this rank's loss in a window without a loader.
     """
 
@@ -67,7 +61,7 @@ class Weights:
             self._sum(window)
 
     def rescale(self, window: Window, gradients: list[Tensor]) -> None:
-        """Make the gradients those of the window's mean loss."""
+        """Turn gradients of weighted losses into gradients of the window's mean loss."""
         if window.weight is not None:
             self._sum(window)
             if window.total_wait is not None:
@@ -75,12 +69,12 @@ class Weights:
             factor = self.unit / window.weight
             factor = torch.where(torch.isfinite(factor), factor, 0.0)  # all weights are 0: so are the gradients
             for dtype in {gradient.dtype for gradient in gradients}:
-                for alike in by_device(g for g in gradients if g.dtype == dtype):
-                    torch._foreach_mul_(alike, factor.to(alike[0].device, dtype))
+                for same in by_device(g for g in gradients if g.dtype == dtype):
+                    torch._foreach_mul_(same, factor.to(same[0].device, dtype))
         elif window.micro_batch is None:
             # A window ended early by sync=True: each backward was scaled by 1 / accumulate.
-            for alike in by_device(gradients):
-                torch._foreach_mul_(alike, self._accumulate / window.micro_batches)
+            for same in by_device(gradients):
+                torch._foreach_mul_(same, self._accumulate / window.micro_batches)
 
     def _as_tensor(self, weight: Weight) -> Tensor:
         """Return a weight as a new tensor on the device, without synchronising with a GPU if it is a float."""

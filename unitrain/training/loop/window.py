@@ -26,14 +26,8 @@ if TYPE_CHECKING:
 class Window:
     """The accumulation window of one optimizer.
 
-    Args:
-        optimizer: the optimizer whose gradients are accumulated.
-        name: unique among optimizers, and the same on all ranks.
-        local_gradients: keeps local gradients of this rank.
-        backend: has the leaves of the graph for parameters, and their gradients.
-
-    Attributes:
-        leaf: returns the leaf of the graph for a parameter.
+    Its name is unique among optimizers, and the same on all ranks. ``leaf`` returns the leaf of the graph for a
+    parameter.
     """
 
     __slots__ = (
@@ -81,12 +75,9 @@ class Window:
                 return
 
     def check_gradients(self) -> None:
-        """Check that the gradients are those of the last backward.
+        """Raise UsageError if the gradients were changed or cleared since the last backward.
 
         Functions like ``zero_grad`` and ``clip_grad_norm_`` change all gradients, so that looking at one is enough.
-
-        Raises:
-            UsageError: they were changed or cleared.
         """
         if self.witness is None:
             return
@@ -108,11 +99,7 @@ class Window:
         )
 
     def check_order(self, micro_batch: MicroBatch) -> None:
-        """Check that a micro-batch follows the previous one.
-
-        Raises:
-            UsageError: it was passed twice, or one was left out.
-        """
+        """Raise UsageError if a micro-batch is the previous one again, or one between them was left out."""
         before = self.micro_batch
         if before is micro_batch:
             raise UsageError(
@@ -134,15 +121,6 @@ class Windows:
     """Makes a window for each optimizer, and keeps its parameters up to date when the script changes them.
 
     Iterating yields the windows, in the order in which their optimizers were registered.
-
-    Args:
-        communicator: the communicator of this process.
-        backend: has the leaves of the graph for parameters, and their gradients.
-        prepared: the prepared modules.
-        reduction: averages the gradients of the parameters.
-        guard: is told whether torch's kernel may be given all gradients at once.
-        sharded: divides optimizers, with ``shard_optimizer``.
-        debug: keep the local gradients of all parameters, to name those that are not finite.
     """
 
     def __init__(
@@ -182,11 +160,7 @@ class Windows:
         return self._windows.get(optimizer)
 
     def register(self, optimizer: Optimizer) -> Window:
-        """Return the window of an optimizer, a new one if there was none.
-
-        Raises:
-            UsageError: it is not a torch optimizer.
-        """
+        """Return the window of an optimizer, a new one if there was none."""
         window = self._windows.get(optimizer)
         if window is None:
             if not isinstance(optimizer, Optimizer):
@@ -199,11 +173,7 @@ class Windows:
         return window
 
     def of(self, optimizers: Sequence[Optimizer] | None) -> list[Window]:
-        """Return the windows of optimizers, with their parameters of now. None means all that are registered.
-
-        Raises:
-            UsageError: none is, or one is not a torch optimizer.
-        """
+        """Return the windows of optimizers, with their parameters of now. None means all that are registered."""
         if optimizers is None:
             if not self._windows:
                 raise UsageError(

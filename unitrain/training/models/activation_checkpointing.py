@@ -16,13 +16,9 @@ from unitrain.errors import ConfigError, UsageError, nearest
 def blocks(modules: Sequence[nn.Module], wanted: bool | Sequence[str]) -> list[nn.Module]:
     """Return the outermost modules to checkpoint.
 
-    Args:
-        modules: the models.
-        wanted: names of classes; or True for the children of each ``ModuleList`` and ``Sequential`` that have children
-            themselves, since a single layer would keep its input all the same.
-
-    Raises:
-        ConfigError: there are none, a name matches no module, or a module can't be run twice.
+    ``wanted`` has names of classes; or is True for the children of each ``ModuleList`` and ``Sequential`` that have
+    children themselves, since a single layer would keep its input anyway. ConfigError is raised if there are
+    none, a name matches no module, or a module can't be run twice.
     """
     names = set() if isinstance(wanted, bool) else set(wanted)
     found: dict[nn.Module, None] = {}
@@ -61,7 +57,7 @@ def _check(block: nn.Module) -> None:
     kind = type(block).__name__
     if "forward" in vars(block):
         raise ConfigError(
-            f"activation_checkpointing does not support a {kind} whose forward was replaced by an attribute: override "
+            f"activation_checkpointing does not support a {kind} with an attribute in place of its forward: override "
             "forward in a subclass."
         )
     for name, layer in block.named_modules():
@@ -91,11 +87,7 @@ def revert(module: nn.Module) -> None:
 
 
 def _checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run the forward of a block, and again in its backward.
-
-    Raises:
-        UsageError: the forward changes a buffer, which the second run would change again.
-    """
+    """Run the forward of a block, and again in its backward, unless it changes a buffer: it would do so twice."""
     if torch.compiler.is_compiling():  # a compiler does not count changes twice
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
     block: Any = getattr(forward, "__self__")  # noqa: B009  (mypy knows no such attribute)

@@ -8,7 +8,7 @@ averaged for an evaluation.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,9 +31,7 @@ class _Slot(NamedTuple):
 
     @property
     def tensor(self) -> Tensor:
-        found = self.layer._buffers[self.name]
-        assert found is not None
-        return found
+        return cast(Tensor, getattr(self.layer, self.name))
 
 
 class BufferSync(StepHook):
@@ -42,10 +40,6 @@ class BufferSync(StepHook):
     Whether a buffer has changed is known from its version, without reading it. The ranks agree on that in a small
     all-reduce, which overlaps the next step: a buffer that changes for the first time after the second step is
     broadcast one step later.
-
-    Args:
-        communicator: the communicator of this process.
-        prepared: the prepared modules.
     """
 
     def __init__(self, communicator: Communicator, prepared: PreparedModules) -> None:
@@ -68,10 +62,10 @@ class BufferSync(StepHook):
         if self._agreed is not None:
             self._add_moving(self._agreed())
             self._agreed = None
-        if self._slots:
-            self._agreed = self._changes.start(
-                [slot.tensor is not seen or seen._version != v for slot, (seen, v) in self._paired()]
-            )
+        now = [slot.tensor for slot in self._slots]
+        if now:
+            changed = [one is not seen or one._version != v for one, (seen, v) in zip(now, self._seen, strict=True)]
+            self._agreed = self._changes.start(changed)
             if self._waits:
                 self._add_moving(self._agreed())
                 self._agreed = None
@@ -79,10 +73,8 @@ class BufferSync(StepHook):
         self._waits = bool(new)
         buffers = [slot.tensor for slot in self._moving + new]
         broadcast_tensors(self._communicator, buffers, buffers)
-        self._seen = [(slot.tensor, slot.tensor._version) for slot in self._slots]
-
-    def _paired(self) -> Iterator[tuple[_Slot, tuple[Tensor, int]]]:
-        return zip(self._slots, self._seen, strict=True)
+        now += [slot.tensor for slot in new]
+        self._seen = [(one, one._version) for one in now]
 
     def _new_slots(self) -> list[_Slot]:
         """Return the buffers of modules that were prepared since the last step."""
@@ -98,8 +90,8 @@ class BufferSync(StepHook):
 def _slots(module: nn.Module) -> Iterator[_Slot]:
     """Yield the buffers of a module that are saved with it. Others are scratch memory, or constants."""
     for layer in module.modules():
-        if isinstance(layer, _BatchNorm):
-            continue
-        for name, buffer in layer._buffers.items():
-            if buffer is not None and buffer.numel() and name not in layer._non_persistent_buffers_set:
-                yield _Slot(layer, name)
+        if not isinstance(layer, _BatchNorm):
+            saved = nn.Module.state_dict(layer, keep_vars=True)  # also where a model overrides it
+            for name, buffer in layer.named_buffers(recurse=False):
+                if name in saved and buffer.numel():
+                    yield _Slot(layer, name)

@@ -17,15 +17,7 @@ _MISSING = "missing"
 
 
 def check_models(communicator: Communicator, named: Iterable[tuple[str, Tensor]]) -> None:
-    """Check that a model has the same parameters and buffers on all ranks. Collective.
-
-    Args:
-        communicator: the communicator of this process.
-        named: the model's parameters and buffers.
-
-    Raises:
-        CommunicationError: names, shapes, dtypes or ``requires_grad`` differ; on every rank.
-    """
+    """Raise CommunicationError on every rank if names, shapes, dtypes or ``requires_grad`` differ. Collective."""
     facts = {
         f"tensor {i}": f"{name} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} "
         f"requires_grad={tensor.requires_grad}"
@@ -37,16 +29,9 @@ def check_models(communicator: Communicator, named: Iterable[tuple[str, Tensor]]
 def check_optimizers(
     communicator: Communicator, prepared: PreparedModules, optimizer: Optimizer, *, options: bool
 ) -> None:
-    """Check that an optimizer is the same on all ranks. Collective.
+    """Raise CommunicationError on every rank if an optimizer's class or parameter groups differ. Collective.
 
-    Args:
-        communicator: the communicator of this process.
-        prepared: gives the names of parameters.
-        optimizer: of this rank.
-        options: compare the options of the parameter groups as well as their parameters.
-
-    Raises:
-        CommunicationError: the classes, the parameter groups or their options differ; on every rank.
+    With ``options``, the options of the groups are compared as well as their parameters.
     """
     facts = {"the class": type(optimizer).__name__}
     for i, group in enumerate(optimizer.param_groups):

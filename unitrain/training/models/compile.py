@@ -16,13 +16,6 @@ def compile_in_place(module: nn.Module, config: StrategyConfig) -> None:
 
     This comes before DDP's wrapper, which calls the compiled module: torch then splits its graph where DDP's buckets
     end, so that gradients are averaged while the backward of earlier layers runs.
-
-    Args:
-        module: the module.
-        config: the settings.
-
-    Raises:
-        ConfigError: there is no such backend of ``torch.compile``.
     """
     if is_compiled(module):
         return

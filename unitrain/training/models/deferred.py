@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from unitrain import call_site
 
 RESETS = ("reset_parameters", "_reset_parameters")
-"""Methods that initialise a module's own parameters; the second one is that of torch's attention and Transformer."""
+"""Methods that initialise a module's own parameters; the second one belongs to torch's attention and Transformer."""
 _CONSTRUCTION = "unitrain_construction"  # an attribute of parameters
 
 
@@ -28,7 +28,7 @@ class Construction(TorchFunctionMode):
 
     Attributes:
         changed_at: a line of user code that changed a parameter other than in a ``reset_parameters``, which ``prepare``
-            can't repeat; None if there is none.
+            can't repeat; None if no line did.
     """
 
     def __init__(self) -> None:

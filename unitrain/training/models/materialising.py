@@ -28,17 +28,9 @@ _REMEDY = (
 class Values:
     """Where the values of a model's tensors come from, if rank 0 or another rank has some of them on the meta device.
 
-    A tensor that rank 0 has in memory is sent to the other ranks. The others are initialised by each rank alike, or are
-    NaN until they are loaded.
-
-    Args:
-        communicator: the communicator of this process.
-        module: the model.
-        initialise: what initialises it.
-        seed: the seed to draw with, the same on all ranks.
-
-    Raises:
-        UsageError: a tensor would never have a value; on every rank.
+    A tensor that rank 0 has in memory is sent to the other ranks. The others are initialised by each rank in the same
+    way, drawn with the same seed, or are NaN until they are loaded. UsageError is raised on every rank if a tensor
+    would never have a value.
     """
 
     def __init__(self, communicator: Communicator, module: nn.Module, initialise: Initialise, seed: int) -> None:
@@ -94,12 +86,8 @@ class _Initialiser:
     """Draws the values of a model's parameters, a module at a time: the same for any number of ranks and any backend.
 
     A module's own parameters are in memory while it and the modules that contain it are initialised, in this order; all
-    others are on the meta device, where nothing is drawn.
-
-    Args:
-        module: the model.
-        function: called with each module after its ``reset_parameters``.
-        seed: the seed to draw with.
+    others are on the meta device, where nothing is drawn. ``function`` is called with each module after its
+    ``reset_parameters``.
     """
 
     def __init__(self, module: nn.Module, function: Callable[[nn.Module], object] | None, seed: int) -> None:
@@ -108,11 +96,7 @@ class _Initialiser:
         self._seed = seed
 
     def values(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield parameters and buffers with their values, on the CPU.
-
-        Raises:
-            UsageError: nothing initialises one; on every rank.
-        """
+        """Yield parameters and buffers with their values, on the CPU. Raise UsageError if nothing initialises one."""
         for path, layer in list(self._skeleton.named_modules()):
             own = {name: tensor for name, tensor in _named(layer, prefix=path, recurse=False) if name in names}
             for name, tensor in own.items():
@@ -159,12 +143,7 @@ class _Initialiser:
 
 
 class WithoutWeights:
-    """Refuses calls of a model some of whose weights have no values, until they are loaded.
-
-    Args:
-        module: the model.
-        names: of the weights.
-    """
+    """Refuses calls of a model until some of its weights, given by name, are loaded: they have no values."""
 
     def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
         self._names = frozenset(names)
@@ -208,11 +187,16 @@ def _in_memory(tensor: Tensor, device: torch.device | str) -> Tensor:
         return new
     parameter = Parameter(new, tensor.requires_grad)
     vars(parameter).update(vars(tensor))
-    for hook in (tensor._backward_hooks or {}).values():
-        parameter.register_hook(hook)  # type: ignore[no-untyped-call]
-    for hook in (tensor._post_accumulate_grad_hooks or {}).values():
-        parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    add_hooks(parameter, of=tensor)
     return parameter
+
+
+def add_hooks(leaf: Tensor, *, of: Tensor) -> None:
+    """Call the hooks of a parameter with the gradient of the leaf that takes its place in graphs."""
+    for hook in (of._backward_hooks or {}).values():
+        leaf.register_hook(hook)  # type: ignore[no-untyped-call]
+    for hook in (of._post_accumulate_grad_hooks or {}).values():
+        leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
 
 def _named(module: nn.Module, **options: Any) -> list[tuple[str, Tensor]]:

@@ -1,4 +1,4 @@
-"""``Precision``: the dtype in which a model computes, and the loss scale of fp16."""
+"""``Precision``: the dtype that a model computes in, and the loss scale of fp16."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.amp.autocast_mode import is_autocast_available
+from torch.utils.hooks import RemovableHandle
 
 from unitrain.communication.communicator import Communicator
 from unitrain.config import Precision as PrecisionName
+from unitrain.data.structure import rebuilt
 from unitrain.device import HALF_DTYPES, devices_of
+
+_HANDLES = "unitrain_precision"  # an attribute of modules: a deep copy has handles of its own hooks
 
 
 class _AutocastForward:
@@ -60,28 +64,17 @@ class _AutocastForward:
 
 
 def _to_double(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.double() if value.is_floating_point() else value
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(_to_double, value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(_to_double, value))
-    if isinstance(value, dict):
-        return {k: _to_double(v) for k, v in value.items()}
-    return value
+    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def _inputs_to_double(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    return _to_double(args), _to_double(kwargs)
+    return rebuilt(args, _to_double), rebuilt(kwargs, _to_double)
 
 
 class Precision:
     """The precision of a run: fp32, fp64, or float32 weights with autocast to bf16 or fp16.
 
-    Args:
-        name: the setting.
-        device: the device of this process.
-        sharded: the communicator, if each rank has a part of every parameter.
+    ``sharded`` is the communicator if each rank has a part of every parameter.
 
     Attributes:
         scaler: the GradScaler of fp16, else None.
@@ -100,31 +93,29 @@ class Precision:
             self.scaler = torch.amp.GradScaler(device.type)
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return the context manager in which to compute a loss. It does nothing in fp32 and fp64."""
+        """Return the context manager for computing a loss. It does nothing in fp32 and fp64."""
         return nullcontext() if self._dtype is None else torch.autocast(self._device_type, self._dtype)
 
     def _device_types(self, module: nn.Module) -> tuple[str, ...]:
-        """Return the types of the devices that a forward runs on: those of its layers, if the script has put them."""
+        """Return the types of the devices that a forward runs on, where the script has put its layers."""
         spread = devices_of(module)
         of_layers = [one.type for one in spread if len(spread) > 1 and is_autocast_available(one.type)]
         return tuple(dict.fromkeys([self._device_type, *of_layers]))
 
     def apply(self, module: nn.Module) -> None:
         """Make the module's forward compute in this precision, in any thread."""
+        handles: list[RemovableHandle] = []
         if self._dtype is not None:
             autocast = _AutocastForward(self._device_types(module), self._dtype)
-            module.register_forward_pre_hook(autocast.enter, prepend=True)
-            module.register_forward_hook(autocast.leave, always_call=True)
+            handles.append(module.register_forward_pre_hook(autocast.enter, prepend=True))
+            handles.append(module.register_forward_hook(autocast.leave, always_call=True))
         elif self._name == "fp64":
             module.double()
-            module.register_forward_pre_hook(_inputs_to_double, prepend=True, with_kwargs=True)
+            handles.append(module.register_forward_pre_hook(_inputs_to_double, prepend=True, with_kwargs=True))
+        vars(module)[_HANDLES] = handles
 
 
 def remove_hooks(module: nn.Module) -> None:
-    """Remove the hooks that ``Precision.apply`` registered on a module."""
-    for hooks in (module._forward_pre_hooks, module._forward_hooks):
-        for key, hook in list(hooks.items()):
-            if hook is _inputs_to_double or isinstance(getattr(hook, "__self__", None), _AutocastForward):
-                del hooks[key]
-                for options in (module._forward_pre_hooks_with_kwargs, module._forward_hooks_always_called):
-                    options.pop(key, None)
+    """Remove the hooks that ``Precision.apply`` registered on a module, or on the module that it is a copy of."""
+    for handle in vars(module).pop(_HANDLES, ()):
+        handle.remove()

@@ -28,17 +28,7 @@ from unitrain.training.models.prepared import PreparedModules
 
 
 class Preparation:
-    """Implements ``prepare`` of a strategy.
-
-    Args:
-        communicator: the communicator of this process.
-        backend: wraps modules.
-        precision: sets the precision of modules.
-        prepared: records prepared modules.
-        register: called with each optimizer.
-        current_batch: the batch that the script works on.
-        config: the settings.
-    """
+    """Implements ``prepare`` of a strategy. ``register`` is called with each optimizer."""
 
     def __init__(
         self,
@@ -76,7 +66,7 @@ class Preparation:
                 self._optimizer(one)
         if not self._ranks_differ:
             self._ranks_differ = True
-            # From here on, random numbers (dropout) differ between ranks; rank 0's are those of a single process.
+            # From here on, random numbers (dropout) differ between ranks; rank 0 draws as a single process does.
             if self._communicator.rank > 0:
                 seed_rank(self._config.seed, self._communicator.rank)
         return tuple(done.get(i, one) for i, one in enumerate(objects))
@@ -120,7 +110,7 @@ class Preparation:
         if values is not None:
             values.fill(plain)
             if values.unknown:
-                self._prepared.without_weights[plain] = WithoutWeights(plain, values.unknown)
+                self._prepared.refuse_calls(plain, WithoutWeights(plain, values.unknown).end)
         self._prepared.add(wrapped, module)
         self._prepared.add_names(module)
         self._prepared.replace(parameters, module)
@@ -165,7 +155,7 @@ class Preparation:
         ranks = self._communicator
         if optimizer.state or ranks.world_size > 1:
             state = optimizer.state_dict()
-            # State that is sharded already is that of this rank.
+            # State that is sharded already belongs to this rank.
             its = state["state"]
             own_is_kept = any(ranks.is_sharded(one) or isinstance(one, OwnedBy) for _, one in leaves(its))
             expected = ranks.broadcast_object(outline(state) if its and not own_is_kept else None)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
-from typing import Protocol
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -15,23 +14,11 @@ from unitrain.data.order.shares import Shares
 from unitrain.errors import UsageError
 
 
-class Refusal(Protocol):
-    """Refuses calls of a module."""
-
-    def end(self) -> None:
-        """Let it be called from now on."""
-
-
 class PreparedModules:
     """Records the modules that a strategy has prepared, and their parameters.
 
-    Args:
-        shares: how the samples are shared among them.
-
     Attributes:
-        shares: as given.
-        swapped: the modules that don't have the weights of training now, and what exchanges them back.
-        without_weights: the modules some of whose weights have no values yet, and what refuses their calls.
+        shares: how the samples are shared among the processes.
     """
 
     def __init__(self, shares: Shares) -> None:
@@ -39,8 +26,8 @@ class PreparedModules:
         self._names: dict[Parameter, str] = {}
         self.shares = shares
         self._replaced: dict[Parameter, Parameter] = {}
-        self.swapped: dict[nn.Module, Callable[[], None]] = {}
-        self.without_weights: dict[nn.Module, Refusal] = {}
+        self._swapped: dict[nn.Module, Callable[[], None]] = {}
+        self._refusals: dict[nn.Module, Callable[[], None]] = {}
 
     def add_names(self, module: nn.Module) -> None:
         """Record the names of a module's parameters."""
@@ -81,10 +68,32 @@ class PreparedModules:
                 return module
             module = inner
 
+    def refuse_calls(self, module: nn.Module, end: Callable[[], None]) -> None:
+        """Record that calls of a module are refused until its weights are loaded; ``end`` ends that."""
+        self._refusals[module] = end
+
+    def allow_calls(self, module: nn.Module) -> None:
+        """Record that a module's weights are loaded."""
+        self._refusals.pop(module, lambda: None)()
+
+    @contextmanager
+    def swapped(self, module: nn.Module, exchange: Callable[[], None]) -> Iterator[None]:
+        """Context manager in which a module has other weights than in training; ``exchange`` exchanges them."""
+        self._swapped[module] = exchange
+        try:
+            yield
+        finally:
+            del self._swapped[module]
+
+    @property
+    def swapped_modules(self) -> Collection[nn.Module]:
+        """The modules that have other weights than in training."""
+        return self._swapped.keys()
+
     @contextmanager
     def training_weights(self) -> Iterator[None]:
         """Context manager in which all modules have the weights of training."""
-        swapped, self.swapped = self.swapped, {}
+        swapped, self._swapped = self._swapped, {}
         for exchange in swapped.values():
             exchange()
         try:
@@ -92,7 +101,7 @@ class PreparedModules:
         finally:
             for exchange in swapped.values():
                 exchange()
-            self.swapped = swapped
+            self._swapped = swapped
 
     def has(self, parameter: Parameter) -> bool:
         """Return whether a parameter belongs to a prepared module."""
@@ -103,11 +112,7 @@ class PreparedModules:
         return self._names.get(parameter, f"an unprepared parameter of shape {tuple(parameter.shape)}")
 
     def check(self, parameters: Iterable[Parameter]) -> None:
-        """Check that an optimizer's parameters belong to prepared modules.
-
-        Raises:
-            UsageError: a parameter belongs to no prepared module.
-        """
+        """Raise UsageError if a parameter of an optimizer belongs to no prepared module."""
         missing = [p for p in parameters if p not in self._names]
         replaced = [self._names[self._replaced[p]] for p in missing if p in self._replaced]
         if replaced:
@@ -125,10 +130,9 @@ class PreparedModules:
             )
 
     def check_modules(self) -> None:
-        """Check that the modules have no parameters that they did not have when they were prepared.
+        """Raise UsageError if the modules have parameters that they did not have when they were prepared.
 
-        Raises:
-            UsageError: they have; their values differ between the ranks, and their gradients would not be averaged.
+        The values of these differ between the ranks, and their gradients would not be averaged.
         """
         for module in map(self.unwrap, self):
             for name, parameter in module.named_parameters():
@@ -140,5 +144,5 @@ class PreparedModules:
                     )
 
     def release(self) -> None:
-        """Release the wrappers, whose reducers must be gone before their process group is destroyed."""
+        """Release the wrappers: their reducers must be gone before the process group is destroyed."""
         self._originals = WeakKeyDictionary(self._originals)

@@ -58,8 +58,7 @@ def _tried(group: dict[str, Any]) -> list[Parameter]:
 def _stepped(optimizer: Optimizer, chosen: range, seed: int) -> dict[Any, Any]:
     """Make steps with a copy of an optimizer, and some of the small parameters.
 
-    Returns:
-        The parameters by number, and the options of the groups that have any.
+    Return the parameters by number, and the options of the groups that have any.
     """
     torch.manual_seed(seed)
     groups: list[dict[str, Any]] = []

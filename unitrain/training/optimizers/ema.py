@@ -122,9 +122,9 @@ class EMA(nn.Module, StepHook):
 
     @contextmanager
     def swapped(self) -> Iterator[nn.Module]:
-        """Context manager in which the model has the averaged weights. It yields the model. Not collective.
+        """Context manager that gives the model the averaged weights. It yields the model. Not collective.
 
-        Checkpoints that are saved or resumed within have the weights of training all the same.
+        Checkpoints that are saved or resumed within still have the weights of training.
 
         Raises:
             UsageError: the model has the averaged weights already, or its weights were changed within.
@@ -134,12 +134,11 @@ class EMA(nn.Module, StepHook):
         model, original = self._models
         self._begin()
         self._exchange()
-        self._prepared.swapped[original] = self._exchange
         try:
-            yield model
-            changed = self._changed
+            with self._prepared.swapped(original, self._exchange):
+                yield model
+                changed = self._changed
         finally:
-            del self._prepared.swapped[original]
             self._exchange()
         if changed:
             raise UsageError(
@@ -159,7 +158,7 @@ class EMA(nn.Module, StepHook):
 
     @property
     def _is_swapped(self) -> bool:
-        return self._models[1] in self._prepared.swapped
+        return self._models[1] in self._prepared.swapped_modules
 
     @property
     def _changed(self) -> str:
@@ -226,7 +225,7 @@ def _averaged(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _holder(layer: nn.Module, average_of: Mapping[int, Tensor]) -> nn.Module:
-    """Return a BatchNorm whose statistics are the averages of a layer's."""
+    """Return a BatchNorm with the averages of a layer's statistics."""
     holder = nn.BatchNorm1d(0, affine=False)
     holder.running_mean = average_of.get(id(layer.running_mean))
     holder.running_var = average_of.get(id(layer.running_var))

@@ -8,7 +8,7 @@ from functools import partial
 from itertools import zip_longest
 
 import torch
-from torch import Tensor, _utils
+from torch import Tensor
 
 from unitrain.communication.communicator import Communicator
 
@@ -16,20 +16,16 @@ LARGE = 2**20  # bytes of a parameter that is sent from and into its own memory,
 BUFFER_BYTES = 2**24  # of all ranks together; one buffer is on its way while the one before is copied
 CALL_BYTES = 2**18  # what takes about as long to send as a call does
 PIECE_BYTES = 2**30  # MPI counts in 32 bits
-_FLATTENED: Callable[[Sequence[Tensor]], Tensor] = _utils._flatten_dense_tensors
-_VIEWS: Callable[[Tensor, Sequence[Tensor]], tuple[Tensor, ...]] = _utils._unflatten_dense_tensors
 
 Finish = Callable[[], None]
 """Waits until parameters have arrived."""
 
 
 class Exchange:
-    """Overwrites parameters, on all ranks, with those of the ranks that own them.
+    """Overwrites parameters on all ranks: each rank sends what it owns.
 
-    Args:
-        communicator: the communicator of this process.
-        owned: the parameters that each rank owns; the same on all ranks but for values.
-        name: identifies the collectives; the same on all ranks.
+    ``owned`` has the parameters of each rank, the same on all ranks but for values. ``name`` identifies the
+    collectives.
     """
 
     def __init__(self, communicator: Communicator, owned: Sequence[Sequence[Tensor]], name: str) -> None:
@@ -76,7 +72,7 @@ class Exchange:
         if in_place:
             flat = first.detach().view(-1)
         elif owner == ranks.rank:
-            flat = _FLATTENED(parameters).to(ranks.device)
+            flat = _packed(parameters).to(ranks.device)
         else:
             flat = torch.empty(sum(p.numel() for p in parameters), dtype=first.dtype, device=ranks.device)
         pieces = torch.split(flat.view(torch.uint8), PIECE_BYTES)
@@ -86,7 +82,7 @@ class Exchange:
             for wait in waits:
                 wait()
             if not in_place and owner != ranks.rank:
-                torch._foreach_copy_(parameters, _VIEWS(flat, parameters))
+                _unpack(flat, parameters)
 
         return finish
 
@@ -94,16 +90,27 @@ class Exchange:
         ranks = self._communicator
         own = of_ranks[ranks.rank]
         padding = torch.empty(size - sum(p.nbytes for p in own), dtype=torch.uint8, device=ranks.device)
-        packed = [_FLATTENED(own).view(torch.uint8)] if own else []
+        packed = [_packed(own).view(torch.uint8)] if own else []
         wait = ranks.all_gather_async(torch.cat([*packed, padding]), name)
 
         def finish() -> None:
             gathered = wait()
             for rank, parameters in enumerate(of_ranks):
                 if parameters and rank != ranks.rank:
-                    torch._foreach_copy_(parameters, _VIEWS(gathered[rank].view(parameters[0].dtype), parameters))
+                    _unpack(gathered[rank].view(parameters[0].dtype), parameters)
 
         return finish
+
+
+def _packed(parameters: Sequence[Tensor]) -> Tensor:
+    return torch.cat([p.reshape(-1) for p in parameters])
+
+
+def _unpack(flat: Tensor, parameters: list[Tensor]) -> None:
+    """Overwrite parameters with what ``_packed`` has made of them on another rank."""
+    sizes = [p.numel() for p in parameters]
+    parts = torch.split(flat[: sum(sizes)], sizes)
+    torch._foreach_copy_(parameters, [part.view(p.shape) for part, p in zip(parts, parameters, strict=True)])
 
 
 def _chunks(parameters: list[Tensor], most: int) -> list[list[Tensor]]:

@@ -27,11 +27,7 @@ from unitrain.training.optimizers.exchange import Exchange
 
 
 class ShardedOptimizers(StepHook):
-    """Shards optimizers.
-
-    Args:
-        communicator: the communicator of this process.
-    """
+    """Shards optimizers."""
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
@@ -41,8 +37,7 @@ class ShardedOptimizers(StepHook):
     def shard(self, optimizer: Optimizer) -> None:
         """Shard an optimizer, or what was added to it since this was called before.
 
-        Raises:
-            UsageError: it does not update each parameter by itself, or replaces ``state_dict``.
+        UsageError refuses one that does not update each parameter by itself, or replaces ``state_dict``.
         """
         if optimizer not in self._sharded:
             refuse_coupled(optimizer)
@@ -83,7 +78,7 @@ class _ShardedOptimizer:
         self._all: list[list[Parameter]] = []  # and before and after it
         self._stand_ins: dict[Parameter, Sequence[Parameter]] = {}
         self._their_state: dict[Any, Any] = {}
-        self._depth = 0  # a class may call the step of its base class, whose hooks are the same
+        self._depth = 0  # a class may call the step of its base class, with the same hooks
         self._before = optimizer.register_step_pre_hook(self._enter)
         self._after = optimizer.register_step_post_hook(self._leave)
         optimizer.register_state_dict_post_hook(self._with_owners)
@@ -110,7 +105,7 @@ class _ShardedOptimizer:
         self._exchange = Exchange(self._communicator, owned, self._name)
 
     def _standing_in_for(self, parameters: Sequence[Parameter]) -> Parameter:
-        """Return a parameter of one element for a group of which this rank owns nothing.
+        """Return a parameter of one element for a group that this rank owns nothing of.
 
         An optimizer may count steps in a group's options, which are the same on all ranks, or fail without parameters.
         """
@@ -164,7 +159,7 @@ class _ShardedOptimizer:
     # -------------------------------------------------------------------------------------------------------- state
 
     def _with_owners(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return a state dict in which an ``OwnedBy`` stands for what another rank has."""
+        """Return a state dict with an ``OwnedBy`` in place of what another rank has."""
         others = {number: OwnedBy(owner) for number, owner in self._others(optimizer, state_dict)}
         return {**state_dict, "state": {**state_dict["state"], **others}}
 

@@ -45,18 +45,7 @@ _MESSAGES = re.compile(
 class BatchFinder:
     """Finds a micro-batch for a training that fits. Made by ``strategy.find_micro_batch_size``.
 
-    Args:
-        communicator: the communicator of this process.
-        step: the training step.
-        prepared: the prepared modules.
-        gpus: the GPUs of this process.
-        config: the settings.
-        loader: the loader of the training.
-        compute_loss: returns the loss of a batch.
-        optimizers: the optimizers of the training.
-
-    Raises:
-        UsageError: the micro-batch size of this training can't be chosen.
+    UsageError is raised if the micro-batch size of this training can't be chosen.
     """
 
     def __init__(
@@ -84,8 +73,7 @@ class BatchFinder:
     def find(self) -> int:
         """Return the largest size that fits on every rank, and set it in the loader. Collective.
 
-        Raises:
-            DataError: no size fits; on every rank.
+        DataError is raised on every rank if none fits.
         """
         global_batch, world_size = self._loader.global_batch_size, self._communicator.world_size
         assert global_batch is not None  # checked

@@ -19,25 +19,24 @@ class TrainingState:
 
     Unlike state dicts, it includes buffers that are not persistent and attributes of optimizers, and the same tensors
     are filled again. Values are copied to the host, so that they take no memory of a GPU.
-
-    Args:
-        modules: the modules.
-        optimizers: the optimizers; their parameters may belong to other modules.
     """
 
     def __init__(self, modules: Iterable[nn.Module], optimizers: Sequence[Optimizer]) -> None:
         layers = {layer: None for module in modules for layer in module.modules()}
-        tensors: list[dict[str, Any]] = [own for layer in layers for own in (layer._parameters, layer._buffers)]
+        # The attributes of a layer, and its parameters and buffers, which are dicts among them.
+        of_layers = [own for layer in layers for own in (vars(layer), *vars(layer).values()) if isinstance(own, dict)]
         states = [state for one in optimizers for state in (*one.param_groups, *one.state.values())]
-        self._contents = [(own, _copied(own)) for own in (*tensors, *states)]
-        self._attributes = [(own, dict(own)) for one in optimizers for own in (vars(one), one.state)]
-        values = {id(t): t for _, content in self._contents for t in tree_leaves(content) if isinstance(t, Tensor)}
+        self._contents = [(own, _copied(own)) for own in states]
+        attributes = [*of_layers, *(own for one in optimizers for own in (vars(one), one.state))]
+        self._attributes = [(own, dict(own)) for own in attributes]
+        found = tree_leaves([content for _, content in (*self._contents, *self._attributes)])
+        values = {id(value): value for value in found if isinstance(value, Tensor)}
         self._values = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in values.values()]
         self._gradients = [(tensor, tensor.grad) for tensor, _ in self._values if tensor.is_leaf]
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Context manager that begins without gradients, and at whose end everything is as it was."""
+        """Context manager that begins without gradients, and puts everything back at its end."""
         generators = rng.capture()
         for tensor, _ in self._gradients:
             tensor.grad = None
