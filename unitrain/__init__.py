@@ -1,6 +1,6 @@
 """UniTrain: one PyTorch training script, unchanged and with the same result, on every backend and launcher.
 
-The names below are imported on first use: ``unitrain --help`` does not need torch, whose import takes seconds.
+The names below are imported on first use: ``unitrain --help`` does not need torch, and importing torch takes seconds.
 """
 
 import atexit

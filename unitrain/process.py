@@ -49,7 +49,7 @@ def _print(stream: TextIO | None, message: str) -> None:
     try:
         descriptor = stream.fileno()
     except (OSError, ValueError, AttributeError):  # a notebook's stream, say
-        with suppress(Exception):  # whatever an object of somebody else's raises
+        with suppress(Exception):  # whatever another library's object raises
             stream.write(f"{message}\n")
             stream.flush()
         return

@@ -41,13 +41,9 @@ def derived_seed(*parts: object) -> int:
 def sample_seeds(
     seed: int, epoch: int, samples: NDArray[np.int64], positions: NDArray[np.int64] | None = None
 ) -> list[int]:
-    """Return a 64-bit seed for each sample.
+    """Return a 64-bit seed for each sample, by index, that is read in an epoch of a run.
 
-    Args:
-        seed: seed of the run.
-        epoch: epoch in which the samples are read.
-        samples: indices of the samples.
-        positions: positions of the samples in the epoch, for orders in which a sample may be repeated.
+    Where a sample may be repeated, ``positions`` are the positions of the samples in the epoch.
     """
     found = mixed(samples, derived_seed("sample", seed, epoch))
     if positions is not None:
@@ -109,11 +105,7 @@ _SPARE: list[np.random.MT19937] = []
 
 
 class SeparateGenerators:
-    """A second set of states of python's, numpy's and torch's generators, which continues where it was left.
-
-    Args:
-        seed: 64-bit seed of the first states.
-    """
+    """A second set of states of python's, numpy's and torch's generators, which continues where it was left."""
 
     def __init__(self, seed: int) -> None:
         with generators_restored():
@@ -158,7 +150,7 @@ def _restore(states: _States) -> None:
 
 
 def capture() -> dict[str, Any]:
-    """Return the states of python's, numpy's and torch's generators, including those of GPUs if CUDA is in use."""
+    """Return the states of python's, numpy's and torch's generators, including the GPUs' if CUDA is in use."""
     version, internal, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state = {

@@ -134,7 +134,7 @@ class Loader:
 
     @property
     def yielded(self) -> int:
-        """Number of samples yielded in the current epoch, over all ranks, including those of an open window."""
+        """Number of samples yielded in the current epoch, over all ranks, including the samples of an open window."""
         last = self._last
         return self._start[0] if last is None else last.stop
 
@@ -284,9 +284,9 @@ class Loader:
         """Return the position in the data, as ints and strings that are equal on all ranks. Not collective.
 
         In training, a batch is consumed when it has been used in a backward, and before the first backward, or in an
-        evaluation, when it has been yielded. Batches that were only prefetched are not consumed, nor are those of an
+        evaluation, when it has been yielded. Batches that were only prefetched are not consumed, nor are batches of an
         iteration that ended before anything was trained on. The batches of an accumulation window are consumed
-        together at its end: within a window, the state is that of its start.
+        together at its end: within a window, the state is the one at its start.
         """
         drawn = self._source.drawn(self._seed, self._epoch)
         return {
@@ -303,7 +303,7 @@ class Loader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state`` in the next iteration, with any number of ranks and any backend.
 
-        Consumed samples are not read again, except those of an iterable dataset, which are skipped. Order and random
+        Consumed samples are not read again, except in an iterable dataset, where they are skipped. Order and random
         numbers follow from the state's seed from now on, with a warning if the strategy's seed differs. If the global
         batch size differs, the rest of the epoch is split into batches of the new size, with a warning: each sample
         is still yielded once, but the batches are not those of an uninterrupted run. A sharded iterable dataset can

@@ -1,4 +1,4 @@
-"""The arguments of a loader: checks them, and takes over those of a torch DataLoader."""
+"""The arguments of a loader: checks them, and takes over the arguments of a torch DataLoader."""
 
 from __future__ import annotations
 

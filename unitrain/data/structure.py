@@ -49,7 +49,7 @@ def rebuilt(batch: Any, leaf: Callable[[Any], Any]) -> Any:
 
 
 def tensors(batch: Any, *, opened: bool = False) -> Iterator[Tensor]:
-    """Yield the tensors in a batch, with ``opened`` also those of containers with a method ``to``, which move whole."""
+    """Yield the tensors in a batch, and with ``opened`` in containers with a method ``to``, too."""
     parts = _parts(batch) if opened else _open_parts(batch)
     if parts is not None:
         for part in parts.values():

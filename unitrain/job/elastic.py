@@ -46,7 +46,7 @@ def start_again(line: str = "") -> NoReturn:
     # What C++ libraries have opened would stay open, and other ranks would wait at it.
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         if descriptor > 2:
-            with suppress(OSError):  # that of the listing
+            with suppress(OSError):  # the descriptor of the listing
                 os.set_inheritable(descriptor, False)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     first = Path("/proc/self/environ").read_bytes().split(b"\0")  # without what the script has changed

@@ -130,7 +130,7 @@ def _do_in_turn(
 
 @contextmanager
 def _output_to(path: Path) -> Iterator[None]:
-    """Redirect the output of this process to a file, including that of libraries."""
+    """Redirect the output of this process to a file, including the output of libraries."""
     sys.stdout.flush()
     sys.stderr.flush()
     kept = os.dup(1), os.dup(2)

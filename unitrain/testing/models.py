@@ -48,7 +48,7 @@ class Net(nn.Module):
 
 
 class Branches(nn.Module):
-    """A model of which a forward uses one of two branches, and never uses one layer."""
+    """A model with two branches: a forward uses one of them, and never uses one layer."""
 
     def __init__(self, *, norm: bool = False) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class Twins:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return all of a tensor of which a rank may have a shard, as a DTensor. Collective then."""
+    """Return the full tensor of a DTensor, which is collective, and any other tensor as it is."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 

@@ -22,7 +22,7 @@ def orders(rank: int = 0, world_size: int = 1, global_batch: int = 4) -> OwnOrde
     return OwnOrder(EpochPlan(SAMPLES, global_batch, 1, rank, world_size, False), shuffle=True)
 
 
-def asked(orders: Orders[Any], seed: int | None = 0, number: int = 0) -> list[Request]:
+def asked(orders: Orders, seed: int | None = 0, number: int = 0) -> list[Request]:
     """Return what is asked for in an epoch, without stand-ins."""
     epoch = orders.epoch(0, number, 0)
     pairs = zip(epoch.plan, requests(epoch, seed, number), strict=True)

@@ -30,16 +30,7 @@ _CHUNK = 2**15
 
 
 class Shuffled:
-    """A shuffled ``range(samples)``.
-
-    Args:
-        samples: number of samples, at most 2**62.
-        seed: seed of the run.
-        epoch: each epoch has a different order.
-
-    Raises:
-        DataError: there are more than 2**62 samples.
-    """
+    """A shuffled ``range(samples)``, different in each epoch. DataError if there are more than 2**62 samples."""
 
     def __init__(self, samples: int, seed: int, epoch: int) -> None:
         if samples > _LARGEST:

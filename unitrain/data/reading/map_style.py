@@ -27,7 +27,7 @@ class MapStyle:
     """
 
     def __init__(
-        self, dataset: Any, orders: Orders[Any], collate: Collate, *, seeded: bool, settings: dict[str, Any]
+        self, dataset: Any, orders: Orders, collate: Collate, *, seeded: bool, settings: dict[str, Any]
     ) -> None:
         self._orders = orders
         self._seeded = seeded

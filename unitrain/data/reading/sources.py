@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch.utils.data import default_collate
 
 from unitrain.communication.communicator import Communicator
 from unitrain.config import StrategyConfig
-from unitrain.data.order.samplers import BatchSamplerOrder, Orders, OwnOrder, SamplerOrder
+from unitrain.data.order.samplers import Orders, OwnOrder, SamplerOrder
 from unitrain.data.order.sharding import BatchPlan, EpochPlan
 from unitrain.data.reading.iterable import Iterable, is_sharded
 from unitrain.data.reading.map_style import MapStyle
@@ -57,12 +55,12 @@ def make_source(
     return source
 
 
-def _orders(given: LoaderSettings, ranks: Communicator, config: StrategyConfig, shares: tuple[int, ...]) -> Orders[Any]:
+def _orders(given: LoaderSettings, ranks: Communicator, config: StrategyConfig, shares: tuple[int, ...]) -> Orders:
     samples = len(given.dataset)
     most = max(_MOST_INDICES, 16 * samples)
     if given.batch_sampler is not None:
         plan = BatchPlan((), config.accumulate, ranks.rank, ranks.world_size, shares=shares)
-        return BatchSamplerOrder(plan, given.batch_sampler, most)
+        return SamplerOrder(plan, given.batch_sampler, most)
     if given.sampler is not None:
         return SamplerOrder(_epoch_plan(given, ranks, config, shares, 0), given.sampler, most)
     return OwnOrder(_epoch_plan(given, ranks, config, shares, samples), given.shuffle)

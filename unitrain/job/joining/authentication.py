@@ -38,7 +38,7 @@ class JobKey:
 
     value: bytes
     is_secret: bool
-    """Whether the ranks share a secret. Otherwise, whoever has followed their collectives has the key too."""
+    """Whether the ranks share a secret. Otherwise, a program that has followed their collectives has the key too."""
 
 
 def authenticate(

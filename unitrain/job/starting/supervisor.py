@@ -71,7 +71,7 @@ def run(command: Sequence[str], *, max_restarts: int = 0) -> int:
         raise LaunchError("no command was given: write it after --, as in unitrain run -- mpirun -np 2 ...")
     mark = uuid.uuid4().hex
     marks = f"{os.environ.get(_MARK, '')} {mark}".strip()
-    # nohup has SIGHUP ignored; blocked, it would be received all the same.
+    # nohup has SIGHUP ignored; if it were blocked, it would be received.
     forwarded = _STOPS if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else _SIGNALS
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*_SIGNALS, signal.SIGCHLD})  # the supervisor inherits this
     try:

@@ -1,6 +1,6 @@
 """Admission to the hub: which connections come from the ranks of the job, shown by challenge and response.
 
-The hub sends a challenge. A rank answers with its number, a challenge of its own, and an HMAC over all of that under
+The hub sends a challenge. A rank answers with its number, another challenge, and an HMAC over all of that under
 the job's key, and the hub answers with its own HMAC. Nothing else is read before: no length, no text, no JSON. The key
 is never sent.
 """

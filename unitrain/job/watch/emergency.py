@@ -1,8 +1,8 @@
 """Between the failure of a rank and the end of the job: the survivor with the furthest state saves it.
 
-The ranks agree through the hub. Each reports the last step whose whole state it has, and the hub elects the furthest of
-them, which writes a checkpoint; then all end. A launcher leaves little time for that: it has noticed the failure, too,
-and kills the others soon.
+The ranks agree through the hub. Each reports the last step that it has the whole state of, and the hub elects the
+furthest of them, which writes a checkpoint; then all end. A launcher leaves little time for that: it has noticed the
+failure, too, and kills the others soon.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Saver(Protocol):
     """Writes the emergency checkpoint of this process."""
 
     def last_whole(self, patience_s: float) -> tuple[int | None, str]:
-        """Keep the state from changing, and return the step of which it is whole; else None, and why it is not.
+        """Freeze the state. Return the last step that it is complete for, or None and the reason.
 
         Args:
             patience_s: how long to wait for the main thread if it is changing the state.
@@ -58,7 +58,7 @@ class Saver(Protocol):
 
 
 class Emergency:
-    """Takes part in the emergency checkpoint, in a thread of its own: what it does may hang, on a dead disk say.
+    """Takes part in the emergency checkpoint, in a thread, since what it does may hang, on a dead disk say.
 
     Attributes:
         elected: whether this process saves.
@@ -74,7 +74,7 @@ class Emergency:
         failed: Callable[[], bool],
         verdict: Verdict,
     ) -> None:
-        """Begin. ``failed`` returns whether this process is ending with an error of its own."""
+        """Begin. ``failed`` returns whether this process is ending with its own error."""
         self._saver = saver
         self._send = send
         self._patience_s = _patience_s(grace_s)

@@ -13,7 +13,7 @@ from unitrain.job.watch.emergency import Election
 from unitrain.job.watch.messages import Message, StopReason, Verdict
 from unitrain.pulse import CLOSING
 
-# How long one rank is in close() and another waits elsewhere before this is a deadlock, and not a late heartbeat.
+# How long one rank is in close() and another waits in another call before this is a deadlock, and not a late heartbeat.
 _DEADLOCK_S = 3.0
 # How long a rank waits before a line says for whom.
 _NOTICE_S = 30.0

@@ -149,7 +149,7 @@ class Notice:
 
 @dataclass(frozen=True)
 class Candidate:
-    """From a process, after the verdict: the step of which it has the whole state."""
+    """From a process, after the verdict: the last step that it has the whole state of."""
 
     step: int | None
     """None if it has none, or saves none."""

@@ -37,8 +37,8 @@ _REQUEUE_S = 30.0
 class Stopped(SystemExit):
     """Raised on every rank, at the same step, when the run is stopped. If uncaught, the process exits with ``code``.
 
-    Codes: 143 for SIGTERM, 130 for SIGINT, 138 for SIGUSR1, and 140 for SIGUSR2 under submitit, whose own code rank 0
-    exits with; 3 if a loss or gradient was not finite, with ``on_nonfinite="stop"``.
+    Codes: 143 for SIGTERM, 130 for SIGINT, 138 for SIGUSR1, and 140 for SIGUSR2 under submitit, where rank 0 exits
+    with submitit's code; 3 if a loss or gradient was not finite, with ``on_nonfinite="stop"``.
     """
 
 
@@ -180,7 +180,7 @@ class Stopping:
 class StopSignals:
     """Calls ``request`` in a thread on SIGTERM, SIGINT and SIGUSR1. A second signal ends the process.
 
-    Under SLURM, a second SIGTERM does not: SLURM sends one of its own when a job that was warned comes to its end, and
+    Under SLURM, a second SIGTERM does not: SLURM sends another one when a job that was warned comes to its end, and
     leaves time to save until SIGKILL.
 
     The thread reads the interpreter's wake-up descriptor, since Python runs signal handlers only when the main thread
@@ -277,7 +277,7 @@ def _is_submitits(handler: object) -> TypeGuard[Handler]:
 def _slurm_job() -> str | None:
     """Return the name of this SLURM job, or None outside SLURM.
 
-    The id of one task of a job array is that of the array as well.
+    SLURM_JOB_ID of one task of a job array names the array as well.
     """
     if "SLURM_ARRAY_JOB_ID" in os.environ:
         return f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"

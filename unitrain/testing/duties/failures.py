@@ -6,12 +6,12 @@ import time
 
 import torch
 
-from unitrain.testing.duty import duty, two_processes
+from unitrain.testing.duty import duty
 from unitrain.testing.models import Twins
 from unitrain.testing.worlds import World
 
 
-@duty(needs=two_processes, ending=r"rank 1 on \S+ \(pid \d+\) is in user code")
+@duty(needs=lambda world: world.processes == 2, ending=r"rank 1 on \S+ \(pid \d+\) is in user code")
 def collective_of_one_rank(world: World) -> None:
     """A rank that waits in a collective for another ends within timeout_s, and its error says where the other is."""
     strategy = world.open(timeout_s=3)
@@ -20,7 +20,7 @@ def collective_of_one_rank(world: World) -> None:
     time.sleep(60)
 
 
-@duty(needs=two_processes, ending=r"ZeroDivisionError: on purpose")
+@duty(needs=lambda world: world.processes == 2, ending=r"ZeroDivisionError: on purpose")
 def error_of_one_rank(world: World) -> None:
     """An error on one rank ends the job, even if the others wait for it in a step."""
     strategy = world.open()

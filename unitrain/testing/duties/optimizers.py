@@ -32,8 +32,9 @@ from unitrain.testing.worlds import World
 def optimizers_that_come_and_change(world: World) -> None:
     """Optimizers may be created after prepare, get new groups, get unfrozen layers, and be replaced by others."""
     with world.open() as strategy:
-        twins = Twins(strategy, _half_frozen, lambda model: SGD(model.last.parameters(), lr=0.1, momentum=0.9))
+        twins = Twins(strategy, _half_frozen)
         both = (twins.model, twins.expected)
+        twins.optimizer, twins.by_hand = (SGD(one.last.parameters(), lr=0.1, momentum=0.9) for one in both)
         twins.train(2)
         for one, its in zip(both, (twins.optimizer, twins.by_hand), strict=True):
             its.add_param_group({"params": list(one.first.parameters()), "lr": 0.05})

@@ -20,7 +20,7 @@ from unitrain.testing.worlds import World
 
 @duty()
 def preparation(world: World) -> None:
-    """Objects keep their identity, unless they are sharded; weights, buffers and state become those of rank 0."""
+    """Objects keep their identity, unless they are sharded; weights, buffers and state become rank 0's."""
     with world.open(sync_batchnorm=True) as strategy:
         model = Net(seed=strategy.rank, norm=True)
         turn = torch.polar(torch.ones(3), torch.full((3,), float(strategy.rank)))
