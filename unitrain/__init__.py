@@ -84,6 +84,8 @@ _HOMES = {
 if not TYPE_CHECKING:  # otherwise a type checker would accept any misspelled name
 
     def __getattr__(name: str) -> Any:
+        if name == "__version__":
+            return import_module("importlib.metadata").version("unitrain")
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         with _without_collections():

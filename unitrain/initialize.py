@@ -84,13 +84,15 @@ def init(config: StrategyConfig | None = None, **settings: Unpack[StrategySettin
 
 def _close_at_exit(strategy: Strategy) -> None:
     """Close the strategy. An error ends the process as it does in a script; Python would ignore it, and exit with 0."""
+    job = current()
+    if job is None:  # a child that the script has forked: the strategy is its parent's
+        return
     try:
         strategy.close()
     except BaseException as error:
         sys.excepthook(type(error), error, error.__traceback__)
         exit_now(1)
-    job = current()
-    if job is not None and job.stopping.starts_again:
+    if job.stopping.starts_again:
         start_again()
     # Here and not by Python afterwards: the exit watch still runs, if the reader of stdout has stopped.
     with suppress(OSError, ValueError, AttributeError):

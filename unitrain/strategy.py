@@ -39,7 +39,7 @@ from unitrain.training.loop.loop import TrainingLoop
 from unitrain.training.loop.step import StepResult, TrainingStep
 from unitrain.training.models import preparation
 from unitrain.training.models.buffers import BufferSync
-from unitrain.training.models.in_sync import InSyncCheck, check_in_sync
+from unitrain.training.models.in_sync import FrequentCheck, InSyncCheck, check_in_sync
 from unitrain.training.models.materialising import Initialise
 from unitrain.training.models.precision import Precision
 from unitrain.training.models.prepared import PreparedModules
@@ -83,7 +83,7 @@ class Strategy:
         sharded = self._communicator if self._communicator.shards_parameters else None
         self._precision = Precision(config.precision, self.device, sharded)
         shares = Shares(config.shares if isinstance(config.shares, tuple) else None, self.world_size)
-        self._prepared = PreparedModules(distributed=self.world_size > 1, shares=shares)
+        self._prepared = PreparedModules(shares)
         pass_boundary = self._job.stopping.pass_boundary
         optimizers = _sharded_optimizers(self._communicator)
         self._hooks = _hooks(self._communicator, self._prepared, optimizers, config)
@@ -99,8 +99,12 @@ class Strategy:
         )
         self._gathering = Gathering(self._communicator)
         self._loop = TrainingLoop(self._step, self._prepared, pass_boundary)
-        if config.shares == "auto" and self.world_size > 1:
-            self._hooks.add_hook(LoadBalancer(self._communicator, self._step, shares))
+        if self.world_size > 1:
+            if config.shares == "auto":
+                self._hooks.add_hook(LoadBalancer(self._communicator, self._step, shares))
+            self._hooks.add_hook(InSyncCheck(self._communicator, self._prepared, self._step.optimizers))
+            if config.check_in_sync_every:
+                self._hooks.add_hook(FrequentCheck(self._communicator, self._prepared, config.check_in_sync_every))
         self._preparation = preparation.Preparation(
             self._communicator,
             made,
@@ -719,6 +723,4 @@ def _hooks(
         hooks.add_hook(sharded)
     if communicator.world_size > 1 and config.broadcast_buffers:
         hooks.add_hook(BufferSync(communicator, prepared))
-    if config.check_in_sync_every:
-        hooks.add_hook(InSyncCheck(communicator, prepared, config.check_in_sync_every))
     return hooks

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from typing_extensions import Unpack
 
@@ -74,6 +74,7 @@ class Loader:
         self._compared = False
         self._identity = object()
         self._iteration: Iteration | None = None
+        self._resumed_unasked = False  # in a later epoch, and the script has not asked in which
         self.epoch = 0
         self._given = given
         self._make_source = partial(make_source, communicator, config, local_world_size)
@@ -96,7 +97,7 @@ class Loader:
         given = replace(self._of_steps(samples), drop_last=False)
         source = self._make_source(given, self._shares, self._seed)
         assert isinstance(source, MapStyle)  # see check_splits
-        return to_device(source.first_batch(self._seed, self.epoch), self._communicator.device)
+        return to_device(source.first_batch(self._seed, self._epoch), self._communicator.device)
 
     def split(self, micro_batch_size: int) -> None:
         """Set ``micro_batch_size`` from the next iteration on. The samples of a step stay the same.
@@ -117,18 +118,18 @@ class Loader:
         Raises:
             TypeError: the length of an iterable dataset is unknown, as with a torch DataLoader.
         """
-        return self._source.plan(self._seed, self.epoch).micro_batches
+        return self._source.plan(self._seed, self._epoch).micro_batches
 
     @property
     def steps_per_epoch(self) -> int:
         """Number of optimizer steps in an epoch. Raises TypeError if ``len()`` does."""
-        return self._source.plan(self._seed, self.epoch).steps
+        return self._source.plan(self._seed, self._epoch).steps
 
     @property
     def samples(self) -> int | None:
         """Number of samples in an epoch, over all ranks; None if the length of an iterable dataset is unknown."""
         try:
-            return self._source.plan(self._seed, self.epoch).end
+            return self._source.plan(self._seed, self._epoch).end
         except TypeError:
             return None
 
@@ -152,11 +153,12 @@ class Loader:
     @property
     def epoch(self) -> int:
         """The epoch of the next iteration, or of the current one. Set it to start another."""
+        self._resumed_unasked = False
         return self._epoch
 
     @epoch.setter
     def epoch(self, number: int) -> None:
-        self._epoch = number
+        self._epoch, self._resumed_unasked = number, False
         self._begin_at(0, 0)
 
     def _begin_at(self, consumed: int, steps: int) -> None:
@@ -174,19 +176,33 @@ class Loader:
         """Whether there is an unfinished iteration that counts as an epoch."""
         return self._iteration is not None and self._iteration.trained
 
+    def set_epoch(self, epoch: int) -> NoReturn:
+        """Raise UsageError: unlike a ``DistributedSampler``, a loader shuffles anew in each epoch by itself."""
+        raise UsageError(
+            "loader.set_epoch() is not needed: a loader shuffles anew in each epoch. Remove the call; to begin with "
+            "another epoch, set loader.epoch."
+        )
+
     def epochs(self, total: int) -> Iterator[int]:
         """Yield the remaining epochs of ``total``, and set ``epoch`` for each.
 
         The first continues from the loaded state, or follows an epoch whose iteration ended early.
         """
-        for number in range(self.epoch + self._counts, total):
-            if self._counts or number != self.epoch:
+        self._resumed_unasked = False
+        for number in range(self._epoch + self._counts, total):
+            if self._counts or number != self._epoch:
                 self.epoch = number
             yield number
             self._loop.follows()
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's batches of an epoch, on its device, after those that were consumed before resuming."""
+        if self._resumed_unasked:
+            self._resumed_unasked = False
+            self._warn(
+                f"this run was resumed in epoch {self._epoch}, but the script has not asked in which: with range(), it "
+                "would train the epochs before again. Write `for epoch in loader.epochs(total)`."
+            )
         if self._counts:
             self.epoch += 1
         elif self._iteration is not None:
@@ -224,7 +240,7 @@ class Loader:
 
     def _fed(self, consumed: int, steps: int) -> Iterator[tuple[MicroBatch, Any]]:
         """Yield the micro-batches of an epoch after ``consumed`` samples and ``steps`` steps, on the device."""
-        return feed(self._source.batches(self._seed, self.epoch, consumed, steps), self._communicator.device)
+        return feed(self._source.batches(self._seed, self._epoch, consumed, steps), self._communicator.device)
 
     def _balanced(self) -> Iterator[tuple[MicroBatch, Any]]:
         """Yield the micro-batches of an epoch. If the shares change, the next step is split by the new ones."""
@@ -262,8 +278,8 @@ class Loader:
             )
         if not isinstance(self._source, MapStyle):
             return
-        self._source.plan(self._seed, self.epoch)
-        if not are_identical(self._communicator, {"order": self._source.drawn(self._seed, self.epoch)}):
+        self._source.plan(self._seed, self._epoch)
+        if not are_identical(self._communicator, {"order": self._source.drawn(self._seed, self._epoch)}):
             raise DataError(
                 "a loader's sampler yields other indices on one rank than on another, so samples would be left out and "
                 "repeated: draw its random numbers from python's, numpy's or torch's global generators, which the "
@@ -330,6 +346,7 @@ class Loader:
                 f"{state['epoch']} continues after {state['consumed']} samples in batches of the new size."
             )
         self._seed, self.epoch = state["seed"], state["epoch"]
+        self._resumed_unasked = state["epoch"] > 0
         self._begin_at(state["consumed"], state["steps"])
 
     def _check_position(self, state: Mapping[str, Any], own: Mapping[str, Any]) -> None:

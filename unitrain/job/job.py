@@ -129,3 +129,12 @@ class Job:
 def current() -> Job | None:
     """Return the job that this process belongs to, or belonged to last; None before the first."""
     return _current
+
+
+def _leave_in_child() -> None:
+    """Forget the job in a forked child: its connections and its place among the ranks are the parent's."""
+    global _current
+    _current = None
+
+
+os.register_at_fork(after_in_child=_leave_in_child)

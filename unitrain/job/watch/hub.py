@@ -15,6 +15,8 @@ from unitrain.pulse import CLOSING
 
 # How long one rank is in close() and another waits in another call before this is a deadlock, and not a late heartbeat.
 _DEADLOCK_S = 3.0
+# How long a rank waits before a line says for whom.
+_NOTICE_S = 30.0
 # Libraries time out after ``timeout_s`` as well, and raise an error that the script can catch. They come first.
 _AFTER_LIBRARIES_S = 5.0
 # How many ranks a message names.
@@ -84,6 +86,7 @@ class Hub:
         self._reasons: list[StopReason] = []  # the first is being agreed on, or acted on
         self._boundaries: dict[int, int] = {}
         self._settled: set[int] = set()
+        self._noticed = False  # a wait that goes on
         self._calls: dict[int, messages.Call] = {}  # of the ranks that have reached their next call
         self.verdict: Verdict | None = None
 
@@ -179,8 +182,15 @@ class Hub:
         waits = {rank: beat for rank, beat in self._heartbeats.items() if rank in self._present and beat.waits}
         self._check_for_deadlock(waits)
         longest = max(waits, key=lambda rank: waits[rank].seconds, default=None)
-        if longest is not None and waits[longest].seconds > self._timeout_s + _AFTER_LIBRARIES_S:
+        if longest is None or waits[longest].seconds < _NOTICE_S:
+            self._noticed = False
+            return
+        if waits[longest].seconds > self._timeout_s + _AFTER_LIBRARIES_S:
             self._decide_on_wait(longest, f"timed out (timeout_s is {self._timeout_s:g}), {waits[longest]}")
+        elif not self._noticed:
+            self._noticed = True
+            waiting = f"{self._members[longest]} waits {waits[longest]}; {self._describe_others(longest)}"
+            self._send(0, messages.Notice(f"{waiting}. The job ends after {self._timeout_s:g} s (timeout_s)."))
 
     def _decide_on_error(self, rank: int, error: messages.Failed) -> None:
         if error.secondary:
@@ -209,6 +219,21 @@ class Hub:
                 closing[0],
                 f" finished after step {lasting[closing[0]].step}, but rank {waiting[0]} still waits for it, "
                 f"{lasting[waiting[0]]}",
+            )
+        if len(waits) == len(self._present) and all(beat.blocked_s > _DEADLOCK_S for beat in waits.values()):
+            self._decide_on_calls(waits)
+
+    def _decide_on_calls(self, waits: Mapping[int, messages.Heartbeat]) -> None:
+        """End the job if all ranks are blocked, and not all in the same call."""
+        by_call: dict[tuple[str, int], list[int]] = {}
+        for rank, beat in sorted(waits.items()):
+            by_call.setdefault((beat.phase, beat.step), []).append(rank)
+        if len(by_call) > 1:
+            (rank, *_), (other, *_) = sorted(by_call.values(), key=len)[:2]
+            self._decide(
+                rank,
+                f" is {waits[rank]}, and rank {other} is {waits[other]}: all ranks must make the same calls, in the "
+                "same order",
             )
 
     def _decide(

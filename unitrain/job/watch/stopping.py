@@ -200,7 +200,8 @@ class StopSignals:
         self.resubmit: dict[int, Handler] = {}
         if threading.current_thread() is not threading.main_thread():
             return  # only the main thread can set signal handlers
-        own = [n for n in _SIGNALS if signal.getsignal(n) in (signal.SIG_DFL, signal.default_int_handler)]
+        free = (signal.SIG_DFL, signal.default_int_handler, _wake_up)
+        own = [number for number in _SIGNALS if signal.getsignal(number) in free]
         handlers = {number: signal.getsignal(number) for number in (*_SIGNALS, signal.SIGUSR2)}
         self.resubmit = {number: handler for number, handler in handlers.items() if _is_submitits(handler)}
         self._receiver, self._sender = socket.socketpair()
@@ -227,9 +228,15 @@ class StopSignals:
                     exit_now(128 + number, f"unitrain: received a second {name}: exiting at once.")
 
     def close(self) -> None:
-        """Restore the signal handlers, and end the thread."""
+        """Restore the signal handlers, and end the thread. SIGUSR1 is ignored if nothing but UniTrain handled it.
+
+        A warning of the end of the time limit would else kill a process that has finished its training.
+        """
         if self._replaced:
+            ignored = self._replaced.get(signal.SIGUSR1) is signal.SIG_DFL
             self.restore()
+            if ignored:
+                signal.signal(signal.SIGUSR1, _wake_up)  # unlike SIG_IGN, programs that are started don't inherit it
             self._sender.shutdown(socket.SHUT_WR)  # closing would not do: a forked process may have a copy
             self._thread.join()
             self._sender.close()

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from multiprocessing.connection import wait
 from typing import TypeVar
 
+from unitrain import call_site
 from unitrain.communication.communicator import Communicator
 from unitrain.config import StrategyConfig
 from unitrain.errors import CommunicationError, ConfigError
@@ -27,7 +28,7 @@ from unitrain.job.watch.reaper import Reaper
 from unitrain.job.watch.stopping import Boundaries
 from unitrain.launch.detect import Launch
 from unitrain.launch.network.addresses import own_addresses
-from unitrain.process import exit_now, kill_stalled, print_stacks, print_stderr
+from unitrain.process import exit_now, is_busy, kill_stalled, print_stacks, print_stderr
 
 A = TypeVar("A", messages.Answer, messages.CallsAgree)
 
@@ -35,6 +36,8 @@ _CLOSE_S = 5.0
 _ANSWER_S = 2.0
 # The reaper leaves this much time to the verdict on a stalled rank, which says what the rank was doing.
 _REAP_AFTER_S = 3.0
+# What a process does for longer than this is reported with its line in the script.
+_LONG_S = 1.0
 # How often the end of an emergency checkpoint is looked for.
 _POLL_S = 0.02
 # A rank that is ending with an error waits a little longer for the others than they may take.
@@ -81,7 +84,8 @@ class Watch:
         self._own_error = False
         self._over = threading.Event()
         self._left = False
-        self._state, self._since = ("", 0, 0), 0.0
+        self._script_thread = threading.get_ident()
+        self._state, self._since, self._blocked_since = ("", 0, 0), 0.0, 0.0
         # Several ranks of a host kill the one that stalls; see _decide.
         alone = not self._one_host and sum(member.host == self._me.host for member in members) == 1
         self._reaper = Reaper(str(self._me), self._heartbeat_timeout_s + _REAP_AFTER_S) if alone else None
@@ -236,8 +240,13 @@ class Watch:
         pulse, now = self._pulse, time.monotonic()
         state = (pulse.phase, pulse.calls, pulse.boundary)
         if state != self._state:
-            self._state, self._since = state, now
-        self._link.send(messages.Heartbeat(pulse.phase, pulse.step, now - self._since))
+            self._state, self._since, self._blocked_since = state, now, now
+        place, lasted = "", now - self._since
+        if lasted > _LONG_S:
+            place = call_site.of_thread(self._script_thread)
+            if is_busy():
+                self._blocked_since = now
+        self._link.send(messages.Heartbeat(pulse.phase, pulse.step, lasted, place, now - self._blocked_since))
 
     def _receive(self, message: Message) -> None:
         match message:
@@ -251,6 +260,8 @@ class Watch:
                 with self._changed:
                     self._answer = message
                     self._changed.notify_all()
+            case messages.Notice(text=text):
+                print_stderr(f"unitrain: {text}")
             case messages.Leave():
                 self._left = True
 

@@ -25,6 +25,7 @@ from unitrain.training.hooks import Hooks
 from unitrain.training.loop.backward import Weight, checked, refuse_reentrant_checkpointing, run_backward
 from unitrain.training.loop.batches import OpenBatches
 from unitrain.training.loop.checks import CopyCheck, DirectStepCheck
+from unitrain.training.loop.loss_check import LossCheck
 from unitrain.training.loop.nonfinite import NonFinitePolicy
 from unitrain.training.loop.weights import Weights
 from unitrain.training.loop.window import Window, Windows
@@ -82,7 +83,6 @@ class TrainingStep:
         self._pulse = communicator.pulse
         self._distributed = communicator.world_size > 1
         self._on_host = communicator.device.type == "cpu"
-        self._debug = config.debug
         self._accumulate = config.accumulate
         averages = backend.gradient_reduction == "mean"
         self._weights = Weights(communicator, config.accumulate, scaler, averages=averages)
@@ -93,6 +93,7 @@ class TrainingStep:
             communicator, backend, prepared, self._reduction, self._guard, sharded, debug=config.debug
         )
         self._copies = CopyCheck(communicator)
+        self._loss_check = LossCheck(config.accumulate, communicator.world_size)
         self._direct_steps = DirectStepCheck(prepared.has) if self._distributed else None
         self._at_window_end: list[Callable[[], None]] = []
 
@@ -104,6 +105,10 @@ class TrainingStep:
     @global_step.setter
     def global_step(self, number: int) -> None:
         self._pulse.step = number
+
+    def optimizers(self) -> list[Optimizer]:
+        """Return the optimizers that were recorded."""
+        return [window.optimizer for window in self._windows]
 
     def register(self, optimizer: Optimizer) -> None:
         """Record an optimizer: a backward without one computes the gradients of all recorded ones."""
@@ -215,6 +220,8 @@ class TrainingStep:
         if self._communicator.closed:
             raise UsageError("backward() was called after strategy.close().")
         loss = checked(loss)
+        if self._pulse.step >= self._loss_check.next_step and self._communicator.is_main:
+            self._loss_check.look(loss, self._pulse.step, weighted=weight is not None)
         windows = self._windows.of(optimizers)
         micro_batch = self.batches.of_backward(weighted=weight is not None)
         if weight is not None and micro_batch is not None and not micro_batch.count:
@@ -264,7 +271,7 @@ class TrainingStep:
         """Prepare a backward on several ranks. Check that they are in the same call, and train on other samples."""
         self._reduction.arm(last)  # the core's buckets can still be armed here
         self._pulse.phase = _WAITING
-        if last and self._debug:
+        if last and self._communicator.compares:
             self._communicator.compare_calls(f"backward for {' and '.join(window.name for window in windows)}")
         if last and self._copies.pending and self.batches.micro_batch is None:
             self._copies.compare(loss)
