@@ -42,6 +42,9 @@ with unitrain.init(settings.strategy) as strategy:
 """
 
 
+pytestmark = pytest.mark.usefixtures("forked")
+
+
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
     path = tmp_path / "tiny.py"

@@ -99,8 +99,8 @@ def _verified(found: Located) -> OpenCheckpoint:
 def tensors_of(saved: OpenCheckpoint, state: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Form, int]]:
     """Yield the key, the form and the number of parts of each tensor in nested state."""
     if isinstance(state, Form):
-        stored = None if saved.stored is None else saved.stored.tensor(str(state.key))
-        yield ".".join(path), state, 1 if stored is None else len(stored.chunks)
+        parts = 1 if saved.stored is None or state.key is None else len(saved.stored.layout[state.key].pieces)
+        yield ".".join(path), state, parts
     elif isinstance(state, Tensor):
         yield ".".join(path), Form(state), 1
     elif isinstance(state, (dict, list, tuple)):
