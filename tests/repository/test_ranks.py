@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-import forks
+import forked_python
 import psutil
 import pytest
 import torch
@@ -233,7 +233,7 @@ if __name__ == "__main__":
 def script(tmp_path: Path) -> list[str]:
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "out").mkdir()
-    return forks.command(str(tmp_path / "script.py"), str(tmp_path / "out"))
+    return forked_python.command(str(tmp_path / "script.py"), str(tmp_path / "out"))
 
 
 def test_spawn_from_a_script(script: list[str]) -> None:
