@@ -21,6 +21,8 @@ from typing import Any
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
 
+import forked_python
+import forks
 import numpy as np
 import psutil
 import pytest
@@ -31,7 +33,7 @@ from hypothesis import HealthCheck, settings
 
 from unitrain import Strategy, initialize
 
-pytest_plugins = ["pytester", "s3_server", "sharing", "slurm"]
+pytest_plugins = ["pytester", "s3_server", "sharing", "slurm", "harness", "lives"]
 
 # How long an example takes depends on what else this machine does. The rest is Hypothesis's own choice, here or in CI.
 settings.register_profile("unitrain", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -56,9 +58,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _processes() -> set[psutil.Process]:
-    """Return the running descendants of this process, except the two that multiprocessing keeps, and warm ranks."""
+    """Return the running descendants of this process, except those that tests share."""
     kept = {forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid}  # type: ignore[attr-defined]
-    kept |= warm.pids()
+    kept |= warm.pids() | forked_python.pids() | forks.pids()
     return {
         process
         for process in psutil.Process().children(recursive=True)
@@ -66,8 +68,8 @@ def _processes() -> set[psutil.Process]:
     }
 
 
-def _left_processes(before: set[psutil.Process]) -> list[str]:
-    _, left = psutil.wait_procs(_processes() - before, _LEAVE_S)
+def _left_processes(new: set[psutil.Process]) -> list[str]:
+    _, left = psutil.wait_procs(new, _LEAVE_S)
     said = []
     for process in left:
         try:
@@ -117,9 +119,10 @@ def nothing_is_left(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
         strategy.close()  # also after a failure, which would otherwise make every later test fail
     if request.node.stash.get(_FAILED, False):
         return  # its traceback keeps objects alive
-    if _processes() - processes or set(threading.enumerate()) - threads:
+    new = _processes() - processes
+    if new or set(threading.enumerate()) - threads:
         gc.collect()  # an iterator over a DataLoader ends its workers and threads when it is deleted
-    left = [*_left_group(), *_left_processes(processes), *_left_threads(threads)]
+    left = [*_left_group(), *_left_processes(new), *_left_threads(threads)]
     multiprocessing.active_children()  # reaps those that have ended
     assert not left, f"the test left behind: {', '.join(left)}"
 
@@ -145,9 +148,17 @@ def process_state_is_restored() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have ``sys.executable`` and the programs that are found in PATH forked (``forked_python``)."""
+    forked_python.use(monkeypatch)
+
+
 def pytest_unconfigure() -> None:
-    """End the ranks that wait for functions."""
+    """End the processes that tests share."""
     warm.close_all()
+    forked_python.close()
+    forks.close()
 
 
 # ---------------------------------------------------------------------------------------------- what was skipped

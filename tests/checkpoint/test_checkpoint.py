@@ -232,6 +232,7 @@ for victim in itertools.count(1):
 """
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("step", [1, 2])
 def test_a_kill_within_a_save_leaves_the_old_or_the_new(tmp_path: Path, step: int) -> None:
     """Another step, or the same again."""
@@ -376,6 +377,7 @@ def test_a_strategy_has_one_checkpoint_of_things_with_a_state(tmp_path: Path) ->
         assert not steps_in(tmp_path)
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_script_may_end_with_a_save(tmp_path: Path) -> None:
     """Large enough to be hashed in another thread, at a time when executors refuse work."""
     script = """

@@ -34,7 +34,7 @@ UNITRAIN = str(Path(sysconfig.get_path("scripts"), "unitrain"))
 def _json(*launcher: str, **variables: str) -> list[dict[str, Any]]:
     """Return the report of every process that ``launcher`` starts."""
     done = subprocess.run(
-        [*launcher, UNITRAIN, "doctor", "--json"],
+        [*launcher, sys.executable, UNITRAIN, "doctor", "--json"],
         env={**small_mpi_environment(), **variables},
         capture_output=True,
         text=True,
@@ -103,12 +103,14 @@ def test_nobody_launched_it(report: dict[str, Any]) -> None:
 
 
 @pytest.mark.launcher
+@pytest.mark.usefixtures("forked")
 def test_under_mpirun_it_says_so_and_starts_no_mpi_of_its_own(report: dict[str, Any]) -> None:
     reports = _json(report["mpi"]["details"]["mpirun"], "-np", "1")
     assert [found["launched_by"]["summary"] for found in reports] == ["mpirun, rank 0 of 1"]
     assert "not tested" in reports[0]["mpi4py"]["summary"]
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_broken_launcher_environment_is_a_finding_and_hidden_gpus_are_explained() -> None:
     (found,) = _json(UNITRAIN_LAUNCHER="torchrum", CUDA_VISIBLE_DEVICES="")
     assert found["launched_by"]["status"] == "error"
@@ -134,6 +136,7 @@ def test_open_mpi_5_is_said_to_limit_horovodrun(tmp_path: Path) -> None:
     assert "horovodrun works only with --gloo" in found["summary"]
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_horovod_without_its_extension_is_an_error(tmp_path: Path) -> None:
     # This is what Horovod itself does in horovod/torch/__init__.py: it prints, and is imported all the same.
     package = tmp_path / "horovod" / "torch"
@@ -145,6 +148,7 @@ def test_a_horovod_without_its_extension_is_an_error(tmp_path: Path) -> None:
     assert "without its C extension" in found["horovod"]["summary"]
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_horovod_that_crashes_when_loaded_does_not_take_the_doctor_along(tmp_path: Path) -> None:
     package = tmp_path / "horovod" / "torch"
     package.mkdir(parents=True)

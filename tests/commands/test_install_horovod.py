@@ -262,6 +262,7 @@ def test_the_installed_horovod_tells_what_it_was_built_with() -> None:
 
 
 @pytest.mark.launcher
+@pytest.mark.usefixtures("forked")
 @HOROVOD
 @pytest.mark.parametrize("controller", ["mpi", "gloo"])
 def test_two_processes_add_up(controller: str) -> None:

@@ -23,10 +23,13 @@ from unitrain.commands.cli import main
 from unitrain.commands.template import KINDS, default_name, job_file
 
 __all__ = ["expected"]  # the fixture
-# The programs of this environment are found first, as those of an activated one.
-PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 # What a shell, YAML, Compose and Kubernetes each would like to change.
 ODD = ["--name", 'it\'s $HOME $(PWD) ${x} %d "q" #1: a\\b']
+
+
+def path() -> str:
+    """Return PATH with the programs of this environment first, as those of an activated one."""
+    return f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 
 
 def free_port() -> int:
@@ -120,6 +123,7 @@ def in_shell_of_kubernetes(words: list[str]) -> list[str]:
     return [word.replace("$$(", "$(") for word in words]
 
 
+@pytest.mark.usefixtures("forked")
 def test_pytorchjob(expected: Weights, tmp_path: Path) -> None:
     """torchrun in each pod, with the variables that the operator sets (1.7 and newer)."""
     spec = checked("pytorchjob", "KubeflowOrgV1PyTorchJob", target=TRAINS, hosts=3)["spec"]
@@ -138,7 +142,7 @@ def test_pytorchjob(expected: Weights, tmp_path: Path) -> None:
         "PET_MASTER_ADDR": "127.0.0.1",
         "PET_MASTER_PORT": str(free_port()),
         "WORLD_SIZE": "2",
-        "PATH": PATH,
+        "PATH": path(),
     }
     command = [*command[:2], str(tmp_path)]
     pods = [
@@ -148,6 +152,7 @@ def test_pytorchjob(expected: Weights, tmp_path: Path) -> None:
     assert_trained(tmp_path, expected, world_size=2)
 
 
+@pytest.mark.usefixtures("forked")
 def test_mpijob(expected: Weights, tmp_path: Path) -> None:
     """Mpirun in the launcher, with the hosts in the file that the operator names."""
     spec = checked("mpijob", "KubeflowOrgV1MPIJob", target=TRAINS, processes=2)["spec"]
@@ -156,7 +161,7 @@ def test_mpijob(expected: Weights, tmp_path: Path) -> None:
     [container] = document["spec"]["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"]
     hosts = tmp_path / "hostfile"
     hosts.write_text("localhost slots=2\n")
-    given = {"OMPI_MCA_orte_default_hostfile": str(hosts), "PATH": PATH}
+    given = {"OMPI_MCA_orte_default_hostfile": str(hosts), "PATH": path()}
     as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     command = in_shell_of_kubernetes(container["command"])
     subprocess.run(command, env={**os.environ, **given, **as_root}, check=True, timeout=120)
@@ -191,10 +196,11 @@ def test_compose(gpus: bool, tmp_path: Path) -> None:
 
 @pytest.mark.launcher
 @pytest.mark.xdist_group("slurm")
+@pytest.mark.usefixtures("forked")
 def test_slurm(slurm: Slurm, expected: Weights, tmp_path: Path) -> None:
     script, log = tmp_path / "job.sh", tmp_path / "job.log"
     script.write_text(template("slurm", TRAINS, str(tmp_path)))
-    environ = {**slurm.env, "PATH": PATH}
+    environ = {**slurm.env, "PATH": path()}
     subprocess.run(
         ["sbatch", "--wait", "--oversubscribe", f"--output={log}", str(script)],
         env=environ, cwd=tmp_path, check=True, timeout=120,
@@ -209,7 +215,7 @@ def test_slurm_takes_odd_flags(slurm: Slurm, tmp_path: Path) -> None:
     shows.write_text("import sys; print(sys.argv[1:])\n")
     script, log = tmp_path / "job.sh", tmp_path / "job.log"
     script.write_text(template("slurm", shows, *ODD, hosts=1))
-    environ = {**slurm.env, "PATH": PATH}
+    environ = {**slurm.env, "PATH": path()}
     subprocess.run(
         ["sbatch", "--wait", f"--output={log}", str(script)], env=environ, cwd=tmp_path, check=True, timeout=120
     )
@@ -220,6 +226,7 @@ def test_slurm_takes_odd_flags(slurm: Slurm, tmp_path: Path) -> None:
 
 
 @pytest.mark.launcher
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("killed_at", [None, pytest.param("8", marks=pytest.mark.soak)])
 def test_ray(killed_at: str | None, expected: Weights, tmp_path: Path) -> None:
     """Ray Train's processes, and its process group. One that is killed is started again, and goes on."""

@@ -109,6 +109,7 @@ def three_cases(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.launcher
+@pytest.mark.usefixtures("forked")
 @pytest.mark.timeout(600)
 def test_a_backend_trains_as_the_plain_loop_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, three_cases: None, capsys: pytest.CaptureFixture[str]
@@ -183,6 +184,7 @@ def test_a_backend_on_cores_own_buckets_passes(broken_backends: Path) -> None:
 
 
 @pytest.mark.launcher
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     ("backend", "said"),
     [
@@ -201,6 +203,7 @@ def test_a_backend_that_trains_another_model_is_found_out(
     assert said in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.usefixtures("forked")
 def test_an_unknown_backend_is_one_message() -> None:
     done = run_verify("--backend", "horovid")
     assert done.returncode == 2

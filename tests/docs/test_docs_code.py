@@ -121,6 +121,7 @@ def run_page(page: Path, folder: Path, *, python_only: bool = False) -> None:
 
 # On fewer cores than the pages have.
 @pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("page", BLOCKS, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # back at the end

@@ -44,11 +44,11 @@ SHORT = (
     "--data", "shapes:30", "--batch-size", "9", "--max-steps", "4", "--strategy.precision", "fp64",
     "--strategy.sync-batchnorm", "true", "--output-dir", "out", "--resume", "never",
 )  # fmt: skip
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+TORCHRUN = ("torchrun", "--standalone", "--nproc-per-node")
 STARTS = {
     "torchrun": (*TORCHRUN, "2"),
     "torchrun 3": (*TORCHRUN, "3"),
-    "mpirun": ("mpirun", "--oversubscribe", "-np", "2", sys.executable),
+    "mpirun": ("mpirun", "--oversubscribe", "-np", "2", "python"),
 }
 
 
@@ -97,6 +97,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.launcher
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     ("name", "backend"),
     [

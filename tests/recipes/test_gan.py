@@ -29,8 +29,8 @@ SHORT = (
     "--strategy.sync-batchnorm", "true", "--output-dir", "out",
 )  # fmt: skip
 STARTS = {
-    "torchrun": (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-    "mpirun": ("mpirun", "--oversubscribe", "-np", "2", sys.executable),
+    "torchrun": ("torchrun", "--standalone", "--nproc-per-node", "2"),
+    "mpirun": ("mpirun", "--oversubscribe", "-np", "2", "python"),
 }
 
 
@@ -57,6 +57,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.launcher
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     ("name", "backend"),
     [

@@ -118,11 +118,12 @@ def test_a_run_writes_resumes_and_learns(capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.mark.parametrize("start", ["torchrun", pytest.param("mpirun", marks=[HOROVOD, pytest.mark.soak])])
 @pytest.mark.launcher
+@pytest.mark.usefixtures("forked")
 def test_the_defaults_run_under_launchers(tmp_path: Path, start: str) -> None:
     """This recipe's and those of the custom trainer."""
     command = {
         "torchrun": ["torchrun", "--standalone", "--nproc-per-node", "2"],
-        "mpirun": ["mpirun", "--oversubscribe", "-np", "2", sys.executable],
+        "mpirun": ["mpirun", "--oversubscribe", "-np", "2", "python"],
     }[start]
     job = run_job([*command, str(PROGRAM), str(tmp_path)], tmp_path)
     assert job.code == 0, job.output

@@ -98,6 +98,7 @@ def test_it_is_short_and_names_no_backend() -> None:
     assert not re.search(rf"\b({'|'.join(backend_names())})\b", source)
 
 
+@pytest.mark.usefixtures("forked")
 def test_every_flag_is_in_the_help(tmp_path: Path) -> None:
     job = run_job([sys.executable, "-m", "unitrain.recipes.resnet", "--help"], tmp_path)
     assert job.code == 0, job.output
@@ -200,8 +201,9 @@ def test_each_run_has_a_folder_of_its_own(recipe: Recipe, capsys: pytest.Capture
     assert [folder for folder in folders if f"results are in {folder}\n" not in printed] == []
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_profile_is_a_trace_of_every_rank(tmp_path: Path) -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launcher = ["torchrun", "--standalone", "--nproc-per-node", "2"]
     command = [*launcher, str(RECIPE), *FAKE, "--epochs", "3", "--profile", "--output-dir", "out"]
     job = run_job(command, tmp_path)
     assert job.code == 0, job.output
@@ -238,6 +240,7 @@ def test_the_learning_rate_scales_when_asked(recipe: Recipe, capsys: pytest.Capt
     assert "learning rate 0.1 * sqrt(8/32) = 0.05 (sqrt scaling)" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("forked")
 def test_loading_in_other_processes_changes_nothing(recipe: Recipe, tmp_path: Path) -> None:
     (line,) = recipe(*FAKE, "--epochs", "1")
     command = [sys.executable, str(RECIPE), *FAKE, "--epochs", "1", "--workers", "1", "--output-dir", "workers"]
@@ -299,6 +302,7 @@ def test_weights_of_torchvision_are_data_and_no_code(recipe: Recipe, no_network:
 # ---------------------------------------------------------------------------------------------- what it refuses
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     ("flags", "said"),
     [

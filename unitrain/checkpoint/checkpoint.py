@@ -319,7 +319,7 @@ class Checkpoint:
             self.closed = True
             self._writer.close(wait=True)
             if self._watch is not None:
-                self._watch.save_no_more()
+                self._watch.save_by(None)
             self._folder.release()
             self._step.hooks.remove_hook(self._epoch_end)
             if self._boundary is not None:

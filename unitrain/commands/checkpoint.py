@@ -29,7 +29,7 @@ def inspect(path: Path) -> int:
     """Verify a checkpoint, the newest in a folder of several, and print what is in it.
 
     Raises:
-        CheckpointError: there is none, or it is damaged.
+        CheckpointError: there is no checkpoint, or it is damaged.
     """
     saved = open_checkpoint(path)
     size = sum(file.size for file in saved.found.manifest.files.values())
@@ -76,7 +76,7 @@ def open_checkpoint(path: Path) -> OpenCheckpoint:
     """Verify and open a checkpoint, the newest in a folder of several.
 
     Raises:
-        CheckpointError: there is none, or it is damaged.
+        CheckpointError: there is no checkpoint, or it is damaged.
     """
     try:
         return _verified(checkpoint_at(path))

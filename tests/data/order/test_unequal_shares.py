@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import random
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -240,6 +239,7 @@ def test_shares_may_change_within_an_epoch(dataset: Any, options: dict[str, Any]
     assert [list(map(len, steps)) for steps in epochs[:2]] == [[4, 4, 4, 6, 6, 6], [6] * 6]
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -254,7 +254,7 @@ def test_a_job_with_wrong_shares_ends_with_one_message(
     """torch.distributed, which has started by the time at which the ranks compare them, would swallow it."""
     script = tmp_path / "train.py"
     script.write_text(f"import os, unitrain\nunitrain.init(shares={given}[int(os.environ['RANK'])], timeout_s=20)\n")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    command = ["torchrun", "--standalone", "--nproc-per-node", "2", str(script)]
     job = run_job(command, tmp_path, deadline=60)
     assert job.code != 0
     assert not job.left

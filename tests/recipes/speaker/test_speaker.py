@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
+import forked_python
 import needs
 import pytest
 import torch
@@ -23,9 +24,8 @@ from unitrain.recipes.speaker_verification import synthesis as speaker_synthesis
 from unitrain.recipes.speaker_verification.losses import LossName
 
 SPEAKER = RECIPE.with_name("speaker.py")
-PYTHON = (sys.executable,)
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-MPIRUN = ("mpirun", "--oversubscribe", "-np", "2", sys.executable)
+TORCHRUN = ("torchrun", "--standalone", "--nproc-per-node", "2")
+MPIRUN = ("mpirun", "--oversubscribe", "-np", "2", "python")
 # 6 batches of an epoch, with 3 utterances of 2 speakers each.
 SMALL = "--data voxceleb:speech --seconds 0.2 --test-seconds 0.2 --test-crops 2 --batch-size 6 --epochs 2"
 EXACT = "--utterances-per-speaker 3 --strategy.precision fp64 --strategy.sync-batchnorm true"
@@ -67,7 +67,9 @@ def alone(speech: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[s
     """The metrics of one process."""
     folder = tmp_path_factory.mktemp("alone")
     (folder / "speech").symlink_to(speech)
-    job = train(PYTHON, folder, EXACT)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        forked_python.use(monkeypatch)
+        job = train(["python"], folder, EXACT)
     assert job.code == 0, job.output
     found = metrics(folder)
     assert [[line[name] for name in ("epoch", "step", "backend")] for line in found] == [
@@ -85,6 +87,7 @@ def alone(speech: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[s
 @pytest.mark.launcher
 @needs.HOROVOD
 @pytest.mark.skipif(shutil.which("mpirun", path=Path(sys.executable).parent) is None, reason="mpirun can't be found")
+@pytest.mark.usefixtures("forked")
 def test_it_trains_the_same_network_on_two_processes_and_continues_under_another_launcher(
     folder: Path, alone: list[dict[str, Any]]
 ) -> None:

@@ -59,7 +59,7 @@ class _Answer(NamedTuple):
 def examine_hosts(hosts: Sequence[str]) -> dict[str, Finding]:
     """Return a finding for each host of a job that this host would start, by its name."""
     with _listener() as listener, ThreadPoolExecutor(_MOST_AT_ONCE) as threads:
-        # Rank 0's host, to which all ranks connect, is taken for this one: a port of it stands for that of rank 0.
+        # Rank 0's host, to which all ranks connect, is taken for this one: any port of it stands for rank 0's.
         here = (own_addresses(), listener.getsockname()[1])
         what = [{"here": here, "others": [other for other in hosts if other != host]} for host in hosts]
         answers = dict(zip(hosts, threads.map(_ask, hosts, what), strict=True))
