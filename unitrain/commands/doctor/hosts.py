@@ -142,22 +142,24 @@ def _failure(host: str, code: int, output: str) -> Finding:
 def _versions(host: str, there: Mapping[str, str | None]) -> list[Finding]:
     problems = []
     python = f"ssh {host} {sys.executable}"
-    for name, own in report.versions().items():
-        its = there.get(name)
-        if name == "python":
+    for package, own in report.versions().items():
+        its = there.get(package)
+        if package == "python":
             if str(its).split(".")[:2] != str(own).split(".")[:2]:
                 problems.append(Finding("warning", f"Python is {its}, but {own} here", f"{python} --version"))
             continue
         if its == own:
             continue
         if own is None:
-            fix = f"{python} -m pip uninstall -y {name}"
-        elif name == "horovod":
+            fix = f"{python} -m pip uninstall -y {package}"
+        elif package == "horovod":
             version = own.partition("+")[0]
             fix = f"{python} -m unitrain.commands.cli install-horovod --force --version {version}"
         else:
-            fix = f"{python} -m pip install {name}=={own}"
-        problems.append(Finding("error", f"{name} is {its or 'not installed'}, but {own or 'not installed'} here", fix))
+            fix = f"{python} -m pip install {package}=={own}"
+        problems.append(
+            Finding("error", f"{package} is {its or 'not installed'}, but {own or 'not installed'} here", fix)
+        )
     return problems
 
 
