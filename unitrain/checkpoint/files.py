@@ -12,8 +12,7 @@ from torch import nn
 from unitrain.checkpoint.sharded.saving import gathered
 from unitrain.checkpoint.snapshot import on_host
 from unitrain.checkpoint.store.located import store_at
-from unitrain.checkpoint.store.mapped import MappedFiles
-from unitrain.checkpoint.store.reading import reason
+from unitrain.checkpoint.store.reading import MappedFiles, reason
 from unitrain.checkpoint.store.store import Store
 from unitrain.checkpoint.store.writing import check_part, write_file
 from unitrain.communication.communicator import Communicator

@@ -23,8 +23,7 @@ from torch import Tensor
 from unitrain.checkpoint.names import Keys
 from unitrain.checkpoint.store.located import Located, unreadable, verified
 from unitrain.checkpoint.store.manifest import DamagedError
-from unitrain.checkpoint.store.mapped import MappedFiles
-from unitrain.checkpoint.store.reading import reason
+from unitrain.checkpoint.store.reading import MappedFiles, reason
 from unitrain.errors import CheckpointError
 
 METADATA = ".metadata"

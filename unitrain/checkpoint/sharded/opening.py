@@ -16,7 +16,7 @@ from unitrain.checkpoint.sharded.dcp import METADATA, Region, Stored, from_bytes
 from unitrain.checkpoint.store.folder import Folder
 from unitrain.checkpoint.store.located import Located, NotACheckpointError, checkpoint_at, read, store_at, verified
 from unitrain.checkpoint.store.manifest import RUN, DamagedError, Manifest
-from unitrain.checkpoint.store.mapped import MappedFiles
+from unitrain.checkpoint.store.reading import MappedFiles
 from unitrain.communication.communicator import Communicator
 from unitrain.communication.streaming import Form, outline
 from unitrain.errors import CheckpointError

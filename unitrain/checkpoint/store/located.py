@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 from unitrain.checkpoint.store import manifest as manifests
 from unitrain.checkpoint.store.disk import Disk
 from unitrain.checkpoint.store.manifest import DamagedError, Manifest
-from unitrain.checkpoint.store.mapped import MappedFiles
-from unitrain.checkpoint.store.reading import reason
+from unitrain.checkpoint.store.reading import MappedFiles, reason
 from unitrain.checkpoint.store.store import Store
 from unitrain.errors import CheckpointError
 

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
-from unitrain.checkpoint.store.mapped import MappedFiles
+from unitrain.checkpoint.store.reading import MappedFiles
 from unitrain.data.structure import tensors
 
 _SMALL = 2**16  # bytes; to pass on fewer takes longer than to copy and hash them
@@ -95,8 +95,9 @@ class Writing:
 
     def end(self) -> None:
         """Write what has been joined so far."""
-        joined, self._small = self._small, bytearray()
-        self._put(memoryview(joined))
+        if self._small:
+            joined, self._small = self._small, bytearray()
+            self._put(memoryview(joined))
 
     def _put(self, data: memoryview) -> None:
         hashed = None if self._digest is None else self._digest.update(data)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from unitrain.checkpoint.store.disk import Disk
 from unitrain.checkpoint.store.located import store_at
-from unitrain.checkpoint.store.mapped import MappedFiles
+from unitrain.checkpoint.store.reading import MappedFiles
 from unitrain.checkpoint.store.store import Store
 from unitrain.checkpoint.weights.safetensors import INDEX, Stored, name_in, names_in_index, stored_in, tensor_of
 from unitrain.communication.streaming import BUFFER_BYTES, Form
