@@ -40,7 +40,7 @@ from shared.workloads import mlp
 from unitrain.communication.backend import load_backend
 from unitrain.job.joining.handshake import handshake
 from unitrain.job.watch.hub import heartbeat_interval_s
-from unitrain.job.watch.hub_server import start_hub
+from unitrain.job.watch.hub_server import HubServer
 from unitrain.launch.rendezvous import rendezvous
 
 JOBS = (64, 1000, 10_000)
@@ -89,10 +89,11 @@ def hub_share(ranks: int, seconds: float) -> float:
     """Return the share of a core that the hub of a job of so many ranks takes."""
     key, interval_s = new_key(), heartbeat_interval_s(HEARTBEAT_TIMEOUT_S, ranks)
     with simulated(range(ranks), ranks) as everyone:
-        port, hub = start_hub(
+        hub = HubServer(
             members(ranks), key, timeout_s=TIMEOUT_S, heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S, one_host=True
         )
-        everyone.do("introduce", port, key)
+        hub.start()
+        everyone.do("introduce", hub.port, key)
         everyone.begin("watch", interval_s + seconds)
         time.sleep(interval_s)
         clock = time.pthread_getcpuclockid(int(hub.ident or 0))
@@ -133,10 +134,11 @@ def measure_hub(ranks: int) -> Found:
     key, last = new_key(), ranks - 1
     with simulated(range(ranks), ranks) as everyone:
         with costing() as introductions:
-            port, hub = start_hub(
+            hub = HubServer(
                 members(ranks), key, timeout_s=TIMEOUT_S, heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S, one_host=True
             )
-            everyone.do("introduce", port, key)
+            hub.start()
+            everyone.do("introduce", hub.port, key)
         with costing() as end:
             died = min(filter(None, everyone.do("die", last)))
             survivors = everyone.do("survive", 100)

@@ -22,6 +22,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
 
 import forked_python
+import forks
 import numpy as np
 import psutil
 import pytest
@@ -32,7 +33,7 @@ from hypothesis import HealthCheck, settings
 
 from unitrain import Strategy, initialize
 
-pytest_plugins = ["pytester", "s3_server", "sharing", "slurm"]
+pytest_plugins = ["pytester", "s3_server", "sharing", "slurm", "harness", "lives"]
 
 # How long an example takes depends on what else this machine does. The rest is Hypothesis's own choice, here or in CI.
 settings.register_profile("unitrain", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -59,7 +60,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def _processes() -> set[psutil.Process]:
     """Return the running descendants of this process, except those that tests share."""
     kept = {forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid}  # type: ignore[attr-defined]
-    kept |= warm.pids() | forked_python.pids()
+    kept |= warm.pids() | forked_python.pids() | forks.pids()
     return {
         process
         for process in psutil.Process().children(recursive=True)
@@ -157,6 +158,7 @@ def pytest_unconfigure() -> None:
     """End the processes that tests share."""
     warm.close_all()
     forked_python.close()
+    forks.close()
 
 
 # ---------------------------------------------------------------------------------------------- what was skipped

@@ -1,6 +1,6 @@
 """UniTrain: one PyTorch training script, unchanged and with the same result, on every backend and launcher.
 
-The names below are imported on first use: ``unitrain --help`` does not need torch, whose import takes seconds.
+The names below are imported on first use: ``unitrain --help`` does not need torch, and importing torch takes seconds.
 """
 
 import atexit
@@ -84,6 +84,8 @@ _HOMES = {
 if not TYPE_CHECKING:  # otherwise a type checker would accept any misspelled name
 
     def __getattr__(name: str) -> Any:
+        if name == "__version__":
+            return import_module("importlib.metadata").version("unitrain")
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         with _without_collections():

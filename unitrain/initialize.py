@@ -76,7 +76,7 @@ def init(config: StrategyConfig | None = None, **settings: Unpack[StrategySettin
     try:
         strategy = Strategy(backend, resolved, launch)
     finally:
-        # torch.distributed has laid one of its own over it, which holds messages back: that of a failed handshake, too.
+        # torch.distributed has put another hook over it, which holds messages back, such as a failed handshake's.
         excepthook.install_hook()
     atexit.register(_close_at_exit, strategy)
     return strategy
@@ -84,13 +84,15 @@ def init(config: StrategyConfig | None = None, **settings: Unpack[StrategySettin
 
 def _close_at_exit(strategy: Strategy) -> None:
     """Close the strategy. An error ends the process as it does in a script; Python would ignore it, and exit with 0."""
+    job = current()
+    if job is None:  # a child that the script has forked: the strategy is its parent's
+        return
     try:
         strategy.close()
     except BaseException as error:
         sys.excepthook(type(error), error, error.__traceback__)
         exit_now(1)
-    job = current()
-    if job is not None and job.stopping.starts_again:
+    if job.stopping.starts_again:
         start_again()
     # Here and not by Python afterwards: the exit watch still runs, if the reader of stdout has stopped.
     with suppress(OSError, ValueError, AttributeError):
@@ -102,7 +104,7 @@ def _adopted(launch: Launch) -> Launch:
     if launch.launcher != "python" or not (dist.is_available() and dist.is_initialized()):
         return launch
     rank, world = dist.get_rank(), dist.get_world_size()
-    # All on this host, as far as is known; elsewhere the script sets the device.
+    # All on this host, as far as is known; on other hosts the script sets the device.
     return replace(
         launch, launcher="env", rank=rank, world_size=world, local_rank=rank, local_world_size=world,
         evidence=("torch.distributed.is_initialized()",),
@@ -126,13 +128,7 @@ def choose_backend(launch: Launch, config: StrategyConfig) -> str:
 
 
 def advice(launch: Launch, config: StrategyConfig, gpus: int) -> list[str]:
-    """Return hints on how the job was started, one per line.
-
-    Args:
-        launch: how this process was started.
-        config: the resolved settings.
-        gpus: number of GPUs that are visible to this process.
-    """
+    """Return hints on how the job was started, one per line, if ``gpus`` GPUs are visible to this process."""
     lines = []
     if launch.also:
         lines.append(

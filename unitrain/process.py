@@ -49,7 +49,7 @@ def _print(stream: TextIO | None, message: str) -> None:
     try:
         descriptor = stream.fileno()
     except (OSError, ValueError, AttributeError):  # a notebook's stream, say
-        with suppress(Exception):  # whatever an object of somebody else's raises
+        with suppress(Exception):  # whatever another library's object raises
             stream.write(f"{message}\n")
             stream.flush()
         return
@@ -116,6 +116,19 @@ def print_stacks_when_killed() -> None:
             faulthandler.enable()
 
 
+def is_busy() -> bool:
+    """Return whether a thread of this process, except the calling one, runs, or waits for a processor or a disk.
+
+    True where the system does not tell.
+    """
+    own = str(threading.get_native_id())
+    try:
+        tasks = [task for task in Path("/proc/self/task").iterdir() if task.name != own]
+        return any((task / "stat").read_text().rpartition(")")[2].split()[0] in "RD" for task in tasks)
+    except (OSError, IndexError):  # also: a thread has ended meanwhile
+        return True
+
+
 def start_time(pid: int) -> int:
     """Return when a process was started, in clock ticks since boot: a pid may be reused, and clocks may be set.
 
@@ -130,12 +143,8 @@ def kill_stalled(pid: int, started: int, *, aborts: bool) -> None:
     """Kill a stalled process of this host.
 
     One that was stopped (SIGSTOP) is killed directly. One that is running, but holds the GIL, is aborted first: it
-    then prints its stacks.
-
-    Args:
-        pid: its process id.
-        started: its ``start_time``. Another process that has since got the same id is left alone.
-        aborts: whether this caller, of several, is the one that aborts it.
+    then prints its stacks. Of several callers, one has ``aborts``. A process that has since got the same pid, which has
+    another ``start_time``, is left alone.
     """
     with suppress(psutil.Error, OSError):
         process = psutil.Process(pid)

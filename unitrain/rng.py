@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-_MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 
 def seed_all(seed: int) -> None:
@@ -40,30 +41,27 @@ def derived_seed(*parts: object) -> int:
 def sample_seeds(
     seed: int, epoch: int, samples: NDArray[np.int64], positions: NDArray[np.int64] | None = None
 ) -> list[int]:
-    """Return a 64-bit seed for each sample.
+    """Return a 64-bit seed for each sample, by index, that is read in an epoch of a run.
 
-    Args:
-        seed: seed of the run.
-        epoch: epoch in which the samples are read.
-        samples: indices of the samples.
-        positions: positions of the samples in the epoch, for orders in which a sample may be repeated.
+    Where a sample may be repeated, ``positions`` are the positions of the samples in the epoch.
     """
-    mixed = _mixed(samples, derived_seed("sample", seed, epoch))
+    found = mixed(samples, derived_seed("sample", seed, epoch))
     if positions is not None:
-        mixed = _mixed(mixed + positions.astype(np.uint64), derived_seed("position", seed, epoch))
-    seeds: list[int] = mixed.tolist()
+        found = mixed(found + positions.astype(np.uint64), derived_seed("position", seed, epoch))
+    seeds: list[int] = found.tolist()
     return seeds
 
 
-def _mixed(values: NDArray[np.int64] | NDArray[np.uint64], key: int) -> NDArray[np.uint64]:
-    """Hash values with a key, by SplitMix64's finaliser, so that seeds of neighbouring samples are unrelated."""
-    mixed: NDArray[np.uint64] = (values.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(
-        key
-    )
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * _MULTIPLIERS[0]
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * _MULTIPLIERS[1]
-    mixed ^= mixed >> np.uint64(31)
-    return mixed
+def mixed(values: NDArray[np.int64] | NDArray[np.uint64], key: int) -> NDArray[np.uint64]:
+    """Hash values with a key, by SplitMix64's finaliser, so that the results of neighbours are unrelated, and distinct.
+
+    Steele, Lea, Flood, "Fast splittable pseudorandom number generators" (OOPSLA 2014).
+    """
+    found: NDArray[np.uint64] = (values.astype(np.uint64) + np.uint64(1)) * _GOLDEN + np.uint64(key)
+    found = (found ^ (found >> np.uint64(30))) * MULTIPLIERS[0]
+    found = (found ^ (found >> np.uint64(27))) * MULTIPLIERS[1]
+    found ^= found >> np.uint64(31)
+    return found
 
 
 def seed_generators(seed: int) -> None:
@@ -107,11 +105,7 @@ _SPARE: list[np.random.MT19937] = []
 
 
 class SeparateGenerators:
-    """A second set of states of python's, numpy's and torch's generators, which continues where it was left.
-
-    Args:
-        seed: 64-bit seed of the first states.
-    """
+    """A second set of states of python's, numpy's and torch's generators, which continues where it was left."""
 
     def __init__(self, seed: int) -> None:
         with generators_restored():
@@ -156,7 +150,7 @@ def _restore(states: _States) -> None:
 
 
 def capture() -> dict[str, Any]:
-    """Return the states of python's, numpy's and torch's generators, including those of GPUs if CUDA is in use."""
+    """Return the states of python's, numpy's and torch's generators, including the GPUs' if CUDA is in use."""
     version, internal, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state = {

@@ -39,7 +39,7 @@ from unitrain.training.loop.loop import TrainingLoop
 from unitrain.training.loop.step import StepResult, TrainingStep
 from unitrain.training.models import preparation
 from unitrain.training.models.buffers import BufferSync
-from unitrain.training.models.in_sync import InSyncCheck, check_in_sync
+from unitrain.training.models.in_sync import FrequentCheck, InSyncCheck, check_in_sync
 from unitrain.training.models.materialising import Initialise
 from unitrain.training.models.precision import Precision
 from unitrain.training.models.prepared import PreparedModules
@@ -59,11 +59,6 @@ Ts = TypeVarTuple("Ts")
 @final
 class Strategy:
     """Runs a training script on one or many devices and processes. Made by ``unitrain.init``.
-
-    Args:
-        backend: class of the backend.
-        config: the resolved settings.
-        launch: how this process was started.
 
     Attributes:
         config: the resolved settings.
@@ -88,7 +83,7 @@ class Strategy:
         sharded = self._communicator if self._communicator.shards_parameters else None
         self._precision = Precision(config.precision, self.device, sharded)
         shares = Shares(config.shares if isinstance(config.shares, tuple) else None, self.world_size)
-        self._prepared = PreparedModules(distributed=self.world_size > 1, shares=shares)
+        self._prepared = PreparedModules(shares)
         pass_boundary = self._job.stopping.pass_boundary
         optimizers = _sharded_optimizers(self._communicator)
         self._hooks = _hooks(self._communicator, self._prepared, optimizers, config)
@@ -104,8 +99,12 @@ class Strategy:
         )
         self._gathering = Gathering(self._communicator)
         self._loop = TrainingLoop(self._step, self._prepared, pass_boundary)
-        if config.shares == "auto" and self.world_size > 1:
-            self._hooks.add_hook(LoadBalancer(self._communicator, self._step, shares))
+        if self.world_size > 1:
+            if config.shares == "auto":
+                self._hooks.add_hook(LoadBalancer(self._communicator, self._step, shares))
+            self._hooks.add_hook(InSyncCheck(self._communicator, self._prepared, self._step.optimizers))
+            if config.check_in_sync_every:
+                self._hooks.add_hook(FrequentCheck(self._communicator, self._prepared, config.check_in_sync_every))
         self._preparation = preparation.Preparation(
             self._communicator,
             made,
@@ -194,7 +193,7 @@ class Strategy:
         """Run backward, average, unscale, check and clip the gradients, step, and clear the gradients. Collective.
 
         Within an accumulation window only backward runs; the optimizer and the scheduler step at its end. The gradient
-        is that of the mean loss over all samples of the window on all ranks.
+        is the gradient of the mean loss over all samples of the window on all ranks.
 
         Args:
             loss: scalar; the mean over this rank's samples of the batch.
@@ -282,7 +281,7 @@ class Strategy:
         return average
 
     def early_stopping(self, mode: Mode = "max", patience: int = 5, min_delta: float = 0.0) -> EarlyStopping:
-        """Return an object that decides, alike on all ranks, when a metric has stopped improving.
+        """Return an object that decides, identically on all ranks, when a metric has stopped improving.
 
         Args:
             mode: whether the metric is to become as large (``max``) or as small (``min``) as possible.
@@ -379,7 +378,7 @@ class Strategy:
     # ---------------------------------------------------------------------------------------- data and measurement
 
     def dataloader(self, dataset: Any, **options: Unpack[LoaderOptions]) -> Loader:
-        """Return a loader of this rank's part of ``dataset``. See ``unitrain.data.Loader`` for its options.
+        """Return a loader of this rank's part of ``dataset``. See ``LoaderOptions`` for the options.
 
         Example:
             >>> train = strategy.dataloader(train_set, global_batch_size=256, shuffle=True, num_workers=4)
@@ -398,7 +397,7 @@ class Strategy:
     def metric(self, metric: T) -> T:
         """Make a torchmetrics ``Metric`` or ``MetricCollection`` synchronise on any backend, and return it.
 
-        Its value is then that of the samples of all ranks, though some may have none. Stand-ins don't count.
+        Its value then covers the samples of all ranks, though some may have none. Stand-ins don't count.
 
         Raises:
             UsageError: it is no metric.
@@ -438,7 +437,7 @@ class Strategy:
         """Check that a model's parameters and buffers have the same bits on all ranks. Collective.
 
         Running statistics of BatchNorm layers that are not synchronised differ between ranks, and are left out, as are
-        shards, of which each rank has its own.
+        shards, since each rank has another one.
 
         Raises:
             CommunicationError: on every rank, naming the first tensor that differs and the ranks where it does.
@@ -446,7 +445,7 @@ class Strategy:
         check_in_sync(self._communicator, self._prepared.unwrap(module))
 
     def full_tensor(self, tensor: Tensor) -> Tensor:
-        """Return all of a parameter, its gradient or its state in an optimizer, of which a rank may have only a shard.
+        """Return all of a parameter, its gradient or its state in an optimizer, where a rank may have only a shard.
 
         Collective if it is sharded; otherwise it returns the tensor itself.
         """
@@ -495,8 +494,8 @@ class Strategy:
     def gather(self, value: Any, *, differentiable: bool = False) -> Any:
         """Return the rows of all ranks, in rank order, though ranks may have different numbers of rows. Collective.
 
-        Tensors are concatenated along their first dimension; of scalars, each is a row. Lists are rows, too: those of
-        all ranks are concatenated. Dicts and tuples keep their structure. Any other object becomes a list with one
+        Tensors are concatenated along their first dimension; of scalars, each is a row. Lists are rows, too: the lists
+        of all ranks are concatenated. Dicts and tuples keep their structure. Any other object becomes a list with one
         element of each rank.
 
         A rank whose batch is a stand-in (``Loader.stand_in``) adds no rows. An evaluation that gathers in its loop gets
@@ -560,9 +559,9 @@ class Strategy:
     def save(self, value: Any, path: str | Path) -> None:
         """Save ``value`` to a file on rank 0, atomically. The path may be a URL, as in ``checkpoint``. Collective.
 
-        Modules, optimizers and schedulers, in dicts and lists too, are saved as their state dicts, whose keys have no
-        prefixes of wrappers. Running statistics of BatchNorm layers that are not synchronised are averaged over the
-        ranks first.
+        Modules, optimizers and schedulers, in dicts and lists too, are saved as their state dicts, without the prefixes
+        that wrappers add to keys. Running statistics of BatchNorm layers that are not synchronised are averaged over
+        the ranks first.
 
         Raises:
             CheckpointError: the file could not be written, or holds objects that ``load`` would refuse; on every rank.
@@ -620,8 +619,8 @@ class Strategy:
         From now on SIGTERM, SIGINT and SIGUSR1 save a checkpoint and stop the run, on all ranks at the same step.
 
         Args:
-            folder: the folder of the checkpoints, each of which is a folder named by its step: a path, or a URL such as
-                ``s3://bucket/run``.
+            folder: the folder of the checkpoints: a path, or a URL such as ``s3://bucket/run``. Each checkpoint is a
+                folder named by its step.
             config: the script's settings, as plain data (JSON types). Resuming with other values is refused.
             keep: number of checkpoints to keep, beside the best.
             background: write checkpoints while training continues.
@@ -724,6 +723,4 @@ def _hooks(
         hooks.add_hook(sharded)
     if communicator.world_size > 1 and config.broadcast_buffers:
         hooks.add_hook(BufferSync(communicator, prepared))
-    if config.check_in_sync_every:
-        hooks.add_hook(InSyncCheck(communicator, prepared, config.check_in_sync_every))
     return hooks

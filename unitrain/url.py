@@ -28,7 +28,7 @@ def parsed(path: str | Path) -> Path | str:
     if match[1].lower() in _OF_THIS_MACHINE:
         return Path("/", str(path)[match.end() :])
     if match[2]:
-        raise UsageError(f"{path} is a chain of URLs: pass that of the store itself.")
+        raise UsageError(f"{path} is a chain of URLs: pass the URL of the store itself.")
     if not match[3]:
         raise UsageError(f"{path} is a URL that has lost a slash, as pathlib's Path removes one: pass it as a str.")
     return str(path)

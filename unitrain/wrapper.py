@@ -10,7 +10,7 @@ from .errors import UsageError
 
 
 class Wrapper(nn.Module):
-    """Base class of a wrapper that has the module as ``module``: names the module where an attribute is that of it.
+    """Base class of a wrapper that has the module as ``module``: names the module where an attribute is the module's.
 
     On backends without a wrapper, ``model.decode(x)`` and ``model.temperature = 0.5`` reach the script's own module.
     torch's wrappers don't know the one, and keep the other to themselves, where no forward reads it.

@@ -136,7 +136,7 @@ class DDPBackend(ProcessGroupBackend):
                 late = late or not wrapper.has_averaged(*before[i])
                 before[i] = (wrapper.forwards, wrapper.calls)
             if not (late or some_unused):
-                self._check_all_used(averaged)
+                self.refuse_unused([self._names[p] for p in averaged if p.grad is None])
             if late:
                 self.average(parameters)
             elif others:
@@ -147,13 +147,3 @@ class DDPBackend(ProcessGroupBackend):
                     wrapped.reducer._rebuild_buckets()
 
         return finish
-
-    def _check_all_used(self, parameters: Sequence[Parameter]) -> None:
-        unused = [p for p in parameters if p.grad is None]
-        if unused:
-            names = ", ".join(self._names[p] for p in unused[:3])
-            raise UsageError(
-                f"{len(unused)} parameters were not used in computing this step's loss ({names}, ...), but DDP waits "
-                "for the gradients of all: set ddp.find_unused_parameters to true, or freeze them "
-                "(requires_grad_(False)) before prepare()."
-            )

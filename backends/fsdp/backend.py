@@ -199,7 +199,7 @@ class FSDPBackend(ProcessGroupBackend):
             if self.settings.find_unused_parameters:
                 self._drop_unused(sharded)
             else:
-                self._check_all_used(sharded)
+                self.refuse_unused([self._names[p] for p in sharded if p not in self._used])
             self._used.difference_update(sharded)
             if others:
                 self.average(others)
@@ -220,14 +220,6 @@ class FSDPBackend(ProcessGroupBackend):
         for parameter, is_used in zip(parameters, used.tolist(), strict=True):
             if not is_used:
                 parameter.grad = None
-
-    def _check_all_used(self, parameters: Sequence[Parameter]) -> None:
-        unused = [self._names[p] for p in parameters if p not in self._used]
-        if unused:
-            raise UsageError(
-                f"{len(unused)} parameters were not used in computing this step's loss ({', '.join(unused[:3])}, ...): "
-                "set fsdp.find_unused_parameters to true, or freeze them (requires_grad_(False))."
-            )
 
     # ------------------------------------------------------------------------------------------------------ tensors
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -25,11 +26,9 @@ from unitrain.module_copy import without_memory
 from unitrain.training.models.materialising import add_hooks, give_memory
 
 from .changes import ForwardChanges
-from .copies import filled, refuse_copy
-from .parameters import converted_by_autocast, not_divisible
 from .settings import FSDPSettings
-from .shards import to_local
-from .units import units
+from .shards import full_tensor, to_local
+from .units import converted_by_autocast, not_divisible, units
 
 _METHOD = "unitrain_begin"
 
@@ -82,7 +81,7 @@ class ShardedModule:
             changes[unit] = ForwardChanges(unit)
             self._divide(unit, shard)
         assert isinstance(module, FSDPModule)
-        setattr(type(module), "__deepcopy__", refuse_copy)  # noqa: B010  (mypy knows no such attribute)
+        setattr(type(module), "__deepcopy__", _refuse_copy)  # noqa: B010  (mypy knows no such attribute)
         self._root: FSDPModule = module
         self._module: nn.Module = module
         self._units: list[FSDPModule] = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
@@ -160,7 +159,7 @@ class ShardedModule:
     def copy(self) -> nn.Module:
         """Return a copy of the module before it was sharded, with the weights of now, on the CPU. Collective."""
         self.reshard()  # a forward may have left weights as it gathered them: in bf16, say
-        return filled(self._skeleton, self._module)
+        return _filled(self._skeleton, self._module)
 
 
 def _gathered_by(unit: Any) -> Iterator[tuple[Tensor, Tensor]]:
@@ -195,3 +194,22 @@ def _policy(
         "param_dtype_override_fn": lambda p: None if p in converted and p.dtype == torch.float32 else p.dtype
     }
     return MixedPrecisionPolicy(compute_dtype, reduce_dtype, cast_forward_inputs=False, **override)
+
+
+def _filled(skeleton: nn.Module, module: nn.Module) -> nn.Module:
+    """Return a copy, on the CPU, of a module without weights, with the weights of a sharded one. Collective."""
+    now: dict[str, Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    memo: dict[int, Any] = {}
+    for name, parameter in skeleton.named_parameters():
+        memo[id(parameter)] = Parameter(full_tensor(now[name].detach()).cpu().clone(), now[name].requires_grad)
+    for name, buffer in skeleton.named_buffers():
+        memo[id(buffer)] = now[name].detach().cpu().clone()
+    return copy.deepcopy(skeleton, memo)
+
+
+def _refuse_copy(module: nn.Module, memo: dict[int, Any]) -> NoReturn:
+    """Raise UsageError. This is what a deep copy of a sharded module calls."""
+    raise UsageError(
+        "a sharded model can't be deep-copied: use strategy.ema(model) for an average of its weights, and "
+        "strategy.export(model) for a whole copy."
+    )

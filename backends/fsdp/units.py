@@ -1,9 +1,11 @@
-"""Which modules FSDP gathers one at a time."""
+"""Which modules FSDP gathers one at a time, and which parameters it can shard, or gather in autocast's dtype."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 from torch.nn import Parameter
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -12,6 +14,10 @@ from unitrain.errors import ConfigError, nearest
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _LEAST_SHARE = 1e-3  # smaller modules are gathered with what contains them: each takes another collective
+
+_CONVERTED = frozenset(
+    {nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d}
+)  # not their subclasses, which may use their weights in another way
 
 
 def units(module: nn.Module, wrap: Sequence[str] | int | None) -> list[nn.Module]:
@@ -76,3 +82,23 @@ def _owners(module: nn.Module) -> dict[Parameter, set[nn.Module]]:
 def _owns_all(inner: nn.Module, own: set[Parameter], owners: dict[Parameter, set[nn.Module]]) -> bool:
     layers = set(inner.modules())
     return all(owners[parameter] <= layers for parameter in own)
+
+
+def not_divisible(module: nn.Module) -> set[Parameter]:
+    """Return the parameters that FSDP does not support: scalars, complex ones, trained ones of several dtypes."""
+    dtypes = Counter[torch.dtype]()
+    for parameter in module.parameters():
+        if parameter.requires_grad and parameter.dim() and not parameter.is_complex():
+            dtypes[parameter.dtype] += parameter.numel()
+    most = dtypes.most_common(1)[0][0] if dtypes else None
+    return {p for p in module.parameters() if not p.dim() or p.is_complex() or (p.requires_grad and p.dtype != most)}
+
+
+def converted_by_autocast(module: nn.Module) -> set[Parameter]:
+    """Return the parameters that autocast converts wherever they are used, in linear layers and convolutions."""
+    converted: dict[Parameter, bool] = {}
+    for layer in module.modules():
+        is_one = type(layer) in _CONVERTED
+        for parameter in layer.parameters(recurse=False):
+            converted[parameter] = is_one and converted.get(parameter, True)
+    return {parameter for parameter, is_one in converted.items() if is_one}

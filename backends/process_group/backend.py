@@ -15,7 +15,7 @@ from torch.nn import Parameter
 
 from unitrain.communication.backend import Backend, Wait
 from unitrain.config import StrategyConfig
-from unitrain.errors import CommunicationError, ConfigError
+from unitrain.errors import CommunicationError, ConfigError, UsageError
 from unitrain.launch.detect import Launch
 from unitrain.launch.network.interfaces import choose_gloo_interface
 from unitrain.launch.rendezvous import rendezvous
@@ -125,6 +125,15 @@ class ProcessGroupBackend(Backend):
             self._group.close()
         if not self._adopted and dist.is_initialized():
             dist.destroy_process_group()
+
+    def refuse_unused(self, names: Sequence[str]) -> None:
+        """Raise UsageError if parameters of these names were not used: torch waits for the gradients of all."""
+        if names:
+            raise UsageError(
+                f"{len(names)} parameters were not used in computing this step's loss ({', '.join(names[:3])}, ...), "
+                f"but {self.name} waits for the gradients of all: set {self.name}.find_unused_parameters to true, or "
+                "freeze them (requires_grad_(False)) before prepare()."
+            )
 
     def average(self, parameters: Sequence[Parameter]) -> None:
         """Average gradients over the ranks. Those that are equal on all ranks stay the same."""

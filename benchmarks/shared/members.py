@@ -175,7 +175,7 @@ class _Ranks:
         self._received = dict.fromkeys(self._ranks, b"")
         waiting = set(self._ranks)
         for rank, message in self._messages(waiting):
-            if isinstance(message, messages.Welcome):
+            if isinstance(message, messages.HubHeartbeat):
                 waiting.discard(rank)
 
     def watch(self, seconds: float) -> None:

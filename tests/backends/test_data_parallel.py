@@ -83,5 +83,5 @@ def test_a_model_that_returns_its_own_loss_is_refused() -> None:
     """Torch would make a vector of the replicas' losses, which are means over parts of different sizes."""
     wrapped: Any = backend_on(2).wrap_model(nn.Linear(1, 1))
     loss = torch.ones((), requires_grad=True)
-    with pytest.raises(UsageError, match="compute the loss from the model's outputs"):
+    with pytest.raises(UsageError, match="Compute the loss from the model's outputs"):
         wrapped.gather([{"loss": loss}, {"loss": loss}], 0)

@@ -67,7 +67,7 @@ def test_every_world_is_measured(recipe: Path, tmp_path: Path) -> None:
         (mpirun, ("mpirun", 2, "horovod")),
         (horovodrun, ("horovodrun", 2, "horovod")),
     ):
-        assert (row["launcher"], row["processes"], row["backend"]) == where
+        assert row["world"] == dict(zip(("launcher", "size", "backend"), where, strict=True))
     for row in (alone, horovodrun):
         assert row["problem"] == ""
         seconds = row["data"] + row["forward"] + row["step"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
+import dataclasses
 import os
 from itertools import chain
 from pathlib import Path
@@ -13,8 +13,8 @@ from torch.utils.data import TensorDataset
 
 import unitrain
 from unitrain.data import Loader
-from unitrain.data.options import LoaderOptions
-from unitrain.data.settings import PASSED_ON
+from unitrain.data.options import LoaderOptions, WorkerOptions
+from unitrain.data.settings import LoaderSettings
 
 ROWS = TensorDataset(torch.arange(12.0).unsqueeze(1))
 
@@ -97,10 +97,8 @@ def test_an_evaluation_that_was_broken_off_begins_again() -> None:
 
 
 def test_the_options_that_type_checkers_know_are_those_of_the_loader() -> None:
-    named = {
-        name for name, one in inspect.signature(Loader).parameters.items() if one.kind is inspect.Parameter.KEYWORD_ONLY
-    }
-    assert set(LoaderOptions.__annotations__) == named | set(PASSED_ON)
+    named = {field.name for field in dataclasses.fields(LoaderSettings)} - {"dataset", "passed_on"}
+    assert set(LoaderOptions.__annotations__) == named | set(WorkerOptions.__annotations__)
 
 
 def test_a_loader_is_split_between_two_iterations_and_yields_the_same_samples() -> None:

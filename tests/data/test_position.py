@@ -98,6 +98,7 @@ def play(case: Case, world_size: int, state: dict[str, Any] | None, stop: int | 
         loader = case.loader(rank, world_size)
         if state is not None:
             loader.load_state_dict(state)
+            assert loader.epoch == state["epoch"]
         whole_epoch = len(loader)
         mine = []
         for batch in trained(loader, stop):
@@ -232,7 +233,25 @@ def test_a_state_of_an_ended_epoch_begins_the_next() -> None:
     assert loader.state_dict() == {**plain_loader().state_dict(), "epoch": 2}
     other = plain_loader()
     other.load_state_dict({**loader.state_dict(), "epoch": 1})
+    assert other.epoch == 1
     assert values(other) == second
+
+
+def test_a_loop_that_does_not_ask_for_the_resumed_epoch_is_warned_of() -> None:
+    """``for epoch in range(3)`` would train the epochs before again."""
+    loader = plain_loader()
+    state = {**loader.state_dict(), "epoch": 1}
+    loader.load_state_dict(state)
+    with pytest.warns(UserWarning, match=r"resumed in epoch 1, .* Write `for epoch in loader\.epochs\(total\)`"):
+        values(loader)
+    values(loader)  # says it once
+    loader.load_state_dict(state)
+    assert [len(values(loader)) for _ in loader.epochs(3)] == [20, 20]
+
+
+def test_set_epoch_is_not_needed() -> None:
+    with pytest.raises(UsageError, match=r"loader shuffles anew in each epoch\. Remove the call"):
+        plain_loader().set_epoch(1)
 
 
 def test_a_state_after_the_last_batch_leaves_the_epoch_to_be_closed() -> None:

@@ -1,22 +1,24 @@
-"""A rank that fails costs at most one step: a survivor saves the last complete one, and the same command goes on."""
+"""A rank that fails costs at most one step: a survivor saves the last complete one, and another start goes on."""
 
 from __future__ import annotations
 
 import json
 import random
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 from harness import (
+    FORKED,
     HOROVODRUN,
     MPIRUN,
     MPIRUN_DDP,
     ONE,
     PLAIN,
     TORCHRUN,
+    Kills,
     World,
-    alone,
     assert_same_training,
     note,
     run,
@@ -24,8 +26,7 @@ from harness import (
     worlds,
 )  # fmt: skip
 
-__all__ = ["alone"]  # the fixture
-pytestmark = pytest.mark.launcher
+pytestmark = [pytest.mark.launcher, pytest.mark.xdist_group("faults")]
 
 
 def steps_made(folder: Path, part: int) -> int:
@@ -35,7 +36,7 @@ def steps_made(folder: Path, part: int) -> int:
 
 
 def assert_goes_on(world: World, folder: Path, alone: Path, ranks: int) -> None:
-    """Assert that the same command, started again, loses at most one step and gives the same weights."""
+    """Assert that another start loses at most one step and gives the same weights."""
     last = steps_made(folder, 0)
     end = run(world, folder, ranks=ranks)
     assert end.job.code == 0, end.job.output
@@ -45,17 +46,19 @@ def assert_goes_on(world: World, folder: Path, alone: Path, ranks: int) -> None:
 
 
 @worlds(TORCHRUN, soak=[PLAIN, MPIRUN, MPIRUN_DDP, HOROVODRUN])
-def test_a_killed_rank_costs_at_most_one_step(world: World, tmp_path: Path, alone: Path) -> None:
-    end = run(world, tmp_path, fault="kill:1:8")
+def test_a_killed_rank_costs_at_most_one_step(world: World, kills: Kills, tmp_path: Path, alone: Path) -> None:
+    end, folder = kills(world)
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     assert end.job.code != 0
     assert re.search(r"unitrain: emergency checkpoint: rank 0 has saved the state after step 8 in ", end.job.output)
     assert saved(tmp_path)[-1] == "step-0000000008"
-    assert_goes_on(world, tmp_path, alone, ranks=2)
+    assert_goes_on(FORKED, tmp_path, alone, ranks=2)
 
 
 @worlds(MPIRUN)
-def test_under_a_launcher_that_leaves_a_second(world: World, tmp_path: Path, alone: Path) -> None:
-    run(world, tmp_path, fault="kill:1:8")
+def test_under_a_launcher_that_leaves_a_second(world: World, kills: Kills, tmp_path: Path, alone: Path) -> None:
+    _, folder = kills(world)
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     assert saved(tmp_path)[-1] == "step-0000000008"
     assert_goes_on(ONE, tmp_path, alone, ranks=1)
 

@@ -9,16 +9,29 @@ import re
 from pathlib import Path
 
 import pytest
-from harness import FORKED, HEARTBEAT_S, HOROVODRUN, MPIRUN, MPIRUN_DDP, PLAIN, TIMEOUT_S, TORCHRUN, World, run, worlds
+from harness import (
+    FORKED,
+    HEARTBEAT_S,
+    HOROVODRUN,
+    MPIRUN,
+    MPIRUN_DDP,
+    PLAIN,
+    TIMEOUT_S,
+    TORCHRUN,
+    Kills,
+    World,
+    run,
+    worlds,
+)  # fmt: skip
 
-pytestmark = pytest.mark.launcher
+pytestmark = [pytest.mark.launcher, pytest.mark.xdist_group("faults")]
 # What a launcher takes to end, and a busy machine to schedule all of that, many times over.
 SLACK_S = 20.0
 
 
-@worlds(PLAIN, TORCHRUN, MPIRUN, HOROVODRUN, soak=[MPIRUN_DDP])
-def test_killed(world: World, tmp_path: Path) -> None:
-    end = run(world, tmp_path, fault="kill:1:7")
+@worlds(FORKED, TORCHRUN, MPIRUN, HOROVODRUN, soak=[PLAIN, MPIRUN_DDP])
+def test_killed(world: World, kills: Kills) -> None:
+    end, _ = kills(world)
     assert end.job.code != 0
     assert end.seconds < SLACK_S
     assert re.fullmatch(r"rank 1 on \S+ \(pid \d+\) ended without reporting an error: it was killed, .*", end.said(0))
@@ -111,18 +124,21 @@ def test_leaving_at_once(world: World, kind: str, tmp_path: Path) -> None:
     assert kind == "os-exit" or "Fatal Python error: Segmentation fault" in end.job.output
 
 
-@worlds(soak=[PLAIN, TORCHRUN, MPIRUN_DDP])
-def test_a_collective_that_only_one_calls(world: World, tmp_path: Path) -> None:
-    end = run(world, tmp_path, fault="extra-collective:1:7")
+@worlds(FORKED, soak=[PLAIN, TORCHRUN, MPIRUN_DDP])
+@pytest.mark.parametrize("call", ["save", pytest.param("barrier", marks=pytest.mark.soak)])
+def test_a_collective_that_only_one_calls(world: World, call: str, tmp_path: Path) -> None:
+    """The ranks are blocked, but not in the same call: nobody waits for timeout_s."""
+    end = run(world, tmp_path, fault=f"{call}:0:7", environ={"UNITRAIN_TIMEOUT_S": "200"})
     assert end.job.code != 0
-    assert end.seconds < TIMEOUT_S + 5 + 2 * SLACK_S
-    where = r"rank 1 on \S+ \(pid \d+\) is in barrier after step 7|rank 0 on \S+ \(pid \d+\) is in step after step 7"
-    assert re.search(where, end.job.output), end.job.output
+    assert end.seconds < 5 + 2 * SLACK_S
+    at = r"after step 7, for \d+ s, at \S+program\.py:\d+"
+    said = rf"rank 0 on \S+ \(pid \d+\) is in \S*{call} {at}, and rank 1 is in step {at}: all ranks must make the same"
+    assert re.search(said, end.job.output), end.job.output
 
 
 @worlds(soak=[TORCHRUN, MPIRUN, MPIRUN_DDP, HOROVODRUN])
 def test_a_collective_that_only_one_calls_is_named_at_once_with_debug(world: World, tmp_path: Path) -> None:
-    end = run(world, tmp_path, fault="extra-collective:1:7", environ={"UNITRAIN_DEBUG": "true"})
+    end = run(world, tmp_path, fault="barrier:1:7", environ={"UNITRAIN_DEBUG": "true"})
     assert end.job.code != 0
     assert end.seconds < SLACK_S
     for call in (

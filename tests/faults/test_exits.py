@@ -32,7 +32,7 @@ from harness import (
 )  # fmt: skip
 from places import TESTS
 
-pytestmark = pytest.mark.launcher
+pytestmark = [pytest.mark.launcher, pytest.mark.xdist_group("faults")]
 LEAVES_FIRST = TESTS / "faults" / "programs" / "leaves_first.py"
 HANGUP_S = 30.0  # of unitrain run
 UNITRAIN_RUN = (sys.executable, "-m", "unitrain.commands.cli", "run", "--")
@@ -123,16 +123,6 @@ def _killing(number: signal.Signals) -> Callable[[subprocess.Popen[bytes]], None
 MPICH = pytest.mark.skipif(
     shutil.which("mpiexec.mpich") is None, reason="MPICH is not installed: apt-get install mpich"
 )
-
-
-@MPICH
-@worlds(World("mpich", "auto"))
-def test_another_mpi_than_horovod_s(world: World, tmp_path: Path) -> None:
-    """Horovod's MPI would abort in MPI_Init."""
-    end = run(world, tmp_path, steps=STEPS)
-    assert end.job.code != 0
-    assert end.job.output.count("unitrain: ") == 1, end.job.output
-    assert "started by the mpirun of MPICH" in end.job.output
 
 
 @MPICH

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 from harness import HOROVODRUN, MPIRUN, MPIRUN_DDP, TORCHRUN, World, note, worlds
-from lives import Killer, assert_undisturbed, begun_again, restarting, train, undisturbed
+from lives import Killer, assert_undisturbed, begun_again, restarting, train
 from slurm import Slurm, slurm_missing
 
-__all__ = ["undisturbed"]  # the fixture
 pytestmark = [pytest.mark.launcher, pytest.mark.soak, pytest.mark.timeout(900), pytest.mark.xdist_group("slurm")]
 
 # The ranks of each start of a job. All but the last are killed.

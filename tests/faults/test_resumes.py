@@ -19,7 +19,6 @@ from harness import (
     STEPS,
     TORCHRUN,
     World,
-    alone,
     assert_same_training,
     losses,
     note,
@@ -28,7 +27,6 @@ from harness import (
     worlds,
 )  # fmt: skip
 
-__all__ = ["alone"]  # the fixture
 pytestmark = pytest.mark.launcher
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from harness import (
+    FORKED,
     HOROVODRUN,
     MPIRUN,
     ONE,
@@ -16,7 +17,6 @@ from harness import (
     PROGRAM,
     TORCHRUN,
     World,
-    alone,
     assert_same_training,
     notes,
     ranks_of,
@@ -26,8 +26,7 @@ from harness import (
     worlds,
 )  # fmt: skip
 
-__all__ = ["alone"]  # the fixture
-pytestmark = pytest.mark.launcher
+pytestmark = [pytest.mark.launcher, pytest.mark.xdist_group("faults")]
 
 
 @worlds(MPIRUN, soak=[PLAIN, TORCHRUN, HOROVODRUN])
@@ -46,7 +45,7 @@ def test_sigterm_to_one_rank(world: World, tmp_path: Path, alone: Path) -> None:
     assert_same_training(tmp_path, alone)
 
 
-@worlds(PLAIN)
+@worlds(FORKED, soak=[PLAIN])
 @pytest.mark.parametrize(("kind", "code"), [("int", 130), pytest.param("usr1", 138, marks=pytest.mark.soak)])
 def test_other_signals(world: World, kind: str, code: int, tmp_path: Path) -> None:
     end = run(world, tmp_path, fault=f"{kind}:0:7")
@@ -71,7 +70,7 @@ def test_interrupted_on_a_terminal(world: World, tmp_path: Path) -> None:
     assert "Traceback" not in end.job.output
 
 
-@worlds(PLAIN)
+@worlds(FORKED, soak=[PLAIN])
 def test_a_second_signal_ends_at_once(world: World, tmp_path: Path) -> None:
     """It comes while a step lasts, in which no handler of Python's would be called."""
 

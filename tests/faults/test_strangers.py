@@ -11,11 +11,12 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+import forks
 import psutil
 import pytest
-from harness import MPIRUN, MPIRUN_DDP, PLAIN, TORCHRUN, World, run, worlds
+from harness import FORKED, MPIRUN, MPIRUN_DDP, PLAIN, TORCHRUN, World, run, worlds
 
-pytestmark = pytest.mark.launcher
+pytestmark = [pytest.mark.launcher, pytest.mark.xdist_group("faults")]
 _MOST_SILENT = 50
 
 
@@ -56,7 +57,7 @@ class _Strangers:
     def _ports(self, process: subprocess.Popen[bytes]) -> set[int]:
         ports = set()
         with suppress(psutil.Error):
-            for one in psutil.Process(process.pid).children(recursive=True):
+            for one in [*psutil.Process(process.pid).children(recursive=True), *forks.running()]:
                 with suppress(psutil.Error):
                     for connection in one.net_connections("tcp"):
                         if connection.status == psutil.CONN_LISTEN:
@@ -76,7 +77,7 @@ class _Strangers:
 
 
 # Not horovodrun: Horovod's gloo aborts the process as soon as a stranger connects to it.
-@worlds(PLAIN, soak=[TORCHRUN, MPIRUN, MPIRUN_DDP])
+@worlds(FORKED, soak=[PLAIN, TORCHRUN, MPIRUN, MPIRUN_DDP])
 def test_strangers_at_every_port(world: World, tmp_path: Path) -> None:
     """No code of theirs runs, and the job goes on. Rank 1 comes later, while they are at the store."""
     harm = tmp_path / "harm"
@@ -85,5 +86,5 @@ def test_strangers_at_every_port(world: World, tmp_path: Path) -> None:
     assert not harm.exists()
     assert strangers.attempts > 20, end.job.output
     assert end.job.code == 0, end.job.output
-    if world == PLAIN:
+    if world in (FORKED, PLAIN):
         assert strangers.addresses == {"127.0.0.1"}, "all ranks are on this host"

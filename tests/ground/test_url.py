@@ -31,5 +31,5 @@ def test_a_url_that_a_path_has_changed_is_refused() -> None:
     assert is_url(Path("s3://bucket/run"))
     with pytest.raises(UsageError, match=r"s3:/bucket/run is a URL that has lost a slash, .*: pass it as a str\."):
         parsed(Path("s3://bucket/run"))
-    with pytest.raises(UsageError, match=r"is a chain of URLs: pass that of the store itself"):
+    with pytest.raises(UsageError, match=r"is a chain of URLs: pass the URL of the store itself"):
         parsed("simplecache::s3://bucket/run")

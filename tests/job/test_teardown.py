@@ -1,6 +1,9 @@
 """The end of a successful run: nothing that is left can fail."""
 
+import atexit
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -73,3 +76,35 @@ def _train_and_close() -> list[int]:
 
 def test_no_hook_is_left_on_the_parameters() -> None:
     assert run_ranks(_train_and_close) == [[1, 0, 0]] * 2
+
+
+def _fork_a_child_that_exits() -> tuple[int, list[float]]:
+    strategy = unitrain.init()
+    child = os.fork()
+    if child == 0:
+        atexit._run_exitfuncs()  # as sys.exit() does
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    total = strategy.all_reduce(torch.ones(1))
+    strategy.close()
+    return status, total.tolist()
+
+
+def test_a_forked_child_that_exits_leaves_the_strategy_to_its_parent() -> None:
+    """It would wait for the other ranks on its parent's connections."""
+    assert run_ranks(_fork_a_child_that_exits, fresh=True) == [(0, [2.0])] * 2
+
+
+def test_a_warning_of_the_time_limit_does_not_kill_a_finished_process(tmp_path: Path) -> None:
+    """SLURM sends SIGUSR1 some time before the limit, also to a process that is leaving."""
+    finished = f"""
+import os, signal, torch, unitrain
+for _ in range(2):  # the second strategy stops on it again
+    with unitrain.init(backend="single") as strategy:
+        strategy.checkpoint({str(tmp_path)!r}, model=strategy.prepare(torch.nn.Linear(2, 1)))
+        assert strategy._job.stopping._signals._replaced.keys() >= {{signal.SIGUSR1}}
+    os.kill(os.getpid(), signal.SIGUSR1)
+print("finished")
+"""
+    done = subprocess.run([sys.executable, "-c", finished], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "finished\n"), done.stderr

@@ -214,6 +214,46 @@ def test_pmix_launcher_without_a_world_size() -> None:
     assert detect({"PMIX_RANK": "1", "UNITRAIN_LAUNCHER": "python"}) == Launch("python")
 
 
+def test_mpt_does_not_tell_the_world_size() -> None:
+    with pytest.raises(LaunchError, match=r"MPT_LRANK is '0', .* started by mpiexec_mpt of HPE's MPT.* WORLD_SIZE"):
+        detect({"MPT_LRANK": "0"})
+
+
+# Of launchers that can't be installed here: the names are those that public job scripts and libraries read.
+DOCUMENTED = {
+    "jsrun": {f"JSM_NAMESPACE_{name}": value for name, value in zip(
+        ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"), ("3", "4", "1", "2"), strict=True)},
+    "PALS": {"PALS_RANKID": "3", "PALS_LOCAL_RANKID": "1", "PALS_LOCAL_SIZE": "2", "PALS_NODEID": "1",
+             "PMI_RANK": "3", "PMI_SIZE": "4", "PMI_LOCAL_RANK": "1"},
+    "Flux": {"FLUX_TASK_RANK": "3", "FLUX_JOB_SIZE": "4", "FLUX_TASK_LOCAL_ID": "1", "FLUX_JOB_NNODES": "2"},
+    "Flux with PMI": {"FLUX_TASK_RANK": "3", "FLUX_JOB_SIZE": "4", "FLUX_TASK_LOCAL_ID": "1", "FLUX_JOB_NNODES": "2",
+                      "PMI_FD": "9", "PMI_RANK": "3", "PMI_SIZE": "4"},
+    "MVAPICH2": {f"MV2_COMM_WORLD_{name}": value for name, value in zip(
+        ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"), ("3", "4", "1", "2"), strict=True)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_documented_environment(name: str) -> None:
+    environ = DOCUMENTED[name]
+    node_rank = 1 if name == "PALS" else None
+    expected = place(
+        "mpirun", 3, 4, local_rank=1, local_world_size=2, node_rank=node_rank, rendezvous="mpi", mpi="MPICH"
+    )
+    assert without_evidence(detect(environ)) == expected
+    by_address = detect({**environ, "MASTER_ADDR": "node0", "MASTER_PORT": "29500"})
+    assert (by_address.rendezvous, by_address.address) == ("tcp", "node0:29500")
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_a_variable_that_is_missing_is_named_with_the_launcher_s_own_command(name: str) -> None:
+    size = next(variable for variable in DOCUMENTED[name] if variable.endswith("_SIZE") and "LOCAL" not in variable)
+    environ = {key: value for key, value in DOCUMENTED[name].items() if key != size}
+    command = {"jsrun": "jsrun -n", "PALS": "mpiexec -n N --ppn", "MVAPICH2": "mpirun_rsh -np"}.get(name, "flux run -n")
+    with pytest.raises(LaunchError, match=f"{size} is not set.*Start the job with {command}"):
+        detect(environ)
+
+
 def test_batch_script_that_inherited_a_step() -> None:
     stale = {key: RECORDED["srun"][1][key] for key in ("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST")}
     batch = {**RECORDED["sbatch"][0], **stale, "SLURM_NTASKS": "3"}

@@ -1,4 +1,7 @@
-"""The recipe under every real launcher: training is the same, and a job fails as a whole."""
+"""The recipe under every real launcher: training is the same, and a job fails as a whole.
+
+Each launcher is started once for most tests: ``programs/launched.py`` runs all of ``cases`` in one job.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +9,20 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from jobs import RECIPE, Job, run_job
+from jobs import Job, run_job
 from places import TESTS
 from slurm import Slurm, slurm_missing
 
 pytestmark = [pytest.mark.launcher, pytest.mark.xdist_group("slurm")]
 
 PYTHON = sys.executable
+LAUNCHED = TESTS / "programs" / "launched.py"
 RAISES = TESTS / "programs" / "raises.py"
 MPIRUN = ("mpirun", "--oversubscribe", "-np")
 TORCHRUN = ("torchrun", "--standalone", "--nproc-per-node")
@@ -31,28 +35,46 @@ class Start(NamedTuple):
 
     command: tuple[str, ...]
     launcher: str
-    backend: str
     world: int
-    chosen: bool = False
-    """Whether the backend has to be asked for."""
+    backends: tuple[str, ...]
+    """The one that is chosen for it, and others that work."""
 
 
 STARTS = {
-    "python": Start((PYTHON,), "python", "single", 1),
-    "torchrun": Start((*TORCHRUN, "2"), "torchrun", "ddp", 2),
-    "torch.distributed.launch": Start((*DEPRECATED, "2"), "torchrun", "ddp", 2),
-    "mpirun": Start((*MPIRUN, "2", PYTHON), "mpirun", "horovod", 2),
-    "mpirun ddp": Start((*MPIRUN, "2", PYTHON), "mpirun", "ddp", 2, chosen=True),
+    "python": Start((PYTHON,), "python", 1, ("single",)),
+    "torchrun": Start((*TORCHRUN, "2"), "torchrun", 2, ("ddp",)),
+    "torch.distributed.launch": Start((*DEPRECATED, "2"), "torchrun", 2, ("ddp",)),
+    "mpirun": Start((*MPIRUN, "2", PYTHON), "mpirun", 2, ("horovod", "ddp")),
     # Its MPI controller is mpirun, and can't be told from it.
-    "horovodrun": Start(("horovodrun", "-np", "2", PYTHON), "mpirun", "horovod", 2),
-    "horovodrun gloo": Start(("horovodrun", "--gloo", "-np", "2", PYTHON), "horovodrun", "horovod", 2),
-    "srun": Start(("srun", "-n", "2", PYTHON), "srun", "ddp", 2),
-    "torchrun 3": Start((*TORCHRUN, "3"), "torchrun", "ddp", 3),
-    "horovodrun gloo 3": Start(("horovodrun", "--gloo", "-np", "3", PYTHON), "horovodrun", "horovod", 3),
-    "horovodrun 8": Start(("horovodrun", "-np", "8", PYTHON), "mpirun", "horovod", 8),
+    "horovodrun": Start(("horovodrun", "-np", "2", PYTHON), "mpirun", 2, ("horovod",)),
+    "horovodrun gloo": Start(("horovodrun", "--gloo", "-np", "2", PYTHON), "horovodrun", 2, ("horovod",)),
+    "srun": Start(("srun", "-n", "2", PYTHON), "srun", 2, ("ddp",)),
+    "torchrun 3": Start((*TORCHRUN, "3"), "torchrun", 3, ("ddp",)),
+    "horovodrun gloo 3": Start(("horovodrun", "--gloo", "-np", "3", PYTHON), "horovodrun", 3, ("horovod",)),
+    "horovodrun 8": Start(("horovodrun", "-np", "8", PYTHON), "mpirun", 8, ("horovod",)),
 }
+QUICK = ["torchrun", "mpirun", "horovodrun", "horovodrun gloo", "srun"]
+FAIL = [name for name in QUICK if name != "horovodrun"]  # which has Horovod start MPI, and that can be done once
 MORE = ["torch.distributed.launch", "torchrun 3", "horovodrun gloo 3"]
-PAIRS = ["torchrun", "mpirun", "mpirun ddp", "horovodrun", "horovodrun gloo", "srun"]
+UNSEEN = {"mpirun": "single", "torchrun": "horovod"}  # backends that would not see the launcher's world
+FLOAT64 = "--max-steps 8 --batch-size 50 --strategy.precision fp64 --strategy.sync-batchnorm true"
+FLOAT32 = "--max-steps 12 --lr 0.01 --lr-schedule constant --warmup-epochs 0 --strategy.sync-batchnorm true"
+
+
+def trainings(start: Start, flags: str) -> dict[str, str]:
+    """Return the flags of a training on each backend, by its name."""
+    chosen, *others = start.backends
+    return {chosen: flags} | {backend: f"{flags} --strategy.backend {backend}" for backend in others}
+
+
+def cases(name: str) -> dict[str, str]:
+    """Return what all tests want of one start, by the names of the cases. "nowhere" ends the job."""
+    wanted = trainings(STARTS[name], FLOAT64)
+    if name == "torchrun":
+        wanted |= {"defaults": ""}
+    if name in UNSEEN:
+        wanted |= {"unseen": f"--strategy.backend {UNSEEN[name]}"}
+    return wanted | ({"nowhere": "--data imagefolder:nowhere"} if name in FAIL else {})
 
 
 def missing(start: Start) -> str | None:
@@ -61,41 +83,54 @@ def missing(start: Start) -> str | None:
     path = f"{Path(PYTHON).parent}{os.pathsep}{os.environ['PATH']}"
     if absent := [program for program in sorted(programs) if shutil.which(program, path=path) is None]:
         return f"{' and '.join(absent)} can't be found"
-    if start.backend == "horovod" and find_spec("horovod") is None:
+    if "horovod" in start.backends and find_spec("horovod") is None:
         return "Horovod is not installed: unitrain install-horovod"
     if start.launcher == "mpirun" and find_spec("mpi4py") is None:
         return "mpi4py is not installed"
     return slurm_missing() if start.launcher == "srun" else None
 
 
+class Launched(NamedTuple):
+    """A job that has ended, and its folder."""
+
+    job: Job
+    folder: Path
+
+    def metrics(self, case: str) -> list[dict[str, Any]]:
+        """Return the metrics of each epoch that the recipe has trained in a case."""
+        file = self.folder / case / "metrics.jsonl"
+        assert file.exists(), self.job.output
+        return [json.loads(line) for line in file.read_text().splitlines()]
+
+
 class Launchers:
-    """Starts a script in any way of ``STARTS``, or skips the test where that can't be had."""
+    """Starts jobs in any way of ``STARTS``, or skips the test where that can't be had."""
 
-    def __init__(self, folder: Path, slurm_environ: dict[str, str]) -> None:
-        self.folder = folder
+    def __init__(self, folders: pytest.TempPathFactory, slurm_environ: dict[str, str]) -> None:
+        self._folders = folders
         self._slurm_environ = slurm_environ
+        self._with_cases: dict[str, Launched] = {}
 
-    def run(self, name: str, script: Path, flags: Sequence[str], deadline: float = 120) -> Job:
+    def run(self, name: str, script: Path, *arguments: str, deadline: float = 240) -> Launched:
+        """Start a script, and return how it ended."""
         start = STARTS[name]
         if reason := missing(start):
             pytest.skip(reason)
         environ = self._slurm_environ if start.launcher == "srun" else {}
-        job = run_job([*start.command, str(script), *flags], self.folder, environ=environ, deadline=deadline)
+        folder = self._folders.mktemp("launched")
+        job = run_job([*start.command, str(script), *arguments], folder, environ=environ, deadline=deadline)
         assert job.left == ()
-        return job
+        return Launched(job, folder)
 
-    def train(self, name: str, flags: Sequence[str], deadline: float = 240) -> dict[str, Any]:
-        """Run the recipe for an epoch or less, check what holds for any run, and return its metrics."""
-        start = STARTS[name]
-        chosen = ["--strategy.backend", start.backend] if start.chosen else []
-        job = self.run(name, RECIPE, [*flags, *chosen, "--output-dir", "out", "--resume", "never"], deadline)
-        assert job.code == 0, job.output
-        assert [job.output.count(said) for said in ("learning rate 0.", "epoch 0: loss", "results are in")] == [1, 1, 1]
-        (line,) = (self.folder / "out" / "metrics.jsonl").read_text().splitlines()
-        metrics: dict[str, Any] = json.loads(line)
-        assert (metrics["launcher"], metrics["backend"], metrics["world_size"]) == start[1:4]
-        assert metrics["val_count"] == VALIDATION
-        return metrics
+    def train(self, name: str, wanted: Mapping[str, str], deadline: float = 240) -> Launched:
+        """Run the recipe with the flags of these cases, one after another in one job."""
+        return self.run(name, LAUNCHED, json.dumps(wanted), deadline=deadline)
+
+    def with_cases(self, name: str) -> Launched:
+        """Return the job that has run ``cases``, started for the first test that asks for it."""
+        if name not in self._with_cases:
+            self._with_cases[name] = self.train(name, cases(name))
+        return self._with_cases[name]
 
 
 @pytest.fixture(scope="module")
@@ -107,85 +142,96 @@ def slurm_environ(request: pytest.FixtureRequest) -> dict[str, str]:
     return running.env
 
 
-@pytest.fixture
-def launchers(tmp_path: Path, slurm_environ: dict[str, str]) -> Launchers:
-    return Launchers(tmp_path, slurm_environ)
-
-
-class Parity:
-    """Compares what a launcher's run measured with one process's, which runs once for each set of flags."""
-
-    def __init__(self) -> None:
-        self._alone: dict[tuple[str, ...], dict[str, Any]] = {}
-
-    def check(self, launchers: Launchers, name: str, flags: tuple[str, ...], rel: float) -> None:
-        if flags not in self._alone:
-            self._alone[flags] = launchers.train("python", flags)
-        alone, found = self._alone[flags], launchers.train(name, flags)
-        for value in ("step", "train_loss", "val_loss", "val_accuracy", "learning_rate"):
-            assert found[value] == pytest.approx(alone[value], rel=rel, abs=0), value
-
-
 @pytest.fixture(scope="module")
-def parity() -> Parity:
-    return Parity()
+def launchers(tmp_path_factory: pytest.TempPathFactory, slurm_environ: dict[str, str]) -> Launchers:
+    return Launchers(tmp_path_factory, slurm_environ)
+
+
+def assert_as_alone(launched: Launched, name: str, backend: str, alone: Launched, rel: float) -> None:
+    """Assert that a launcher's run has measured what one process has."""
+    start = STARTS[name]
+    [found], [expected] = launched.metrics(backend), alone.metrics("single")
+    assert (found["launcher"], found["backend"], found["world_size"]) == (start.launcher, backend, start.world)
+    assert found["val_count"] == expected["val_count"] == VALIDATION
+    for value in ("step", "train_loss", "val_loss", "val_accuracy", "learning_rate"):
+        assert found[value] == pytest.approx(expected[value], rel=rel, abs=0), value
 
 
 @pytest.mark.parametrize(
-    "name",
-    [*PAIRS, *(pytest.param(name, marks=pytest.mark.soak) for name in MORE)],
+    ("name", "backend"),
+    [
+        pytest.param(name, backend, marks=[pytest.mark.soak] * (name in MORE))
+        for name in (*QUICK, *MORE)
+        for backend in STARTS[name].backends
+    ],
 )
-def test_training_is_the_same_in_float64(launchers: Launchers, parity: Parity, name: str) -> None:
-    flags = "--max-steps 8 --batch-size 50 --strategy.precision fp64 --strategy.sync-batchnorm true"
-    parity.check(launchers, name, tuple(flags.split()), rel=1e-9)
+def test_training_is_the_same_in_float64(launchers: Launchers, name: str, backend: str) -> None:
+    assert_as_alone(launchers.with_cases(name), name, backend, launchers.with_cases("python"), rel=1e-9)
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("name", PAIRS)
-def test_training_is_the_same_in_float32(launchers: Launchers, parity: Parity, name: str) -> None:
-    flags = "--max-steps 12 --lr 0.01 --lr-schedule constant --warmup-epochs 0 --strategy.sync-batchnorm true"
-    parity.check(launchers, name, tuple(flags.split()), rel=1e-4)
+@pytest.mark.parametrize("name", QUICK)
+def test_training_is_the_same_in_float32(launchers: Launchers, name: str) -> None:
+    alone, launched = (launchers.train(one, trainings(STARTS[one], FLOAT32)) for one in ("python", name))
+    assert launched.job.code == 0, launched.job.output
+    for backend in STARTS[name].backends:
+        assert_as_alone(launched, name, backend, alone, rel=1e-4)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(600)  # eight times torch and scikit-learn are imported on these cores
 def test_eight_processes_on_few_cores(launchers: Launchers) -> None:
-    assert launchers.train("horovodrun 8", ["--max-steps", "5"], deadline=550)["step"] == 5
+    launched = launchers.train("horovodrun 8", {"horovod": "--max-steps 5"}, deadline=550)
+    assert launched.job.code == 0, launched.job.output
+    assert launched.metrics("horovod")[-1]["step"] == 5
 
 
 def test_defaults_learn_the_digits(launchers: Launchers) -> None:
-    job = launchers.run("torchrun", RECIPE, ["--output-dir", "out", "--resume", "never"])
-    assert job.code == 0, job.output
-    last = (launchers.folder / "out" / "metrics.jsonl").read_text().splitlines()[-1]
-    assert json.loads(last)["val_accuracy"] >= 0.95
+    assert launchers.with_cases("torchrun").metrics("defaults")[-1]["val_accuracy"] >= 0.95
 
 
-@pytest.mark.parametrize(("name", "backend"), [("mpirun", "single"), ("torchrun", "horovod")])
+@pytest.mark.parametrize(("name", "backend"), UNSEEN.items())
 def test_a_world_that_the_backend_would_not_see_is_refused(launchers: Launchers, name: str, backend: str) -> None:
-    job = launchers.run(name, RECIPE, ["--strategy.backend", backend])
-    assert job.code != 0
-    assert job.output.count(f"{name} started 2 processes, but with backend '{backend}'") == 1, job.output
-    assert "Use backend auto" in job.output
-    assert "epoch" not in job.output
-    assert not (launchers.folder / "runs").exists()
+    launched = launchers.with_cases(name)
+    for rank in range(2):
+        error = (launched.folder / f"unseen.{rank}.error").read_text()
+        assert error.startswith(f"{name} started 2 processes, but with backend '{backend}'")
+        assert "Use backend auto" in error
+    assert not (launched.folder / "unseen").exists()
 
 
-@pytest.mark.parametrize("name", ["torchrun", "mpirun", "horovodrun gloo", "srun"])
+@pytest.mark.parametrize("name", FAIL)
 def test_what_every_rank_finds_wrong_is_said_once(launchers: Launchers, name: str) -> None:
-    job = launchers.run(name, RECIPE, ["--data", "imagefolder:nowhere"])
+    job, folder = launchers.with_cases(name)
     assert job.code != 0
     assert job.output.count("unitrain: ") == job.output.count("data imagefolder:nowhere can't be used") == 1, job.output
-    assert not (launchers.folder / "runs").exists()
+    assert not (folder / "nowhere").exists()
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_what_rank_0_prints_is_printed_once(launchers: Launchers, name: str) -> None:
+    job, folder = launchers.with_cases(name)
+    trained = len(list(folder.glob("*/metrics.jsonl")))
+    assert trained == len(set(cases(name)) - {"unseen", "nowhere"})
+    for said in ("learning rate 0.", "epoch 0: loss", "results are in"):
+        assert job.output.count(said) == trained, job.output
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.soak] * (n in ("horovodrun", "mpirun ddp"))) for n in PAIRS]
+    ("name", "backend"),
+    [
+        ("torchrun", "ddp"),
+        ("mpirun", "horovod"),
+        ("horovodrun gloo", "horovod"),
+        ("srun", "ddp"),
+        pytest.param("mpirun", "ddp", marks=pytest.mark.soak),
+        pytest.param("horovodrun", "horovod", marks=pytest.mark.soak),
+    ],
 )
-def test_a_rank_that_raises_ends_the_job(launchers: Launchers, name: str) -> None:
-    raised = launchers.folder / "raised"
-    job = launchers.run(name, RAISES, [str(raised), STARTS[name].backend])
+def test_a_rank_that_raises_ends_the_job(launchers: Launchers, tmp_path: Path, name: str, backend: str) -> None:
+    job, _ = launchers.run(name, RAISES, str(tmp_path / "raised"), backend)
     assert job.code != 0
     assert "unitrain: rank 1 of 2" in job.output, job.output
     assert "failed: RuntimeError: the disk is on fire" in job.output
-    assert "trained to the end" not in job.output
-    assert job.ended - float(raised.read_text()) < 60
+    assert "came to the end" not in job.output
+    assert job.ended - float((tmp_path / "raised").read_text()) < 60

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import forks
 import psutil
 import pytest
 from hosts import two_hosts
@@ -30,8 +31,9 @@ BIN = Path(sys.executable).parent
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 MPIRUN = [str(BIN / "mpirun"), "--oversubscribe", "-np", "2"]
 
-SCRIPT = """
+MEET = """
 import hashlib, os, sys, time
+from unitrain.errors import BackendError
 from unitrain.launch.detect import detect
 from unitrain.launch.rendezvous import rendezvous, shared_secret
 
@@ -50,16 +52,36 @@ def meet(launch):
     while launch.rank == 0 and store.add("leaving", 0) < launch.world_size:
         time.sleep(0.01)
 
-if sys.argv[1:] == ["no mpi4py"]:
-    sys.modules["mpi4py"] = None
-launch = detect(os.environ)
-meet(launch)
-meet(launch)
-if sys.argv[1:] == ["fail"]:
-    if launch.rank == 1:
-        sys.exit(7)
-    time.sleep(600)
-sys.stdout.write(f"rank {launch.rank} met {launch.world_size} by {launch.rendezvous}\\n")
+def meet_twice(environ):
+    launch = detect(environ)
+    meet(launch)
+    meet(launch)
+    print(f"rank {launch.rank} met {launch.world_size} by {launch.rendezvous}\\n", end="", flush=True)
+    return launch
+
+def refused():
+    try:
+        meet_twice(os.environ)
+    except BackendError as error:
+        print(f"refused: {error}\\n", end="", flush=True)
+"""
+SCRIPT = f"{MEET}\nmeet_twice(os.environ)\n"
+# What ranks of mpirun do one after another in one start.
+SCRIPT_OF_MPIRUN = f"""{MEET}
+sys.modules["mpi4py"] = None
+refused()
+meet_twice({{**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": sys.argv[1]}})
+del sys.modules["mpi4py"]
+launch = meet_twice(os.environ)
+meet(launch)  # so that both have printed
+if launch.rank == 1:
+    sys.exit(7)
+time.sleep(600)
+"""
+SCRIPT_OF_MPICH = f"""{MEET}
+import unitrain
+refused()
+unitrain.init()
 """
 
 
@@ -79,61 +101,69 @@ def assert_met(done: subprocess.CompletedProcess[str], by: str, world_size: int 
     assert sorted(done.stdout.splitlines()) == [f"rank {rank} met {world_size} by {by}" for rank in range(world_size)]
 
 
-@pytest.mark.launcher
-def test_mpirun(script: list[str]) -> None:
-    assert_met(run([*MPIRUN, *script]), "mpi")
+@pytest.fixture(scope="module")
+def of_mpirun(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
+    """Start two ranks with mpirun, once for all tests."""
+    script = tmp_path_factory.mktemp("mpirun") / "script.py"
+    script.write_text(SCRIPT_OF_MPIRUN)
+    return run([*MPIRUN, sys.executable, str(script), str(find_free_port())])
 
 
 @pytest.mark.launcher
-def test_mpirun_with_a_master_needs_no_mpi4py(script: list[str], free_port: int) -> None:
-    master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port)}
-    assert_met(run([*MPIRUN, *script, "no mpi4py"], master), "tcp")
+def test_mpirun(of_mpirun: subprocess.CompletedProcess[str]) -> None:
+    assert {"rank 0 met 2 by mpi", "rank 1 met 2 by mpi"} <= set(of_mpirun.stdout.splitlines()), of_mpirun.stderr
 
 
 @pytest.mark.launcher
-def test_mpirun_without_mpi4py(script: list[str]) -> None:
-    done = run([*MPIRUN, *script, "no mpi4py"])
-    assert done.returncode != 0
-    assert (
-        "unitrain.errors.BackendError: mpirun started 2 processes, whose rendezvous without Horovod needs mpi4py"
-        in done.stderr
-    )
-    assert "pip install 'unitrain[mpi]'" in done.stderr
+def test_mpirun_with_a_master_needs_no_mpi4py(of_mpirun: subprocess.CompletedProcess[str]) -> None:
+    assert {"rank 0 met 2 by tcp", "rank 1 met 2 by tcp"} <= set(of_mpirun.stdout.splitlines()), of_mpirun.stderr
 
 
 @pytest.mark.launcher
-def test_a_failing_rank_ends_the_job_of_mpirun(script: list[str]) -> None:
-    assert run([*MPIRUN, *script, "fail"]).returncode == 7  # MPI_Finalize would wait for it without end
+def test_mpirun_without_mpi4py(of_mpirun: subprocess.CompletedProcess[str]) -> None:
+    refused = [line for line in of_mpirun.stdout.splitlines() if line.startswith("refused: ")]
+    assert len(refused) == 2, of_mpirun.stderr
+    for line in refused:
+        assert "mpirun started 2 processes, whose rendezvous without Horovod needs mpi4py" in line
+        assert "pip install 'unitrain[mpi]'" in line
+
+
+@pytest.mark.launcher
+def test_a_failing_rank_ends_the_job_of_mpirun(of_mpirun: subprocess.CompletedProcess[str]) -> None:
+    assert of_mpirun.returncode == 7, of_mpirun.stderr  # MPI_Finalize would wait for it without end
 
 
 @pytest.mark.launcher
 @pytest.mark.skipif(shutil.which("mpiexec.mpich") is None, reason="MPICH is not installed: apt-get install mpich")
-def test_another_mpi_than_the_launchers(script: list[str]) -> None:
-    done = run(["mpiexec.mpich", "-n", "2", *script])
+def test_another_mpi_than_that_of_mpi4py_and_horovod(tmp_path: Path) -> None:
+    """Horovod's MPI would abort in MPI_Init."""
+    (tmp_path / "script.py").write_text(SCRIPT_OF_MPICH)
+    done = run(["mpiexec.mpich", "-n", "2", sys.executable, str(tmp_path / "script.py")])
     assert done.returncode != 0
-    assert "BackendError: the MPI of mpi4py is 'Open MPI v" in done.stderr
+    refused = [
+        line for line in done.stdout.splitlines() if line.startswith("refused: the MPI of mpi4py is 'Open MPI v")
+    ]
+    assert len(refused) == 2, done.stderr
+    assert all("started by the mpirun of MPICH" in line for line in refused)
+    assert done.stderr.count("unitrain: ") == 1, done.stderr
     assert "started by the mpirun of MPICH" in done.stderr
 
 
 @pytest.mark.launcher
 @pytest.mark.xdist_group("slurm")
-def test_srun(script: list[str], slurm: Slurm) -> None:
-    assert_met(run([*slurm.srun, "-n", "2", *script], slurm.env), "tcp")
-
-
-@pytest.mark.launcher
-@pytest.mark.xdist_group("slurm")
 def test_srun_on_two_nodes(script: list[str], slurm: Slurm) -> None:
+    """On one, ``test_launchers.py`` trains."""
     assert_met(run([*slurm.srun, "-N", "2", "-n", "3", *script], slurm.env), "tcp", 3)
 
 
 @pytest.mark.launcher
 def test_set_by_hand(script: list[str], free_port: int) -> None:
+    command = forks.command(*script[1:])
     ranks = []
     for rank in ("0", "1"):
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
         env = {**os.environ, **place, "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port)}
-        ranks.append(subprocess.Popen(script, env=env, stdout=subprocess.PIPE, text=True))
+        ranks.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
     said = [rank.communicate(timeout=60)[0] for rank in ranks]
     assert said == ["rank 0 met 2 by tcp\n", "rank 1 met 2 by tcp\n"]
 
@@ -180,11 +210,15 @@ def test_horovodrun_on_two_hosts(script: list[str], two_hosts: tuple[str, str]) 
 # --------------------------------------------------------------------------------------------------- one process
 
 
-@pytest.fixture
-def free_port() -> int:
+def find_free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def free_port() -> int:
+    return find_free_port()
 
 
 def test_alone_each_call_gives_an_empty_store() -> None:
@@ -211,7 +245,7 @@ def test_port_is_taken_by_one_that_says_nothing(script: list[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         place = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-        done = run(script, {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+        done = run(forks.command(*script[1:]), {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
     assert done.returncode != 0
     assert (
         f"LaunchError: the rendezvous address of env is 127.0.0.1:{port}, but another program than rank 0"

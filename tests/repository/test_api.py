@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib.metadata import entry_points
+from importlib.metadata import entry_points, version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -43,6 +43,7 @@ def test_public_names_are_these() -> None:
         "parse_command_line", "spawn",
     ]  # fmt: skip
     assert dir(unitrain) == unitrain.__all__
+    assert unitrain.__version__ == version("unitrain")  # type: ignore[attr-defined]
     assert all(getattr(unitrain, name).__module__.startswith("unitrain.") for name in unitrain.__all__)
     with pytest.raises(AttributeError, match="module 'unitrain' has no attribute 'Checkpoint'"):
         unitrain.Checkpoint  # type: ignore[attr-defined]  # noqa: B018

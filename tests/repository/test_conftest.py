@@ -12,8 +12,8 @@ CONFTEST = TESTS / "conftest.py"
 
 @pytest.fixture
 def suite(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
-    support = TESTS / "support"
-    monkeypatch.setenv("PYTHONPATH", f"{support}:{support / 'forking'}:{support / 'hosts'}")  # what it imports
+    imported = ("support", "support/forking", "support/hosts", "faults/support", "faults/programs")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(str(TESTS / folder) for folder in imported))
     pytester.makeconftest(CONFTEST.read_text())
     pytester.makeini("[pytest]\naddopts = -p no:cacheprovider\n")
     return pytester

@@ -14,10 +14,10 @@ from torch import nn
 MOST = 17  # of 44 in November 2026; it may only fall
 REASONS = {
     "_BatchNorm": "the one base class of BatchNorm's layers, which SyncBatchNorm replaces in place",
+    "_StorageInfo": "where a piece is in a file: DCP's metadata file consists of these",
     "_amp_foreach_non_finite_check_and_unscale_": "GradScaler's kernel: one check of all gradients, on the GPU",
     "_backward_hooks": "hooks of the script move to the parameter that takes another's place",
     "_buffers": "a buffer is read at each step, without nn.Module's lookup",
-    "_cdata": "the identity of a storage, also of a fake one",
     "_compiled_call_impl": "tells whether module.compile() was called",
     "_metadata": "the versions of layers in a state dict, which load_state_dict reads",
     "_optimizer_step_post_hooks": "hooks of scripts run outside of the exchange of a sharded optimizer's parameters",
@@ -36,7 +36,7 @@ DOCUMENTED = {"_foreach_clamp_max_", "_foreach_clamp_min_", "_foreach_copy_", "_
 OTHERS = {
     "_ArgumentGroup": "argparse", "_exit": "os",
     "_current_frames": "sys", "_getframe": "sys", "_popen": "multiprocessing", "_run_exitfuncs": "atexit",
-    "_register_atexit": "threading", "_fields": "named tuples", "_replace": "named tuples", "_asdict": "named tuples",
+    "_register_atexit": "threading", "_fields": "named tuples", "_replace": "named tuples",
     "_compute_groups_create_state_ref": "torchmetrics", "_defaults": "torchmetrics", "_groups_checked": "torchmetrics",
     "_reductions": "torchmetrics",
 }  # fmt: skip

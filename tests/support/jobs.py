@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,7 @@ import psutil
 from places import ROOT
 
 RECIPE = ROOT / "recipes" / "resnet.py"
-_LEAVE_S = 5.0
+LEAVE_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -82,18 +82,19 @@ def run_job(
             meanwhile(process)
             code = process.wait(deadline)
         except BaseException as error:
-            _end(mark, 0.0)
+            end_marked(mark, 0.0)
             process.wait()
             if not isinstance(error, subprocess.TimeoutExpired):
                 raise
             raise TimeoutError(f"{' '.join(command)}\n{out.read_text()}\n{err.read_text()}") from None
         ended = time.time()
-    return Job(code, out.read_text(), err.read_text(), ended, _end(mark, _LEAVE_S))
+    return Job(code, out.read_text(), err.read_text(), ended, end_marked(mark, LEAVE_S))
 
 
-def _end(mark: str, patience: float) -> tuple[str, ...]:
+def end_marked(mark: str, patience: float, but: Collection[int] = ()) -> tuple[str, ...]:
     """Kill the processes with a mark that don't end by themselves, and return their descriptions."""
-    _, left = psutil.wait_procs([process for process in psutil.process_iter() if _has(process, mark)], patience)
+    marked = [process for process in psutil.process_iter() if process.pid not in but and _has(process, mark)]
+    _, left = psutil.wait_procs(marked, patience)
     said = []
     for process in left:
         try:

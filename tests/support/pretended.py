@@ -60,7 +60,7 @@ class PretendedRank:
         self.communicator = _Alike(backend, pulse)
         stopping = Stopping(Boundaries(pulse), pulse, None, is_main=rank == 0)
         shares = Shares(config.shares if isinstance(config.shares, tuple) else None, world_size)
-        prepared = PreparedModules(distributed=world_size > 1, shares=shares)
+        prepared = PreparedModules(shares)
         model = nn.Identity()  # in training mode: ranks without samples get stand-ins
         prepared.add(model, model)
         self.step = TrainingStep(
@@ -85,9 +85,7 @@ def in_training(loader: Loader) -> MicroBatch:
 
 
 def _step_of(loader: Loader) -> TrainingStep:
-    listener = loader._listener
-    assert isinstance(listener, TrainingLoop)
-    return listener._step
+    return loader._loop._step
 
 
 def trained(loader: Loader, count: int | None = None) -> Iterator[Any]:

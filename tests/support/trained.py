@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-import forked_python
+import forks
 import pytest
 import torch
 from places import TESTS
@@ -20,9 +19,7 @@ Weights = dict[str, torch.Tensor]
 def expected(tmp_path_factory: pytest.TempPathFactory) -> Weights:
     """Return the weights that a single process trains."""
     folder = tmp_path_factory.mktemp("expected")
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        forked_python.use(monkeypatch)
-        subprocess.run([sys.executable, str(TRAINS), str(folder)], check=True, timeout=120)
+    subprocess.run(forks.command(str(TRAINS), str(folder)), check=True, timeout=120)
     weights: Weights = torch.load(folder / "trained.pt")["model"]
     return weights
 

@@ -14,7 +14,7 @@ from unitrain.checkpoint.emergency.last_boundary import LastBoundary
 from unitrain.checkpoint.run_state import RunState
 from unitrain.checkpoint.sharded import loading
 from unitrain.checkpoint.sharded.opening import CheckpointView, Search, best_beside
-from unitrain.checkpoint.sharded.parts import gathered
+from unitrain.checkpoint.sharded.saving import begin, divided, gathered
 from unitrain.checkpoint.store.disk import Disk
 from unitrain.checkpoint.store.folder import Folder
 from unitrain.checkpoint.store.located import store_at
@@ -178,8 +178,6 @@ class Checkpoint:
 
         Rank 0 alone can write if not all ranks see the folder, or if the store wants few commits.
         """
-        from unitrain.checkpoint.sharded.saving import begin, divided  # and torch.distributed.checkpoint
-
         ranks, parts = self._communicator, _parts(self._state, ended)
         draft = begin(ranks, self._folder, self._step.global_step)
         if draft is None:
@@ -321,7 +319,7 @@ class Checkpoint:
             self.closed = True
             self._writer.close(wait=True)
             if self._watch is not None:
-                self._watch.save_no_more()
+                self._watch.save_by(None)
             self._folder.release()
             self._step.hooks.remove_hook(self._epoch_end)
             if self._boundary is not None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from unitrain.checkpoint.sharded.parts import gathered
+from unitrain.checkpoint.sharded.saving import gathered
 from unitrain.checkpoint.snapshot import on_host
 from unitrain.checkpoint.store.located import store_at
 from unitrain.checkpoint.store.mapped import MappedFiles

@@ -39,17 +39,7 @@ def changed_settings(
 def check_objects(
     objects: Mapping[str, Any], saved: Mapping[str, Any], state: Callable[[Any], Any], folder: str
 ) -> None:
-    """Check that the outlines of saved states fit this run's objects.
-
-    Args:
-        objects: this run's, by name.
-        saved: the outlines, by name.
-        state: returns the state of an object.
-        folder: that of the checkpoints, for messages.
-
-    Raises:
-        CheckpointError: names, shapes, dtypes or parameter groups differ.
-    """
+    """Raise CheckpointError unless the outlines of saved states fit this run's objects. ``folder`` is for messages."""
     if set(objects) != set(saved):
         raise CheckpointError(
             f"the checkpoint in {folder} contains {', '.join(sorted(saved))}, but this run has "

@@ -66,16 +66,10 @@ def gather(communicator: Communicator, metrics: Mapping[str, Any]) -> list[dict[
 
 
 def check(metrics: Mapping[str, Any], saved: list[Any] | None, world_size: int, *, force: bool) -> list[str]:
-    """Return the names of the metrics whose saved states can be loaded.
+    """Return the names of the metrics whose saved states, given the outlines of each rank's, can be loaded.
 
-    Args:
-        metrics: this run's.
-        saved: the outlines of each rank's states; None if the checkpoint has none.
-        world_size: the number of this run's processes.
-        force: leave out those that can't be divided among another number of ranks.
-
-    Raises:
-        CheckpointError: the saved metrics are others, or can't be divided.
+    With ``force``, metrics that can't be divided among another number of ranks are left out. Raises CheckpointError if
+    the saved metrics are others, or can't be divided.
     """
     if not metrics or not saved:
         return []

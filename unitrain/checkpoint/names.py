@@ -18,8 +18,6 @@ from unitrain.errors import CheckpointError
 
 LEGACY = "_shards-"
 """What the names of files with shards began with."""
-METADATA = ".metadata"
-"""The metadata file of torch.distributed.checkpoint. It is named here, since that package takes 0.3 s to import."""
 STATE, GROUPS, PARAMS = "state", "param_groups", "params"
 Name = list[str]
 """The name of the object that has a parameter, and the parameter's name in the object."""
@@ -28,24 +26,14 @@ Keys = tuple[Any, ...]
 
 
 def names_of(optimizer: Optimizer, modules: Mapping[str, nn.Module]) -> list[Name] | None:
-    """Return the names of an optimizer's parameters, in the order of its groups; None if no module has one of them.
-
-    Args:
-        optimizer: the optimizer.
-        modules: the modules of the checkpoint, by name.
-    """
+    """Return the names of an optimizer's parameters, in the order of its groups; None if no module has one of them."""
     names = {p: [name, key] for name in sorted(modules) for key, p in modules[name].named_parameters()}
     found = [names.get(parameter) for group in optimizer.param_groups for parameter in group[PARAMS]]
     return [name for name in found if name is not None] if all(found) else None
 
 
 def keys_of(names: Sequence[Name] | None, parameters: int) -> list[str]:
-    """Return how DCP names the parameters of an optimizer: as their model does, if it is one model.
-
-    Args:
-        names: the names of the parameters; None if they have none, and keep their numbers.
-        parameters: the number of parameters.
-    """
+    """Return how DCP names the parameters of an optimizer: as their model does, if it is one model; else by number."""
     if names is None:
         return [str(number) for number in range(parameters)]
     one_owner = len({owner for owner, _ in names}) == 1
@@ -55,16 +43,9 @@ def keys_of(names: Sequence[Name] | None, parameters: int) -> list[str]:
 def numbers_before(
     optimizer: str, groups: Sequence[Mapping[str, Any]], saved: Sequence[Any], own: Sequence[Any]
 ) -> list[int]:
-    """Return the number in a saved state of each parameter of this run.
+    """Return the number in a saved state of each parameter of this run, given their names then and now.
 
-    Args:
-        optimizer: the optimizer's name.
-        groups: the parameter groups of the state, with as many parameters as this run's.
-        saved: the names of the parameters in the state.
-        own: their names in this run.
-
-    Raises:
-        CheckpointError: a group has other parameters.
+    Raises CheckpointError if a parameter group has other parameters.
     """
     before: list[int] = []
     for group in groups:
@@ -84,12 +65,7 @@ def _shown(name: str | Name) -> str:
 
 
 def in_order(state: Mapping[str, Any], before: Sequence[int]) -> dict[str, Any]:
-    """Return an optimizer's state with its parameters numbered in the order that they have in this run.
-
-    Args:
-        state: its state, or the outline of it.
-        before: the number in it of each parameter of this run.
-    """
+    """Return an optimizer's state, or its outline, with its parameters renumbered, given the number of each before."""
     numbered = count()
     groups = [{**group, PARAMS: [next(numbered) for _ in group[PARAMS]]} for group in state[GROUPS]]
     states = {now: state[STATE][then] for now, then in enumerate(before) if then in state[STATE]}

@@ -96,12 +96,7 @@ class RunState:
         return {name: self.of(value) for name, value in self.objects.items()}
 
     def run(self, steps: int, random: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return the state of the run itself.
-
-        Args:
-            steps: number of optimizer steps so far.
-            random: the states of the random number generators of each rank.
-        """
+        """Return the state of the run itself, given the states of the random number generators of each rank."""
         scaler = None if self._scaler is None else self._scaler.state_dict()
         return {"steps": steps, "scaler": scaler, "random": random, "names": self.names}
 

@@ -16,12 +16,8 @@ _STAYS = ("cpu", "meta")  # where nothing is
 def snapshot(state: Any, before: Any = None) -> Any:
     """Return a copy of nested state in host memory.
 
-    Tensors on a GPU are copied asynchronously into pinned memory, and synchronised once at the end.
-
-    Args:
-        state: tensors and plain data, in dicts, lists and tuples.
-        before: an earlier snapshot, which becomes invalid: the memory of its tensors is reused if shape and dtype are
-            the same. Most of the cost of a copy is that of new memory.
+    Tensors on a GPU are copied asynchronously into pinned memory, and synchronised once at the end. An earlier snapshot
+    becomes invalid: its memory is reused where shape and dtype are the same, as most of the cost is that of new memory.
     """
     devices: set[torch.device] = set()
     copied = _copy(state, before, devices)
@@ -58,7 +54,7 @@ def on_host(state: Any) -> Any:
             return value
         if value.layout != torch.strided:
             return value.detach().cpu()
-        memory = value.untyped_storage()._cdata, value.storage_offset(), value.shape, value.stride(), value.dtype
+        memory = id(value.untyped_storage()), value.storage_offset(), value.shape, value.stride(), value.dtype
         if memory not in copies:
             copies[memory] = value.detach().cpu()
         return copies[memory]

@@ -7,15 +7,13 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from unitrain.checkpoint.run_state import RunState
+from unitrain.checkpoint.sharded.saving import Shards, write_all, write_own
 from unitrain.checkpoint.snapshot import on_host, snapshot
 from unitrain.checkpoint.store.folder import Draft, Folder
 from unitrain.errors import CheckpointError
-
-if TYPE_CHECKING:  # it imports torch.distributed.checkpoint, which takes 0.3 s
-    from unitrain.checkpoint.sharded.saving import Shards
 
 # What is being written in the background. This uses executors, which refuse work once the main thread has ended: a
 # script may end with a save, so its end is waited for before that. A forked process has no thread that would end its
@@ -78,14 +76,7 @@ class Writer:
         self.marked: int | None = None
 
     def write(self, step: int, parts: dict[str, Any], together: Together | None, *, best: bool) -> None:
-        """Write a checkpoint, or start to write a snapshot of it in the background. On rank 0.
-
-        Args:
-            step: number of the step.
-            parts: states by name, which rank 0 writes alone.
-            together: what several ranks write, if they do.
-            best: whether it is the best so far.
-        """
+        """Write what rank 0 writes alone and what several ranks write, or start to write a snapshot. On rank 0."""
         values = {} if together is None else together.shards.values
         if self._thread is None:
             self._write(step, on_host(parts), together, on_host(values), best)
@@ -97,14 +88,7 @@ class Writer:
         writing.add_done_callback(self._report)
 
     def write_own(self, together: Together, rank: int) -> None:
-        """Write this rank's file of a checkpoint, or start to write a snapshot of it in the background.
-
-        Args:
-            together: the checkpoint.
-            rank: this rank, which is not 0.
-        """
-        from unitrain.checkpoint.sharded.saving import write_own
-
+        """Write this rank's file of a checkpoint, or start to write a snapshot of it. Not on rank 0."""
         draft, shards = together.draft, together.shards
         if self._thread is None:
             write_own(draft, rank, shards._replace(values=on_host(shards.values)))
@@ -135,8 +119,6 @@ class Writer:
         if together is None:
             self.folder.write(step, parts, about)
         else:
-            from unitrain.checkpoint.sharded.saving import write_all
-
             shards = together.shards._replace(values=values)
             others = partial(write_all, together.draft, shards, together.writers, self._patience_s)
             self.folder.write(step, parts, about, together.draft, others)
@@ -151,11 +133,7 @@ class Writer:
                 self.folder.remove(step)
 
     def finish(self) -> None:
-        """Wait until the checkpoint in the background is written.
-
-        Raises:
-            CheckpointError: it could not be written.
-        """
+        """Wait until the checkpoint in the background is written. Raises CheckpointError if it could not be."""
         writing, self.under_way = self.under_way, None
         error = None if writing is None else writing.exception()
         if error is not None:

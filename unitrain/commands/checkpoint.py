@@ -29,7 +29,7 @@ def inspect(path: Path) -> int:
     """Verify a checkpoint, the newest in a folder of several, and print what is in it.
 
     Raises:
-        CheckpointError: there is none, or it is damaged.
+        CheckpointError: there is no checkpoint, or it is damaged.
     """
     saved = open_checkpoint(path)
     size = sum(file.size for file in saved.found.manifest.files.values())
@@ -76,7 +76,7 @@ def open_checkpoint(path: Path) -> OpenCheckpoint:
     """Verify and open a checkpoint, the newest in a folder of several.
 
     Raises:
-        CheckpointError: there is none, or it is damaged.
+        CheckpointError: there is no checkpoint, or it is damaged.
     """
     try:
         return _verified(checkpoint_at(path))
@@ -99,8 +99,8 @@ def _verified(found: Located) -> OpenCheckpoint:
 def tensors_of(saved: OpenCheckpoint, state: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Form, int]]:
     """Yield the key, the form and the number of parts of each tensor in nested state."""
     if isinstance(state, Form):
-        stored = None if saved.stored is None else saved.stored.tensor(str(state.key))
-        yield ".".join(path), state, 1 if stored is None else len(stored.chunks)
+        parts = 1 if saved.stored is None or state.key is None else len(saved.stored.layout[state.key].pieces)
+        yield ".".join(path), state, parts
     elif isinstance(state, Tensor):
         yield ".".join(path), Form(state), 1
     elif isinstance(state, (dict, list, tuple)):

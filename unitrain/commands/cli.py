@@ -63,7 +63,7 @@ _COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line ``argv`` (default: that of the process) and return the exit code."""
+    """Run the command line ``argv`` (default: ``sys.argv``) and return the exit code."""
     occupy_standard_descriptors()
     argv = sys.argv[1:] if argv is None else argv
     arguments = vars(_parser(argv).parse_args(argv))

@@ -60,7 +60,7 @@ def job_file(
 
     Args:
         kind: one of ``KINDS``.
-        target: path of the script, relative to the folder in which the job starts.
+        target: path of the script, relative to the folder where the job starts.
         flags: the script's flags.
         name: name of the job: lower-case letters, digits and dashes, as Kubernetes wants it; None for the script's.
         hosts: number of hosts.
@@ -107,7 +107,7 @@ def job_file(
 
 
 def default_name(target: Path) -> str:
-    """Return a name of a job for a script: that of its file, as far as Kubernetes allows it."""
+    """Return the name of a script's file, as far as Kubernetes allows it as the name of a job."""
     words = re.findall(r"[a-z0-9]+", target.stem.lower())
     return "-".join(words).lstrip("-0123456789")[:52].rstrip("-") or "train"
 
@@ -141,7 +141,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="container image with the script (default: %(default)s)",
     )
-    parser.add_argument("--name", metavar="NAME", help="name of the job (default: that of the script)")
+    parser.add_argument("--name", metavar="NAME", help="name of the job (default: the script's)")
     parser.add_argument("--output", "-o", type=path, metavar="FILE", help="file to write (default: standard output)")
     parser.add_argument("kind", choices=list(KINDS), metavar="KIND", help="%(choices)s")
     parser.add_argument(

@@ -10,6 +10,7 @@ import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 import psutil
@@ -60,8 +61,16 @@ def find_program(name: str) -> Path | None:
     return Path(found) if found else None
 
 
+def installed_version(package: str) -> str | None:
+    """Return the version of a Python package; None if it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
 def small_mpi_environment() -> dict[str, str]:
-    """Return an environment in which Open MPI (4 and 5) may start more processes than cores, also as root."""
+    """Return an environment that lets Open MPI (4 and 5) start more processes than cores, also as root."""
     return {
         **os.environ,
         "PATH": search_path(),
@@ -79,8 +88,8 @@ def run_to_end(
 ) -> tuple[int, str]:
     """Run ``command``, and return its exit code and what it printed to stdout and stderr.
 
-    The exit code is 127 if it can't be started, and 124 if it times out. The default environment is that of this
-    process, with ``search_path`` as PATH.
+    The exit code is 127 if it can't be started, and 124 if it times out. The default environment is this process's,
+    with ``search_path`` as PATH.
     """
     try:
         with running([str(part) for part in command], environment or {**os.environ, "PATH": search_path()}) as process:
@@ -130,7 +139,7 @@ def running(command: Sequence[str], environment: Mapping[str, str] | None = None
                 _end_tree(process.pid)
                 raise
     except BaseException:
-        # That of a signal may have come when the process was started, and Popen had not returned yet.
+        # A signal may have raised it after the process was started and before Popen returned.
         for child in set(psutil.Process().children()) - before:
             _end_tree(child.pid)
         raise
@@ -149,7 +158,7 @@ def _end_tree(pid: int) -> None:
 
 
 def find_compiler() -> Program | None:
-    """Return the C++ compiler that CMake would use: that of CXX, else the first of the usual names."""
+    """Return the C++ compiler that CMake would use: CXX, else the first of the usual names."""
     names = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
     return _first(names, r"^(.+)$")
 
@@ -172,7 +181,7 @@ def find_cuda() -> Program | None:
 
 
 def find_mpi() -> Mpi | None:
-    """Return the MPI whose ``mpirun`` is found first, or None without a working ``mpirun``."""
+    """Return the MPI of the first ``mpirun`` on the path; None if it does not work or there is no ``mpirun``."""
     mpirun = find_program("mpirun")
     if mpirun is None:
         return None

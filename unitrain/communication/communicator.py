@@ -48,6 +48,7 @@ class Communicator:
         world_size: number of processes.
         device: the device of the tensors that are communicated.
         pulse: as given.
+        compares: as given; False in a world of one.
         closed: whether communication has ended.
         waits: what is called around waits for collectives of the core.
         all_reduce_async: the backend's ``all_reduce``, for the core: in place, without checks.
@@ -72,7 +73,7 @@ class Communicator:
         self.closed: bool = False
         self._backend = backend
         self._peers = peers
-        self._compares = compares and peers is not None
+        self.compares: bool = compares and peers is not None
         self._refusal = ""
         self._objects = ObjectTransport(self, key)
         self.waits: Waits = Waits(measures=backend.config.shares == "auto")
@@ -179,7 +180,7 @@ class Communicator:
     def all_gather(self, tensor: Tensor) -> Tensor:
         """See ``Strategy.all_gather``."""
         work = self._communicable(tensor, "all_gather")
-        if self.world_size > 1 and not self._compares:  # calls that are compared name their lines, too
+        if self.world_size > 1 and not self.compares:  # calls that are compared name their lines, too
             self.check_same_form(work)
         return self.all_gather_alike(work).to(tensor.device)
 
@@ -268,7 +269,7 @@ class Communicator:
 
     def compare_calls(self, call: str) -> None:
         """With ``debug``, wait until every rank has reached the same call. The job ends if one makes another."""
-        if self._compares and self._peers is not None:
+        if self.compares and self._peers is not None:
             self._peers.compare_calls(call, call_site.current())
 
     def check_same_form(self, tensor: Tensor) -> None:
@@ -303,7 +304,7 @@ class Communicator:
         if self._refusal:
             raise UsageError(f"{verb} was called {self._refusal}")
         with self.pulse.within(verb):
-            if self._compares:
+            if self.compares:
                 what = "" if tensor is None else f" of {str(tensor.dtype)[6:]}{list(tensor.shape)}"
                 self.compare_calls(f"{verb}({how}){what}")
             try:
@@ -312,7 +313,7 @@ class Communicator:
                 if not self._backend.is_engine_error(error):
                     raise
                 others = self._peers.whereabouts() if self._peers is not None else ""
-                remedy = "" if self._compares else "Run with UNITRAIN_DEBUG=true to see which calls differ. "
+                remedy = "" if self.compares else "Run with UNITRAIN_DEBUG=true to see which calls differ. "
                 raise CommunicationError(
                     f"rank {self.rank} of {self.world_size} could not complete {verb}: another rank has ended, or did "
                     f"not call it within timeout_s. {f'{others}. ' if others else ''}{remedy}"

@@ -21,7 +21,7 @@ _MOST_BYTES = 2**40  # of an object
 
 
 class ObjectTransport:
-    """Sends objects. The key signs pickles; it is None if the ranks share no secret, and before they have proved it."""
+    """Sends objects. The key, which signs pickles, is None if the ranks share no secret, or have not proved it yet."""
 
     def __init__(self, communicator: Communicator, key: bytes | None) -> None:
         self._communicator = communicator

@@ -42,7 +42,8 @@ class Form:
         self.key: str | None = key
         self.shape: tuple[int, ...] = tuple(tensor.shape)
         self.dtype: torch.dtype = tensor.dtype
-        self._stride: tuple[int, ...] = torch.empty_like(tensor, device="meta").stride()  # without gaps
+        dense = tensor if tensor.is_contiguous() else torch.empty_like(tensor, device="meta")  # which is slow
+        self._stride: tuple[int, ...] = dense.stride()  # without gaps
 
     def describes(self, tensor: Tensor) -> bool:
         """Return whether a tensor has this shape and dtype."""
@@ -105,15 +106,14 @@ def receive(
             return found
         return found if form.fits(found) else new(path, form)
 
-    paths = [(path, form) for path, form in leaves(expected) if isinstance(form, Form)]
-    targets = [target(path, form) for path, form in paths]
-    triples = [(path, form, found) for (path, form), found in zip(paths, targets, strict=True)]
+    targets = [(path, form, target(path, form)) for path, form in leaves(expected) if isinstance(form, Form)]
     if fill is not None:
-        fill([triple for triple in triples if triple[1].key is not None])
+        fill([one for one in targets if one[1].key is not None])
     sources = [value for _, value in leaves(source) if _is_dense(value)] if communicator.rank == src else []
-    received = [found for _, form, found in triples if form.key is None]
-    broadcast_tensors(communicator, received, sources, src=src, sent=sent)
-    filled = iter(targets)
+    broadcast_tensors(
+        communicator, [found for _, form, found in targets if form.key is None], sources, src=src, sent=sent
+    )
+    filled = (found for _, _, found in targets)
     return _mapped(expected, lambda value: next(filled) if isinstance(value, Form) else value)
 
 

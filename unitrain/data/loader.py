@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from torch.utils.data import Sampler
+from typing_extensions import Unpack
 
 from unitrain import call_site
 from unitrain.communication.communicator import Communicator
 from unitrain.config import StrategyConfig
-from unitrain.data.loop import Iteration, LoopListener
+from unitrain.data.loop import Iteration
+from unitrain.data.options import LoaderOptions
 from unitrain.data.order.sharding import MicroBatch
 from unitrain.data.reading.feeding import feed, to_device
 from unitrain.data.reading.fingerprint import check_same_data, fingerprint
-from unitrain.data.reading.iterable import Iterable, is_sharded
+from unitrain.data.reading.iterable import Iterable
 from unitrain.data.reading.map_style import MapStyle
-from unitrain.data.reading.sources import Sources
+from unitrain.data.reading.sources import make_source
 from unitrain.data.settings import LoaderSettings
-from unitrain.errors import CheckpointError, ConfigError, DataError, UsageError
+from unitrain.errors import CheckpointError, DataError, UsageError
 from unitrain.job.joining.handshake import are_identical, difference_between_ranks
+
+if TYPE_CHECKING:
+    from unitrain.training.loop.loop import TrainingLoop
 
 
 class Loader:
@@ -36,36 +41,6 @@ class Loader:
     used in a backward of the strategy: the next iteration starts the next epoch. Otherwise, after
     ``next(iter(loader))`` say, it does not count: the next iteration yields the same batches again.
 
-    Args:
-        communicator: the communicator of this process.
-        listener: the training loop.
-        config: the strategy's settings.
-        local_world_size: number of processes on this host.
-        dataset: a map-style dataset (``__getitem__`` and ``__len__``), an iterable one (``__iter__``), or a torch
-            ``DataLoader``, which is converted.
-        global_batch_size: number of samples per optimizer step, over all processes and micro-batches. Results then do
-            not depend on the number of processes.
-        batch_size: number of samples per batch of one process, as in PyTorch; with unequal ``shares``, their mean over
-            the processes. Exactly one of the two is required.
-        micro_batch_size: with ``global_batch_size``: the most samples of one process per forward. The number of
-            micro-batches per step then follows from the number of processes and their shares, instead of
-            ``accumulate``.
-        shuffle: shuffle in each epoch, in an order that depends only on the strategy's seed and the epoch.
-        sampler: yields the indices of an epoch, instead of ``shuffle``. It must yield the same on every rank, and is
-            seeded for that.
-        batch_sampler: yields lists of indices, instead of a batch size and an order. Each list is the global batch of
-            one optimizer step, which is split over the ranks.
-        drop_last: drop the last step of an epoch if it is incomplete.
-        sample_seeding: seed python's, numpy's and torch's generators for each sample with (seed, epoch, sample), so
-            that random augmentations don't depend on workers and ranks. For map-style datasets.
-        sharded: whether an iterable dataset yields a different part on each rank and worker. Otherwise every rank
-            reads all of it and keeps its part. Default: True for datasets of Hugging Face and WebDataset, and for
-            those with a method ``shard(num_shards, index)``, which is called.
-        **settings: keyword arguments of ``DataLoader``: collate_fn, num_workers, persistent_workers, pin_memory,
-            prefetch_factor, timeout, worker_init_fn, multiprocessing_context. By default, workers are used only with
-            a GPU (one per core of this process minus one, at most 8, and none for data in memory), with a timeout of
-            half of ``timeout_s`` per batch.
-
     Attributes:
         dataset: the dataset.
         epoch: the epoch of the next iteration, or of the current one.
@@ -79,65 +54,31 @@ class Loader:
     def __init__(
         self,
         communicator: Communicator,
-        listener: LoopListener,
+        loop: TrainingLoop,
         config: StrategyConfig,
         local_world_size: int,
         dataset: Any,
-        *,
-        global_batch_size: int | None = None,
-        batch_size: int | None = None,
-        micro_batch_size: int | None = None,
-        shuffle: bool = False,
-        sampler: Sampler[int] | Sequence[int] | None = None,
-        batch_sampler: Sampler[list[int]] | Sequence[Sequence[int]] | None = None,
-        drop_last: bool = False,
-        sample_seeding: bool = True,
-        sharded: bool | None = None,
-        **settings: Any,
+        **options: Unpack[LoaderOptions],
     ) -> None:
-        given = LoaderSettings(
-            dataset,
-            global_batch_size,
-            batch_size,
-            micro_batch_size,
-            shuffle,
-            sampler,
-            batch_sampler,
-            drop_last,
-            settings,
-        )
+        given = LoaderSettings.of(dataset, options)
         self.dataset: Any = given.dataset
-        self._shares = listener.shares.current
+        self._shares = loop.shares.current
         self.global_batch_size: int | None = None
         if given.batch_sampler is None:
             micro_batches = given.micro_batches(self._shares, config.accumulate)
             self.global_batch_size = given.samples_per_step(communicator.world_size, micro_batches)
         self._communicator = communicator
-        self._listener = listener
+        self._loop = loop
         self._config = config
         self._seed = config.seed
         self._compared = False
         self._identity = object()
         self._iteration: Iteration | None = None
+        self._resumed_unasked = False  # in a later epoch, and the script has not asked in which
         self.epoch = 0
         self._given = given
-        self._source: Iterable | MapStyle
-        self._reads_shards = given.is_iterable and (is_sharded(self.dataset) if sharded is None else sharded)
-        if self._reads_shards and config.shares is not None and communicator.world_size > 1:
-            raise ConfigError(
-                f"a sharded {type(self.dataset).__name__} can't be split by shares, since it yields a part of its own "
-                "on each rank: pass sharded=False if every rank can read all of it, or set strategy.shares to null."
-            )
-        self._sources = Sources(communicator, config, local_world_size, sample_seeding=sample_seeding)
-        if given.is_iterable:
-            self._source = self._sources.iterable(given, self._shares, sharded=self._reads_shards)
-        elif sharded is not None:
-            raise ConfigError("sharded is for iterable datasets only: the loader always shards map-style datasets.")
-        else:
-            self._source = self._map_style(given)
-
-    def _map_style(self, given: LoaderSettings) -> MapStyle:
-        return self._sources.map_style(given, self._shares, self._seed)
+        self._make_source = partial(make_source, communicator, config, local_world_size)
+        self._source: Iterable | MapStyle = self._make_source(given, self._shares, self._seed)
 
     def check_splits(self) -> None:
         """Raise UsageError unless ``split`` and ``first_batch`` can be called."""
@@ -154,7 +95,9 @@ class Loader:
         For trials: the position in the data stays the same, and nothing is recorded. Not collective.
         """
         given = replace(self._of_steps(samples), drop_last=False)
-        return to_device(self._map_style(given).first_batch(self._seed, self.epoch), self._communicator.device)
+        source = self._make_source(given, self._shares, self._seed)
+        assert isinstance(source, MapStyle)  # see check_splits
+        return to_device(source.first_batch(self._seed, self._epoch), self._communicator.device)
 
     def split(self, micro_batch_size: int) -> None:
         """Set ``micro_batch_size`` from the next iteration on. The samples of a step stay the same.
@@ -163,7 +106,7 @@ class Loader:
             ConfigError: ``accumulate`` is set.
         """
         given = replace(self._of_steps(self.global_batch_size), micro_batch_size=micro_batch_size)
-        self._given, self._source = given, self._map_style(given)
+        self._given, self._source = given, self._make_source(given, self._shares, self._seed)
 
     def _of_steps(self, samples: int | None) -> LoaderSettings:
         """Return the settings with this many samples per step, which are not split."""
@@ -175,24 +118,24 @@ class Loader:
         Raises:
             TypeError: the length of an iterable dataset is unknown, as with a torch DataLoader.
         """
-        return self._source.plan(self._seed, self.epoch).micro_batches
+        return self._source.plan(self._seed, self._epoch).micro_batches
 
     @property
     def steps_per_epoch(self) -> int:
         """Number of optimizer steps in an epoch. Raises TypeError if ``len()`` does."""
-        return self._source.plan(self._seed, self.epoch).steps
+        return self._source.plan(self._seed, self._epoch).steps
 
     @property
     def samples(self) -> int | None:
         """Number of samples in an epoch, over all ranks; None if the length of an iterable dataset is unknown."""
         try:
-            return self._source.plan(self._seed, self.epoch).end
+            return self._source.plan(self._seed, self._epoch).end
         except TypeError:
             return None
 
     @property
     def yielded(self) -> int:
-        """Number of samples yielded in the current epoch, over all ranks, including those of an open window."""
+        """Number of samples yielded in the current epoch, over all ranks, including the samples of an open window."""
         last = self._last
         return self._start[0] if last is None else last.stop
 
@@ -210,11 +153,12 @@ class Loader:
     @property
     def epoch(self) -> int:
         """The epoch of the next iteration, or of the current one. Set it to start another."""
+        self._resumed_unasked = False
         return self._epoch
 
     @epoch.setter
     def epoch(self, number: int) -> None:
-        self._epoch = number
+        self._epoch, self._resumed_unasked = number, False
         self._begin_at(0, 0)
 
     def _begin_at(self, consumed: int, steps: int) -> None:
@@ -232,19 +176,33 @@ class Loader:
         """Whether there is an unfinished iteration that counts as an epoch."""
         return self._iteration is not None and self._iteration.trained
 
+    def set_epoch(self, epoch: int) -> NoReturn:
+        """Raise UsageError: unlike a ``DistributedSampler``, a loader shuffles anew in each epoch by itself."""
+        raise UsageError(
+            "loader.set_epoch() is not needed: a loader shuffles anew in each epoch. Remove the call; to begin with "
+            "another epoch, set loader.epoch."
+        )
+
     def epochs(self, total: int) -> Iterator[int]:
         """Yield the remaining epochs of ``total``, and set ``epoch`` for each.
 
         The first continues from the loaded state, or follows an epoch whose iteration ended early.
         """
-        for number in range(self.epoch + self._counts, total):
-            if self._counts or number != self.epoch:
+        self._resumed_unasked = False
+        for number in range(self._epoch + self._counts, total):
+            if self._counts or number != self._epoch:
                 self.epoch = number
             yield number
-            self._listener.follows()
+            self._loop.follows()
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's batches of an epoch, on its device, after those that were consumed before resuming."""
+        if self._resumed_unasked:
+            self._resumed_unasked = False
+            self._warn(
+                f"this run was resumed in epoch {self._epoch}, but the script has not asked in which: with range(), it "
+                "would train the epochs before again. Write `for epoch in loader.epochs(total)`."
+            )
         if self._counts:
             self.epoch += 1
         elif self._iteration is not None:
@@ -252,7 +210,7 @@ class Loader:
         if not self._compared:
             if isinstance(self._source, MapStyle) and not self._start[0]:
                 self._source.forget()
-            if self._communicator.world_size > 1 and not self._reads_shards:
+            if self._communicator.world_size > 1 and self._source.readers() is None:
                 self._check_same_data()
         self._compared = True
         iteration = self._iteration = Iteration(self._identity)
@@ -263,18 +221,18 @@ class Loader:
         finally:
             if not complete and iteration is self._iteration and not iteration.trained:
                 self._drop(iteration)
-        self._listener.end(iteration, complete=True)
+        self._loop.end(iteration, complete=True)
         self.epoch += 1
 
     def _drop(self, iteration: Iteration) -> None:
         """Forget an iteration that ended before any of its batches was trained on: it does not count."""
-        self._listener.end(iteration, complete=False)
+        self._loop.end(iteration, complete=False)
         self._begin_at(*self._start)
 
     def _batches(self, iteration: Iteration) -> Iterator[Any]:
         batches = self._balanced() if self._config.shares == "auto" else self._fed(*self._start)
-        for micro_batch, batch in self._listener.begin(iteration, batches):
-            if not self._listener.hand_out(micro_batch, iteration):
+        for micro_batch, batch in self._loop.begin(iteration, batches):
+            if not self._loop.hand_out(micro_batch, iteration):
                 continue
             yield batch
             if iteration is not self._iteration:
@@ -282,20 +240,20 @@ class Loader:
 
     def _fed(self, consumed: int, steps: int) -> Iterator[tuple[MicroBatch, Any]]:
         """Yield the micro-batches of an epoch after ``consumed`` samples and ``steps`` steps, on the device."""
-        return feed(self._source.batches(self._seed, self.epoch, consumed, steps), self._communicator.device)
+        return feed(self._source.batches(self._seed, self._epoch, consumed, steps), self._communicator.device)
 
     def _balanced(self) -> Iterator[tuple[MicroBatch, Any]]:
         """Yield the micro-batches of an epoch. If the shares change, the next step is split by the new ones."""
         start: tuple[int, int] | None = self._start
         while start is not None:
-            shares = self._listener.shares.current
+            shares = self._loop.shares.current
             if shares != self._shares:
                 self._shares = shares
                 self._source.split_by(shares, self._given.micro_batches(shares, self._config.accumulate))
             fed, start = self._fed(*start), None
             for micro_batch, batch in fed:
                 yield micro_batch, batch
-                if micro_batch.last and self._listener.shares.current != self._shares:
+                if micro_batch.last and self._loop.shares.current != self._shares:
                     start = micro_batch.stop, micro_batch.step + 1
                     break
 
@@ -320,8 +278,8 @@ class Loader:
             )
         if not isinstance(self._source, MapStyle):
             return
-        self._source.plan(self._seed, self.epoch)
-        if not are_identical(self._communicator, {"order": self._source.drawn(self._seed, self.epoch)}):
+        self._source.plan(self._seed, self._epoch)
+        if not are_identical(self._communicator, {"order": self._source.drawn(self._seed, self._epoch)}):
             raise DataError(
                 "a loader's sampler yields other indices on one rank than on another, so samples would be left out and "
                 "repeated: draw its random numbers from python's, numpy's or torch's global generators, which the "
@@ -342,9 +300,9 @@ class Loader:
         """Return the position in the data, as ints and strings that are equal on all ranks. Not collective.
 
         In training, a batch is consumed when it has been used in a backward, and before the first backward, or in an
-        evaluation, when it has been yielded. Batches that were only prefetched are not consumed, nor are those of an
+        evaluation, when it has been yielded. Batches that were only prefetched are not consumed, nor are batches of an
         iteration that ended before anything was trained on. The batches of an accumulation window are consumed
-        together at its end: within a window, the state is that of its start.
+        together at its end: within a window, the state is the one at its start.
         """
         drawn = self._source.drawn(self._seed, self._epoch)
         return {
@@ -361,7 +319,7 @@ class Loader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state`` in the next iteration, with any number of ranks and any backend.
 
-        Consumed samples are not read again, except those of an iterable dataset, which are skipped. Order and random
+        Consumed samples are not read again, except in an iterable dataset, where they are skipped. Order and random
         numbers follow from the state's seed from now on, with a warning if the strategy's seed differs. If the global
         batch size differs, the rest of the epoch is split into batches of the new size, with a warning: each sample
         is still yielded once, but the batches are not those of an uninterrupted run. A sharded iterable dataset can
@@ -388,6 +346,7 @@ class Loader:
                 f"{state['epoch']} continues after {state['consumed']} samples in batches of the new size."
             )
         self._seed, self.epoch = state["seed"], state["epoch"]
+        self._resumed_unasked = state["epoch"] > 0
         self._begin_at(state["consumed"], state["steps"])
 
     def _check_position(self, state: Mapping[str, Any], own: Mapping[str, Any]) -> None:

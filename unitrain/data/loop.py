@@ -1,12 +1,11 @@
-"""The interface between a loader and the training loop."""
+"""What a loader and the training loop tell each other about an iteration."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 from unitrain.data.order.sharding import MicroBatch
-from unitrain.data.order.shares import Shares
 
 Batches = Iterator[tuple[MicroBatch, Any]]
 """Micro-batches, and what a loader yields for them."""
@@ -71,28 +70,3 @@ class CurrentBatch:
     def __deepcopy__(self, memo: dict[int, Any]) -> CurrentBatch:
         """Return this object: a copy of a model is used with the same batches."""
         return self
-
-
-class LoopListener(Protocol):
-    """Receives notifications from a loader.
-
-    Attributes:
-        shares: the shares of the ranks in every micro-batch.
-    """
-
-    shares: Shares
-
-    def begin(self, iteration: Iteration, batches: Batches) -> Batches:
-        """An iteration begins. Return the iterator that the loader yields from: the same, or one that measures it."""
-
-    def hand_out(self, micro_batch: MicroBatch, iteration: Iteration) -> bool:
-        """All previous batches have been used. Return whether this one is to be yielded, and record it if so.
-
-        The run may be stopped here.
-        """
-
-    def end(self, iteration: Iteration, *, complete: bool) -> None:
-        """An iteration has ended: at the end of its data, or before any of its batches was trained on."""
-
-    def follows(self) -> None:
-        """What follows the previous training iteration is done: the loop over epochs continues."""

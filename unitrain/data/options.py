@@ -1,4 +1,4 @@
-"""The keyword arguments of ``strategy.dataloader``, for editors and type checkers."""
+"""The options of ``strategy.dataloader``, by their names and types."""
 
 from __future__ import annotations
 
@@ -8,18 +8,9 @@ from typing import Any, TypedDict
 from torch.utils.data import Sampler
 
 
-class LoaderOptions(TypedDict, total=False):
-    """Options of ``strategy.dataloader``; see ``unitrain.data.Loader`` for their meaning."""
+class WorkerOptions(TypedDict, total=False):
+    """The options that are passed on to torch's ``DataLoader``."""
 
-    global_batch_size: int | None
-    batch_size: int | None
-    micro_batch_size: int | None
-    shuffle: bool
-    sampler: Sampler[int] | Sequence[int] | None
-    batch_sampler: Sampler[list[int]] | Sequence[Sequence[int]] | None
-    drop_last: bool
-    sample_seeding: bool
-    sharded: bool | None
     collate_fn: Callable[[list[Any]], Any] | None
     multiprocessing_context: Any
     num_workers: int | None
@@ -28,3 +19,40 @@ class LoaderOptions(TypedDict, total=False):
     prefetch_factor: int | None
     timeout: float | None
     worker_init_fn: Callable[[int], None] | None
+
+
+class LoaderOptions(WorkerOptions, total=False):
+    """Options of ``strategy.dataloader``. Either ``global_batch_size`` or ``batch_size`` is required.
+
+    Keyword arguments of torch's ``DataLoader`` are passed on: collate_fn, num_workers, persistent_workers, pin_memory,
+    prefetch_factor, timeout, worker_init_fn, multiprocessing_context. By default, workers are used only with a GPU (one
+    per core of this process minus one, at most 8, and none for data in memory), with a timeout of half of ``timeout_s``
+    per batch.
+    """
+
+    global_batch_size: int | None
+    """Number of samples per optimizer step, over all processes and micro-batches. Results then do not depend on the
+    number of processes."""
+    batch_size: int | None
+    """Number of samples per batch of one process, as in PyTorch; with unequal ``shares``, their mean over the
+    processes."""
+    micro_batch_size: int | None
+    """With ``global_batch_size``: the most samples of one process per forward. The number of micro-batches per step
+    then follows from the number of processes and their shares, instead of ``accumulate``."""
+    shuffle: bool
+    """Shuffle in each epoch, in an order that depends only on the strategy's seed and the epoch."""
+    sampler: Sampler[int] | Sequence[int] | None
+    """Yields the indices of an epoch, instead of ``shuffle``. It must yield the same on every rank, and is seeded for
+    that."""
+    batch_sampler: Sampler[list[int]] | Sequence[Sequence[int]] | None
+    """Yields lists of indices, instead of a batch size and an order. Each list is the global batch of one optimizer
+    step, which is split over the ranks."""
+    drop_last: bool
+    """Drop the last step of an epoch if it is incomplete."""
+    sample_seeding: bool
+    """Seed python's, numpy's and torch's generators for each sample with (seed, epoch, sample), so that random
+    augmentations don't depend on workers and ranks. For map-style datasets; True by default."""
+    sharded: bool | None
+    """Whether an iterable dataset yields a different part on each rank and worker. Otherwise every rank reads all of it
+    and keeps its part. Default: True for datasets of Hugging Face and WebDataset, and for those with a method
+    ``shard(num_shards, index)``, which is called."""

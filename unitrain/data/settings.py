@@ -1,4 +1,4 @@
-"""The arguments of a loader: checks them, and takes over those of a torch DataLoader."""
+"""The arguments of a loader: checks them, and takes over the arguments of a torch DataLoader."""
 
 from __future__ import annotations
 
@@ -14,12 +14,10 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from unitrain.data.options import LoaderOptions, WorkerOptions
 from unitrain.errors import ConfigError, DataError, nearest
 
-PASSED_ON = (
-    "collate_fn", "multiprocessing_context", "num_workers", "persistent_workers", "pin_memory", "prefetch_factor",
-    "timeout", "worker_init_fn",
-)  # fmt: skip
+_PASSED_ON = tuple(WorkerOptions.__annotations__)
 _OURS = {
     "generator": "the order follows from the strategy's seed and the epoch",
     "pin_memory_device": "the strategy sets the device",
@@ -32,25 +30,40 @@ class LoaderSettings:
     """The arguments of ``strategy.dataloader``."""
 
     dataset: Any
-    global_batch_size: int | None
-    batch_size: int | None
-    micro_batch_size: int | None
-    shuffle: bool
-    sampler: Any
-    batch_sampler: Any
-    drop_last: bool
+    global_batch_size: int | None = None
+    batch_size: int | None = None
+    micro_batch_size: int | None = None
+    shuffle: bool = False
+    sampler: Any = None
+    batch_sampler: Any = None
+    drop_last: bool = False
+    sample_seeding: bool = True
+    sharded: bool | None = None
     passed_on: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments for the DataLoader."""
 
-    def __post_init__(self) -> None:
-        for name in self.passed_on:
+    @classmethod
+    def of(cls, dataset: Any, options: LoaderOptions) -> LoaderSettings:
+        """Return the settings of a loader.
+
+        Raises:
+            ConfigError: options are unknown or contradict each other.
+            DataError: the dataset can't be read as a loader does.
+        """
+        known = LoaderOptions.__annotations__
+        for name in options:
             if name in _OURS:
                 raise ConfigError(f"strategy.dataloader does not take {name!r}: {_OURS[name]}.")
-            if name not in PASSED_ON:
+            if name not in known:
                 raise ConfigError(
-                    f"strategy.dataloader has no argument {name!r}.{nearest(name, PASSED_ON)} Of DataLoader's, it "
-                    f"takes {', '.join(PASSED_ON)}."
+                    f"strategy.dataloader has no argument {name!r}.{nearest(name, known)} Of DataLoader's, it takes "
+                    f"{', '.join(_PASSED_ON)}."
                 )
+        passed_on = {name: value for name, value in options.items() if name in _PASSED_ON}
+        own: dict[str, Any] = {name: value for name, value in options.items() if name not in _PASSED_ON}
+        return cls(dataset, passed_on=passed_on, **own)
+
+    def __post_init__(self) -> None:
         if isinstance(self.dataset, DataLoader):
             self._convert(self.dataset)
         self._check_dataset()
@@ -79,7 +92,7 @@ class LoaderSettings:
                 raise ConfigError(
                     f"{name} is set by the DataLoader: pass it to the DataLoader, or pass the dataset instead."
                 )
-        given = {name: getattr(loader, name, None) for name in PASSED_ON}
+        given = {name: getattr(loader, name, None) for name in _PASSED_ON}
         if not self.passed_on.get("num_workers", loader.num_workers):
             given.update(multiprocessing_context=None, timeout=None, prefetch_factor=None, persistent_workers=None)
         self.passed_on = {**{name: value for name, value in given.items() if value is not None}, **self.passed_on}

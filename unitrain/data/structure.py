@@ -49,12 +49,7 @@ def rebuilt(batch: Any, leaf: Callable[[Any], Any]) -> Any:
 
 
 def tensors(batch: Any, *, opened: bool = False) -> Iterator[Tensor]:
-    """Yield the tensors in a batch.
-
-    Args:
-        batch: a nested batch.
-        opened: whether to look into containers with a method ``to``, which are otherwise moved as a whole.
-    """
+    """Yield the tensors in a batch, and with ``opened`` in containers with a method ``to``, too."""
     parts = _parts(batch) if opened else _open_parts(batch)
     if parts is not None:
         for part in parts.values():

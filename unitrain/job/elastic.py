@@ -26,12 +26,9 @@ _started_in = os.getcwd()
 
 
 def end_for_others(launch: Launch, line: str, code: int = 1) -> NoReturn:
-    """End this process because of other ranks, from any thread, or have it go on in a world without them.
+    """End this process because of other ranks, or have it go on in a world without them. From any thread.
 
-    Args:
-        launch: how this process was started.
-        line: why, for stderr.
-        code: exit code.
+    ``line`` says why, on stderr.
     """
     if launch.elastic:
         start_again(line)
@@ -39,11 +36,7 @@ def end_for_others(launch: Launch, line: str, code: int = 1) -> NoReturn:
 
 
 def start_again(line: str = "") -> NoReturn:
-    """Run this process's command again in its place, as soon as it has a new rank. From any thread.
-
-    Args:
-        line: why, for stderr.
-    """
+    """Run this process's command again in its place, as soon as it has a new rank. From any thread."""
     if line:
         print_stderr(line)
     flush()
@@ -53,7 +46,7 @@ def start_again(line: str = "") -> NoReturn:
     # What C++ libraries have opened would stay open, and other ranks would wait at it.
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         if descriptor > 2:
-            with suppress(OSError):  # that of the listing
+            with suppress(OSError):  # the descriptor of the listing
                 os.set_inheritable(descriptor, False)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     first = Path("/proc/self/environ").read_bytes().split(b"\0")  # without what the script has changed

@@ -124,10 +124,7 @@ def _launch() -> Launch:
 class RankError(Exception):
     """The cause of an exception that another process raised: holds its traceback, which can't be pickled.
 
-    Args:
-        rank: rank of that process.
-        trace: the formatted traceback.
-        place: the result of ``place`` in that process.
+    ``trace`` is the formatted traceback, and ``place`` the result of the function ``place`` in that process.
     """
 
     def __init__(self, rank: int, trace: str, place: str) -> None:

@@ -29,15 +29,10 @@ _current: Job | None = None
 def join(backend: Backend, config: StrategyConfig, launch: Launch) -> tuple[Communicator, Job]:
     """Start a backend and join the other processes. The job becomes the current one. Collective.
 
-    Args:
-        backend: the backend, not started yet.
-        config: the settings.
-        launch: how this process was started.
-
     Raises:
         BackendError: a collective of the backend gives a wrong result.
-        LaunchError: the backend's rank or world size is not that of the launcher.
-        ConfigError: settings, versions or code differ between ranks.
+        LaunchError: the backend's rank or world size is not the launcher's.
+        ConfigError: settings, versions, code or the job's secret differ between ranks.
         CommunicationError: the ranks can't reach one another.
     """
     with StartWatch(launch, config):
@@ -71,14 +66,8 @@ def _start(backend: Backend, launch: Launch) -> None:
 class Job:
     """The membership of this process in a job. Runs the handshake and starts the watch. Collective.
 
-    Args:
-        communicator: the communicator of this process.
-        config: the settings.
-        launch: how this process was started.
-        backend: the started backend.
-
     Attributes:
-        launch: as given.
+        launch: how this process was started.
         pulse: what this process is doing.
         node_rank: rank of its host.
         watch: sends heartbeats to rank 0 and ends this process when the job ends; None in a world of one.
@@ -86,10 +75,6 @@ class Job:
         stopping: stops this process at the same boundary as the others.
         failed: whether this process is ending because of an error; it then does not wait for other ranks.
         ended: whether it is leaving, or has left, the job.
-
-    Raises:
-        ConfigError: settings, versions, code or the job's secret differ between ranks.
-        CommunicationError: rank 0 can't be reached.
     """
 
     def __init__(self, communicator: Communicator, config: StrategyConfig, launch: Launch, backend: Backend) -> None:
@@ -109,11 +94,7 @@ class Job:
             if launch.node_rank is None:  # unknown to the launcher: hosts are numbered in the order of the ranks
                 hosts = [member.host for member in members]
                 self.node_rank = list(dict.fromkeys(hosts)).index(hosts[communicator.rank])
-            one_host = launch.local_world_size == communicator.world_size
-            self.watch = Watch(
-                communicator, members, boundaries, config,
-                key=key.value, one_host=one_host, launch=launch,
-            )  # fmt: skip
+            self.watch = Watch(communicator, members, boundaries, config, launch, key.value)
             watch_exit(
                 str(self.watch), self.pulse,
                 warn_s=min(config.heartbeat_timeout_s, config.timeout_s), end_s=config.timeout_s,
@@ -148,3 +129,12 @@ class Job:
 def current() -> Job | None:
     """Return the job that this process belongs to, or belonged to last; None before the first."""
     return _current
+
+
+def _leave_in_child() -> None:
+    """Forget the job in a forked child: its connections and its place among the ranks are the parent's."""
+    global _current
+    _current = None
+
+
+os.register_at_fork(after_in_child=_leave_in_child)

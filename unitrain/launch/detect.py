@@ -41,11 +41,12 @@ class Launch:
     step: str | None = None
     """SLURM's ids of job and step, as JOB.STEP, which tell apart jobs that come to one address; None without srun."""
     mpi: str | None = None
-    """The MPI that the launcher belongs to: Open MPI 4 (or older), Open MPI 5 (or newer) or MPICH (or Intel MPI)."""
+    """The MPI that the launcher belongs to: Open MPI 4 (or older), Open MPI 5 (or newer) or MPICH (or one based on it:
+    Intel MPI, Cray MPICH, MVAPICH)."""
     elastic: bool = False
     """Whether horovodrun goes on with other processes when one fails, and when hosts are added or removed."""
     also: tuple[str, ...] = ()
-    """Other launchers whose variables are set too. They are ignored."""
+    """Other launchers with variables that are set too. They are ignored."""
     evidence: tuple[str, ...] = ()
     """The variables that this was read from, as NAME=value."""
 
@@ -86,7 +87,7 @@ class _Launcher:
 
     name: str
     present: tuple[str, ...] | Callable[[Mapping[str, str]], bool]
-    """Variables of which one shows that it started this process, or a function that finds out."""
+    """Variables that show that it started this process, each on its own, or a function that finds out."""
     remedy: str
     """What to do if its variables are wrong."""
     place: _Place | None = None
@@ -152,11 +153,20 @@ def _open_mpi(variables: Variables, launch: Launch) -> Launch:
     return replace(launch, mpi="Open MPI 5" if is_5 else "Open MPI 4")
 
 
+def _mpich(_variables: Variables, launch: Launch) -> Launch:
+    return replace(launch, mpi="MPICH")
+
+
 def _is_hydra(environ: Mapping[str, str]) -> bool:
     if "MPI_LOCALRANKID" in environ or "MPI_LOCALNRANKS" in environ:
         return True
     # srun --mpi=pmi2 sets these two as well.
     return ("PMI_RANK" in environ or "PMI_SIZE" in environ) and not slurm.in_step(environ)
+
+
+def _tasks_on_a_node(variables: Variables) -> int:
+    """Return the number of a Flux job's tasks on a node: Flux tells the numbers of tasks and nodes only."""
+    return -(-variables.integer("FLUX_JOB_SIZE", 1) // variables.integer("FLUX_JOB_NNODES", 1))
 
 
 def _meet_in_step(variables: Variables, launch: Launch) -> Launch:
@@ -183,6 +193,7 @@ def _processes_here(variables: Variables) -> int:
     return variables.integer("LOCAL_WORLD_SIZE", 1, world)
 
 
+_WITHOUT_SIZE = {"PMIX_RANK": "a PMIx launcher such as prterun", "MPT_LRANK": "mpiexec_mpt of HPE's MPT"}
 _TORCHRUN_PLACE = _Place("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 _LEAVE = "and leave its variables as they are"
 
@@ -227,12 +238,44 @@ _BY_PRECEDENCE = (
         _open_mpi,
     ),
     _Launcher(
+        "mpirun",  # jsrun of LSF, with an MPI other than Spectrum MPI, which has the variables of Open MPI
+        ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"),
+        f"Start the job with jsrun -n N python SCRIPT {_LEAVE}",
+        _Place(*(f"JSM_NAMESPACE_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
+        _meet_by_mpi,
+        _mpich,
+    ),
+    _Launcher(
+        "mpirun",  # mpiexec of HPE's PALS
+        ("PALS_RANKID", "PALS_LOCAL_RANKID"),
+        f"Start the job with mpiexec -n N --ppn N python SCRIPT (PALS) {_LEAVE}",
+        _Place("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE", "PALS_NODEID"),
+        _meet_by_mpi,
+        _mpich,
+    ),
+    _Launcher(
+        "mpirun",  # flux run
+        ("FLUX_TASK_RANK", "FLUX_TASK_LOCAL_ID"),
+        f"Start the job with flux run -n N python SCRIPT {_LEAVE}",
+        _Place("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", _tasks_on_a_node),
+        _meet_by_mpi,
+        _mpich,
+    ),
+    _Launcher(
+        "mpirun",  # mpirun_rsh of MVAPICH2
+        ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
+        f"Start the job with mpirun_rsh -np N HOSTS python SCRIPT {_LEAVE}",
+        _Place(*(f"MV2_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
+        _meet_by_mpi,
+        _mpich,
+    ),
+    _Launcher(
         "mpirun",  # or mpiexec, of MPICH, Intel MPI and others based on hydra
         _is_hydra,
         f"Start the job with mpiexec -n N python SCRIPT (MPICH, Intel MPI) {_LEAVE}",
         _Place("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
         _meet_by_mpi,
-        lambda _variables, launch: replace(launch, mpi="MPICH"),
+        _mpich,
     ),
     _Launcher(
         "srun",
@@ -262,10 +305,12 @@ def detect(environ: Mapping[str, str]) -> Launch:
     """
     present = [launcher for launcher in _BY_PRECEDENCE if launcher.is_present(environ)]
     chosen = _overridden(environ) or present[0]
-    if chosen is _PYTHON and OVERRIDE not in environ and "PMIX_RANK" in environ:
+    unsized = next((name for name in _WITHOUT_SIZE if name in environ), None)
+    if chosen is _PYTHON and OVERRIDE not in environ and unsized is not None:
         raise LaunchError(
-            f"PMIX_RANK is {environ['PMIX_RANK']!r}, but no variable gives the world size: this process was started by "
-            f"a PMIx launcher such as prterun. Use mpirun, or set {OVERRIDE}=python to run this process alone."
+            f"{unsized} is {environ[unsized]!r}, but no variable gives the world size: this process was started by "
+            f"{_WITHOUT_SIZE[unsized]}. Use mpirun, or give every process RANK, WORLD_SIZE, LOCAL_RANK, "
+            f"LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or set {OVERRIDE}=python to run this process alone."
         )
     variables = Variables(environ, chosen.name, chosen.remedy)
     launch = chosen.read(variables)
@@ -291,7 +336,7 @@ def _overridden(environ: Mapping[str, str]) -> _Launcher | None:
             f"{OVERRIDE} is {name!r}, but must be one of {', '.join(LAUNCHERS)}.{nearest(name, LAUNCHERS)} "
             "Unset it to detect the launcher."
         )
-    # Two share the name mpirun: take the one whose variables are set, else the first, which says what is missing.
+    # Two share the name mpirun: take the one with variables that are set, else the first, which says what is missing.
     return next((launcher for launcher in named if launcher.is_present(environ)), named[0])
 
 

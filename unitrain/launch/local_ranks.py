@@ -27,7 +27,7 @@ class LocalRanks:
         return {self._own} | {rank for rank in found if rank is not None}
 
     def all_visible(self) -> bool:
-        """Return whether this process sees those of the other ranks: not from within a container of a single rank.
+        """Return whether this process sees the other ranks' processes: not from within a container of one rank.
 
         There, no ancestor is the launcher. ``unitrain.spawn`` sets the variables of a process that runs already.
         """

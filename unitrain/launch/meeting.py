@@ -54,7 +54,7 @@ def meet_in_new_store(store: Store, launch: Launch, timeout: timedelta) -> None:
 
 
 def meet_in_served_store(store: Store, launch: Launch, timeout: timedelta) -> Store:
-    """Return an empty part of the launcher's store, in which every rank has connected. Collective.
+    """Return an empty part of the launcher's store once every rank has connected to it. Collective.
 
     The store outlives the ranks and keeps what earlier ones have set. No variable tells them apart: the torchrun of
     each host counts its own restarts, and none that another host has caused. So rank 0 draws the name of a part and
@@ -124,7 +124,7 @@ def check_torchrun(launch: Launch) -> None:
 
 
 def _check_step(store: Store, launch: Launch, timeout: timedelta) -> None:
-    """Check that the store is that of this rank's step, before this rank is counted among those of another."""
+    """Check that the store belongs to this rank's step, before this rank is counted for another step."""
     if launch.rank == 0:
         store.set(_STEP, str(launch.step))
         return

@@ -8,13 +8,13 @@ from itertools import product
 
 from unitrain.launch.variables import Variables, is_host
 
-# The highest step ids are those of batch scripts and shells, not of tasks of a job (slurm.h: NO_VAL minus 2 to 6).
+# The highest step ids belong to batch scripts and shells, not to tasks of a job (slurm.h: NO_VAL minus 2 to 6).
 _SPECIAL_STEPS = {str(step) for step in range(0xFFFF_FFF0, 0x1_0000_0000)}
 
 _MOST_IDS = 0xFFFF_FFFF  # the largest job or step id
 
 PORTS = range(20000, 30000)
-"""Range of ``step_port``: below Linux's ephemeral ports, above those of most services."""
+"""Range of ``step_port``: below Linux's ephemeral ports, above most services."""
 
 _STEPS = 101
 
@@ -88,7 +88,7 @@ def step_address(variables: Variables, *, several_hosts: bool) -> str | None:
     # A node's name may not resolve outside SLURM, so it is used only if there are several nodes.
     host = _host_of_rank_0(variables, nodes, job) if several_hosts else "127.0.0.1"
     reserved = None
-    # Each group of a heterogeneous job has ports of its own.
+    # Each group of a heterogeneous job has its own ports.
     if "SLURM_STEP_RESV_PORTS" in variables and "SLURM_HET_SIZE" not in variables:
         reserved = variables.matching("SLURM_STEP_RESV_PORTS", r"\d{1,5}([-,]\d{1,5})*", "ports, like 12000-12001")
     return f"{host}:{step_port(job, step, reserved)}"
@@ -109,12 +109,12 @@ def _host_of_rank_0(variables: Variables, nodes: str, job: int) -> str:
     # Up to SLURM 22.05, srun without an allocation uses the older word.
     word = "PACK" if "SLURM_JOB_ID_PACK_GROUP_0" in variables and "SLURM_JOB_ID_HET_GROUP_0" not in variables else "HET"
     leader = variables.integer(f"SLURM_JOB_ID_{word}_GROUP_0", 0, _MOST_IDS)
-    if leader != job:  # the variables are those of another job, from inside which this one was submitted
+    if leader != job:  # another job's variables: this one was submitted from inside it
         return hosts(nodes)[0]
     names = [f"SLURM_JOB_NODELIST_{word}_GROUP_{n}" for n in range(variables.integer("SLURM_HET_SIZE", 1))]
     host = first_host_of_groups(nodes, [_nodes(variables, name) for name in names])
     if host is None:
-        raise variables.error(names[0], "a list of nodes, of which this step has some")
+        raise variables.error(names[0], "a list of nodes that this step shares")
     return host
 
 

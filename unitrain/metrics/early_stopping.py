@@ -1,4 +1,4 @@
-"""``EarlyStopping``: whether a metric still improves, decided alike on all ranks."""
+"""``EarlyStopping``: whether a metric still improves, decided identically on all ranks."""
 
 from __future__ import annotations
 

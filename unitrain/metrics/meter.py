@@ -17,10 +17,6 @@ class Meter:
 
     Reading reduces both over the ranks in one call, so that the result is the mean over all samples, and not a mean
     of means. What is added for the stand-in of a rank without samples does not count.
-
-    Args:
-        communicator: the communicator of this process.
-        current_batch: the batch that the script works on.
     """
 
     def __init__(self, communicator: Communicator, current_batch: CurrentBatch) -> None:

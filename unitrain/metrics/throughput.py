@@ -32,10 +32,6 @@ class Throughput(StepHook):
 
     Samples are counted, and time is measured, while a loader of the strategy is iterated for training. An evaluation
     after an epoch is not included; one within an epoch is part of ``rest_seconds``.
-
-    Args:
-        communicator: the communicator of this process.
-        devices: all devices that this process computes on.
     """
 
     def __init__(self, communicator: Communicator, devices: Sequence[torch.device]) -> None:

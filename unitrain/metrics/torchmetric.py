@@ -17,7 +17,7 @@ from unitrain.errors import UsageError, by_rank
 
 M = TypeVar("M")
 
-# torchmetrics' functions that reduce states, in which that of a rank without samples changes nothing. In a mean it
+# torchmetrics' functions that reduce states, in which a rank without samples changes nothing. In a mean its state
 # would count, and in formulas for the states of all ranks, such as a correlation's, it makes NaN.
 _NEUTRAL = {"dim_zero_sum", "dim_zero_max", "dim_zero_min"}
 
@@ -42,9 +42,7 @@ def synchronise(metric: M, communicator: Communicator, current_batch: CurrentBat
         one._sync_dist = MethodType(synchronise_states, one)
         _leave_stand_ins_out(one, current_batch)
     for one in modules:
-        if hasattr(
-            one, "_groups_checked"
-        ):  # a collection, which groups metrics whose states its first update made equal
+        if hasattr(one, "_groups_checked"):  # a collection, which groups metrics that its first update made equal
             one.update = _unless_stand_in(one.update, current_batch)
     modules[0].to(communicator.device)
     return metric
@@ -149,14 +147,7 @@ def _concatenated(metric: Any, name: str) -> Tensor:
 def _gathered_rows(
     rows: Tensor, forms: Sequence[tuple[torch.dtype, torch.Size] | None], communicator: Communicator, name: str
 ) -> Tensor | list[Tensor]:
-    """Return the rows of all ranks.
-
-    Args:
-        rows: this rank's.
-        forms: dtype and shape on each rank; None on one without rows.
-        communicator: the communicator of this process.
-        name: that of the state, for messages.
-    """
+    """Return the rows of all ranks. ``forms`` are dtype and shape on each rank; None on one without rows."""
     kinds = {(form[0], form[1][1:]) for form in forms if form}
     if not kinds:
         return []

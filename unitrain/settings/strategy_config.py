@@ -1,7 +1,7 @@
 """``unitrain.StrategyConfig``: ``StrategyConfig`` with a section for every installed backend that has settings.
 
 It is made once, when this module is imported. Type checkers don't know what is installed: they see the common fields,
-and ``config.section(name, Settings)`` for those of a backend.
+and ``config.section(name, Settings)`` for a backend's.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ else:
         __module__=__name__,  # so that it can be pickled
         # The descriptions are set already. Without this, pydantic searches source code for docstrings: 40 ms.
         __cls_kwargs__={"use_attribute_docstrings": False},
-        __doc__="Settings of a training run: those of all backends, and a section for each installed backend.",
+        __doc__="Settings of a training run: common ones, and a section for each installed backend.",
         **_FIELDS,
     )
 

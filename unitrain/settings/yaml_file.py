@@ -76,7 +76,7 @@ class YamlFile:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """Refuses duplicate keys, of which yaml.SafeLoader silently takes the last, and keys that are not strings."""
+    """Refuses keys that are not strings, and duplicate keys, where yaml.SafeLoader silently takes the last."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)

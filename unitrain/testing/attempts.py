@@ -10,7 +10,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -49,13 +49,9 @@ Outcomes = dict[tuple[World, str], Failure | None]
 
 
 def try_duties(world: World, duties: Sequence[Duty], outcomes: Outcomes, limit_s: float = LIMIT_S) -> None:
-    """Start the ranks of a world once, and run duties on them in turn, up to the first that fails.
+    """Start the ranks of a world once, run duties on them in turn, up to the first that fails, and add the outcomes.
 
-    Args:
-        world: the world to start.
-        duties: the duties to run. A duty with an ``ending`` must be the only one.
-        outcomes: the results are added to this dict.
-        limit_s: time limit of one duty, in seconds.
+    A duty with an ``ending`` must be the only one. Each duty may take ``limit_s`` seconds.
     """
     with TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -70,22 +66,21 @@ def try_duties(world: World, duties: Sequence[Duty], outcomes: Outcomes, limit_s
         except BaseException as error:  # including pytest's failures and SystemExit
             ended = "".join(traceback.format_exception_only(error)).strip()
         for duty in duties:
-            attempt = _Attempt.read(folder / duty.name, world.processes)
-            outcomes[world, duty.name] = _judged(world, duty, attempt, ended)
-            if not attempt.is_done:
+            reports = [_Report.read(folder / duty.name, rank) for rank in range(world.processes)]
+            outcomes[world, duty.name] = _judged(world, duty, reports, ended)
+            if not all(report.is_done for report in reports):
                 return
         if ended and not duties[-1].ending:
             details = f"all duties passed, but then the processes failed: {ended}"
             outcomes[world, duties[-1].name] = Failure(_title(world, duties[-1]), details)
 
 
-# ------------------------------------------------------------------------------------------------------ on a rank
-
-
 @dataclass(frozen=True)
 class _Report:
-    """Result of a duty on one rank."""
+    """Result of a duty on one rank. The default is what is known of a rank that has not finished the duty."""
 
+    is_done: bool = False
+    """Whether the rank has finished the duty without an error."""
     returned: Any = None
     error: str = ""
     """The error in one line, or an empty string."""
@@ -93,6 +88,7 @@ class _Report:
     """The error with its traceback."""
     at: float = 0.0
     """Time of the error, on the monotonic clock, which all processes of a host share."""
+    output: str = ""
 
     @staticmethod
     def of(error: BaseException) -> _Report:
@@ -100,6 +96,18 @@ class _Report:
         own = error.__traceback__.tb_next if error.__traceback__ is not None else None
         trace = "".join(traceback.format_exception(type(error), error, own)).strip()
         return _Report(error=summary(error), trace=trace, at=time.monotonic())
+
+    @staticmethod
+    def read(folder: Path, rank: int) -> _Report:
+        """Read the files that a rank wrote."""
+        report, path = _Report(), folder / f"output {rank}"
+        with suppress(OSError, EOFError, pickle.UnpicklingError):  # the rank was killed, perhaps while writing
+            report = pickle.loads((folder / f"report {rank}").read_bytes())
+        text = path.read_text(errors="replace") if path.exists() else ""
+        return replace(report, output=_EXTENSION_MODULES.sub("", text).strip())
+
+
+# ------------------------------------------------------------------------------------------------------ on a rank
 
 
 def _do_in_turn(
@@ -113,7 +121,7 @@ def _do_in_turn(
             faulthandler.dump_traceback_later(limit_s, exit=True)
             try:
                 returned = function(replace(world, folder=folder / name / "shared"), *arguments)
-                report.write_bytes(pickle.dumps(_Report(returned)))
+                report.write_bytes(pickle.dumps(_Report(True, returned)))
             except BaseException as error:
                 report.write_bytes(pickle.dumps(_Report.of(error)))
                 raise
@@ -122,7 +130,7 @@ def _do_in_turn(
 
 @contextmanager
 def _output_to(path: Path) -> Iterator[None]:
-    """Redirect the output of this process to a file, including that of libraries."""
+    """Redirect the output of this process to a file, including the output of libraries."""
     sys.stdout.flush()
     sys.stderr.flush()
     kept = os.dup(1), os.dup(2)
@@ -142,82 +150,38 @@ def _output_to(path: Path) -> Iterator[None]:
 # --------------------------------------------------------------------------------------------- outside of the ranks
 
 
-@dataclass(frozen=True)
-class _Attempt:
-    """Results of a duty on all ranks."""
-
-    reports: Sequence[_Report | None]
-    """Report of each rank; None if the rank did not finish the duty."""
-    output: Sequence[str]
-    """Output of each rank."""
-
-    @staticmethod
-    def read(folder: Path, processes: int) -> _Attempt:
-        """Read the files that the ranks wrote."""
-        reports: list[_Report | None] = []
-        output = []
-        for rank in range(processes):
-            try:
-                reports.append(pickle.loads((folder / f"report {rank}").read_bytes()))
-            except (OSError, EOFError, pickle.UnpicklingError):  # the rank was killed, perhaps while writing
-                reports.append(None)
-            path = folder / f"output {rank}"
-            text = path.read_text(errors="replace") if path.exists() else ""
-            output.append(_EXTENSION_MODULES.sub("", text).strip())
-        return _Attempt(reports, output)
-
-    @property
-    def errors(self) -> dict[int, _Report]:
-        """Reports with an error, by rank."""
-        return {rank: report for rank, report in enumerate(self.reports) if report is not None and report.error}
-
-    @property
-    def is_done(self) -> bool:
-        """Whether every rank finished the duty without an error."""
-        return all(report is not None and not report.error for report in self.reports)
-
-    def explain(self, ended: str) -> str:
-        """Return what went wrong: the first error with its traceback, the others in one line each, and the output.
-
-        Args:
-            ended: how the processes ended.
-        """
-        by_time = sorted(self.errors, key=lambda rank: self.errors[rank].at)
-        said = [
-            f"rank {rank}: {self.errors[rank].trace if i == 0 else self.errors[rank].error}"
-            for i, rank in enumerate(by_time)
-        ]
-        if not said:
-            said = [ended or "some ranks did not finish it"]
-        said += [
-            f"---- output of rank {rank} ----\n{text[-_SHOWN_CHARACTERS:]}"
-            for rank, text in enumerate(self.output)
-            if text
-        ]
-        return "\n".join(said)
+def _explained(reports: Sequence[_Report], ended: str) -> str:
+    """Return what went wrong: the first error with its traceback, the others in one line each, and the output."""
+    by_time = sorted((rank for rank, report in enumerate(reports) if report.error), key=lambda rank: reports[rank].at)
+    lines = [f"rank {rank}: {reports[rank].error if i else reports[rank].trace}" for i, rank in enumerate(by_time)]
+    lines = lines or [ended or "some ranks did not finish it"]
+    for rank, report in enumerate(reports):
+        if report.output:
+            lines.append(f"---- output of rank {rank} ----\n{report.output[-_SHOWN_CHARACTERS:]}")
+    return "\n".join(lines)
 
 
 def _title(world: World, duty: Duty) -> str:
     return f"{world} fails the duty: {duty.demand}"
 
 
-def _judged(world: World, duty: Duty, attempt: _Attempt, ended: str) -> Failure | None:
+def _judged(world: World, duty: Duty, reports: Sequence[_Report], ended: str) -> Failure | None:
     """Return why a duty failed, or None if it passed."""
     title = _title(world, duty)
     if duty.ending is not None:
         if not ended:
             return Failure(title, "The job did not end with an error.")
-        said = f"{ended}\n{attempt.explain(ended)}"
+        said = f"{ended}\n{_explained(reports, ended)}"
         if re.search(duty.ending, said):
             return None
         return Failure(title, f"The job ended, but without a message that matches {duty.ending!r}:\n{said}")
-    if not attempt.is_done:
-        error = next((report.error for report in attempt.errors.values()), "")
+    if not all(report.is_done for report in reports):
+        error = next((report.error for report in reports if report.error), "")
         # Assertions of different duties differ, even if their messages are the same.
-        return Failure(title, attempt.explain(ended), "" if error.startswith("AssertionError") else error)
+        return Failure(title, _explained(reports, ended), "" if error.startswith("AssertionError") else error)
     if duty.judge is not None:
         try:
-            duty.judge(world, *duty.arguments, [report.returned for report in attempt.reports if report is not None])
+            duty.judge(world, *duty.arguments, [report.returned for report in reports])
         except AssertionError as error:
             return Failure(title, str(error))
         except Exception:

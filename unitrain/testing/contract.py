@@ -22,12 +22,7 @@ _OUTCOMES = pytest.StashKey[Outcomes]()
 
 
 def parameters(worlds: Iterable[World], *marks: pytest.MarkDecorator) -> list[Any]:
-    """Return the parameters ``world`` and ``duty`` of a test, for every duty of every world.
-
-    Args:
-        worlds: the worlds to test.
-        *marks: marks of each test.
-    """
+    """Return the parameters ``world`` and ``duty`` of a test, for every duty of every world."""
     return [
         pytest.param(
             world,

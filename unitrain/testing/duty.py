@@ -43,21 +43,6 @@ def several_processes(world: World) -> bool:
     return world.processes > 1
 
 
-def two_processes(world: World) -> bool:
-    """Return whether the world has two processes, for duties that need not be repeated with more."""
-    return world.processes == 2
-
-
-def matched_by_name(world: World) -> bool:
-    """Return whether the world has several processes and a backend that matches calls by name."""
-    return world.processes > 1 and world.kind.matches_by_name
-
-
-def compresses(compression: str) -> Needs:
-    """Return a condition: several processes, and a backend that supports this compression of gradients."""
-    return lambda world: world.processes > 1 and compression in world.kind.compressions
-
-
 _registered: dict[str, Duty] = {}
 
 
@@ -68,13 +53,9 @@ def duty(
     judge: Callable[..., None] | None = None,
     ending: str | None = None,
 ) -> Callable[[Function], Function]:
-    """Register a function of a world as a duty. The first line of its docstring is the demand.
+    """Register a function of a world as a duty, or one for each value of ``each``, which is passed after the world.
 
-    Args:
-        needs: returns whether the duty applies in a world.
-        each: values by name; one duty is made for each, and the value passed to the function after the world.
-        judge: as in ``Duty``.
-        ending: as in ``Duty``.
+    The first line of its docstring is the demand. The other arguments are as in ``Duty``.
     """
 
     def register(function: Function) -> Function:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.optim import SGD, Optimizer
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from unitrain import Strategy
 
@@ -47,7 +48,7 @@ class Net(nn.Module):
 
 
 class Branches(nn.Module):
-    """A model of which a forward uses one of two branches, and never uses one layer."""
+    """A model with two branches: a forward uses one of them, and never uses one layer."""
 
     def __init__(self, *, norm: bool = False) -> None:
         super().__init__()
@@ -70,20 +71,82 @@ def sgd(model: nn.Module) -> SGD:
     return SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
 
 
-def train_both(
-    strategy: Strategy, prepared: nn.Module, optimizer: Optimizer, expected: nn.Module, by_hand: Optimizer, steps: int
-) -> None:
-    """Train two models for some steps: one with the strategy on this rank's rows, the other by hand on all rows."""
-    inputs, targets, mine = two_rows_each(strategy)
-    for _ in range(steps):
-        strategy.step(mse_loss(prepared(inputs[mine]), targets[mine]), optimizer)
-        by_hand.zero_grad()
-        mse_loss(expected(inputs), targets).backward()  # type: ignore[no-untyped-call]
-        by_hand.step()
+def step_by_hand(loss: Tensor, *optimizers: Optimizer) -> None:
+    """Make a step of a plain loop."""
+    for one in optimizers:
+        one.zero_grad()
+    loss.backward()  # type: ignore[no-untyped-call]
+    for one in optimizers:
+        one.step()
+
+
+def clip_by_hand(optimizer: Optimizer, norm: float) -> None:
+    """Clip the gradients of a plain loop before each step of the optimizer."""
+
+    def clip(*_: object) -> None:
+        nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], norm)
+
+    optimizer.register_step_pre_hook(clip)
+
+
+def train_plainly(model: nn.Module, optimizer: Optimizer, *, global_batch_size: int, epochs: int = 1) -> None:
+    """Train a model in a plain loop over all samples."""
+    for _ in range(epochs):
+        for inputs, targets in DataLoader(samples(), batch_size=global_batch_size):
+            step_by_hand(mse_loss(model(inputs), targets), optimizer)
+
+
+class Twins:
+    """Two equal models: the strategy trains one on each rank's rows, a plain loop the other on the rows of all ranks.
+
+    Args:
+        strategy: an open strategy, which prepares the first model.
+        make: makes a model, the same in each call.
+        optimize: makes the optimizer of a model.
+        wrap: returns what is prepared in place of the model.
+
+    Attributes:
+        inputs: the rows of all ranks.
+        rows: the rows of this rank.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        make: Callable[[], nn.Module] = Net,
+        optimize: Callable[[Any], Optimizer] = sgd,
+        wrap: Callable[[nn.Module], nn.Module] = lambda model: model,
+    ) -> None:
+        self._strategy = strategy
+        self.model: Any = make()
+        self.expected: Any = make()
+        self.prepared, self.optimizer = strategy.prepare(wrap(self.model), optimize(self.model))
+        self.by_hand = optimize(self.expected)
+        self.inputs, self._targets, mine = two_rows_each(strategy)
+        self.rows, self._own_targets = self.inputs[mine], self._targets[mine]
+
+    def loss(self, *arguments: Any, scale: float = 1.0) -> Tensor:
+        """Return the loss of the prepared model for this rank's rows."""
+        return mse_loss(self.prepared(scale * self.rows, *arguments), self._own_targets)
+
+    def loss_by_hand(self, *arguments: Any, scale: float = 1.0) -> Tensor:
+        """Return the loss of the other model for the rows of all ranks."""
+        return mse_loss(self.expected(scale * self.inputs, *arguments), self._targets)
+
+    def train(self, steps: int = 3) -> None:
+        """Train both models."""
+        for _ in range(steps):
+            self._strategy.step(self.loss(), self.optimizer)
+            step_by_hand(self.loss_by_hand(), self.by_hand)
+
+    def assert_same(self) -> None:
+        """Assert that both models have the same weights up to rounding, and all ranks the same bits."""
+        assert_same(self.model, self.expected)
+        assert_bit_equal_on_all_ranks(self._strategy, self.model)
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return all of a tensor of which a rank may have a shard, as a DTensor. Collective then."""
+    """Return the full tensor of a DTensor, which is collective, and any other tensor as it is."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 

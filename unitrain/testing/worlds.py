@@ -88,10 +88,6 @@ def _run(path: Sequence[str], fn: Callable[..., Any], args: tuple[Any, ...]) -> 
 def find_worlds(backend: str, sizes: Sequence[int]) -> list[World]:
     """Return the worlds of a backend that can be started on this host, each with the first launcher that works.
 
-    Args:
-        backend: name of the backend.
-        sizes: numbers of processes.
-
     Raises:
         ConfigError: no backend of that name is installed, or it can't run with default settings.
         BackendError: it can't be imported, or its library is missing.

@@ -57,7 +57,7 @@ class _WandB:
         hook = sys.excepthook
         self._run = wandb.init(dir=folder, name=name, id=run_id, resume="allow" if run_id else None)
         sys.excepthook = hook  # W&B's would print each error a second time; close() tells W&B of the failure
-        # W&B drops what is logged by an earlier step of its own than before; by this metric steps may come again.
+        # W&B drops what is logged with an earlier value of its own step; with this metric, steps may come again.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
         self.id = self._run.id

@@ -19,7 +19,7 @@ from unitrain.process import print_stderr
 from unitrain.tracking import libraries
 
 _IDS = "trackers.json"
-_CLOSE_S = 20.0  # in which the other ranks wait
+_CLOSE_S = 20.0  # the other ranks wait meanwhile
 
 
 class Tracker(Protocol):
@@ -41,7 +41,7 @@ class Tracker(Protocol):
 class Trackers:
     """Logs to several trackers. Made by ``strategy.trackers``.
 
-    Each tracker works in a thread of its own, on rank 0. If it fails, a message says so once, and training goes on.
+    Each tracker works in its own thread, on rank 0. If it fails, a message says so once, and training continues.
 
     Args:
         communicator: the communicator of this process.

@@ -15,7 +15,7 @@ from torch.optim import Adam
 
 import unitrain
 from unitrain import CheckpointError
-from unitrain.checkpoint.sharded import opening, stored
+from unitrain.checkpoint.sharded import dcp, opening
 from unitrain.checkpoint.store.located import Located, checkpoint_at
 
 WIDTH = 150
@@ -100,15 +100,15 @@ def flip(folder: str) -> tuple[list[str], int]:
         path, draw, noticed, read = Path(folder), random.Random(0), 0, []
         model, optimizer = strategy.prepare(*made())
         checkpoint = strategy.checkpoint(path.parent / "other", model=model, optimizer=optimizer)
-        verified = vars(stored)["verified"]
+        verified = vars(dcp)["verified"]
 
         def noted(found: Located, name: str) -> Any:
             read.append(name)
             return verified(found, name)
 
-        vars(stored)["verified"] = noted
+        vars(dcp)["verified"] = noted
         assert checkpoint.resume(path)
-        vars(stored)["verified"] = verified
+        vars(dcp)["verified"] = verified
         before = whole(strategy, model, optimizer)
         for name in checkpoint_at(path).manifest.files:
             content = (path / name).read_bytes()

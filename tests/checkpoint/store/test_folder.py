@@ -8,10 +8,10 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
+from saved_run import verify
 
 from unitrain.checkpoint.store.disk import Disk
 from unitrain.checkpoint.store.folder import Draft, Folder
-from unitrain.checkpoint.store.located import verify
 from unitrain.checkpoint.store.objects import Objects
 
 ABOUT: dict[str, Any] = {"world_size": 2, "strategy": {}, "config": {}}

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +52,7 @@ def _set_clock() -> None:
     time.time, time.time_ns = lambda: now() + 3600, lambda: now_ns() + 3600 * 10**9
 
 
+OPEN: dict[str, Any] = {}
 # What a rank can do to the others. Those that return go on training.
 FAULTS: dict[str, Callable[[], object]] = {
     "none": lambda: None,
@@ -68,7 +70,8 @@ FAULTS: dict[str, Callable[[], object]] = {
     "thread": threading.Thread(target=time.sleep, args=(1000,), name="uploader").start,
     "exit-handler": lambda: atexit.register(time.sleep, 1000),
     "clock": _set_clock,
-    "extra-collective": lambda: unitrain.init.__globals__["_current"].barrier(),
+    "barrier": lambda: OPEN["strategy"].barrier(),
+    "save": lambda: OPEN["checkpoint"].save(),
 }
 
 
@@ -94,6 +97,7 @@ def main(folder: Path, last_step: int, kind: str, rank: int, at: str) -> None:
     model, optimizer = strategy.prepare(model, optimizer)
     loader = strategy.dataloader(Noisy(), global_batch_size=GLOBAL_BATCH, shuffle=True, num_workers=workers)
     checkpoint = strategy.checkpoint(folder / "checkpoints", model=model, optimizer=optimizer, loader=loader)
+    OPEN.update(strategy=strategy, checkpoint=checkpoint)
     checkpoint.resume()
     strategy.print(f"began after step {strategy.global_step}", file=sys.stderr)
     if strategy.global_step == last_step:  # it was killed after its last save

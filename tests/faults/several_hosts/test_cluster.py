@@ -76,7 +76,7 @@ def test_a_host_whose_cable_is_pulled(hosts: Cluster, tmp_path: Path) -> None:
     script = [str(PROGRAM), str(tmp_path), "1000", "none:0:0"]
     jobs = [
         hosts.start(host, command, environ={**QUICK, "TESTS_PAUSE": "0.1"})
-        for host, command in host_commands(BLOCKS[NUMBERED], hosts.names, script)
+        for host, command in host_commands(BLOCKS[NUMBERED], hosts.names, script, processes=1)
     ]
     try:
         deadline = time.monotonic() + ENDS_S

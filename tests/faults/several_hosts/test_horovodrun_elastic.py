@@ -18,14 +18,13 @@ from typing import TypeVar
 import psutil
 import pytest
 from cluster import Cluster, cluster
-from harness import PROGRAM, TIMEOUT_S, World, alone, assert_same_training, run
+from harness import PROGRAM, TIMEOUT_S, World, assert_same_training, run
 from host_commands import blocks_for, host_commands, on_hosts
-from lives import EPOCHS, PHASES, assert_undisturbed, begun_again, lives, ranks, undisturbed
+from lives import EPOCHS, PHASES, assert_undisturbed, begun_again, lives, ranks
 from places import TESTS
 
 from unitrain.launch import horovod_elastic
 
-__all__ = ["alone", "undisturbed"]  # the fixtures
 pytestmark = [
     pytest.mark.launcher,
     pytest.mark.skipif(find_spec("horovod") is None, reason="horovod is not installed"),

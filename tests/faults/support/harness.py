@@ -12,16 +12,17 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import forks
 import psutil
 import pytest
 import torch
 from jobs import Job, run_job
 from places import TESTS
-from program import RANK_VARIABLES
 from slurm import slurm_missing
 
 from unitrain.commands.toolchain import find_program
@@ -48,9 +49,10 @@ class World:
         """Return the command that starts the program."""
         script = [str(program), *arguments]
         count = str(ranks)
+        if self.launcher == "forked":
+            return [sys.executable, str(BY_HAND), count, *forks.command(*script)]
         starts: dict[str, list[str]] = {
-            "plain": [sys.executable, str(BY_HAND), count],
-            "forked": [sys.executable, str(BY_HAND), "--fork", count],
+            "plain": [sys.executable, str(BY_HAND), count, sys.executable],
             "torchrun": ["torchrun", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", count],
             "mpirun": ["mpirun", "--oversubscribe", "-np", count, sys.executable],
             "mpich": ["mpiexec.mpich", "-n", count, sys.executable],
@@ -69,11 +71,10 @@ class World:
         return "mpirun is not installed" if self.launcher == "mpirun" and find_program("mpirun") is None else ""
 
 
-ONE = World("plain", "auto")
+# The ranks of forked worlds are those of plain ones, but they share one import of torch (``forks.py``). Their command
+# and environment can't be read from outside, by a rank that looks for those that have not joined, say.
+ONE, FORKED = World("forked", "auto"), World("forked", "ddp")
 PLAIN, TORCHRUN = World("plain", "ddp"), World("torchrun", "ddp")
-# As plain, but its ranks share an import of torch. Nobody can read their command and environment from outside, as
-# ``ranks_of`` does, and a rank that looks for those that have not joined.
-FORKED = World("forked", "ddp")
 MPIRUN, HOROVODRUN = World("mpirun", "horovod"), World("horovodrun", "horovod")
 MPIRUN_DDP = World("mpirun", "ddp")
 
@@ -127,6 +128,9 @@ class End:
         return [str(found) for found in re.findall(pattern, self.job.output)]
 
 
+Kills = Callable[[World], tuple[End, Path]]
+
+
 def note(**row: Any) -> None:
     """Append a line for ``report.py``, if a report is wanted."""
     if "TESTS_ENDS" in os.environ:
@@ -163,7 +167,8 @@ def run(
         deadline=100,
         meanwhile=meanwhile,
     )
-    assert job.left == (), f"it left processes: {job.left}\n{job.output}"
+    left = [*job.left, *forks.end_left()]
+    assert not left, f"it left processes: {left}\n{job.output}"
     happened = (folder / "fault").read_text() if (folder / "fault").exists() else ""
     what = "signals from outside" if fault.startswith("none") else fault
     if "UNITRAIN_DEBUG" in (environ or {}):
@@ -190,15 +195,16 @@ def when_step(folder: Path, step: int, action: Callable[[subprocess.Popen[bytes]
 
 
 def ranks_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    """Return the training processes of a job, by rank; empty after its end."""
-    found = {}
+    """Return the training processes of a job; empty after its end."""
+    if forks.is_forked(process.args):
+        return forks.running()
+    found = []
     with suppress(psutil.NoSuchProcess):
         for child in psutil.Process(process.pid).children(recursive=True):
             with suppress(psutil.NoSuchProcess):  # a launcher's helpers come and go
-                command, environ = child.cmdline(), child.environ()
-                if str(PROGRAM) in command[1:3]:  # a launcher has it further behind; torchrun gives python a -u
-                    found[int(next(environ[name] for name in RANK_VARIABLES if name in environ))] = child
-    return [found[rank] for rank in sorted(found)]
+                if str(PROGRAM) in child.cmdline()[1:3]:  # a launcher has it further behind; torchrun gives python a -u
+                    found.append(child)
+    return found
 
 
 def notes(folder: Path) -> list[dict[str, Any]]:
@@ -229,6 +235,18 @@ def losses(folder: Path) -> list[float]:
 def samples(folder: Path) -> list[tuple[int, int]]:
     """Return every sample seen, as (epoch, sample), in order."""
     return sorted((note["epoch"], sample) for note in notes(folder) for sample in note["ids"])
+
+
+@pytest.fixture(scope="session")
+def kills(tmp_path_factory: pytest.TempPathFactory) -> Kills:
+    """Return a function that kills rank 1 of a job after step 8, once in each world, and returns end and folder."""
+
+    @cache
+    def kill(world: World) -> tuple[End, Path]:
+        folder = tmp_path_factory.mktemp("killed")
+        return run(world, folder, fault="kill:1:8"), folder
+
+    return kill
 
 
 @pytest.fixture(scope="session")

@@ -43,7 +43,7 @@ processes that share an import of torch.
 | `stop` | the rank gets a SIGSTOP |
 | `hold-gil` | the rank makes a call that never releases the GIL |
 | `spin` | the rank loops forever in its own code |
-| `extra-collective` | the rank calls a collective that the others don't |
+| `barrier`, `save` | the rank calls a collective that the others don't |
 | `term`, `int`, `usr1` | one rank gets SIGTERM, SIGINT or SIGUSR1 |
 """
 KILLS = (

@@ -285,3 +285,51 @@ def seconds_per_message(ranks: int) -> float:
 def test_work_for_a_message_does_not_grow_with_the_number_of_ranks() -> None:
     small = min(seconds_per_message(300) for _ in range(5))
     assert seconds_per_message(6000) < 5 * small, "with work for each rank, it would be 20 times as much"
+
+
+def test_ranks_that_are_blocked_in_different_calls(job: Job) -> None:
+    """As when only rank 0 saves, or takes the value of a meter."""
+    for rank, phase in enumerate(["checkpoint.save", "step", "step"]):
+        job.hear(rank, messages.Heartbeat(phase, 5, 4.0, f"train.py:{rank}", 4.0))
+    job.hub.check(job.now)
+    assert job.verdict == (
+        "rank 0 on host0 (pid 1000) is in checkpoint.save after step 5, for 4 s, at train.py:0, and rank 1 is in step "
+        "after step 5, for 4 s, at train.py:1: all ranks must make the same calls, in the same order"
+    )
+
+
+@pytest.mark.parametrize(
+    ("last", "why"),
+    [
+        (messages.Heartbeat("step", 5, 9.0, "", 2.0), "one computes, or has begun to wait a moment ago"),
+        (messages.Heartbeat(USER_CODE, 5, 9.0, "", 9.0), "one sleeps, and will come"),
+        (messages.Heartbeat("all_reduce", 5, 9.0, "", 9.0), "all are in the same call, which takes its time"),
+    ],
+)
+def test_ranks_that_may_meet_are_left_alone(job: Job, last: messages.Heartbeat, why: str) -> None:
+    for rank in (0, 1):
+        job.hear(rank, messages.Heartbeat("all_reduce", 5, 9.0, "", 9.0))
+    job.hear(2, last)
+    job.hub.check(job.now)
+    assert job.verdict == "", why
+
+
+def test_ranks_in_steps_of_different_numbers_can_t_meet(job: Job) -> None:
+    for rank in range(3):
+        job.hear(rank, messages.Heartbeat("step", 5 + (rank == 2), 9.0, "", 9.0))
+    job.hub.check(job.now)
+    assert job.verdict.startswith("rank 2 on host2 (pid 1002) is in step after step 6, for 9 s, and rank 0 is in step")
+
+
+def test_a_long_wait_is_told_once(job: Job) -> None:
+    for seconds in (29.0, 31.0, 32.0):
+        job.hear(0, messages.Heartbeat("all_reduce", 5, seconds, "train.py:7"))
+        job.hear(1, messages.Heartbeat(USER_CODE, 5, seconds, "train.py:9"))
+        job.hub.check(job.now)
+    [(rank, notice)] = [(rank, one) for rank, one in job.sent if isinstance(one, messages.Notice)]
+    assert rank == 0
+    assert notice.text.startswith(
+        "rank 0 on host0 (pid 1000) waits in all_reduce after step 5, for 31 s, at train.py:7; rank 1 on host1 "
+        "(pid 1001) is in user code after step 5, for 31 s, at train.py:9"
+    )
+    assert notice.text.endswith("The job ends after 60 s (timeout_s).")

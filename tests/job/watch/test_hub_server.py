@@ -14,7 +14,7 @@ from unitrain.errors import LaunchError
 from unitrain.job.watch import messages
 from unitrain.job.watch.admission import introduce
 from unitrain.job.watch.hub import Member, heartbeat_interval_s
-from unitrain.job.watch.hub_server import start_hub
+from unitrain.job.watch.hub_server import HubServer
 from unitrain.job.watch.link import Link
 from unitrain.job.watch.messages import Message, encode
 from unitrain.pulse import USER_CODE
@@ -28,10 +28,11 @@ class Job:
 
     def __init__(self) -> None:
         members = [Member(rank, "host", 1000 + rank, 0) for rank in range(RANKS)]
-        port, self.thread = start_hub(members, KEY, timeout_s=60.0, heartbeat_timeout_s=1.0, one_host=True)
-        self.sockets = [introduce(["127.0.0.1"], port, KEY, rank, 10.0) for rank in range(RANKS)]
+        self.thread = HubServer(members, KEY, timeout_s=60.0, heartbeat_timeout_s=1.0, one_host=True)
+        self.thread.start()
+        self.sockets = [introduce(["127.0.0.1"], self.thread.port, KEY, rank, 10.0) for rank in range(RANKS)]
         self.links = [Link(one.dup()) for one in self.sockets]
-        assert [link.receive(10.0) for link in self.links] == [messages.Welcome()] * RANKS
+        assert [link.receive(10.0) for link in self.links] == [messages.HubHeartbeat()] * RANKS
 
     def next(self, rank: int) -> Message | None:
         """Return the next message to a rank that is no heartbeat."""
@@ -118,7 +119,7 @@ def test_a_limit_of_open_files_that_is_too_low() -> None:
     with pytest.raises(
         LaunchError, match=rf"connections to all {hard} ranks, .* may open only {hard} files: .*ulimit -Hn"
     ):
-        start_hub(members, KEY, timeout_s=1.0, heartbeat_timeout_s=1.0, one_host=True)
+        HubServer(members, KEY, timeout_s=1.0, heartbeat_timeout_s=1.0, one_host=True)
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ from typing_extensions import Self
 
 from unitrain import Strategy
 from unitrain.checkpoint import Checkpoint
+from unitrain.checkpoint.store import located
 from unitrain.checkpoint.store.disk import Disk
 from unitrain.checkpoint.store.folder import Folder
-from unitrain.checkpoint.store.located import locate, verify
 from unitrain.checkpoint.store.manifest import Manifest, folder_name
 
 
@@ -29,9 +29,16 @@ def folder_of(folder: str | Path, step: int) -> Path:
 
 def verified(folder: Path) -> Manifest:
     """Verify every byte of a checkpoint, and return its manifest."""
-    found = locate(Disk(folder), "")
+    found = located.locate(Disk(folder), "")
     verify(found)
     return found.manifest
+
+
+def verify(found: located.Located) -> None:
+    """Verify every file of a checkpoint."""
+    for name in found.manifest.files:
+        with located.verified(found, name):
+            pass
 
 
 class SavedRun:

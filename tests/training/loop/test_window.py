@@ -42,8 +42,7 @@ def test_without_a_loader_micro_batches_weigh_the_same() -> None:
     strategy = strategy_of(accumulate=2)
     model = model_of()
     expected = copy.deepcopy(model)
-    optimizer = strategy.prepare(sgd(model))
-    prepared = strategy.prepare(model)
+    prepared, optimizer = strategy.prepare(model, sgd(model))
     x = torch.randn(6, 4, dtype=torch.float64)
     for rows in (x[:2], x[2:]):
         strategy.step(prepared(rows).pow(2).mean(), optimizer)

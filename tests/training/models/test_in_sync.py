@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import torchmetrics
@@ -61,6 +63,47 @@ def checked_training(backend: str) -> str:
 def test_training_can_check_itself_every_few_steps() -> None:
     for said in run_ranks(checked_training, "ddp"):
         assert said.startswith("step 4: the ranks' models differ: bias (1,) of rank 1 is not that of rank 0")
+
+
+def drifting(change: str) -> str:
+    """Train two epochs, of which the second one begins with ranks that differ. Return the error and its place."""
+    with unitrain.init(backend="ddp") as strategy, warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        model = nn.Linear(2, 1)
+        model, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        loader = strategy.dataloader(torch.utils.data.TensorDataset(torch.eye(8, 2)), global_batch_size=4)
+        try:
+            for epoch in loader.epochs(2):
+                for (x,) in loader:
+                    strategy.step(model(x).mean(), optimizer)
+                    if strategy.rank == 1 and epoch == 0:
+                        if change == "lr":
+                            optimizer.param_groups[0]["lr"] = 0.2
+                        else:
+                            strategy.unwrap(model).state_dict()["bias"] += float(change)
+        except unitrain.CommunicationError as error:
+            return f"epoch {epoch}: {error}"
+    return "; ".join(str(one.message) for one in seen)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("1", "epoch 0: the ranks' models differ: bias (1,) of rank 1 is not that of rank 0."),
+        ("lr", "epoch 0: the optimizers of rank 0 and rank 1 differ: lr of parameter group 0 is 0.1 on rank 0; 0.2 on"),
+    ],
+)
+def test_ranks_that_drifted_apart_are_noticed_at_the_end_of_an_epoch(change: str, said: str) -> None:
+    first, other = run_ranks(drifting, change)
+    assert first.startswith(said)
+    assert other == first
+
+
+def test_ranks_that_round_differently_train_on() -> None:
+    """Processors of different makes do, which is no reason to end a job."""
+    first, other = run_ranks(drifting, "1e-6")
+    assert first.startswith("the ranks' models differ by rounding: bias (1,) of rank 1 is not that of rank 0.")
+    assert other == ""
 
 
 def metrics(backend: str) -> tuple[float, list[float], float, float]:

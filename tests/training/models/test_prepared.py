@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import unitrain
 from unitrain import UsageError
 from unitrain.data.order.shares import Shares
 from unitrain.training.models.prepared import PreparedModules
@@ -24,7 +26,7 @@ class Wrapper(nn.Module):
 
 
 def test_a_module_is_found_behind_wrappers_in_any_order() -> None:
-    prepared = PreparedModules(distributed=True, shares=Shares(None, 2))
+    prepared = PreparedModules(Shares(None, 2))
     module = nn.Linear(2, 2)
     compiled: Any = torch.compile(module, backend="eager")
     wrapper = Wrapper(compiled)
@@ -39,7 +41,7 @@ def test_a_module_is_found_behind_wrappers_in_any_order() -> None:
 
 
 def test_parameters_have_the_names_of_the_user_s_module() -> None:
-    prepared = PreparedModules(distributed=True, shares=Shares(None, 2))
+    prepared = PreparedModules(Shares(None, 2))
     module = nn.Linear(2, 2)
     compiled: Any = torch.compile(module, backend="eager")
     prepared.add_names(compiled)
@@ -50,18 +52,17 @@ def test_parameters_have_the_names_of_the_user_s_module() -> None:
     assert prepared.name(other) == "an unprepared parameter of shape (3,)"
 
 
-def test_parameters_of_no_prepared_module_are_refused_where_there_are_several_processes() -> None:
+def test_parameters_of_no_prepared_module_are_refused() -> None:
     weights = [nn.Parameter(torch.ones(size)) for size in (1, 2)]
     with pytest.raises(
         UsageError,
         match=r"2 parameters of the optimizer belong to no prepared module \(shapes \(1,\), \(2,\), \.\.\.\)",
     ):
-        PreparedModules(distributed=True, shares=Shares(None, 2)).check(weights)
-    PreparedModules(distributed=False, shares=Shares(None, 1)).check(weights)
+        PreparedModules(Shares(None, 2)).check(weights)
 
 
 def test_released_wrappers_go_with_their_last_user() -> None:
-    prepared = PreparedModules(distributed=True, shares=Shares(None, 2))
+    prepared = PreparedModules(Shares(None, 2))
     wrapper = Wrapper(nn.Linear(2, 2))
     module = wrapper.module
     prepared.add(wrapper, module)
@@ -71,3 +72,11 @@ def test_released_wrappers_go_with_their_last_user() -> None:
     del wrapper
     gc.collect()
     assert gone() is None
+
+
+def test_an_optimizer_of_a_copied_model_is_refused_on_one_process() -> None:
+    """Each step would say that it stepped, and change nothing."""
+    strategy = unitrain.init(backend="single")
+    model = nn.Linear(2, 1)
+    with pytest.raises(UsageError, match="2 parameters of the optimizer belong to no prepared module"):
+        strategy.prepare(model, torch.optim.SGD(copy.deepcopy(model).parameters(), lr=0.1))

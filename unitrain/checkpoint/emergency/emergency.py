@@ -145,11 +145,7 @@ class EmergencyCheckpoint:
         return final
 
     def _best(self) -> int | None:
-        """Return the step of the best checkpoint.
-
-        Raises:
-            CheckpointError: rank 0 has not written it: the dicts of this state would know a best that is not there.
-        """
+        """Return the step of the best checkpoint. Raises CheckpointError if rank 0 has not completed it."""
         marked = self._writer.marked
         if marked is not None:
             until = time.monotonic() + _BEST_S

@@ -74,13 +74,7 @@ class EpochEndHook(StepHook):
 
 
 def remember(objects: Mapping[str, Any], state: Callable[[Any], Any], step: int) -> EpochEnd:
-    """Copy what the code after the loop over batches may change.
-
-    Args:
-        objects: the objects of a checkpoint, by name.
-        state: returns the state of an object.
-        step: number of optimizer steps so far.
-    """
+    """Copy what the code after the loop over batches may change. ``state`` returns the state of an object."""
     states, options = {}, {}
     for name, value in objects.items():
         if isinstance(value, Optimizer):

@@ -90,11 +90,7 @@ class LastBoundary(StepHook):
         self._record(self._epoch_end.last)
 
     def _record(self, ended: EpochEnd | None) -> None:
-        """Record the state at a boundary.
-
-        Args:
-            ended: the state at the end of an epoch's training, if this is that boundary.
-        """
+        """Record the state at a boundary: at the end of an epoch's training if ``ended`` is given."""
         was_changing, self._changing = self._changing, True
         if self._held and not was_changing:  # what was recorded is being saved
             self._changing = False

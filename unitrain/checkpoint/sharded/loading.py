@@ -14,8 +14,9 @@ from torch.optim import Optimizer
 from unitrain.checkpoint import fit
 from unitrain.checkpoint.names import GROUPS, STATE, in_order, keys_of, numbers_before
 from unitrain.checkpoint.run_state import RunState
+from unitrain.checkpoint.sharded.dcp import Region, copy_overlap
 from unitrain.checkpoint.sharded.opening import CheckpointView
-from unitrain.checkpoint.sharded.parts import Region, owners
+from unitrain.checkpoint.sharded.saving import owners
 from unitrain.checkpoint.store.manifest import RUN, DamagedError
 from unitrain.communication.communicator import Communicator
 from unitrain.communication.streaming import (
@@ -59,20 +60,14 @@ def replaced_options(state: RunState, outlines: Mapping[str, Any]) -> list[str]:
 
 
 class Parts:
-    """Reads what several ranks have written.
-
-    Args:
-        communicator: the communicator of this process.
-        state: the state of the run.
-        opened: the checkpoint, whose outlines fit the state.
-    """
+    """Reads what several ranks have written of a checkpoint that fits the state of the run."""
 
     def __init__(self, communicator: Communicator, state: RunState, opened: CheckpointView) -> None:
         self._communicator = communicator
         self._state = state
         self._opened = opened
         self._owners: dict[str, list[int | None]] = {}
-        if opened.metadata is not None:
+        if opened.by_several:
             for name, optimizer in state.optimizers.items():
                 count = sum(len(group["params"]) for group in optimizer.param_groups)
                 self._owners[name] = owners(communicator, optimizer.state_dict()[STATE], count)
@@ -97,18 +92,14 @@ class Parts:
                 damage = str(error)
             except CheckpointError as error:
                 why = str(error)
-        answers = ranks.all_gather_data([damage, why]) if self._opened.metadata is not None else []
+        answers = ranks.all_gather_data([damage, why]) if self._opened.by_several else []
         failures = [why for _, why in answers if why]
         if failures:
             raise CheckpointError(f"{failures[0]}. Nothing was loaded.")
         return next((damage for damage, _ in answers if damage), None)
 
     def fill(self, name: str, triples: Sequence[tuple[Keys, Form, Tensor]]) -> None:
-        """Overwrite tensors of an object, given their paths, their forms and themselves. Collective.
-
-        Raises:
-            CheckpointError: a file can't be read; on every rank.
-        """
+        """Overwrite tensors of an object, given their paths and forms. Collective. Raises CheckpointError."""
         ranks, each = self._communicator, self._opened.each
         whole, divided, reads = [], [], {}
         for path, form, found in triples:
@@ -131,8 +122,8 @@ class Parts:
         self._read(reads)
         if ranks.world_size > 1:
             broadcast_tensors(ranks, whole, whole)
-        for key, found in divided:
-            self._send(key, found)
+        if divided:
+            self._send(dict(divided))
 
     def _read(self, reads: Mapping[str, tuple[Tensor, Region]]) -> None:
         why = ""
@@ -147,37 +138,26 @@ class Parts:
         self._opened.release()
 
     @torch.no_grad()
-    def _send(self, key: str, found: Tensor) -> None:
-        """Have rank 0 read a tensor, a piece at a time, and every rank copy its part of it."""
-        ranks, metadata = self._communicator, self._opened.metadata
-        assert metadata is not None
-        saved: Any = metadata.state_dict_metadata[key]
-        local, first = own_rows(ranks, found) if ranks.is_sharded(found) else (found, 0)
-        for chunk in saved.chunks:
-            piece = torch.empty(chunk.sizes, dtype=saved.properties.dtype)
-            self._read({key: (piece, Region(chunk.offsets, chunk.sizes))} if ranks.is_main else {})
+    def _send(self, targets: Mapping[str, Tensor]) -> None:
+        """Have rank 0 read tensors, a piece at a time, and every rank copy its parts of them."""
+        ranks, stored = self._communicator, self._opened.stored
+
+        def regions() -> list[tuple[str, torch.dtype, tuple[Any, ...]]]:
+            assert stored is not None
+            entries = ((key, stored.layout[key]) for key in targets)
+            return [(key, entry.new("meta").dtype, tuple(one.region)) for key, entry in entries for one in entry.pieces]
+
+        for key, dtype, plain in ranks.on_main(regions):
+            region, target = Region(*plain), targets[key]
+            piece = torch.empty(region.sizes, dtype=dtype)
+            self._read({key: (piece, region)} if ranks.is_main else {})
             piece = ranks.broadcast(piece)
-            target = local
-            for dim, (offset, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
-                start = first if dim == 0 else 0
-                begin, end = max(offset, start), min(offset + size, start + local.shape[dim])
-                if begin >= end:  # no row of it is this rank's
-                    break
-                target = target.narrow(dim, begin - start, end - begin)
-                piece = piece.narrow(dim, begin - offset, end - begin)
-            else:
-                target.copy_(piece)
+            local, first = own_rows(ranks, target) if ranks.is_sharded(target) else (target, 0)
+            copy_overlap(local, Region.rows(first, local), piece, region)
 
 
 def load(communicator: Communicator, state: RunState, opened: CheckpointView, parts: Parts) -> dict[str, Any]:
-    """Load the state of all objects, and return that of the run itself. Collective.
-
-    Args:
-        communicator: the communicator of this process.
-        state: the state of the run.
-        opened: the checkpoint.
-        parts: reads what several ranks have written.
-    """
+    """Load the state of all objects, and return that of the run itself. Collective."""
     outlines, source, sent = opened.outlines, opened.source, opened.release
     objects = {name: value for name, value in state.objects.items() if name in outlines}  # another tool has no loaders
     # Loaders first: they refuse other data before the model is changed.

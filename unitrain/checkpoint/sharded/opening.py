@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-import torch
 from torch import Tensor
 
-from unitrain.checkpoint.names import GROUPS, LEGACY, METADATA, Keys, joined, numbered
+from unitrain.checkpoint.names import GROUPS, LEGACY, Keys, joined, numbered
 from unitrain.checkpoint.run_state import RunState
-from unitrain.checkpoint.sharded.parts import Region
+from unitrain.checkpoint.sharded import legacy
+from unitrain.checkpoint.sharded.dcp import METADATA, Region, Stored, from_bytes
 from unitrain.checkpoint.store.folder import Folder
 from unitrain.checkpoint.store.located import Located, NotACheckpointError, checkpoint_at, read, store_at, verified
 from unitrain.checkpoint.store.manifest import RUN, DamagedError, Manifest
@@ -21,11 +22,6 @@ from unitrain.communication.streaming import Form, outline
 from unitrain.errors import CheckpointError
 from unitrain.process import print_stderr
 from unitrain.url import parsed
-
-if TYPE_CHECKING:  # torch.distributed.checkpoint is imported for what several ranks have written only
-    from torch.distributed.checkpoint.metadata import Metadata
-
-    from unitrain.checkpoint.sharded.stored import Stored
 
 T = TypeVar("T")
 BEST = "best"
@@ -40,6 +36,8 @@ class OpenCheckpoint(NamedTuple):
     """The states by name. Their tensors are read from the disk when they are used; of those in ``stored``, forms."""
     stored: Stored | None
     """What several ranks have written."""
+    digest: str | None
+    """The SHA-256 of the metadata of that; empty if it has no metadata file."""
     files: MappedFiles
 
     def tensor(self, value: Tensor | Form) -> Tensor:
@@ -47,7 +45,7 @@ class OpenCheckpoint(NamedTuple):
         if isinstance(value, Tensor):
             return value
         assert self.stored is not None
-        whole = value.empty(torch.device("cpu"))
+        whole = self.stored.layout[str(value.key)].new()
         self.stored.read({str(value.key): (whole, Region.rows(0, whole))})
         return whole
 
@@ -61,31 +59,28 @@ def opened(found: Located) -> OpenCheckpoint:
     """
     names, files = found.manifest.files, MappedFiles()
     parts = read(found, [name for name in names if name.endswith(".pt")], files)
+    stored: Stored | None = None
+    digest: str | None = None
     if METADATA in names or not names:
-        from unitrain.checkpoint.sharded import metadata as metadatas
-        from unitrain.checkpoint.sharded.stored import Stored
-
         name = found.file_name(METADATA)
         with found.store.file(name) if not names else verified(found, METADATA) as path:
-            several = Stored.at(found, metadatas.from_bytes(path.read_bytes(), found.store.shown(name)))
-        states, keys = _states(several)
-        stored: Stored | None = several
+            content = path.read_bytes()
+        digest = hashlib.sha256(content).hexdigest()
+        stored = Stored.at(found, from_bytes(content, found.store.shown(name)))
+        states, keys = _states(stored)
         run = parts.setdefault(RUN, {"steps": 0, "scaler": None, "random": []} if not names else {})
         run["names"] = {**run.get("names", {}), **keys}
         parts = {**states, **parts}
     elif any(name.startswith(LEGACY) for name in parts):
-        from unitrain.checkpoint.sharded import legacy
-
+        digest = ""
         try:
             parts, stored = legacy.join(parts)
         except Exception as error:  # files that were made by hand may contain anything
             raise DamagedError(f"{found}: its shards do not fit its states: {error}") from error
-    else:
-        stored = None
     run = parts.get(RUN)
     if not isinstance(run, dict) or not {"steps", "scaler", "random"} <= set(run):
         raise DamagedError(f"{found}: {RUN}.pt is missing, or lacks what a run needs to continue")
-    return OpenCheckpoint(found, parts, stored, files)
+    return OpenCheckpoint(found, parts, stored, digest, files)
 
 
 def _states(stored: Stored) -> tuple[dict[str, Any], dict[str, list[str]]]:
@@ -93,20 +88,16 @@ def _states(stored: Stored) -> tuple[dict[str, Any], dict[str, list[str]]]:
 
     What is under no name, as some tools save models, is returned under "".
     """
-    paths: dict[str, Keys] = stored.metadata.planner_data or {}
     by_name: dict[str, dict[Keys, str]] = {}
-    for key in stored.metadata.state_dict_metadata:
-        path = tuple(paths.get(key, (key,)))
-        name, rest = (path[0], path[1:]) if len(path) > 1 else ("", path)
+    for key, entry in stored.layout.items():
+        name, rest = (entry.path[0], entry.path[1:]) if len(entry.path) > 1 else ("", entry.path)
         by_name.setdefault(name, {})[rest] = key
     for name, its in by_name.items():
         if any(rest[0] == GROUPS for rest in its):  # the rest of the options are given again, for each parameter
             by_name[name] = {rest: key for rest, key in its.items() if not rest[0].startswith(f"{GROUPS}.")}
-    plain = [key for its in by_name.values() for key in its.values() if stored.tensor(key) is None]
-    values = stored.values(plain)
     states, keys = {}, {}
     for name, its in by_name.items():
-        found = {rest: _form(stored, key) or values[key] for rest, key in its.items()}
+        found = {rest: _value(stored, key) for rest, key in its.items()}
         if any(rest[0].split(".")[0] == GROUPS for rest in its):
             states[name], keys[name] = numbered(found)
         else:
@@ -114,9 +105,9 @@ def _states(stored: Stored) -> tuple[dict[str, Any], dict[str, list[str]]]:
     return states, keys
 
 
-def _form(stored: Stored, key: str) -> Form | None:
-    saved = stored.tensor(key)
-    return None if saved is None else Form(torch.empty(saved.size, dtype=saved.properties.dtype, device="meta"), key)
+def _value(stored: Stored, key: str) -> Any:
+    entry = stored.layout[key]
+    return stored.value(key) if entry.dtype is None else Form(entry.new("meta"), key)
 
 
 # ------------------------------------------------------------------------------------------------------- on all ranks
@@ -128,8 +119,8 @@ class CheckpointView(NamedTuple):
     manifest: Manifest
     outlines: dict[str, Any]
     """The states by name, with the forms of the tensors in their places."""
-    metadata: Metadata | None
-    """Which parts of tensors several ranks have written."""
+    by_several: bool
+    """Whether several ranks have written tensors."""
     stored: Stored | None
     """The tensors that several ranks have written, if this rank sees them."""
     each: bool
@@ -153,14 +144,9 @@ class CheckpointView(NamedTuple):
 
 
 class Search:
-    """Looks for the checkpoint to resume from. Rank 0 chooses it, and the others learn its outline.
+    """Looks for the checkpoint to resume from, as ``candidates`` does. Rank 0 chooses it; the others learn its outline.
 
-    Args:
-        communicator: the communicator of this process.
-        state: the state of the run.
-        path: of a checkpoint; ``"best"`` for the best; None for the newest.
-        folder: the folder of this run's checkpoints.
-        before: called before, on rank 0.
+    ``before`` is called first, on rank 0.
     """
 
     def __init__(
@@ -180,31 +166,22 @@ class Search:
     def next(self, damage: str | None = None) -> CheckpointView | None:
         """Open the first checkpoint, or the next one if that is damaged; None if there is none. Collective.
 
-        Args:
-            damage: what is damaged in the checkpoint that this returned before.
-
-        Raises:
-            CheckpointError: none is intact; on every rank.
+        Raises CheckpointError on every rank if none is intact.
         """
         told = self._communicator.on_main(lambda: self._find(damage))
         if told is None:
             return None
-        dumped, outlines, content, place = told
+        dumped, outlines, digest, place = told
         manifest = Manifest.model_validate(dumped)
-        metadata = None
         stored = None if self._saved is None else self._saved.stored
         each = False
-        if content is not None:
-            from unitrain.checkpoint.sharded import metadata as metadatas
-
-            metadata = metadatas.from_bytes(content, place)
-        if content is not None and metadata is not None and metadata.storage_data and self._communicator.shards:
+        if digest and self._communicator.shards:
             if not self._communicator.is_main:
-                stored = _seen(place, manifest, metadata, content)
+                stored = _seen(place, manifest, digest)
             each = all(self._communicator.all_gather_data(stored is not None))
-        return CheckpointView(manifest, outlines, metadata, stored, each, self._saved)
+        return CheckpointView(manifest, outlines, digest is not None, stored, each, self._saved)
 
-    def _find(self, damage: str | None) -> tuple[dict[str, Any], dict[str, Any], bytes | None, str] | None:
+    def _find(self, damage: str | None) -> tuple[dict[str, Any], dict[str, Any], str | None, str] | None:
         self._before()
         saved = intact(self._candidates, opened, damage)
         if saved is None:
@@ -212,24 +189,19 @@ class Search:
         if not saved.found.manifest.files:  # another tool has written it
             saved = _fitted(saved, self._state)
         self._saved = saved
-        content = None
-        if saved.stored is not None:
-            from unitrain.checkpoint.sharded import metadata as metadatas
-
-            content = metadatas.to_bytes(saved.stored.metadata)
-        return saved.found.manifest.model_dump(), outline(saved.parts), content, saved.found.place
+        return saved.found.manifest.model_dump(), outline(saved.parts), saved.digest, saved.found.place
 
 
-def _seen(place: str, manifest: Manifest, metadata: Metadata, content: bytes) -> Stored | None:
+def _seen(place: str, manifest: Manifest, digest: str) -> Stored | None:
     """Return what rank 0 has found, on another rank; None if this rank does not see the same."""
-    from unitrain.checkpoint.sharded.stored import Stored
-
     store = store_at(parsed(place))
     try:
-        sees = store.get(METADATA) == content
+        content = store.get(METADATA)
     except (OSError, CheckpointError):
-        sees = False
-    return Stored.at(Located(store, "", manifest), metadata) if sees else None
+        return None
+    if hashlib.sha256(content).hexdigest() != digest:
+        return None
+    return Stored.at(Located(store, "", manifest), from_bytes(content, store.shown(METADATA)))
 
 
 def _fitted(saved: OpenCheckpoint, state: RunState) -> OpenCheckpoint:
@@ -255,10 +227,7 @@ Candidates = Generator[Located, str | None, None]
 def intact(search: Candidates, attempt: Callable[[Located], T], damage: str | None = None) -> T | None:
     """Return what ``attempt`` returns for the first checkpoint for which it raises no DamagedError, if there is one.
 
-    Args:
-        search: the checkpoints.
-        attempt: called with a checkpoint.
-        damage: what is damaged in the one that ``search`` yielded before.
+    ``damage`` is what is damaged in the checkpoint that ``search`` yielded before.
     """
     while True:
         try:
@@ -272,14 +241,10 @@ def intact(search: Candidates, attempt: Callable[[Located], T], damage: str | No
 
 
 def candidates(path: str | Path | None, folder: Folder) -> Candidates:
-    """Yield the checkpoints that can be resumed from.
+    """Yield the checkpoints that ``resume(path)`` may resume from.
 
-    Args:
-        path: of a checkpoint; ``"best"`` for the best; None for the newest.
-        folder: the folder of a run's checkpoints.
-
-    Raises:
-        CheckpointError: none is intact, is marked as the best or is in ``path``; or the one that is wanted is damaged.
+    Raises CheckpointError if none is intact, is marked as the best or is in ``path``, or the one that is wanted is
+    damaged.
     """
     if path is None:
         yield from _newest(folder)

@@ -1,51 +1,53 @@
 """Sharded state is written by all ranks, in the format of torch.distributed.checkpoint (DCP): each writes its own file.
 
 No process group is needed. What a rank writes follows from its own state, so there is no plan to agree on. Ranks write
-in the background, where there are no collectives: each leaves the metadata of its file for rank 0, which joins them.
+in the background, where there are no collectives: each leaves the layout of its file for rank 0, which joins them.
 """
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
-from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from unitrain.checkpoint.names import METADATA, STATE, Keys, flat_options, joined, keys_of, optimizer_values
+from unitrain.checkpoint.names import (
+    GROUPS,
+    PARAMS,
+    STATE,
+    Keys,
+    flat_options,
+    joined,
+    keys_of,
+    optimizer_values,
+)
 from unitrain.checkpoint.run_state import RunState
-from unitrain.checkpoint.sharded import metadata as metadatas
-from unitrain.checkpoint.sharded.parts import owners
+from unitrain.checkpoint.sharded.dcp import METADATA, Entry, Layout, Piece, Region, merged, to_bytes, write
 from unitrain.checkpoint.store.folder import Draft, Folder
 from unitrain.checkpoint.store.reading import reason
-from unitrain.checkpoint.store.writing import Digest, Writing
+from unitrain.checkpoint.store.writing import Writing, write_hashed
 from unitrain.communication.communicator import Communicator
-from unitrain.communication.streaming import own_rows
+from unitrain.communication.streaming import outline, own_rows, receive
+from unitrain.data.structure import rebuilt
 from unitrain.errors import CheckpointError
 from unitrain.process import print_stderr
 
-PIECE_BYTES = 2**25
-"""Larger tensors are written in pieces, as torch reads a piece into memory as a whole."""
 _POLL_S, _LONGEST_POLL_S = 0.005, 1.0
+_CPU, _META = torch.device("cpu"), torch.device("meta")
 
 
-class Rows(NamedTuple):
-    """Which rows of a tensor a rank writes."""
+class Place(NamedTuple):
+    """Where a value is in a run's state."""
 
-    first: int
-    whole: torch.Size
+    path: Keys
+    first: int | None = None
+    """The number of the first row of the tensor that this rank has; None for plain data."""
+    shape: tuple[int, ...] = ()
     """The shape of the whole tensor."""
 
 
@@ -54,25 +56,67 @@ class Shards(NamedTuple):
 
     values: dict[str, Any]
     """Rows of a tensor, or plain data."""
-    rows: dict[str, Rows]
-    paths: dict[str, Keys]
-    """Where in the states the values are."""
+    places: dict[str, Place]
     aliases: dict[str, tuple[Keys, str]]
     """Further keys of values, with a path and the key in ``values``."""
 
 
-# ----------------------------------------------------------------------------------------------- what a rank writes
+# ------------------------------------------------------------------------------------------------ what a rank has
+
+
+def owners(communicator: Communicator, state: Mapping[int, Any], parameters: int) -> list[int | None]:
+    """Return which rank has the state of each parameter of an optimizer; None if every rank has it. Collective.
+
+    In ``state``, by the numbers of parameters, one that another rank has is no dict.
+    """
+    if not communicator.shards_optimizers:
+        return [None] * parameters
+    here = torch.tensor([isinstance(state.get(number, {}), dict) for number in range(parameters)])
+    rank, world = communicator.rank, communicator.world_size
+    bounds = torch.stack([torch.where(here, rank, -1), torch.where(here, -rank, -world)])
+    last, first = communicator.all_reduce(bounds, "max").tolist()  # of the ranks that have it; the first is negated
+    return [one if one == -other else None for one, other in zip(last, first, strict=True)]
+
+
+def gathered(communicator: Communicator, state: Any) -> Any:
+    """Return nested state with the full tensors on the CPU in place of parts, on rank 0. Collective.
+
+    On the other ranks at most one tensor is whole at a time, and the result can't be used.
+    """
+
+    def full(value: Any) -> Any:
+        if not communicator.is_sharded(value):
+            return value
+        whole = communicator.full_tensor(value)
+        return whole.cpu() if communicator.is_main else None
+
+    return rebuilt(_with_states(communicator, state), full)
+
+
+def _with_states(communicator: Communicator, value: Any) -> Any:
+    """Return nested state with the states that other ranks have, in the states of optimizers, on rank 0."""
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        return type(value)(_with_states(communicator, item) for item in value)
+    if not isinstance(value, dict):
+        return value
+    if not value.keys() >= {STATE, GROUPS}:
+        return {key: _with_states(communicator, item) for key, item in value.items()}
+    states = dict(value[STATE])
+    ranks = owners(communicator, states, sum(len(group[PARAMS]) for group in value[GROUPS]))
+    for rank in sorted({one for one in ranks if one is not None}):
+        mine = {n: states[n] for n, one in enumerate(ranks) if one == rank and n in states}
+        expected = communicator.broadcast_object(outline(mine), rank)
+        device = _CPU if communicator.is_main else _META
+        states.update(
+            receive(communicator, expected, mine, src=rank, own=mine, new=lambda path, form: form.empty(device))  # noqa: B023
+        )
+    # Of a parameter that no rank has a state of, there is only the rank that would have it.
+    return {**value, STATE: {number: its for number, its in states.items() if isinstance(its, dict)}}
 
 
 def divided(communicator: Communicator, state: RunState, parts: Mapping[str, Any]) -> tuple[dict[str, Any], Shards]:
-    """Return the states of objects that rank 0 writes alone, and what this rank writes of the others. Collective.
-
-    Args:
-        communicator: the communicator of this process.
-        state: the state of the run.
-        parts: the states of the run's objects, by name.
-    """
-    shards = Shards({}, {}, {}, {})
+    """Return the states of objects that rank 0 writes alone, and what this rank writes of the others. Collective."""
+    shards = Shards({}, {}, {})
     plain: dict[Keys, Any] = {}
     for name in state.modules:
         _add(communicator, shards, plain, (((name, key), value) for key, value in parts[name].items()), {})
@@ -88,7 +132,7 @@ def divided(communicator: Communicator, state: RunState, parts: Mapping[str, Any
         for own in communicator.all_gather_object(plain):
             plain.update(own)
     for path, value in plain.items() if communicator.is_main else ():
-        shards.values[joined(path)], shards.paths[joined(path)] = value, path
+        shards.values[joined(path)], shards.places[joined(path)] = value, Place(path)
     return {name: its for name, its in parts.items() if name not in (*state.modules, *state.names)}, shards
 
 
@@ -111,114 +155,33 @@ def _add(
         local, first = own_rows(communicator, value) if sharded else (value, 0)
         if local.numel() or (communicator.is_main and not value.numel()):
             key = joined(path)
-            shards.values[key], shards.rows[key], shards.paths[key] = local.detach(), Rows(first, value.shape), path
+            shards.values[key], shards.places[key] = local.detach(), Place(path, first, tuple(value.shape))
 
 
-# ------------------------------------------------------------------------------------------------------ one file
-
-
-class _Planner(DefaultSavePlanner):
-    """Writes a rank's values, with large tensors in pieces."""
-
-    def __init__(self, shards: Shards) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._shards = shards
-
-    def create_local_plan(self) -> SavePlan:
-        self.plan = SavePlan([item for key in self._shards.values for item in self._items(key)])
-        return self.plan
-
-    def _items(self, key: str) -> Iterator[WriteItem]:
-        rows, value = self._shards.rows.get(key), self._shards.values[key]
-        if rows is None:
-            yield WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO)
-            return
-        count = len(value) if value.dim() else 1
-        step = max(1, PIECE_BYTES * count // max(1, value.nbytes))
-        for start in range(0, max(1, count), step):
-            sizes = torch.Size([min(step, count - start), *value.shape[1:]][: value.dim()])
-            offset = torch.Size([rows.first + start, *[0] * value.dim()][: value.dim()])
-            data = TensorWriteData(ChunkStorageMetadata(offset, sizes), TensorProperties(value.dtype), rows.whole)
-            yield WriteItem(MetadataIndex(key, offset), WriteItemType.SHARD, tensor_data=data)
-
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        return self._shards.values[index.fqn]
-
-    def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002
-        if write_item.tensor_data is None:
-            return super().transform_object(write_item, object)
-        chunk = write_item.tensor_data.chunk
-        first = self._shards.rows[write_item.index.fqn].first
-        return object.narrow(0, chunk.offsets[0] - first, chunk.sizes[0]) if object.dim() else object
-
-
-class _OneFile(FileSystem):
-    """Has torch write to one file, which is hashed meanwhile."""
-
-    def __init__(self, path: Path, digest: Digest) -> None:
-        self._path = path
-        self._digest = digest
-        self.writing: Writing | None = None
-
-    @contextmanager
-    def create_stream(self, path: Any, mode: str) -> Generator[Any, None, None]:
-        with open(self._path, "wb") as file:
-            self.writing = Writing(file, self._digest)
-            yield self.writing
-
-    def mkdir(self, path: Any) -> None:
-        """Do nothing: the folder is there."""
-
-    def exists(self, path: Any) -> bool:
-        return False
-
-
-def write_shards(draft: Draft, rank: int, shards: Shards) -> tuple[dict[str, Any], Metadata]:
-    """Write a rank's file, and return what the manifest says of it, and its metadata.
-
-    Args:
-        draft: the checkpoint.
-        rank: the number of the file.
-        shards: what the rank writes, in host memory.
-    """
+def write_shards(draft: Draft, rank: int, shards: Shards) -> tuple[dict[str, Any], Layout]:
+    """Write a rank's file from host memory, and return what the manifest says of it, and its layout."""
+    layout: Layout = {}
     if not shards.values:
-        return {}, Metadata({}, planner_data={}, storage_data={})
+        return {}, layout
     name = f"__{rank}_0.distcp"  # as torch names it
-    planner = _Planner(shards)
-    with draft.store.draft(f"{draft.name}/{name}") as path, ThreadPoolExecutor(1, "checkpoint digest") as thread:
-        # Without a copy ahead, torch does not ask for a stream of the GPU, which would be the first one in a thread.
-        writer = FileSystemWriter(path.parent, sync_files=False, per_thread_copy_ahead=0)
-        digest = Digest(shards.values, thread)
-        writer.fs = file = _OneFile(path, digest)
-        writer.set_up_storage_writer(rank == 0, rank=rank, use_collectives=False)
-        plan = writer.prepare_local_plan(planner.create_local_plan())
-        try:
-            results = writer.write_data(plan, planner).wait()
-        except RuntimeError as error:
-            raise (file.writing and file.writing.error) or error from error
-        assert file.writing is not None
-        described = {"size": file.writing.size, "sha256": digest.hexdigest()}
-        draft.store.put(f"{draft.name}/{name}", path)
-    _, metadata = create_default_global_save_plan([plan])
-    metadata.storage_data = {one.index: one.storage_data for one in results}
-    metadata.planner_data = dict(shards.paths)
-    for alias, (path_, key) in shards.aliases.items():
-        if alias not in shards.paths:
-            metadata.state_dict_metadata[alias] = metadata.state_dict_metadata[key]
-            metadata.storage_data[MetadataIndex(alias)] = metadata.storage_data[MetadataIndex(key)]
-            metadata.planner_data[alias] = path_
-    return {name: described}, metadata
+
+    def save(output: Writing) -> None:
+        for key, value in shards.values.items():
+            path, first, shape = shards.places[key]
+            dtype = None if first is None else str(value.dtype).removeprefix("torch.")
+            layout[key] = Entry(path, dtype, shape, list(write(output, name, value, first)))
+
+    with draft.store.draft(f"{draft.name}/{name}") as file:
+        described = write_hashed(file, shards.values, save, lambda: draft.store.put(f"{draft.name}/{name}", file))
+    layout.update((alias, layout[key]._replace(path=to)) for alias, (to, key) in shards.aliases.items())
+    return {name: described}, layout
 
 
 # ------------------------------------------------------------------------------------------------------- together
 
 
 def begin(communicator: Communicator, folder: Folder, step: int) -> Draft | None:
-    """Begin a checkpoint, and return it as this rank sees it; None if rank 0 has to write it alone. Collective.
-
-    Raises:
-        CheckpointError: rank 0 can't begin it.
-    """
+    """Begin a checkpoint, and return it as this rank sees it; None if rank 0 has to write it alone. Collective."""
     draft: Draft | None = None
 
     def place() -> list[str] | None:
@@ -245,43 +208,45 @@ def begin(communicator: Communicator, folder: Folder, step: int) -> Draft | None
 def write_own(draft: Draft, rank: int, shards: Shards) -> None:
     """Write the file of a rank other than 0, and tell rank 0 of it, or why it could not be written."""
     try:
-        files, metadata = write_shards(draft, rank, shards)
-        said = {"files": files, "metadata": base64.b64encode(metadatas.to_bytes(metadata)).decode()}
+        files, layout = write_shards(draft, rank, shards)
+        said = json.dumps({"files": files, "layout": layout})
     except Exception as error:  # pickling may raise any exception
-        said = {"error": reason(error)}
+        said = json.dumps({"error": reason(error)})
     with suppress(OSError, CheckpointError):  # nobody can be told: rank 0 waits in vain, and says so
-        draft.tell(rank, json.dumps(said))
+        draft.tell(rank, said)
 
 
 def write_all(draft: Draft, shards: Shards, writers: int, patience_s: float) -> dict[str, Any]:
-    """Write rank 0's file, wait for the files of other ranks, and write the metadata of all.
+    """Write rank 0's file, wait for the other writers, and write the metadata. Return the files for the manifest.
 
-    Args:
-        draft: the checkpoint.
-        shards: what rank 0 writes.
-        writers: the number of ranks that write, with rank 0.
-        patience_s: how long to wait for each of the others.
-
-    Returns:
-        What the manifest says of the files.
-
-    Raises:
-        CheckpointError: a rank could not write its file, or not in time; or parts of a tensor are missing.
+    Raises CheckpointError if a rank could not write its file, or not in time, or parts of a tensor are missing.
     """
     files, own = write_shards(draft, 0, shards)
-    several = [own]
+    layouts = [own]
     for rank in range(1, writers):
-        until, pause = time.monotonic() + patience_s, _POLL_S
-        while (text := draft.told(rank)) is None:
-            if time.monotonic() > until:
-                raise CheckpointError(f"rank {rank} has not written its shards within timeout_s ({patience_s:g} s)")
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_POLL_S)
-        said = json.loads(text)
-        if "error" in said:
-            raise CheckpointError(f"rank {rank} could not write its shards: {said['error']}")
+        said = _told(draft, rank, patience_s)
         files.update(said["files"])
-        several.append(metadatas.from_bytes(base64.b64decode(said["metadata"]), f"the metadata of rank {rank}"))
-    content = metadatas.to_bytes(metadatas.merged(several))
+        layouts.append({key: _entry(*entry) for key, entry in said["layout"].items()})
+    content = to_bytes(merged(layouts))
     draft.store.put(f"{draft.name}/{METADATA}", content)
     return {**files, METADATA: {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}}
+
+
+def _told(draft: Draft, rank: int, patience_s: float) -> dict[str, Any]:
+    """Return what another rank says of its file."""
+    until, pause = time.monotonic() + patience_s, _POLL_S
+    while (text := draft.told(rank)) is None:
+        if time.monotonic() > until:
+            raise CheckpointError(f"rank {rank} has not written its shards within timeout_s ({patience_s:g} s)")
+        time.sleep(pause)
+        pause = min(1.1 * pause, _LONGEST_POLL_S)
+    said: dict[str, Any] = json.loads(text)
+    if "error" in said:
+        raise CheckpointError(f"rank {rank} could not write its shards: {said['error']}")
+    return said
+
+
+def _entry(path: list[Any], dtype: str | None, shape: list[int], pieces: list[Any]) -> Entry:
+    """Return the entry of a layout that was sent as JSON."""
+    found = [Piece(Region(tuple(offsets), tuple(sizes)), *where) for (offsets, sizes), *where in pieces]
+    return Entry(tuple(path), dtype, tuple(shape), found)

@@ -19,11 +19,7 @@ _BLOCK = 2**20
 
 
 class Disk(Store):
-    """A folder on a disk, or on a file system that hosts share.
-
-    Args:
-        root: the folder.
-    """
+    """A folder on a disk, or on a file system that hosts share."""
 
     renames = True
 

@@ -44,10 +44,7 @@ Others = Callable[[], Mapping[str, Any]]
 class Draft:
     """A checkpoint that is being written, perhaps by several ranks. It has no manifest yet.
 
-    Args:
-        store: the folder of the checkpoints.
-        name: the name of the checkpoint's folder until it is complete.
-        token: the token of rank 0's lock.
+    ``name`` is its folder until it is complete; ``token`` is that of rank 0's lock.
     """
 
     def __init__(self, store: Store, name: str, token: str) -> None:
@@ -61,8 +58,27 @@ class Draft:
         return [self.store.location, self.name, self._token]
 
     def write(self, parts: Mapping[str, Any]) -> dict[str, Any]:
-        """Write each part to a file, and return what the manifest says of the files."""
-        return write_files(self.store, self.name, parts)
+        """Write each part to a file, checked and synced, and return what the manifest says of the files."""
+        files: dict[str, Any] = {}
+        with ExitStack() as drafts, ThreadPoolExecutor(_THREADS, "checkpoint files") as threads:
+            putting: list[Future[None]] = []
+
+            def put(name: str, draft: Path) -> None:
+                check_part(draft)
+                self.store.put(name, draft)
+
+            for part, value in parts.items():
+                name = f"{self.name}/{part}.pt"
+                draft = drafts.enter_context(self.store.draft(name))
+                # A file is checked and put while the rest of it is hashed, and on a disk while the next is written.
+                later = partial(threads.submit, put, name, draft)
+                files[f"{part}.pt"] = write_part(draft, value, lambda later=later: putting.append(later()))  # type: ignore[misc]
+                if not self.store.renames:
+                    putting.pop().result()
+                    drafts.close()  # one part at a time is on this disk
+            for one in putting:
+                one.result()
+        return files
 
     def tell(self, rank: int, text: str) -> None:
         """Leave a text of a rank for rank 0."""
@@ -79,30 +95,6 @@ class Draft:
 
     def _message(self, rank: int) -> str:
         return f"{self.name}/rank-{rank}.json"
-
-
-def write_files(store: Store, folder: str, parts: Mapping[str, Any]) -> dict[str, Any]:
-    """Write each part to a file of a folder, checked and synced, and return what the manifest says of the files."""
-    files: dict[str, Any] = {}
-    with ExitStack() as drafts, ThreadPoolExecutor(_THREADS, "checkpoint files") as threads:
-        putting: list[Future[None]] = []
-
-        def put(name: str, draft: Path) -> None:
-            check_part(draft)
-            store.put(name, draft)
-
-        for part, value in parts.items():
-            name = f"{folder}/{part}.pt"
-            draft = drafts.enter_context(store.draft(name))
-            # A file is checked and put while the rest of it is hashed, and on a disk while the next one is written.
-            later = partial(threads.submit, put, name, draft)
-            files[f"{part}.pt"] = write_part(draft, value, lambda later=later: putting.append(later()))  # type: ignore[misc]
-            if not store.renames:
-                putting.pop().result()
-                drafts.close()  # one part at a time is on this disk
-        for one in putting:
-            one.result()
-    return files
 
 
 class Folder:

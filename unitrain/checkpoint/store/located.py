@@ -54,12 +54,7 @@ class Located(NamedTuple):
 
 
 def locate(store: Store, folder: str) -> Located:
-    """Return the checkpoint in a folder of a store.
-
-    Raises:
-        DamagedError: its manifest is missing or changed.
-        CheckpointError: its format is that of another version, or the store can't be read.
-    """
+    """Return the checkpoint in a folder of a store. Raises DamagedError and CheckpointError as ``parsed`` does."""
     name = f"{folder}/{manifests.NAME}" if folder else manifests.NAME
     with _damage(store.shown(name)):
         if store.size(name) > manifests.LARGEST:
@@ -131,20 +126,10 @@ def _damage(shown: str) -> Iterator[None]:
         raise DamagedError(f"{shown}: {error.strerror}") from error
 
 
-def verify(found: Located, names: Iterable[str] | None = None) -> None:
-    """Verify files of a checkpoint by reading them.
-
-    Args:
-        found: the checkpoint.
-        names: names of the files. Default: all.
-
-    Raises:
-        DamagedError: one is missing or changed.
-        CheckpointError: one could not be downloaded.
-    """
-    for name in found.manifest.files if names is None else names:
-        with verified(found, name):
-            pass
+def unreadable(shown: str, error: Exception) -> Exception:
+    """Return the error for a file that torch can't load: code in it is no damage, but an attack."""
+    kind = CheckpointError if "GLOBAL" in str(error) else DamagedError
+    return kind(f"{shown} could not be read: {reason(error)}")
 
 
 def read(found: Located, names: Iterable[str], mapped: MappedFiles) -> dict[str, Any]:
@@ -170,7 +155,5 @@ def read(found: Located, names: Iterable[str], mapped: MappedFiles) -> dict[str,
             try:
                 contents[name.removesuffix(".pt")] = mapped.load(path)
             except Exception as error:  # torch.load raises many kinds of exceptions for a broken file
-                kind = CheckpointError if "GLOBAL" in str(error) else DamagedError  # code is no damage, but an attack
-                shown = store.shown(found.file_name(name))
-                raise kind(f"{shown} could not be read: {reason(error)}") from error
+                raise unreadable(store.shown(found.file_name(name)), error) from error
     return contents

@@ -212,11 +212,7 @@ class Lock:
 
 
 def holder_of(store: Store) -> Holder | None:
-    """Return the holder of the lock of a store, an unknown one if the file is damaged, or None if there is no file.
-
-    Raises:
-        CheckpointError: the file can't be read.
-    """
+    """Return the holder of the lock of a store, an unknown one if the file is damaged, or None if there is no file."""
     try:
         return Holder.parsed(store.get(NAME))
     except (FileNotFoundError, NotADirectoryError):

@@ -67,15 +67,9 @@ def to_json(step: int, about: Mapping[str, Any], files: Mapping[str, Any]) -> st
 
 
 def parsed(text: bytes, folder: str) -> Manifest:
-    """Return the manifest with this text.
+    """Return the manifest with this text, of a checkpoint at a path or URL.
 
-    Args:
-        text: the content of the file.
-        folder: path or URL of the checkpoint, for messages.
-
-    Raises:
-        DamagedError: the text has changed, or has other fields than it must.
-        CheckpointError: its format is that of another version.
+    Raises DamagedError if the text has changed, and CheckpointError if its format is that of another version.
     """
     path = f"{folder}/{NAME}"
     try:

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from unitrain.checkpoint.store.reading import open_regular
+from unitrain.data.structure import tensors
 
 _libc = ctypes.CDLL(None)
 _MADV_DONTNEED = 4  # Linux: the pages are read from the file again if they are needed
@@ -34,8 +34,7 @@ class MappedFiles:
             is_mappable = zipfile.is_zipfile(file)  # and not of a torch before 1.6
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_mappable)
         if is_mappable:
-            found = [one for one in tree_leaves(content) if isinstance(one, torch.Tensor)]
-            strided = [one for one in found if one.layout == torch.strided and not one.is_meta]
+            strided = [one for one in tensors(content) if one.layout == torch.strided and not one.is_meta]
             self._keep(path, content, [one.untyped_storage() for one in strided])
         return content
 

@@ -71,11 +71,7 @@ def _copy_rows(communicator: Communicator, target: Tensor, files: WeightFiles, n
 
 
 def _targets(module: nn.Module, saved: Mapping[str, Form], path: str | Path) -> dict[str, Tensor]:
-    """Return the tensors to fill, by the names that they have in the file.
-
-    Raises:
-        CheckpointError: names or shapes differ.
-    """
+    """Return the tensors to fill, by their names in the file. Raises CheckpointError if names or shapes differ."""
     own = {name: value for name, value in module.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
     aliases: dict[int, list[str]] = {}  # of a weight that is tied, the file may have one name
     for name, tensor in own.items():

@@ -36,11 +36,7 @@ class Stored(NamedTuple):
 
 
 def name_in(names: Sequence[str], folder: str) -> str:
-    """Return which of the files in a folder has weights, or an index of files that have.
-
-    Raises:
-        CheckpointError: none.
-    """
+    """Return which of the files in a folder has weights, or an index of them. Raises CheckpointError if none has."""
     for end in (".safetensors", INDEX):
         if f"model{end}" in names:
             return f"model{end}"
@@ -48,15 +44,7 @@ def name_in(names: Sequence[str], folder: str) -> str:
 
 
 def names_in_index(text: bytes, shown: str) -> list[str]:
-    """Return the names of the files that an index names.
-
-    Args:
-        text: its content.
-        shown: its path or URL, for messages.
-
-    Raises:
-        CheckpointError: it is none.
-    """
+    """Return the names of the files in the text of an index. Raises CheckpointError if it is not one."""
     try:
         names = sorted(set(json.loads(text)["weight_map"].values()))
         if any("/" in name for name in names):
@@ -67,15 +55,9 @@ def names_in_index(text: bytes, shown: str) -> list[str]:
 
 
 def stored_in(read: Callable[[int, int], bytes], size: int, shown: str) -> dict[str, Stored]:
-    """Return where the tensors of a file are.
+    """Return where the tensors of a file are, given what returns its bytes between two positions, and their number.
 
-    Args:
-        read: returns the bytes of the file between two positions.
-        size: the number of its bytes.
-        shown: its path or URL, for messages.
-
-    Raises:
-        CheckpointError: it is no such file.
+    Raises CheckpointError if it is no such file.
     """
     try:
         length = int.from_bytes(read(0, 8), "little")

@@ -46,13 +46,9 @@ class WeightFiles:
 
     @staticmethod
     def at(place: Path | str) -> WeightFiles:
-        """Return the files of a model: one, or those that an index of Hugging Face names.
+        """Return the files of a model: the one at a path or URL, or in a folder there, or those that an index names.
 
-        Args:
-            place: path or URL of a file, of an index, or of the folder of one of either.
-
-        Raises:
-            CheckpointError: no file was found, or the index is invalid.
+        Raises CheckpointError if no file was found, or the index is invalid.
         """
         if isinstance(place, Path):
             store, name = (store_at(place), "") if place.is_dir() else (store_at(place.parent), place.name)

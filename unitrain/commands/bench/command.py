@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -49,7 +50,7 @@ def bench(
     fastest = max(measurements, key=lambda found: found.samples_per_second).world
     console.print(f"fastest: {fastest}: {fastest.backend}", style="green", markup=False)
     if output is not None:
-        output.write_text(json.dumps([found.as_dict() for found in measurements], indent=1) + "\n", encoding="utf-8")
+        output.write_text(json.dumps([asdict(found) for found in measurements], indent=1) + "\n", encoding="utf-8")
         console.print(f"written: {output}", markup=False)
     return 0
 
@@ -83,7 +84,7 @@ def worlds_to_measure(backend: str | None, most: int | None) -> list[World]:
 
 
 def efficiency(measurement: Measurement, alone: Measurement) -> float:
-    """Return samples per second divided by the number of processes times those of one process."""
+    """Return samples per second of a process, relative to one process alone."""
     return measurement.samples_per_second / (measurement.world.size * alone.samples_per_second)
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from unitrain.commands.launchers import launch_command
 from unitrain.commands.toolchain import run_to_end, small_mpi_environment
@@ -36,12 +35,6 @@ class Measurement:
     """Peak of the process that needs most."""
     problem: str = ""
     """Why the world could not be measured, in one line."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the measurement for JSON."""
-        world = self.world
-        where = {"launcher": world.launcher, "processes": world.size, "backend": world.backend}
-        return {**where, **{name: value for name, value in asdict(self).items() if name != "world"}}
 
 
 def measure(world: World, recipe: Path, flags: Sequence[str], steps: int) -> Measurement:

@@ -1,4 +1,4 @@
-"""Runs the probes, each of which returns one finding, and prints the findings."""
+"""Runs the probes, and prints their findings."""
 
 from __future__ import annotations
 

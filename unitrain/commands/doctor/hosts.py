@@ -59,7 +59,7 @@ class _Answer(NamedTuple):
 def examine_hosts(hosts: Sequence[str]) -> dict[str, Finding]:
     """Return a finding for each host of a job that this host would start, by its name."""
     with _listener() as listener, ThreadPoolExecutor(_MOST_AT_ONCE) as threads:
-        # Rank 0's host, to which all ranks connect, is taken for this one: a port of it stands for that of rank 0.
+        # Rank 0's host, to which all ranks connect, is taken for this one: any port of it stands for rank 0's.
         here = (own_addresses(), listener.getsockname()[1])
         what = [{"here": here, "others": [other for other in hosts if other != host]} for host in hosts]
         answers = dict(zip(hosts, threads.map(_ask, hosts, what), strict=True))
@@ -142,22 +142,24 @@ def _failure(host: str, code: int, output: str) -> Finding:
 def _versions(host: str, there: Mapping[str, str | None]) -> list[Finding]:
     problems = []
     python = f"ssh {host} {sys.executable}"
-    for name, own in report.versions().items():
-        its = there.get(name)
-        if name == "python":
+    for package, own in report.versions().items():
+        its = there.get(package)
+        if package == "python":
             if str(its).split(".")[:2] != str(own).split(".")[:2]:
                 problems.append(Finding("warning", f"Python is {its}, but {own} here", f"{python} --version"))
             continue
         if its == own:
             continue
         if own is None:
-            fix = f"{python} -m pip uninstall -y {name}"
-        elif name == "horovod":
+            fix = f"{python} -m pip uninstall -y {package}"
+        elif package == "horovod":
             version = own.partition("+")[0]
             fix = f"{python} -m unitrain.commands.cli install-horovod --force --version {version}"
         else:
-            fix = f"{python} -m pip install {name}=={own}"
-        problems.append(Finding("error", f"{name} is {its or 'not installed'}, but {own or 'not installed'} here", fix))
+            fix = f"{python} -m pip install {package}=={own}"
+        problems.append(
+            Finding("error", f"{package} is {its or 'not installed'}, but {own or 'not installed'} here", fix)
+        )
     return problems
 
 

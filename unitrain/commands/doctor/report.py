@@ -30,7 +30,7 @@ def versions() -> dict[str, str | None]:
 
 
 def name_is_loopback() -> bool:
-    """Return whether this host's own name is that of a loopback address, or of none."""
+    """Return whether this host's own name has loopback addresses only, or none."""
     try:
         found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
     except OSError:

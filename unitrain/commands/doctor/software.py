@@ -8,11 +8,12 @@ import socket
 import sys
 from dataclasses import asdict
 from importlib import metadata
-from importlib.util import find_spec
+
+from packaging.requirements import Requirement
 
 from unitrain.commands.doctor.finding import Finding, Probe
 from unitrain.commands.horovod.check import find_horovod
-from unitrain.commands.toolchain import find_mpi, find_program, run_one, run_to_end
+from unitrain.commands.toolchain import find_mpi, find_program, installed_version, run_one, run_to_end
 from unitrain.communication.backend import backend_names
 from unitrain.launch.detect import detect
 
@@ -80,7 +81,7 @@ def _mpi() -> Finding:
         "compiler": str(found.compiler) if found.compiler else None,
     }
     summary = f"{found} ({found.mpirun})"
-    # mpirun inside mpirun would mix up its processes with those of the outer one.
+    # mpirun inside mpirun would mix up its processes with the outer one's.
     succeeded, reason = (True, "") if detect(os.environ).mpi else run_one(found, "true")
     if not succeeded:
         return Finding("error", f"{summary} can't start a process: {reason}", None, details)
@@ -93,9 +94,8 @@ def _mpi() -> Finding:
 
 
 def _mpi4py() -> Finding:
-    try:
-        version = metadata.version("mpi4py")
-    except metadata.PackageNotFoundError:
+    version = installed_version("mpi4py")
+    if version is None:
         return Finding("absent", "not installed; needed for DDP under mpirun", "pip install 'unitrain[mpi]'")
     details = {"version": version}
     mpi = find_mpi()
@@ -159,13 +159,12 @@ def _backends() -> Finding:
 
 
 def _recipes() -> Finding:
-    needed = {"sklearn": "scikit-learn", "scipy": "scipy", "tensorboard": "tensorboard"}
-    needed |= {"torchvision": "torchvision", "tqdm": "tqdm"}
-    missing = [name for module, name in needed.items() if find_spec(module) is None]
+    required = [Requirement(line) for line in metadata.requires("unitrain") or ()]
+    needed = [one.name for one in required if one.marker is not None and one.marker.evaluate({"extra": "recipes"})]
+    missing = [name for name in needed if installed_version(name) is None]
     if missing:
-        return Finding(
-            "absent", f"missing: {', '.join(missing)}", "pip install 'unitrain[recipes]'", {"missing": missing}
-        )
+        fix = "pip install 'unitrain[recipes]'"
+        return Finding("absent", f"missing: {', '.join(missing)}", fix, {"missing": missing})
     return Finding("ok", "all dependencies of the recipes are installed", details={"missing": []})
 
 

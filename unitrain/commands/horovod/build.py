@@ -60,8 +60,8 @@ _EDITS = (
         "project(horovod CXX)\n",
         'project(horovod CXX)\n\nset(CMAKE_BUILD_RPATH "$ORIGIN/../../../..;$ORIGIN/../../torch/lib")\n',
     ),
-    # gloo uses the network interface chosen by horovodrun for its first connections only. For others it uses that of
-    # the host name, which other hosts may not reach, and crashes if the name does not resolve.
+    # gloo uses the network interface chosen by horovodrun for its first connections only. For others it uses the
+    # interface of the host name, which other hosts may not reach, and crashes if the name does not resolve.
     Edit(
         "horovod/common/gloo/gloo_context.cc",
         f"{_DEVICE}\n\n  global_ctx = ",
@@ -218,7 +218,7 @@ def _gpu_environment(gpu: str, folder: Path) -> dict[str, str]:
 
 
 def _compilers_at_once() -> int:
-    """Return the number of parallel compilers: one per core, each of which may need 2 GB of memory."""
+    """Return the number of parallel compilers: one per core and per 2 GB of free memory."""
     return max(1, min(len(os.sched_getaffinity(0)), psutil.virtual_memory().available // _BYTES_PER_COMPILER))
 
 
@@ -256,7 +256,7 @@ def run_logged(command: Sequence[str], log: Path, failure: str, environment: dic
 
 
 def _relevant_lines(lines: list[str]) -> list[str]:
-    """Return the lines from the first error on, or the last lines if there is none."""
+    """Return the lines from the first error on, or the last lines without an error."""
     error = re.compile(r"\berror\b\s*:|\bCMake Error\b|^ERROR:|\bfatal\b", re.IGNORECASE)
     first = next((number for number, line in enumerate(lines) if error.search(line)), len(lines) - _SHOWN_LINES)
     return lines[max(0, first) :][:_SHOWN_LINES]

@@ -17,7 +17,6 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -39,7 +38,7 @@ from unitrain.commands.horovod.build import (
     run_logged,
 )
 from unitrain.commands.horovod.check import check_allreduce, find_horovod
-from unitrain.commands.toolchain import Mpi, find_cuda, find_mpi
+from unitrain.commands.toolchain import Mpi, find_cuda, find_mpi, installed_version
 from unitrain.errors import BackendError, ConfigError
 
 # UniTrain itself requires the others: cloudpickle, packaging, psutil and pyyaml.
@@ -100,7 +99,7 @@ def install_horovod(version: str, *, gpu: str = "none", without_mpi: bool = Fals
     folder = _writable(cache_folder() / "horovod" / combination.version)
     tested = folder / f"proved-{_digest(sys.prefix)}"
     with _alone(folder.parent, console):
-        if not force and tested.is_file() and _installed_version("horovod") == combination.version:
+        if not force and tested.is_file() and installed_version("horovod") == combination.version:
             console.print(f"Horovod {version} is installed and tested ({combination}). Nothing to do.")
             return 0
         tested.unlink(missing_ok=True)
@@ -193,13 +192,6 @@ def _gpu_parts() -> tuple[str, ...]:
     return (f"CUDA {cuda.version}" if cuda else "no CUDA", *settings)
 
 
-def _installed_version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def _explain_missing_mpi(console: Console, chosen: bool) -> None:
     reason = "as requested" if chosen else "since no mpirun was found"
     advice = "" if chosen else " For both: pip install 'unitrain\\[mpi]', and run this again."
@@ -208,7 +200,7 @@ def _explain_missing_mpi(console: Console, chosen: bool) -> None:
 
 
 def _add_missing(console: Console, names: tuple[str, ...], log: Path) -> None:
-    missing = [name for name in names if _installed_version(name) is None]
+    missing = [name for name in names if installed_version(name) is None]
     if missing:
         console.print(f"Installing the requirements of Horovod: {', '.join(missing)}")
         run_logged(pip("install", *missing), log, f"{', '.join(missing)} could not be installed")
@@ -227,7 +219,7 @@ def _build(console: Console, combination: Combination, gpu: str | None, folder: 
 
 def _install(console: Console, wheel: Path, combination: Combination, log: Path) -> None:
     """Install the wheel, and check that it can be imported and has the expected features."""
-    before = _installed_version("horovod")
+    before = installed_version("horovod")
     if before not in (None, combination.version):
         console.print(f"Replacing Horovod {before}.")
     options = ["--no-deps", "--force-reinstall", "--no-index"]

@@ -32,9 +32,9 @@ class Case:
     tied: bool = False
     """Whether two layers share their weight, and the first layer is frozen."""
     weighted: bool = False
-    """Whether the loss is a mean over tokens, whose number varies between samples."""
+    """Whether the loss is a mean over tokens. Their number varies between samples."""
     overflow_at: int | None = None
-    """The step in which the scaled gradient of one sample overflows, on one rank; None for no step."""
+    """The step with a sample that makes the scaled gradient overflow, on one rank; None for no step."""
     unequal_shares: bool = False
     """Whether rank 0 takes three times as many samples as each other rank."""
     tolerance: float = EXACT

@@ -1,4 +1,4 @@
-"""Compares the records of a world's ranks with those of the plain loop."""
+"""Compares the records of a world's ranks with the plain loop's."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Verdict:
 
 
 def compare(world: str, backend: str, case: Case, plain: Trace, ranks: Sequence[Trace]) -> Verdict:
-    """Compare the records of a world's ranks with that of the plain loop."""
+    """Compare the records of a world's ranks with the plain loop's."""
     verdict = Verdict(world, backend, case.name, case.tolerance)
     problems = sorted({cause(t.error) for t in ranks if t.error})
     if problems:

@@ -37,7 +37,7 @@ def train(recipe: Path, world: World, folder: Path, flags: Sequence[str] = ()) -
 
 
 def compare(world: World, plain: Sequence[dict[str, float]], found: Sequence[dict[str, float]]) -> Verdict:
-    """Compare the metrics of a world with those of one process, as relative deviations."""
+    """Return the relative deviations of a world's metrics from the metrics of one process."""
     if [row.get("step") for row in plain] != [row.get("step") for row in found]:
         return Verdict(str(world), world.backend, "recipe", EXACT, problems=("its metrics are of other steps",))
     worst = {

@@ -3,8 +3,8 @@
 It depends only on seed and epoch. Tests compare it with golden vectors, so that it is the same with any version of
 numpy, torch and UniTrain.
 
-- Fewer than 65,536 samples are sorted by random keys from SplitMix64 (Steele, Lea, Flood, "Fast splittable
-  pseudorandom number generators", OOPSLA 2014): an exact shuffle, since the keys are distinct.
+- Fewer than 65,536 samples are sorted by random keys from SplitMix64 (see ``unitrain.rng.mixed``): an exact shuffle,
+  since the keys are distinct.
 - For more, a Feistel network (Luby, Rackoff, "How to construct pseudorandom permutations from pseudorandom functions",
   SIAM J. Comput. 17, 1988) permutes the integers below the next power of two, and values outside ``range(n)`` are
   permuted again until they are inside (cycle walking: Black, Rogaway, "Ciphers with arbitrary finite domains", CT-RSA
@@ -20,27 +20,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unitrain.errors import DataError
+from unitrain.rng import MULTIPLIERS, mixed
 
 _EXACT_BELOW = 2**16
 _LARGEST = 2**62
 _ROUNDS = 8
 # The four arrays in use take a quarter of a MiB each, and stay in a core's cache.
 _CHUNK = 2**15
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 
 class Shuffled:
-    """A shuffled ``range(samples)``.
-
-    Args:
-        samples: number of samples, at most 2**62.
-        seed: seed of the run.
-        epoch: each epoch has a different order.
-
-    Raises:
-        DataError: there are more than 2**62 samples.
-    """
+    """A shuffled ``range(samples)``, different in each epoch. DataError if there are more than 2**62 samples."""
 
     def __init__(self, samples: int, seed: int, epoch: int) -> None:
         if samples > _LARGEST:
@@ -83,10 +73,10 @@ class Shuffled:
         for number, key in enumerate(self._keys):
             source, target, width = (high, low, self._low_bits) if number % 2 else (low, high, self._high_bits)
             np.add(source, key, out=mask)
-            np.multiply(mask, _MULTIPLIERS[0], out=mask)
+            np.multiply(mask, MULTIPLIERS[0], out=mask)
             np.right_shift(mask, np.uint64(32), out=scratch)
             np.bitwise_xor(mask, scratch, out=mask)
-            np.multiply(mask, _MULTIPLIERS[1], out=mask)
+            np.multiply(mask, MULTIPLIERS[1], out=mask)
             np.right_shift(mask, np.uint64(64 - width), out=mask)
             np.bitwise_xor(target, mask, out=target)
         permuted: NDArray[np.uint64] = (high << np.uint64(self._low_bits)) | low
@@ -95,10 +85,7 @@ class Shuffled:
     @cached_property
     def _sorted(self) -> NDArray[np.int64]:
         """The samples, sorted by random keys."""
-        keys = np.arange(1, self._samples + 1, dtype=np.uint64) * _GOLDEN + self._keys[0]
-        keys = (keys ^ (keys >> np.uint64(30))) * _MULTIPLIERS[0]
-        keys = (keys ^ (keys >> np.uint64(27))) * _MULTIPLIERS[1]
-        return np.argsort(keys ^ (keys >> np.uint64(31)))
+        return np.argsort(mixed(np.arange(self._samples), int(self._keys[0])))
 
 
 class InOrder:

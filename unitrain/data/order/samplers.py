@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, islice
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from unitrain.data.order.sharding import BatchPlan, EpochPlan
 from unitrain.errors import DataError
 from unitrain.rng import derived_seed, generators_restored, seed_generators
 
-Plan = TypeVar("Plan", EpochPlan, BatchPlan)
+Plan: TypeAlias = EpochPlan | BatchPlan
 
 
 class Order(Protocol):
@@ -33,45 +33,35 @@ class Order(Protocol):
 class Epoch(NamedTuple):
     """One epoch: its plan and its order."""
 
-    plan: EpochPlan | BatchPlan
+    plan: Plan
     order: Order
     repeats: bool
     """Whether a sample may occur more than once."""
 
 
-class Orders(Protocol):
-    """Makes epochs."""
+class Orders(ABC):
+    """Makes the epochs of a map-style dataset, from a plan that all of them share."""
 
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+
+    @abstractmethod
     def epoch(self, seed: int, number: int, start: int) -> Epoch:
         """Return epoch ``number`` of a run with ``seed``, from position ``start`` on."""
 
+    def split_by(self, shares: tuple[int, ...], accumulate: int) -> None:
+        """Split the epochs that are planned from now on by other shares, into another number of micro-batches."""
+        self._plan = replace(self._plan, shares=shares, accumulate=accumulate)
+
     def drawn(self, seed: int, number: int) -> str:
         """Return a digest of an epoch's indices, if they come from a sampler and were drawn last; else ""."""
+        return ""
 
     def forget(self) -> None:
         """Draw the indices of the next epoch anew: the script may have changed the sampler since ``len()``, say."""
 
-    def split_by(self, shares: tuple[int, ...], accumulate: int) -> None:
-        """Split the epochs that are planned from now on by other shares, into another number of micro-batches."""
 
-
-class _Planned(Generic[Plan]):
-    def __init__(self, plan: Plan) -> None:
-        self._plan: Plan = plan
-
-    def drawn(self, seed: int, number: int) -> str:
-        """See ``Orders``."""
-        return ""
-
-    def forget(self) -> None:
-        """See ``Orders``."""
-
-    def split_by(self, shares: tuple[int, ...], accumulate: int) -> None:
-        """See ``Orders``."""
-        self._plan = replace(self._plan, shares=shares, accumulate=accumulate)
-
-
-class OwnOrder(_Planned[EpochPlan]):
+class OwnOrder(Orders):
     """The dataset's own order, or a shuffled one."""
 
     def __init__(self, plan: EpochPlan, shuffle: bool) -> None:
@@ -84,23 +74,27 @@ class OwnOrder(_Planned[EpochPlan]):
         return Epoch(replace(self._plan, start=start), order, repeats=False)
 
 
-class _Sampled(_Planned[Plan], ABC):
-    """An order that a sampler draws for each epoch.
+class SamplerOrder(Orders):
+    """An order that a sampler or a batch sampler draws for each epoch, the same on every rank.
 
-    Args:
-        plan: of the epochs.
-        sampler: the sampler.
-        most: a sampler that yields more indices than this for an epoch, and more than its length, has no end.
+    A sampler that yields more than ``most`` indices for an epoch, and more than its length, has no end.
     """
 
     def __init__(self, plan: Plan, sampler: Iterable[Any], most: int) -> None:
-        self._plan = plan
+        super().__init__(plan)
         self._sampler = _Seeded(sampler)
         self._most = most
         self._length = 0
         with suppress(Exception):  # a batch sampler has a length only if its sampler has one
             self._length = operator.length_hint(sampler)
         self._last: tuple[tuple[int, int], _Listed] | None = None
+
+    def epoch(self, seed: int, number: int, start: int) -> Epoch:
+        """See ``Orders``."""
+        order = self._draw(seed, number)
+        if isinstance(self._plan, BatchPlan):
+            return Epoch(replace(self._plan, sizes=order.sizes, start=start), order, repeats=True)
+        return Epoch(replace(self._plan, samples=len(order.indices), start=start), order, repeats=True)
 
     def drawn(self, seed: int, number: int) -> str:
         """See ``Orders``."""
@@ -112,45 +106,19 @@ class _Sampled(_Planned[Plan], ABC):
 
     def _draw(self, seed: int, number: int) -> _Listed:
         if self._last is None or self._last[0] != (seed, number):
-            self._last = ((seed, number), self._listed(self._sampler.draw(seed, number)))
+            drawn = self._sampler.draw(seed, number)
+            listed = self._batches(drawn) if isinstance(self._plan, BatchPlan) else self._indices(drawn)
+            self._last = ((seed, number), listed)
         return self._last[1]
 
-    @abstractmethod
-    def _listed(self, drawn: Iterator[Any]) -> _Listed:
-        """Return what the sampler has drawn, or raise DataError if it has no end."""
-
-    def _check_end(self, indices: int, items: int) -> None:
-        """Raise DataError if the sampler has yielded so much that it seems to have no end."""
-        if indices > self._most and items > self._length:
-            raise DataError(
-                f"a sampler yielded more than {self._most} indices for one epoch: it seems to have no end. Let it end, "
-                "with itertools.islice in its __iter__, say, after as many as an epoch is to have."
-            )
-
-
-class SamplerOrder(_Sampled[EpochPlan]):
-    """The order of a sampler, the same indices on every rank."""
-
-    def epoch(self, seed: int, number: int, start: int) -> Epoch:
-        """See ``Orders``."""
-        order = self._draw(seed, number)
-        return Epoch(replace(self._plan, samples=len(order.indices), start=start), order, repeats=True)
-
-    def _listed(self, drawn: Iterator[Any]) -> _Listed:
+    def _indices(self, drawn: Iterator[Any]) -> _Listed:
+        """Return what a sampler has drawn, or raise DataError if it has no end."""
         indices = _as_array(islice(drawn, max(self._most, self._length) + 1))
         self._check_end(len(indices), len(indices))
         return _Listed(indices)
 
-
-class BatchSamplerOrder(_Sampled[BatchPlan]):
-    """The order and batches of a batch sampler, the same on every rank."""
-
-    def epoch(self, seed: int, number: int, start: int) -> Epoch:
-        """See ``Orders``."""
-        order = self._draw(seed, number)
-        return Epoch(replace(self._plan, sizes=order.sizes, start=start), order, repeats=True)
-
-    def _listed(self, drawn: Iterator[Any]) -> _Listed:
+    def _batches(self, drawn: Iterator[Any]) -> _Listed:
+        """Return what a batch sampler has drawn, or raise DataError if it has no end."""
         sizes: list[int] = []
 
         def batches() -> Iterator[Sequence[int]]:
@@ -163,19 +131,21 @@ class BatchSamplerOrder(_Sampled[BatchPlan]):
 
         return _Listed(_as_array(chain.from_iterable(batches())), tuple(sizes))
 
+    def _check_end(self, indices: int, items: int) -> None:
+        """Raise DataError if the sampler has yielded so much that it seems to have no end."""
+        if indices > self._most and items > self._length:
+            raise DataError(
+                f"a sampler yielded more than {self._most} indices for one epoch: it seems to have no end. Let it end, "
+                "with itertools.islice in its __iter__, say, after as many as an epoch is to have."
+            )
+
 
 def _as_array(indices: Iterable[Any]) -> NDArray[np.int64]:
     return np.fromiter(map(operator.index, indices), np.int64)  # np.fromiter would round floats
 
 
 class _Listed:
-    """Indices that a sampler has drawn.
-
-    Attributes:
-        indices: the indices.
-        sizes: of the batches, if a batch sampler has drawn them.
-        digest: equal for equal indices.
-    """
+    """Indices that a sampler has drawn, the sizes of the batches if it is a batch sampler, and a digest of them."""
 
     def __init__(self, indices: NDArray[np.int64], sizes: tuple[int, ...] = ()) -> None:
         self.indices = indices
@@ -187,7 +157,7 @@ class _Listed:
 
 
 class _Seeded:
-    """A sampler that is seeded with seed and epoch, and whose use restores the state of every generator.
+    """A sampler that is seeded with seed and epoch. Its use restores the state of every generator.
 
     A generator of the sampler itself is seeded with its initial seed as well: another seed gives another order.
     """

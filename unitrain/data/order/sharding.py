@@ -41,8 +41,22 @@ class MicroBatch:
     """Whether every rank is known to have samples in it."""
 
 
+class _OfRank:
+    """The part of a plan that depends on the rank."""
+
+    rank: int
+    world_size: int
+    shares: tuple[int, ...]
+    """The shares of all ranks, without a common divisor; empty if all are equal."""
+
+    @cached_property
+    def part(self) -> Part:
+        """This rank's part of every micro-batch."""
+        return part_of(self.rank, self.shares or (1,) * self.world_size)
+
+
 @dataclass(frozen=True)
-class EpochPlan:
+class EpochPlan(_OfRank):
     """Splits an epoch of ``samples`` into optimizer steps of ``global_batch`` samples over all processes."""
 
     samples: int
@@ -54,12 +68,6 @@ class EpochPlan:
     start: int = 0
     """Number of positions that were consumed before. Only the rest is planned."""
     shares: tuple[int, ...] = ()
-    """The shares of all ranks, without a common divisor; empty if all are equal."""
-
-    @cached_property
-    def part(self) -> Part:
-        """This rank's part of every micro-batch."""
-        return part_of(self.rank, self.shares or (1,) * self.world_size)
 
     @property
     def steps(self) -> int:
@@ -99,7 +107,7 @@ class EpochPlan:
 
 
 @dataclass(frozen=True)
-class BatchPlan:
+class BatchPlan(_OfRank):
     """Splits an epoch of given global batches: each is one optimizer step over all processes."""
 
     sizes: Sequence[int]
@@ -110,12 +118,6 @@ class BatchPlan:
     start: int = 0
     """As in ``EpochPlan``; must be the end of a batch."""
     shares: tuple[int, ...] = ()
-    """As in ``EpochPlan``."""
-
-    @cached_property
-    def part(self) -> Part:
-        """This rank's part of every micro-batch."""
-        return part_of(self.rank, self.shares or (1,) * self.world_size)
 
     @property
     def samples(self) -> int:

@@ -27,11 +27,7 @@ _CLOSE = 1.05
 
 
 class Shares:
-    """The shares of all ranks. They change when measured ones replace them.
-
-    Args:
-        given: the shares in the settings; None if all are equal.
-        world_size: number of processes.
+    """The shares of all ranks, equal if none are given. They change when measured ones replace them.
 
     Attributes:
         current: the shares now, without a common divisor.
@@ -72,12 +68,7 @@ def reduced(shares: Sequence[int]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=16)
 def part_of(rank: int, shares: tuple[int, ...]) -> Part:
-    """Return the part of a rank.
-
-    Args:
-        rank: the rank.
-        shares: of all ranks, without a common divisor.
-    """
+    """Return the part of a rank, for shares without a common divisor."""
     pattern = owners(shares)
     _, first = np.unique(pattern, return_index=True)
     return Part(len(pattern), tuple(np.flatnonzero(pattern == rank).tolist()), 1 + int(first.max()))
@@ -110,18 +101,14 @@ def owners(shares: tuple[int, ...]) -> NDArray[np.int64]:
 
 
 def proportional(speeds: Sequence[float]) -> tuple[int, ...]:
-    """Return small shares in proportion to measured speeds. Speeds that differ by up to 10 % give equal shares.
-
-    Args:
-        speeds: samples per second of each rank, greater than 0.
-    """
+    """Return small shares in proportion to measured speeds. Speeds that differ by up to 10 % give equal shares."""
     slowest = min(speeds)
     speeds = [min(speed, _FASTEST * slowest) for speed in speeds]
     if max(speeds) <= _EQUAL * slowest:
         return (1,) * len(speeds)
 
     def time(shares: Sequence[int]) -> float:
-        """Return the seconds per sample of all ranks together: that of the rank that takes longest."""
+        """Return the seconds per sample of all ranks together, which the slowest rank determines."""
         return max(share / speed for share, speed in zip(shares, speeds, strict=True)) / sum(shares)
 
     exact = 1 / sum(speeds)

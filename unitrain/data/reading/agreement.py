@@ -21,12 +21,7 @@ _numbers = itertools.count()
 
 
 class Agreement:
-    """The agreement of all ranks for one loader.
-
-    Args:
-        communicator: the communicator of this process.
-        plan: the sizes of the steps.
-    """
+    """The agreement of all ranks for one loader."""
 
     def __init__(self, communicator: Communicator, plan: EpochPlan) -> None:
         self._communicator = communicator
@@ -37,10 +32,8 @@ class Agreement:
     def micro_batches(self, pieces: Iterator[Piece], start: int, step: int) -> Iterator[tuple[MicroBatch, Any]]:
         """Yield this rank's micro-batches, and stand-ins after its last, as long as any rank has samples.
 
-        Args:
-            pieces: the batches that this rank reads, from the beginning of the epoch.
-            start: samples of the epoch that were consumed before, over all ranks.
-            step: number of steps in which they were consumed. This rank's part of these is skipped.
+        ``pieces`` come from the beginning of the epoch. ``start`` samples were consumed before, over all ranks, in
+        ``step`` steps, and this rank's part of them is skipped.
         """
         if self._asked is not None:
             self._asked()  # of an iteration that ended early
@@ -102,7 +95,7 @@ class _Source:
     """Iterates over this rank's pieces that have samples.
 
     Attributes:
-        stand_in: the batch of a rank whose shard has ended before others.
+        stand_in: the batch of a rank after its shard has ended, before other shards have.
         began: whether there was a piece.
     """
 

@@ -14,7 +14,7 @@ from unitrain.rng import generators_restored, seed_generators
 
 Collate = Callable[[list[Any]], Any]
 
-# Separates the random numbers of a collate function from those of the batch's first sample.
+# Separates the random numbers of a collate function from the numbers of the batch's first sample.
 _COLLATING = 0xC2B2AE3D27D4EB4F
 
 

@@ -93,6 +93,6 @@ def check_same_data(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
         )
     if state["fingerprint"] != own["fingerprint"] and state["fingerprint"] and own["fingerprint"]:
         raise CheckpointError(
-            f"the state belongs to another dataset: its fingerprint is {state['fingerprint']}, but that of this one is "
+            f"the state belongs to another dataset: its fingerprint is {state['fingerprint']}, but this one's is "
             f"{own['fingerprint']}. {remedy}"
         )

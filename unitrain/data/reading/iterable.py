@@ -26,13 +26,8 @@ _LIBRARIES = ("datasets", "webdataset")
 class Iterable:
     """An iterable dataset, as one rank reads it.
 
-    Args:
-        communicator: the communicator of this process.
-        dataset: has ``__iter__``.
-        plan: the sizes of the steps; its number of samples is not used.
-        collate: makes a batch of a list of samples.
-        sharded: whether the dataset yields a different part on each rank and worker.
-        settings: keyword arguments of the DataLoader.
+    ``plan`` has the sizes of the steps; its number of samples is not used. ``settings`` are keyword arguments of the
+    DataLoader. A ``sharded`` dataset yields a different part on each rank and worker.
     """
 
     def __init__(

@@ -23,12 +23,7 @@ _LOOK_UP = 2**15
 class MapStyle:
     """A map-style dataset, as one rank reads it.
 
-    Args:
-        dataset: with ``__getitem__``.
-        orders: the orders of the epochs.
-        collate: makes a batch of a list of samples.
-        seeded: whether the generators are seeded for each sample.
-        settings: keyword arguments of the DataLoader.
+    ``settings`` are keyword arguments of the DataLoader. With ``seeded``, generators are seeded for each sample.
     """
 
     def __init__(

@@ -42,7 +42,7 @@ class SeededReads:
                     seed_one(seed)
                 seed_torch(seed)
                 read.append(dataset[sample])
-            self._idle = [name for name, generator in idle.items() if generator.draw() == _FIRST_IDLE[name]]
+            self._idle = [name for name, generator in idle.items() if generator.is_untouched(_IDLE_SEED)]
             if len(self._idle) == len(idle):
                 return read
 
@@ -54,7 +54,7 @@ class SeededReads:
                 generator.seed(seed)
             seed_torch(seed)
             read.append(dataset[sample])
-            idle = {name: one for name, one in idle.items() if one.draw() == one.first(seed)}
+            idle = {name: one for name, one in idle.items() if one.is_untouched(seed)}
         self._idle = list(idle)
         return read
 
@@ -62,27 +62,17 @@ class SeededReads:
 class _Generator(NamedTuple):
     seed: Callable[[int], None]
     draw: Callable[[], float]
-    first: Callable[[int], float]
-    """Returns the first number that ``draw`` returns after ``seed``, from a separate generator."""
 
-
-_python, _numpy = random.Random(), np.random.RandomState(0)
-
-
-def _first_of_python(seed: int) -> float:
-    _python.seed(seed)
-    return _python.random()
-
-
-def _first_of_numpy(seed: int) -> float:
-    _numpy.seed(seed >> 32)
-    return _numpy.random_sample()
+    def is_untouched(self, seed: int) -> bool:
+        """Return whether nobody has drawn a number since the generator was seeded. Changes its state."""
+        drawn = self.draw()
+        self.seed(seed)
+        return drawn == self.draw()
 
 
 _GENERATORS = {
-    "python": _Generator(seed_python, random.random, _first_of_python),
-    "numpy": _Generator(seed_numpy, np.random.random_sample, _first_of_numpy),
+    "python": _Generator(seed_python, random.random),
+    "numpy": _Generator(seed_numpy, np.random.random_sample),
 }
 # Arbitrary, so that no dataset seeds a generator with it.
 _IDLE_SEED = 0x5B2D71E96A0C48F3
-_FIRST_IDLE = {name: generator.first(_IDLE_SEED) for name, generator in _GENERATORS.items()}

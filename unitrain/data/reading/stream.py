@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice, pairwise
 from typing import Any, NamedTuple, TypeVar
 
@@ -42,13 +42,7 @@ class Piece(NamedTuple):
 
 
 class _Stream(IterableDataset[Piece]):
-    """Base class of the two ways.
-
-    Args:
-        dataset: the iterable dataset.
-        plan: ranks and sizes of the steps.
-        collate: makes a batch of a list of samples.
-    """
+    """Base class of the two ways."""
 
     def __init__(self, dataset: Any, plan: EpochPlan, collate: Collate) -> None:
         self._dataset = dataset
@@ -68,11 +62,22 @@ class _Stream(IterableDataset[Piece]):
             self._dataset.set_epoch(epoch)
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
-        return _within(self._setting(seed, epoch, worker), self._pieces(epoch, start, worker, workers))
+        generators = _separate_generators(self._seed(seed, epoch, worker))
+        pieces = self._pieces(epoch, start, worker, workers)
+        while True:
+            with generators(), self._surroundings():
+                piece = next(pieces, None)
+            if piece is None:
+                return
+            yield piece
 
     @abstractmethod
-    def _setting(self, seed: int, epoch: int, worker: int) -> Any:
-        """Return a function that makes the context manager in which the dataset is read."""
+    def _seed(self, seed: int, epoch: int, worker: int) -> int:
+        """Return the seed of the generators that the dataset draws from."""
+
+    @abstractmethod
+    def _surroundings(self) -> AbstractContextManager[None]:
+        """Return a context manager in which the dataset is read."""
 
     @abstractmethod
     def _pieces(self, epoch: int, start: int, worker: int, workers: int) -> Iterator[Piece]:
@@ -82,9 +87,11 @@ class _Stream(IterableDataset[Piece]):
 class WholeStream(_Stream):
     """Reads all samples and keeps this rank's part. With W workers, each yields every W-th micro-batch."""
 
-    def _setting(self, seed: int, epoch: int, worker: int) -> Any:
-        # Every rank and worker must read the same samples, so all are seeded alike.
-        return _generators(derived_seed("stream", seed, epoch), _as_if_alone)
+    def _seed(self, seed: int, epoch: int, worker: int) -> int:
+        return derived_seed("stream", seed, epoch)  # every rank and worker must read the same samples
+
+    def _surroundings(self) -> AbstractContextManager[None]:
+        return _alone()
 
     def _pieces(self, epoch: int, start: int, worker: int, workers: int) -> Iterator[Piece]:
         plan, edges = self._plan, self._plan.edges()
@@ -128,11 +135,11 @@ class ShardedStream(_Stream):
         self._has_hook = has_hook
         self._batch_size = plan.global_batch // plan.accumulate // plan.world_size
 
-    def _setting(self, seed: int, epoch: int, worker: int) -> Any:
-        return _generators(
-            derived_seed("stream", seed, epoch, self._plan.rank, worker),
-            lambda: _environment(RANK=self._plan.rank, WORLD_SIZE=self._plan.world_size),
-        )
+    def _seed(self, seed: int, epoch: int, worker: int) -> int:
+        return derived_seed("stream", seed, epoch, self._plan.rank, worker)
+
+    def _surroundings(self) -> AbstractContextManager[None]:
+        return _environment(RANK=self._plan.rank, WORLD_SIZE=self._plan.world_size)
 
     def _pieces(self, epoch: int, start: int, worker: int, workers: int) -> Iterator[Piece]:
         dataset = self._dataset
@@ -159,40 +166,17 @@ def _chain(first: T, rest: Iterator[T]) -> Iterator[T]:
     yield from rest
 
 
-def _within(setting: Any, iterator: Iterator[T]) -> Iterator[T]:
-    """Yield from an iterator, entering a context manager for each item."""
-    while True:
-        with setting():
-            item = next(iterator, _NOTHING)
-        if item is _NOTHING:
-            return
-        yield item  # type: ignore[misc]
-
-
-def _generators(seed: int, setting: Any) -> Any:
-    """Return a function that makes a context manager: ``setting``, with separately seeded generators."""
+def _separate_generators(seed: int) -> Callable[[], AbstractContextManager[None]]:
+    """Return a function that makes a context manager in which separately seeded generators are used."""
     if get_worker_info() is not None:  # a worker's generators serve nothing else
         seed_generators(seed)
-        return setting
-    separate = SeparateGenerators(seed)
-
-    @contextmanager
-    def both() -> Iterator[None]:
-        with ExitStack() as stack:
-            stack.enter_context(separate.in_use())
-            stack.enter_context(setting())
-            yield
-
-    return both
-
-
-def _as_if_alone() -> AbstractContextManager[None]:
-    """Hide from a dataset that it is read by a worker, over which it might shard itself."""
-    return nullcontext() if get_worker_info() is None else _alone()
+        return nullcontext
+    return SeparateGenerators(seed).in_use
 
 
 @contextmanager
 def _alone() -> Iterator[None]:
+    """Hide from a dataset that it is read by a worker, over which it might shard itself."""
     info, torch_worker._worker_info = torch_worker._worker_info, None
     try:
         yield

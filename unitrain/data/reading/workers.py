@@ -33,7 +33,7 @@ def with_defaults(
     filled = {name: value for name, value in settings.items() if value is not None}
     filled.setdefault("num_workers", default_workers(dataset, device, local_world_size, most_workers))
     if filled["num_workers"] > 0:
-        # Less than that of collectives, so that a rank with a hanging worker reports it before the others time out.
+        # Less than the timeout of collectives: a rank with a hanging worker reports it before the others time out.
         filled.setdefault("timeout", config.timeout_s / 2)
         filled["worker_init_fn"] = _Worker(filled.get("worker_init_fn"))
     pinned = config.pin_memory
@@ -113,7 +113,7 @@ def with_deaths_explained(loader: DataLoader[T]) -> Iterator[T]:
 
 
 def _death_of(error: Exception, loader: DataLoader[Any]) -> Exception:
-    """Return torch's error for a worker that died while it sent a batch, which comes after that of the connection."""
+    """Return torch's error for a worker that died while it sent a batch, after the error of the connection."""
     if not loader.num_workers or str(error).startswith("Caught "):
         return error
     try:

@@ -38,20 +38,13 @@ class JobKey:
 
     value: bytes
     is_secret: bool
-    """Whether the ranks share a secret. Otherwise, whoever has followed their collectives has the key too."""
+    """Whether the ranks share a secret. Otherwise, a program that has followed their collectives has the key too."""
 
 
 def authenticate(
     communicator: Communicator, backend: Backend, launch: Launch, timeout_s: float, environ: Mapping[str, str]
 ) -> JobKey:
     """Agree on the job's key, and check that every rank knows the job's secret. Collective.
-
-    Args:
-        communicator: the communicator of this process.
-        backend: its backend.
-        launch: how this process was started.
-        timeout_s: timeout for the other ranks.
-        environ: the environment.
 
     Raises:
         ConfigError: the secret is too short, or a rank has none or another; on every rank.

@@ -28,11 +28,6 @@ _OWN_SETTINGS = frozenset({"device", "threads_per_process", "pin_memory"})
 def handshake(communicator: Communicator, config: StrategyConfig, backend: type[Backend]) -> list[Member]:
     """Check that all ranks run the same thing, and return all processes of the job, by rank. Collective.
 
-    Args:
-        communicator: the communicator of this process.
-        config: the settings of this process.
-        backend: the backend's class.
-
     Raises:
         ConfigError: settings, versions or code differ between ranks; on every rank, naming the difference.
     """
@@ -100,11 +95,7 @@ def are_identical(communicator: Communicator, facts: Mapping[str, Any]) -> bool:
 
 
 def difference(facts: Sequence[Mapping[str, Any]]) -> tuple[str, str] | None:
-    """Return the first name whose values differ between ranks, and the values with their ranks; None if all agree.
-
-    Args:
-        facts: the values of each rank, by name.
-    """
+    """Return the first name whose values differ between ranks, and the values with their ranks; None if all agree."""
     for name in dict.fromkeys(name for one in facts for name in one):
         values = [repr(one.get(name)) for one in facts]
         if len(set(values)) > 1:

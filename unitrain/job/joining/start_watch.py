@@ -29,10 +29,6 @@ class StartWatch:
     A rank counts as ended if it has had no process for ``heartbeat_timeout_s``. Ranks of other hosts are not seen from
     here: if one of them never comes, the block is given up after one and a half times ``timeout_s``, when the libraries
     have not reported it after ``timeout_s``.
-
-    Args:
-        launch: the place of this process.
-        config: the settings.
     """
 
     def __init__(self, launch: Launch, config: StrategyConfig) -> None:

@@ -38,7 +38,7 @@ def notebook_launch(fn: Callable[..., T], *args: Any, processes: int = 2) -> T:
     ``fn``, its arguments, and all functions, classes and variables of the notebook that it uses are copied into new
     processes, with cloudpickle. So it does not matter what the notebook did before, and nothing in it changes. A fork
     of the notebook's process would need no copies, and is what other libraries use: but it can't use CUDA once the
-    notebook or a library that it imported has, and it may wait for ever for locks of threads that were not forked.
+    notebook or a library that it imported has, and it may hang on locks of threads that were not forked.
 
     Args:
         fn: the function that every rank runs.

@@ -121,14 +121,7 @@ def run_processes(
     context: SpawnContext | ForkServerContext,
     timeout_s: float | None = None,
 ) -> list[Any]:
-    """Run ``fn(*args)`` in one process per environment, and return their results.
-
-    Args:
-        fn: the function that every process runs.
-        args: its arguments.
-        environments: the complete environment of each process.
-        context: starts the processes.
-        timeout_s: seconds after which processes that still run are ended; None: no limit.
+    """Run ``fn(*args)`` in one process per environment, which must be complete, and return their results.
 
     Raises:
         TimeoutError: a process had not ended after ``timeout_s``.

@@ -61,10 +61,6 @@ def run(command: Sequence[str], *, max_restarts: int = 0) -> int:
     this process gets a SIGHUP or is killed, the ranks get a SIGTERM, and 30 s to save. Everything that the command
     has started is killed when it ends, and nothing else.
 
-    Args:
-        command: a program and its arguments.
-        max_restarts: maximum number of restarts, at least 0.
-
     Raises:
         ConfigError: ``max_restarts`` is less than 0.
         LaunchError: there is no command.
@@ -75,7 +71,7 @@ def run(command: Sequence[str], *, max_restarts: int = 0) -> int:
         raise LaunchError("no command was given: write it after --, as in unitrain run -- mpirun -np 2 ...")
     mark = uuid.uuid4().hex
     marks = f"{os.environ.get(_MARK, '')} {mark}".strip()
-    # nohup has SIGHUP ignored; blocked, it would be received all the same.
+    # nohup has SIGHUP ignored; if it were blocked, it would be received.
     forwarded = _STOPS if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else _SIGNALS
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*_SIGNALS, signal.SIGCHLD})  # the supervisor inherits this
     try:

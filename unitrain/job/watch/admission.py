@@ -1,6 +1,6 @@
 """Admission to the hub: which connections come from the ranks of the job, shown by challenge and response.
 
-The hub sends a challenge. A rank answers with its number, a challenge of its own, and an HMAC over all of that under
+The hub sends a challenge. A rank answers with its number, another challenge, and an HMAC over all of that under
 the job's key, and the hub answers with its own HMAC. Nothing else is read before: no length, no text, no JSON. The key
 is never sent.
 """
@@ -71,11 +71,7 @@ def admit_ranks(
 ) -> dict[int, socket.socket] | None:
     """Return a connection to every rank, which does not block; None if not all have connected in time.
 
-    Args:
-        listener: accepts the connections. It is closed in the end.
-        key: the job's key.
-        world_size: number of ranks.
-        timeout_s: seconds within which all must have connected.
+    The listener is closed in the end.
     """
     deadline = time.monotonic() + timeout_s
     admission = _Admission(listener, key, world_size)
@@ -172,17 +168,10 @@ class _Admission:
 
 
 def introduce(addresses: Sequence[str], port: int, key: bytes, rank: int, timeout_s: float) -> socket.socket:
-    """Return a connection to the hub, after each end has shown the other that it has the job's key.
-
-    Args:
-        addresses: addresses of rank 0's host.
-        port: the hub's port.
-        key: the job's key.
-        rank: this process's rank.
-        timeout_s: seconds that the hub may take.
+    """Return a connection to the hub at rank 0's host, after each end has shown the other that it has the job's key.
 
     Raises:
-        CommunicationError: the hub can't be reached, or did not answer in time, or has another key.
+        CommunicationError: the hub can't be reached, or did not answer within ``timeout_s``, or has another key.
     """
     deadline = time.monotonic() + timeout_s
     while True:

@@ -1,8 +1,8 @@
 """Between the failure of a rank and the end of the job: the survivor with the furthest state saves it.
 
-The ranks agree through the hub. Each reports the last step whose whole state it has, and the hub elects the furthest of
-them, which writes a checkpoint; then all end. A launcher leaves little time for that: it has noticed the failure, too,
-and kills the others soon.
+The ranks agree through the hub. Each reports the last step that it has the whole state of, and the hub elects the
+furthest of them, which writes a checkpoint; then all end. A launcher leaves little time for that: it has noticed the
+failure, too, and kills the others soon.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ _USED = 0.9
 _TO_BECOME_WHOLE, _MOST_S = 0.3, 2.0
 # Ranks that make the same mistake as the first one do so within this time.
 _SAME_ERROR_S = 0.3
-
-
 # How much later than it should an answer may arrive.
 _LATE_S = 0.2
 
@@ -46,7 +44,7 @@ class Saver(Protocol):
     """Writes the emergency checkpoint of this process."""
 
     def last_whole(self, patience_s: float) -> tuple[int | None, str]:
-        """Keep the state from changing, and return the step of which it is whole; else None, and why it is not.
+        """Freeze the state. Return the last step that it is complete for, or None and the reason.
 
         Args:
             patience_s: how long to wait for the main thread if it is changing the state.
@@ -60,14 +58,7 @@ class Saver(Protocol):
 
 
 class Emergency:
-    """Takes part in the emergency checkpoint, in a thread of its own: what it does may hang, on a dead disk say.
-
-    Args:
-        saver: writes the checkpoint.
-        send: sends a message to the hub.
-        grace_s: seconds that all may take.
-        failed: whether this process is ending with an error of its own.
-        verdict: why the job ends. An error that a rank has raised may be that of all ranks.
+    """Takes part in the emergency checkpoint, in a thread, since what it does may hang, on a dead disk say.
 
     Attributes:
         elected: whether this process saves.
@@ -83,6 +74,7 @@ class Emergency:
         failed: Callable[[], bool],
         verdict: Verdict,
     ) -> None:
+        """Begin. ``failed`` returns whether this process is ending with its own error."""
         self._saver = saver
         self._send = send
         self._patience_s = _patience_s(grace_s)
@@ -125,10 +117,7 @@ class Emergency:
 class Election:
     """Finds the rank that saves, for the hub. Uses no clock.
 
-    Args:
-        ranks: those that are left, without the one that has failed.
-        send: sends a message to all ranks.
-        until: when those that have not answered are left out, in seconds.
+    ``ranks`` are those that are left. Ranks that have not answered at the time ``until`` are left out.
     """
 
     def __init__(self, ranks: Iterable[int], send: Callable[[Message], None], until: float) -> None:

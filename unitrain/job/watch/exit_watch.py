@@ -1,6 +1,6 @@
 """The exit watch: ends a process that does not exit although its script has ended.
 
-A thread that is not a daemon, an exit handler that waits, or output that nobody reads keeps a process for ever, and
+A thread that is not a daemon, an exit handler that waits, or output that nobody reads keeps a process, and
 with it the launcher and the machines of the job.
 """
 
@@ -34,7 +34,7 @@ def watch_exit(name: str, pulse: Pulse, *, warn_s: float, end_s: float) -> None:
 
 
 class ExitWatch:
-    """Waits for the end of the script, and then for that of the process; see ``watch_exit``."""
+    """Waits for the end of the script, and then for the end of the process; see ``watch_exit``."""
 
     name: str = ""
     pulse: Pulse = Pulse()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from heapq import nsmallest
 from itertools import islice
 
 from unitrain.job.watch import messages
@@ -13,8 +13,10 @@ from unitrain.job.watch.emergency import Election
 from unitrain.job.watch.messages import Message, StopReason, Verdict
 from unitrain.pulse import CLOSING
 
-# How long one rank is in close() and another waits elsewhere before this is a deadlock, and not a late heartbeat.
+# How long one rank is in close() and another waits in another call before this is a deadlock, and not a late heartbeat.
 _DEADLOCK_S = 3.0
+# How long a rank waits before a line says for whom.
+_NOTICE_S = 30.0
 # Libraries time out after ``timeout_s`` as well, and raise an error that the script can catch. They come first.
 _AFTER_LIBRARIES_S = 5.0
 # How many ranks a message names.
@@ -80,10 +82,11 @@ class Hub:
         self._election: Election | None = None
         self._heartbeats: dict[int, messages.Heartbeat] = {}
         self._present = dict.fromkeys(self._heard_at)  # a set, in the order of the ranks
-        self._not_waiting = list(self._present)  # in a collective; sorted
+        self._busy = set(self._present)  # the ranks that do not wait for others
         self._reasons: list[StopReason] = []  # the first is being agreed on, or acted on
         self._boundaries: dict[int, int] = {}
         self._settled: set[int] = set()
+        self._noticed = False  # a wait that goes on
         self._calls: dict[int, messages.Call] = {}  # of the ranks that have reached their next call
         self.verdict: Verdict | None = None
 
@@ -97,8 +100,7 @@ class Hub:
         self._heard_at[rank] = self._now = now
         match message:
             case messages.Heartbeat():
-                self._heartbeats[rank] = message
-                self._note(rank, waits=message.waits or rank not in self._present)
+                self._take_heartbeat(rank, message)
             case messages.Failed():
                 self._decide_on_error(rank, message)
             case messages.Ask():
@@ -120,27 +122,21 @@ class Hub:
                     self._reasons.pop(0)
                     if self._reasons:
                         self._hold()
-            case messages.Candidate() | messages.SaveEnded():
-                self._take_part(rank, message)
+            case messages.Candidate() | messages.SaveEnded() if self._election is not None:
+                self._election.receive(rank, message)
             case messages.Leave():
                 self._remove(rank)
 
-    def _take_part(self, rank: int, message: messages.Candidate | messages.SaveEnded) -> None:
-        if self._election is not None:
-            self._election.receive(rank, message)
-
-    def _note(self, rank: int, *, waits: bool) -> None:
-        ranks = self._not_waiting
-        at = bisect_left(ranks, rank)
-        known = at < len(ranks) and ranks[at] == rank
-        if waits and known:
-            del ranks[at]
-        elif not waits and not known:
-            ranks.insert(at, rank)
+    def _take_heartbeat(self, rank: int, heartbeat: messages.Heartbeat) -> None:
+        self._heartbeats[rank] = heartbeat
+        if rank in self._present and not heartbeat.waits:
+            self._busy.add(rank)
+        else:
+            self._busy.discard(rank)
 
     def _remove(self, rank: int) -> None:
         self._present.pop(rank, None)
-        self._note(rank, waits=True)
+        self._busy.discard(rank)
 
     def _hold(self) -> None:
         if len(self._present) == len(self._members):  # otherwise the run is ending
@@ -183,11 +179,18 @@ class Hub:
                 self._decide(
                     rank, f" sent no heartbeat for {silence:.0f} s; it was {self._activity(rank)}", stalled=True
                 )
-        self._check_for_deadlock()
         waits = {rank: beat for rank, beat in self._heartbeats.items() if rank in self._present and beat.waits}
+        self._check_for_deadlock(waits)
         longest = max(waits, key=lambda rank: waits[rank].seconds, default=None)
-        if longest is not None and waits[longest].seconds > self._timeout_s + _AFTER_LIBRARIES_S:
+        if longest is None or waits[longest].seconds < _NOTICE_S:
+            self._noticed = False
+            return
+        if waits[longest].seconds > self._timeout_s + _AFTER_LIBRARIES_S:
             self._decide_on_wait(longest, f"timed out (timeout_s is {self._timeout_s:g}), {waits[longest]}")
+        elif not self._noticed:
+            self._noticed = True
+            waiting = f"{self._members[longest]} waits {waits[longest]}; {self._describe_others(longest)}"
+            self._send(0, messages.Notice(f"{waiting}. The job ends after {self._timeout_s:g} s (timeout_s)."))
 
     def _decide_on_error(self, rank: int, error: messages.Failed) -> None:
         if error.secondary:
@@ -199,20 +202,16 @@ class Hub:
         """Decide which rank is to blame for a wait that failed: one that does not wait, if there is one."""
         if self.verdict is not None:
             return
-        culprit = next((other for other in self._not_waiting if other != rank), None)
+        culprit = min(self._busy - {rank}, default=None)
         others = self._describe_others(rank)
         if culprit is not None:
             self._decide(culprit, f" did not reach the call that rank {rank} waited in: {others}. Rank {rank}: {text}")
         else:
             self._decide(rank, f": {text}; {others}")
 
-    def _check_for_deadlock(self) -> None:
+    def _check_for_deadlock(self, waits: Mapping[int, messages.Heartbeat]) -> None:
         """Check for a rank that is in ``close`` while another waits for it in another call."""
-        lasting = {
-            rank: beat
-            for rank, beat in self._heartbeats.items()
-            if rank in self._present and beat.waits and beat.seconds > _DEADLOCK_S
-        }
+        lasting = {rank: beat for rank, beat in waits.items() if beat.seconds > _DEADLOCK_S}
         closing = [rank for rank, beat in lasting.items() if beat.phase == CLOSING]
         waiting = [rank for rank, beat in lasting.items() if beat.phase != CLOSING]
         if closing and waiting:
@@ -220,6 +219,21 @@ class Hub:
                 closing[0],
                 f" finished after step {lasting[closing[0]].step}, but rank {waiting[0]} still waits for it, "
                 f"{lasting[waiting[0]]}",
+            )
+        if len(waits) == len(self._present) and all(beat.blocked_s > _DEADLOCK_S for beat in waits.values()):
+            self._decide_on_calls(waits)
+
+    def _decide_on_calls(self, waits: Mapping[int, messages.Heartbeat]) -> None:
+        """End the job if all ranks are blocked, and not all in the same call."""
+        by_call: dict[tuple[str, int], list[int]] = {}
+        for rank, beat in sorted(waits.items()):
+            by_call.setdefault((beat.phase, beat.step), []).append(rank)
+        if len(by_call) > 1:
+            (rank, *_), (other, *_) = sorted(by_call.values(), key=len)[:2]
+            self._decide(
+                rank,
+                f" is {waits[rank]}, and rank {other} is {waits[other]}: all ranks must make the same calls, in the "
+                "same order",
             )
 
     def _decide(
@@ -237,9 +251,7 @@ class Hub:
 
     def _describe_others(self, asking: int) -> str:
         """Return what the ranks that are not waiting are doing, or, if all wait, what each waits in."""
-        named = _first_others(self._not_waiting, asking) or _first_others(self._present, asking)
-        return "; ".join(f"{self._members[rank]} is {self._activity(rank)}" for rank in named)
-
-
-def _first_others(ranks: Iterable[int], asking: int) -> list[int]:
-    return list(islice((rank for rank in ranks if rank != asking), _MOST_NAMED))
+        others = nsmallest(_MOST_NAMED, self._busy - {asking})
+        if not others:
+            others = list(islice((rank for rank in self._present if rank != asking), _MOST_NAMED))
+        return "; ".join(f"{self._members[rank]} is {self._activity(rank)}" for rank in others)

@@ -9,7 +9,8 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 from unitrain.job.watch import messages
 from unitrain.job.watch.admission import admit_ranks
@@ -23,43 +24,6 @@ _CHECKS_PER_HEARTBEAT = 4
 # A larger job is looked after so many times a second, and not for each message: to wake up costs more than a message.
 _SMALL_JOB = 125
 _PAUSE_S = 0.05
-
-
-def start_hub(
-    members: Sequence[Member],
-    key: bytes,
-    *,
-    timeout_s: float,
-    heartbeat_timeout_s: float,
-    one_host: bool,
-    election_s: float = 10.0,
-) -> tuple[int, threading.Thread]:
-    """Start the hub's thread, and return its port. It ends when all ranks have left.
-
-    Args:
-        members: all processes of the job, by rank.
-        key: the job's key, which a rank must have to be admitted.
-        timeout_s: seconds within which all ranks must connect, and that a rank may wait for others.
-        heartbeat_timeout_s: seconds without a heartbeat after which a rank counts as stalled.
-        one_host: whether all ranks are on this host.
-        election_s: seconds that ranks have to report their states after the verdict.
-
-    Raises:
-        LaunchError: this process may not open a connection to every rank.
-    """
-    allow_connections(len(members))
-    listener = _listen(one_host, len(members))
-    close_in_children(listener)
-    port: int = listener.getsockname()[1]
-
-    def serve() -> None:
-        connections = admit_ranks(listener, key, len(members), timeout_s)
-        if connections is not None:
-            HubServer(connections, members, timeout_s, heartbeat_timeout_s, election_s).serve()
-
-    thread = threading.Thread(target=serve, name="unitrain hub", daemon=True)
-    thread.start()
-    return port, thread
 
 
 def _listen(one_host: bool, backlog: int) -> socket.socket:
@@ -119,54 +83,64 @@ class _Connection:
         return received
 
 
-class HubServer:
-    """Runs a hub on connections to all ranks.
+class HubServer(threading.Thread):
+    """Runs the hub. The thread ends when all ranks have left, or if not all have connected in time.
 
     Args:
-        connections: a connection to each rank, which does not block.
         members: all processes of the job, by rank.
-        timeout_s: seconds that a rank may wait for other ranks.
+        key: the job's key, which a rank must have to be admitted.
+        timeout_s: seconds within which all ranks must connect, and that a rank may wait for others.
         heartbeat_timeout_s: seconds without a heartbeat after which a rank counts as stalled.
+        one_host: whether all ranks are on this host.
         election_s: seconds that ranks have to report their states after the verdict.
+
+    Raises:
+        LaunchError: this process may not open a connection to every rank.
     """
 
     def __init__(
         self,
-        connections: Mapping[int, socket.socket],
         members: Sequence[Member],
+        key: bytes,
+        *,
         timeout_s: float,
         heartbeat_timeout_s: float,
+        one_host: bool,
         election_s: float = 10.0,
     ) -> None:
+        super().__init__(name="unitrain hub", daemon=True)
+        allow_connections(len(members))
+        self._listener = _listen(one_host, len(members))
+        close_in_children(self._listener)
+        self.port: int = self._listener.getsockname()[1]
+        self._admit = partial(admit_ranks, self._listener, key, len(members), timeout_s)
         self._interval_s = heartbeat_interval_s(heartbeat_timeout_s, len(members))
         self._selector = selectors.DefaultSelector()
-        # To this process last: a verdict ends it, and the others would not receive theirs.
-        self._connections = {rank: _Connection(rank, connections[rank]) for rank in sorted(connections, reverse=True)}
-        for connection in self._connections.values():
-            self._selector.register(connection.socket, selectors.EVENT_READ, connection)
-        self._hub = Hub(
-            members,
-            timeout_s=timeout_s,
-            heartbeat_timeout_s=heartbeat_timeout_s,
-            send=self._send,
-            now=time.monotonic(),
-            election_s=election_s,
-        )
+        self._connections: dict[int, _Connection] = {}
+        self._make_hub = partial(
+            Hub, members, send=self._send,
+            timeout_s=timeout_s, heartbeat_timeout_s=heartbeat_timeout_s, election_s=election_s,
+        )  # fmt: skip
 
-    def serve(self) -> None:
-        """Run the hub until all ranks have left."""
+    def run(self) -> None:
+        """Connect to all ranks, and run the hub until all have left."""
+        admitted = self._admit() or {}
         try:
-            self._send(None, messages.Welcome())
-            self._run()
-            self._send(None, messages.Leave())
+            # To this process last: a verdict ends it, and the others would not receive theirs.
+            for rank in sorted(admitted, reverse=True):
+                connection = self._connections[rank] = _Connection(rank, admitted[rank])
+                self._selector.register(connection.socket, selectors.EVENT_READ, connection)
+            if admitted:
+                self._serve(self._make_hub(now=time.monotonic()))
+                self._send(None, messages.Leave())
         finally:
             for connection in self._connections.values():
                 connection.socket.close()
             self._selector.close()
 
-    def _run(self) -> None:
+    def _serve(self, hub: Hub) -> None:
         next_beat = next_check = time.monotonic()
-        while not self._hub.finished and self._connections:
+        while not hub.finished and self._connections:
             ready = self._selector.select(max(0.0, next_check - time.monotonic()))
             now = time.monotonic()
             if len(self._connections) > _SMALL_JOB:
@@ -176,23 +150,23 @@ class HubServer:
                 if events & selectors.EVENT_WRITE:
                     self._write(entry.data, b"")
                 if events & selectors.EVENT_READ:
-                    self._read(entry.data, now)
+                    self._read(entry.data, hub, now)
             if now >= next_check:
                 next_check = now + self._interval_s / _CHECKS_PER_HEARTBEAT
-                self._hub.check(now)
+                hub.check(now)
             if now >= next_beat:
                 next_beat = now + self._interval_s
                 self._send(None, messages.HubHeartbeat())
 
-    def _read(self, connection: _Connection, now: float) -> None:
+    def _read(self, connection: _Connection, hub: Hub, now: float) -> None:
         received = connection.receive()
         for message in received or ():
-            self._hub.receive(connection.rank, message, now)
+            hub.receive(connection.rank, message, now)
         if received is None:
             self._selector.unregister(connection.socket)
             connection.socket.close()
             del self._connections[connection.rank]
-            self._hub.disconnected(connection.rank)
+            hub.disconnected(connection.rank)
 
     def _send(self, rank: int | None, message: Message) -> None:
         """Send a message to a rank, or to all (None)."""

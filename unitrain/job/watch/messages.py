@@ -22,11 +22,6 @@ class StopReason:
 
 
 @dataclass(frozen=True)
-class Welcome:
-    """From the hub: all ranks have connected."""
-
-
-@dataclass(frozen=True)
 class Heartbeat:
     """From a process: a heartbeat, with what the process is doing."""
 
@@ -34,6 +29,10 @@ class Heartbeat:
     step: int
     seconds: float
     """How long it has been doing that."""
+    place: str = ""
+    """The line of the script, if that is long."""
+    blocked_s: float = 0.0
+    """How long no thread of the process has run."""
 
     @property
     def waits(self) -> bool:
@@ -41,12 +40,13 @@ class Heartbeat:
         return self.phase != USER_CODE
 
     def __str__(self) -> str:
-        return f"in {self.phase} after step {self.step}, for {self.seconds:.0f} s"
+        where = f", at {self.place}" if self.place else ""
+        return f"in {self.phase} after step {self.step}, for {self.seconds:.0f} s{where}"
 
 
 @dataclass(frozen=True)
 class HubHeartbeat:
-    """From the hub: a heartbeat."""
+    """From the hub: a heartbeat. The first one says that all ranks have connected."""
 
 
 @dataclass(frozen=True)
@@ -141,8 +141,15 @@ class Verdict:
 
 
 @dataclass(frozen=True)
+class Notice:
+    """From the hub to rank 0: a line to print."""
+
+    text: str
+
+
+@dataclass(frozen=True)
 class Candidate:
-    """From a process, after the verdict: the step of which it has the whole state."""
+    """From a process, after the verdict: the last step that it has the whole state of."""
 
     step: int | None
     """None if it has none, or saves none."""
@@ -165,8 +172,8 @@ class SaveEnded:
 
 
 Message = (
-    Welcome | Heartbeat | HubHeartbeat | Failed | Ask | Answer | Call | CallsAgree | RequestStop | Hold | NextBoundary
-    | Stop | Settled | Leave | Verdict | Candidate | Elect | SaveEnded
+    Heartbeat | HubHeartbeat | Failed | Ask | Answer | Call | CallsAgree | RequestStop | Hold | NextBoundary
+    | Stop | Settled | Leave | Verdict | Notice | Candidate | Elect | SaveEnded
 )  # fmt: skip
 
 _ADAPTERS: dict[str, TypeAdapter[Message]] = {kind.__name__: TypeAdapter(kind) for kind in get_args(Message)}

@@ -17,11 +17,14 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 from unitrain.job.watch.messages import StopReason
 from unitrain.process import exit_now, print_stdout
 from unitrain.pulse import Pulse
+
+if TYPE_CHECKING:
+    from unitrain.job.watch.watch import Watch
 
 Handler = Callable[[int, Any], object]
 """A handler of a signal."""
@@ -34,8 +37,8 @@ _REQUEUE_S = 30.0
 class Stopped(SystemExit):
     """Raised on every rank, at the same step, when the run is stopped. If uncaught, the process exits with ``code``.
 
-    Codes: 143 for SIGTERM, 130 for SIGINT, 138 for SIGUSR1, and 140 for SIGUSR2 under submitit, whose own code rank 0
-    exits with; 3 if a loss or gradient was not finite, with ``on_nonfinite="stop"``.
+    Codes: 143 for SIGTERM, 130 for SIGINT, 138 for SIGUSR1, and 140 for SIGUSR2 under submitit, where rank 0 exits
+    with submitit's code; 3 if a loss or gradient was not finite, with ``on_nonfinite="stop"``.
     """
 
 
@@ -49,22 +52,8 @@ class Saves(Protocol):
         """Save a checkpoint, wait for it, and return where it is. Collective."""
 
 
-class Coordinator(Protocol):
-    """Lets the ranks agree on a boundary to stop at."""
-
-    def request_stop(self, reason: StopReason) -> None:
-        """Ask all ranks to stop at a common boundary."""
-
-    def settle(self) -> None:
-        """Report that this rank has acted on the stop."""
-
-
 class Boundaries:
-    """The boundaries of this process, and the one to stop at.
-
-    Args:
-        pulse: counts the boundaries that were passed.
-    """
+    """The boundaries of this process, which its pulse counts, and the one to stop at."""
 
     def __init__(self, pulse: Pulse) -> None:
         self._pulse = pulse
@@ -95,22 +84,16 @@ class Boundaries:
 
 
 class Stopping:
-    """Stops this process at the boundary that all ranks have agreed on.
-
-    Args:
-        boundaries: the boundaries of this process.
-        pulse: counts the boundaries that were passed.
-        coordinator: lets the ranks agree; None in a world of one.
-        is_main: whether this is rank 0, which prints.
+    """Stops this process at the boundary that all ranks have agreed on. A world of one has no watch.
 
     Attributes:
         starts_again: whether this process has stopped to go on with other hosts.
     """
 
-    def __init__(self, boundaries: Boundaries, pulse: Pulse, coordinator: Coordinator | None, *, is_main: bool) -> None:
+    def __init__(self, boundaries: Boundaries, pulse: Pulse, watch: Watch | None, *, is_main: bool) -> None:
         self._boundaries = boundaries
         self._pulse = pulse
-        self._coordinator = coordinator
+        self._watch = watch
         self._is_main = is_main
         self._checkpoint: Saves | None = None
         self._signals: StopSignals | None = None
@@ -133,10 +116,10 @@ class Stopping:
 
     def request(self, reason: StopReason) -> None:
         """Ask all ranks to stop at their next common boundary. Not collective; from any thread."""
-        if self._coordinator is None:
+        if self._watch is None:
             self._boundaries.agree(self._boundaries.hold(), reason)
         else:
-            self._coordinator.request_stop(reason)
+            self._watch.request_stop(reason)
 
     def pass_boundary(self) -> None:
         """Pass a boundary, or stop if it is the one that was agreed on. In the main thread only.
@@ -156,8 +139,8 @@ class Stopping:
         try:
             self._act_on(reason)
         finally:
-            if self._coordinator is not None:
-                self._coordinator.settle()
+            if self._watch is not None:
+                self._watch.settle()
 
     def _act_on(self, reason: StopReason) -> None:
         """Act on the reason of a stop. Collective."""
@@ -197,7 +180,7 @@ class Stopping:
 class StopSignals:
     """Calls ``request`` in a thread on SIGTERM, SIGINT and SIGUSR1. A second signal ends the process.
 
-    Under SLURM, a second SIGTERM does not: SLURM sends one of its own when a job that was warned comes to its end, and
+    Under SLURM, a second SIGTERM does not: SLURM sends another one when a job that was warned comes to its end, and
     leaves time to save until SIGKILL.
 
     The thread reads the interpreter's wake-up descriptor, since Python runs signal handlers only when the main thread
@@ -205,9 +188,6 @@ class StopSignals:
 
     submitit sends its jobs a signal (SIGUSR2, if not set otherwise) before their time limit, and when they are
     preempted. Its handler requeues the job and ends the process wherever it is, so it must wait until the run is saved.
-
-    Args:
-        request: called with the number of the signal.
 
     Attributes:
         resubmit: submitit's handlers, by signal, which are called when the run has been saved.
@@ -220,7 +200,8 @@ class StopSignals:
         self.resubmit: dict[int, Handler] = {}
         if threading.current_thread() is not threading.main_thread():
             return  # only the main thread can set signal handlers
-        own = [n for n in _SIGNALS if signal.getsignal(n) in (signal.SIG_DFL, signal.default_int_handler)]
+        free = (signal.SIG_DFL, signal.default_int_handler, _wake_up)
+        own = [number for number in _SIGNALS if signal.getsignal(number) in free]
         handlers = {number: signal.getsignal(number) for number in (*_SIGNALS, signal.SIGUSR2)}
         self.resubmit = {number: handler for number, handler in handlers.items() if _is_submitits(handler)}
         self._receiver, self._sender = socket.socketpair()
@@ -247,9 +228,15 @@ class StopSignals:
                     exit_now(128 + number, f"unitrain: received a second {name}: exiting at once.")
 
     def close(self) -> None:
-        """Restore the signal handlers, and end the thread."""
+        """Restore the signal handlers, and end the thread. SIGUSR1 is ignored if nothing but UniTrain handled it.
+
+        A warning of the end of the time limit would else kill a process that has finished its training.
+        """
         if self._replaced:
+            ignored = self._replaced.get(signal.SIGUSR1) is signal.SIG_DFL
             self.restore()
+            if ignored:
+                signal.signal(signal.SIGUSR1, _wake_up)  # unlike SIG_IGN, programs that are started don't inherit it
             self._sender.shutdown(socket.SHUT_WR)  # closing would not do: a forked process may have a copy
             self._thread.join()
             self._sender.close()
@@ -290,7 +277,7 @@ def _is_submitits(handler: object) -> TypeGuard[Handler]:
 def _slurm_job() -> str | None:
     """Return the name of this SLURM job, or None outside SLURM.
 
-    The id of one task of a job array is that of the array as well.
+    SLURM_JOB_ID of one task of a job array names the array as well.
     """
     if "SLURM_ARRAY_JOB_ID" in os.environ:
         return f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from multiprocessing.connection import wait
 from typing import TypeVar
 
+from unitrain import call_site
 from unitrain.communication.communicator import Communicator
 from unitrain.config import StrategyConfig
 from unitrain.errors import CommunicationError, ConfigError
@@ -20,14 +21,14 @@ from unitrain.job.watch import messages
 from unitrain.job.watch.admission import introduce
 from unitrain.job.watch.emergency import Emergency, Saver, election_s, grace_s
 from unitrain.job.watch.hub import SILENT_END, Member, heartbeat_interval_s
-from unitrain.job.watch.hub_server import start_hub
+from unitrain.job.watch.hub_server import HubServer
 from unitrain.job.watch.link import Link
 from unitrain.job.watch.messages import Message, StopReason, Verdict
 from unitrain.job.watch.reaper import Reaper
 from unitrain.job.watch.stopping import Boundaries
 from unitrain.launch.detect import Launch
 from unitrain.launch.network.addresses import own_addresses
-from unitrain.process import exit_now, kill_stalled, print_stacks, print_stderr
+from unitrain.process import exit_now, is_busy, kill_stalled, print_stacks, print_stderr
 
 A = TypeVar("A", messages.Answer, messages.CallsAgree)
 
@@ -35,6 +36,8 @@ _CLOSE_S = 5.0
 _ANSWER_S = 2.0
 # The reaper leaves this much time to the verdict on a stalled rank, which says what the rank was doing.
 _REAP_AFTER_S = 3.0
+# What a process does for longer than this is reported with its line in the script.
+_LONG_S = 1.0
 # How often the end of an emergency checkpoint is looked for.
 _POLL_S = 0.02
 # A rank that is ending with an error waits a little longer for the others than they may take.
@@ -44,14 +47,7 @@ _AFTER_THE_OTHERS_S = 1.0
 class Watch:
     """The watchdog of one process. Collective: connects to the hub, which waits for all ranks.
 
-    Args:
-        communicator: the communicator of this process.
-        members: all processes of the job, by rank.
-        boundaries: the boundaries of this process, at which it can be stopped.
-        config: the settings.
-        key: the job's key.
-        one_host: whether all ranks are on this host.
-        launch: how this process was started.
+    It shares ``boundaries``, at which this process can be stopped, with ``Stopping``.
 
     Attributes:
         members: all processes of the job, by rank.
@@ -66,13 +62,12 @@ class Watch:
         members: Sequence[Member],
         boundaries: Boundaries,
         config: StrategyConfig,
-        *,
-        key: bytes,
-        one_host: bool,
         launch: Launch,
+        key: bytes,
     ) -> None:
         self._saver: Saver | None = None
         self._launch = launch
+        self._one_host = launch.local_world_size == communicator.world_size
         self._grace_s = grace_s(launch)  # that an emergency checkpoint may take
         self._pulse = communicator.pulse
         self._boundaries = boundaries
@@ -81,7 +76,7 @@ class Watch:
         self._timeout_s = config.timeout_s
         self._heartbeat_timeout_s = min(config.heartbeat_timeout_s, config.timeout_s)
         self._interval_s = heartbeat_interval_s(self._heartbeat_timeout_s, len(members))
-        self._link, self._server = self._connect(communicator, key, one_host)
+        self._link, self._server = self._connect(communicator, key)
         self._changed = threading.Condition()
         self._verdict: Verdict | None = None
         self._answer: messages.Answer | messages.CallsAgree | None = None
@@ -89,9 +84,10 @@ class Watch:
         self._own_error = False
         self._over = threading.Event()
         self._left = False
-        self._state, self._since = ("", 0, 0), 0.0
+        self._script_thread = threading.get_ident()
+        self._state, self._since, self._blocked_since = ("", 0, 0), 0.0, 0.0
         # Several ranks of a host kill the one that stalls; see _decide.
-        alone = not one_host and sum(member.host == self._me.host for member in members) == 1
+        alone = not self._one_host and sum(member.host == self._me.host for member in members) == 1
         self._reaper = Reaper(str(self._me), self._heartbeat_timeout_s + _REAP_AFTER_S) if alone else None
         self._thread = threading.Thread(target=self._run, name="unitrain watch", daemon=True)
         self._thread.start()
@@ -100,20 +96,17 @@ class Watch:
         """Return the process that this watch belongs to, for messages."""
         return str(self._me)
 
-    def _connect(self, communicator: Communicator, key: bytes, one_host: bool) -> tuple[Link, threading.Thread | None]:
-        server: threading.Thread | None = None
+    def _connect(self, communicator: Communicator, key: bytes) -> tuple[Link, HubServer | None]:
+        server: HubServer | None = None
 
         def start() -> tuple[list[str], int]:
             nonlocal server
-            port, server = start_hub(
-                self.members,
-                key,
-                timeout_s=self._timeout_s,
-                heartbeat_timeout_s=self._heartbeat_timeout_s,
-                one_host=one_host,
-                election_s=election_s(self._grace_s),
-            )
-            return ["127.0.0.1"] if one_host else own_addresses(), port
+            server = HubServer(
+                self.members, key, timeout_s=self._timeout_s, heartbeat_timeout_s=self._heartbeat_timeout_s,
+                one_host=self._one_host, election_s=election_s(self._grace_s),
+            )  # fmt: skip
+            server.start()
+            return ["127.0.0.1"] if self._one_host else own_addresses(), server.port
 
         hosts, port = communicator.on_main(start)
         link = Link(introduce(hosts, port, key, communicator.rank, self._timeout_s))
@@ -135,8 +128,8 @@ class Watch:
         Args:
             text: the error, in one line.
             patience_s: seconds to wait first for a verdict on another rank.
-            secondary: whether the error follows from another rank's failure: a collective that failed, say.
-            on_all_ranks: whether all ranks have the same error (a wrong setting, say), so that one of them reports it.
+            secondary: as in ``messages.Failed``.
+            on_all_ranks: as in ``messages.Failed``.
         """
         self._own_error = not secondary
         with self._changed:
@@ -160,19 +153,14 @@ class Watch:
         """What writes an emergency checkpoint when the job fails; None if none is to be written."""
         return self._saver
 
-    def save_by(self, saver: Saver) -> None:
-        """Have an emergency checkpoint written when the job fails, until ``save_no_more``."""
+    def save_by(self, saver: Saver | None) -> None:
+        """Have an emergency checkpoint written when the job fails, or none from now on."""
         self._saver = saver
-
-    def save_no_more(self) -> None:
-        """Have no emergency checkpoint written from now on."""
-        self._saver = None
 
     def wait_for_end(self, patience_s: float = 0.0) -> None:
         """Wait until the job has ended, if it is ending: this process, or another one, may save its state meanwhile.
 
-        Args:
-            patience_s: seconds to wait first for a verdict.
+        Wait ``patience_s`` seconds first for a verdict.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: self._verdict is not None, patience_s):
@@ -206,9 +194,7 @@ class Watch:
     def compare_calls(self, call: str, place: str) -> None:
         """Return once every rank has reached this call. The job ends if a rank makes another call.
 
-        Args:
-            call: the name and arguments of the call, as far as they must be the same on all ranks.
-            place: the line of the script that makes it, for the error message.
+        ``place`` is the line of the script that makes it, for the error message.
         """
         self._ask(messages.Call(call, place), messages.CallsAgree)
 
@@ -254,8 +240,13 @@ class Watch:
         pulse, now = self._pulse, time.monotonic()
         state = (pulse.phase, pulse.calls, pulse.boundary)
         if state != self._state:
-            self._state, self._since = state, now
-        self._link.send(messages.Heartbeat(pulse.phase, pulse.step, now - self._since))
+            self._state, self._since, self._blocked_since = state, now, now
+        place, lasted = "", now - self._since
+        if lasted > _LONG_S:
+            place = call_site.of_thread(self._script_thread)
+            if is_busy():
+                self._blocked_since = now
+        self._link.send(messages.Heartbeat(pulse.phase, pulse.step, lasted, place, now - self._blocked_since))
 
     def _receive(self, message: Message) -> None:
         match message:
@@ -269,6 +260,8 @@ class Watch:
                 with self._changed:
                     self._answer = message
                     self._changed.notify_all()
+            case messages.Notice(text=text):
+                print_stderr(f"unitrain: {text}")
             case messages.Leave():
                 self._left = True
 

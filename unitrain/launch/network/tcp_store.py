@@ -16,7 +16,7 @@ from unitrain.launch.detect import Launch
 
 LOOPBACK = "127.0.0.1"
 _ANSWER_S, _RETRY_S = 5.0, 0.1
-# As torch's client begins: a number that identifies the protocol, then a ping, whose number the store sends back.
+# As torch's client begins: a number that identifies the protocol, then a ping with a number that the store sends back.
 _PINGED = struct.pack("=I", 4711)
 _PING = struct.pack("=BIB", 0, 0x3C85F7CE, 13) + _PINGED
 

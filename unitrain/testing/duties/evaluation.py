@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 
 from unitrain.testing.duty import duty
-from unitrain.testing.models import EXACT, SAMPLES, Net, assert_same, samples, sgd, train_both
+from unitrain.testing.models import EXACT, Net, Twins, assert_same, samples, sgd, train_plainly
 from unitrain.testing.worlds import World
 
 
@@ -36,17 +37,16 @@ def evaluation_of_batch_norm(world: World) -> None:
 def what_was_trained_is_evaluated_and_exported(world: World) -> None:
     """The evaluated model and the exported one have the trained weights."""
     with world.open(sync_batchnorm=True) as strategy:
-        model, expected = Net(norm=True), Net(norm=True)
-        prepared, optimizer = strategy.prepare(model, sgd(model))
-        train_both(strategy, prepared, optimizer, expected, sgd(expected), 3)
+        twins = Twins(strategy, partial(Net, norm=True))
+        twins.train()
         inputs, _ = samples().tensors
-        wanted = expected.eval()(inputs)
-        with strategy.evaluation(prepared):
-            torch.testing.assert_close(prepared(inputs), wanted, rtol=0, atol=EXACT)
-        exported = strategy.export(prepared)
+        wanted = twins.expected.eval()(inputs)
+        with strategy.evaluation(twins.prepared):
+            torch.testing.assert_close(twins.prepared(inputs), wanted, rtol=0, atol=EXACT)
+        exported = strategy.export(twins.prepared)
         assert type(exported) is Net
         torch.testing.assert_close(exported(inputs), wanted, rtol=0, atol=EXACT)
-        assert_same(exported, expected)
+        assert_same(exported, twins.expected)
 
 
 @duty()
@@ -74,21 +74,15 @@ def evaluation_of_uneven_batches(world: World) -> None:
 def evaluation_within_an_epoch(world: World) -> None:
     """An evaluation between forward and step does not change training, and sees each sample once."""
     with world.open() as strategy:
-        model, expected = Net(), Net()
-        by_hand = sgd(expected)
-        prepared, optimizer = strategy.prepare(model, sgd(model))
+        twins = Twins(strategy)
         test = strategy.dataloader(samples(7), batch_size=2)
         seen = strategy.meter()
         for inputs, targets in strategy.dataloader(samples(), global_batch_size=9):
-            loss = mse_loss(prepared(inputs), targets)
-            with strategy.evaluation(prepared):
+            loss = mse_loss(twins.prepared(inputs), targets)
+            with strategy.evaluation(twins.prepared):
                 for rows, targets_of_rows in test:
-                    seen.add(total=mse_loss(prepared(rows), targets_of_rows).isfinite(), count=len(rows))
-            strategy.step(loss, optimizer)
-        inputs, targets = samples().tensors
-        for start in range(0, SAMPLES, 9):
-            by_hand.zero_grad()
-            mse_loss(expected(inputs[start : start + 9]), targets[start : start + 9]).backward()  # type: ignore[no-untyped-call]
-            by_hand.step()
-        assert_same(model, expected)
+                    seen.add(total=mse_loss(twins.prepared(rows), targets_of_rows).isfinite(), count=len(rows))
+            strategy.step(loss, twins.optimizer)
+        train_plainly(twins.expected, twins.by_hand, global_batch_size=9)
+        twins.assert_same()
         assert seen.count() == 3 * 7

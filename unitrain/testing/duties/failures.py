@@ -5,14 +5,13 @@ from __future__ import annotations
 import time
 
 import torch
-from torch.nn.functional import mse_loss
 
-from unitrain.testing.duty import duty, two_processes
-from unitrain.testing.models import Net, sgd, two_rows_each
+from unitrain.testing.duty import duty
+from unitrain.testing.models import Twins
 from unitrain.testing.worlds import World
 
 
-@duty(needs=two_processes, ending=r"rank 1 on \S+ \(pid \d+\) is in user code")
+@duty(needs=lambda world: world.processes == 2, ending=r"rank 1 on \S+ \(pid \d+\) is in user code")
 def collective_of_one_rank(world: World) -> None:
     """A rank that waits in a collective for another ends within timeout_s, and its error says where the other is."""
     strategy = world.open(timeout_s=3)
@@ -21,14 +20,12 @@ def collective_of_one_rank(world: World) -> None:
     time.sleep(60)
 
 
-@duty(needs=two_processes, ending=r"ZeroDivisionError: on purpose")
+@duty(needs=lambda world: world.processes == 2, ending=r"ZeroDivisionError: on purpose")
 def error_of_one_rank(world: World) -> None:
     """An error on one rank ends the job, even if the others wait for it in a step."""
     strategy = world.open()
-    model = Net()
-    prepared, optimizer = strategy.prepare(model, sgd(model))
-    inputs, targets, mine = two_rows_each(strategy)
+    twins = Twins(strategy)
     for step in range(1_000_000):
         if step == 3 and strategy.rank == 1:
             raise ZeroDivisionError("on purpose")
-        strategy.step(mse_loss(prepared(inputs[mine]), targets[mine]), optimizer)
+        strategy.step(twins.loss(), twins.optimizer)

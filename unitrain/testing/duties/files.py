@@ -14,7 +14,7 @@ from torch.optim import SGD
 
 from unitrain import CheckpointError, UsageError
 from unitrain.testing.duty import duty
-from unitrain.testing.models import SAMPLES, Net, assert_bit_equal_on_all_ranks, assert_same, samples, sgd, whole
+from unitrain.testing.models import Net, assert_bit_equal_on_all_ranks, assert_same, samples, sgd, train_plainly, whole
 from unitrain.testing.worlds import World
 
 
@@ -85,12 +85,7 @@ def refuses_to_save_or_load(world: World) -> None:
 def continues_where_it_stopped(world: World) -> None:
     """A run that stops within an epoch and is resumed trains the same model as an uninterrupted one."""
     expected = Net()
-    by_hand = sgd(expected)
-    inputs, targets = samples().tensors
-    for start in [*range(0, SAMPLES, 6)] * 2:
-        by_hand.zero_grad()
-        mse_loss(expected(inputs[start : start + 6]), targets[start : start + 6]).backward()  # type: ignore[no-untyped-call]
-        by_hand.step()
+    train_plainly(expected, sgd(expected), global_batch_size=6, epochs=2)
     for last_step in (3, 5, None):
         with world.open() as strategy:
             model = Net(seed=strategy.rank)

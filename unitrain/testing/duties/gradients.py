@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -15,12 +16,11 @@ from unitrain.testing.duty import duty
 from unitrain.testing.models import (
     EXACT,
     Branches,
-    Net,
-    assert_bit_equal_on_all_ranks,
+    Twins,
     assert_same,
+    clip_by_hand,
     samples,
-    sgd,
-    train_both,
+    step_by_hand,
     two_rows_each,
     whole,
 )
@@ -32,24 +32,27 @@ from unitrain.training.gradients.gradients import GradientReducer
 def unused_parameters(world: World) -> None:
     """A parameter that no rank used has grad None, so that the optimizer skips it; one that any rank used has not."""
     with world.open(**world.for_unused_parameters) as strategy:
-        model, expected = Branches(), Branches()
-        prepared, optimizer = strategy.prepare(model, AdamW(model.parameters(), lr=0.1, weight_decay=0.3))
-        by_hand = AdamW(expected.parameters(), lr=0.1, weight_decay=0.3)
-        inputs, targets = samples(6 * strategy.world_size).tensors
-        mine = slice(6 * strategy.rank, 6 * strategy.rank + 6)
+        twins = Twins(strategy, Branches, lambda model: AdamW(model.parameters(), lr=0.1, weight_decay=0.3))
+        inputs, targets = (rows.view(-1, 6, rows.shape[1]) for rows in samples(6 * strategy.world_size).tensors)
         for step in range(4):
             # All ranks use the left branch, except the last one in even steps.
             branch = [int(step % 2 == 0 and rank == strategy.world_size - 1) for rank in range(strategy.world_size)]
-            strategy.step(mse_loss(prepared(inputs[mine], branch[strategy.rank]), targets[mine]), optimizer)
-            by_hand.zero_grad()
-            for rank, its in enumerate(branch):
-                rows = slice(6 * rank, 6 * rank + 6)
-                (mse_loss(expected(inputs[rows], its), targets[rows]) / strategy.world_size).backward()  # type: ignore[no-untyped-call]
-            by_hand.step()
-        assert_same(model, expected)
-        assert model.never.weight not in optimizer.state
-        assert torch.equal(whole(model.never.weight), Branches().never.weight)
-        assert_bit_equal_on_all_ranks(strategy, model)
+            rank = strategy.rank
+            strategy.step(mse_loss(twins.prepared(inputs[rank], branch[rank]), targets[rank]), twins.optimizer)
+            losses = [
+                mse_loss(twins.expected(*given), its) for *given, its in zip(inputs, branch, targets, strict=True)
+            ]
+            step_by_hand(torch.stack(losses).mean(), twins.by_hand)
+        twins.assert_same()
+        never = twins.model.never.weight
+        assert never not in twins.optimizer.state
+        assert torch.equal(whole(never), Branches().never.weight)
+
+
+def _two_branches(*, norm: bool = False) -> Branches:
+    model = Branches(norm=norm)
+    del model.never  # its bucket, never full, would hold back those that follow
+    return model
 
 
 @duty(each={"overlapping": {}, "deterministic": {"deterministic": True}})
@@ -58,21 +61,17 @@ def unused_parameters_beside_batch_norm(world: World, settings: dict[str, Any]) 
     settings = {**world.for_unused_parameters, **settings}
     one_for_each_parameter = patch.dict(GradientReducer.__init__.__kwdefaults__ or {}, bucket_mb=1e-6)
     with one_for_each_parameter, world.open(sync_batchnorm=True, **settings) as strategy:
-        model, expected = Branches(norm=True), Branches(norm=True)
-        del model.never, expected.never  # its bucket, never full, would hold back those that follow
-        prepared, optimizer = strategy.prepare(model, sgd(model))
-        by_hand = sgd(expected)
-        inputs, targets, mine = two_rows_each(strategy)
+        twins = Twins(strategy, partial(_two_branches, norm=True))
+        expected = twins.expected
+        _, targets, _ = two_rows_each(strategy)
         for _ in range(3):
-            strategy.step(mse_loss(prepared(inputs[mine], strategy.rank), targets[mine]), optimizer)
-            by_hand.zero_grad()
-            trunk = torch.tanh(expected.norm(expected.trunk(inputs)))
+            strategy.step(twins.loss(strategy.rank), twins.optimizer)
+            trunk = torch.tanh(expected.norm(expected.trunk(twins.inputs)))
             outputs = expected.left(trunk[:2])
             if strategy.world_size > 1:
                 outputs = torch.cat([outputs, expected.right(trunk[2:])])
-            mse_loss(outputs, targets).backward()  # type: ignore[no-untyped-call]
-            by_hand.step()
-        assert_same(model, expected)
+            step_by_hand(mse_loss(outputs, targets), twins.by_hand)
+        assert_same(twins.model, expected)
 
 
 class _Tied(nn.Module):
@@ -96,12 +95,11 @@ class _Tied(nn.Module):
 def tied_and_frozen(world: World) -> None:
     """A weight that two layers share is averaged once, and a frozen one stays as it was."""
     with world.open() as strategy:
-        model, expected = _Tied(), _Tied()
-        prepared, optimizer = strategy.prepare(model, sgd(model))
-        assert model.last.weight is model.middle.weight
-        train_both(strategy, prepared, optimizer, expected, sgd(expected), 3)
-        assert_same(model, expected)
-        assert torch.equal(whole(model.first.weight), _Tied().first.weight)
+        twins = Twins(strategy, _Tied)
+        assert twins.model.last.weight is twins.model.middle.weight
+        twins.train()
+        twins.assert_same()
+        assert torch.equal(whole(twins.model.first.weight), _Tied().first.weight)
 
 
 class _Turns(nn.Module):
@@ -121,40 +119,32 @@ class _Turns(nn.Module):
 def complex_weights(world: World) -> None:
     """Complex gradients are averaged, clipped and stepped as on one device."""
     with world.open(clip_norm=0.5) as strategy:
-        model, expected = _Turns(), _Turns()
-        prepared, optimizer = strategy.prepare(model, sgd(model))
-        by_hand = sgd(expected)
-        by_hand.register_step_pre_hook(lambda *_: _clip(expected))
-        train_both(strategy, prepared, optimizer, expected, by_hand, 3)
-        torch.testing.assert_close(whole(model.turn.weight), expected.turn.weight, rtol=0, atol=EXACT)
+        twins = Twins(strategy, _Turns)
+        clip_by_hand(twins.by_hand, 0.5)
+        twins.train()
+        found, wanted = whole(twins.model.turn.weight), twins.expected.turn.weight
+        torch.testing.assert_close(found, wanted, rtol=0, atol=EXACT)
 
 
-def _clip(model: nn.Module) -> None:
-    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+def _embedding() -> nn.Embedding:
+    return nn.Embedding(5, 2, sparse=True, _weight=torch.ones(5, 2)).double()
 
 
 @duty()
 def sparse_gradients(world: World) -> str:
     """Sparse gradients are averaged, or are an error on every rank that names the remedy."""
     with world.open() as strategy:
-        model, expected = (nn.Embedding(5, 2, sparse=True, _weight=torch.ones(5, 2)).double() for _ in range(2))
-        prepared, optimizer = strategy.prepare(model, SGD(model.parameters(), lr=0.1))
-        by_hand = SGD(expected.parameters(), lr=0.1)
+        twins = Twins(strategy, _embedding, lambda model: SGD(model.parameters(), lr=0.1))
         try:
-            strategy.step(prepared(torch.tensor([strategy.rank, 4])).pow(2).mean(), optimizer)
+            strategy.step(twins.prepared(torch.tensor([strategy.rank, 4])).pow(2).mean(), twins.optimizer)
         except UsageError as error:
-            refused = str(error)
-        else:
-            refused = ""
-        if refused:
             assert world.processes > 1
+            refused = str(error)
             assert "create its layer with sparse=False" in refused
             return refused
-        for rank in range(strategy.world_size):
-            loss = expected(torch.tensor([rank, 4])).pow(2).mean() / strategy.world_size
-            loss.backward()
-        by_hand.step()
-        assert_same(model, expected)
+        losses = [twins.expected(torch.tensor([rank, 4])).pow(2).mean() for rank in range(strategy.world_size)]
+        step_by_hand(torch.stack(losses).mean(), twins.by_hand)
+        twins.assert_same()
         return ""
 
 
@@ -162,53 +152,37 @@ def sparse_gradients(world: World) -> str:
 def gradients_in_a_step_hook(world: World) -> None:
     """An optimizer's step pre-hook gets the averaged gradients, and may change them."""
     with world.open() as strategy:
-        model, expected = Net(), Net()
-        prepared, optimizer = strategy.prepare(model, sgd(model))
-        by_hand = sgd(expected)
-        inputs, targets, mine = two_rows_each(strategy)
-        found: list[Tensor] = []
+        twins = Twins(strategy)
+        found: dict[Optimizer, list[Tensor]] = {twins.optimizer: [], twins.by_hand: []}
 
         def sign(its: Optimizer, *_: Any) -> None:
             for p in (p for group in its.param_groups for p in group["params"]):
-                found.append(whole(p.grad.clone()))
+                found[its].append(whole(p.grad.clone()))
                 p.grad.sign_()
 
-        for one in (optimizer, by_hand):
-            one.register_step_pre_hook(sign)
-        strategy.step(mse_loss(prepared(inputs[mine]), targets[mine]), optimizer)
-        ours = torch.cat([gradient.reshape(-1) for gradient in found])
-        found.clear()
-        mse_loss(expected(inputs), targets).backward()  # type: ignore[no-untyped-call]
-        by_hand.step()
-        torch.testing.assert_close(ours, torch.cat([g.reshape(-1) for g in found]), rtol=0, atol=EXACT)
-        assert_same(model, expected)
+        for optimizer in found:
+            optimizer.register_step_pre_hook(sign)
+        twins.train(steps=1)
+        torch.testing.assert_close(found[twins.optimizer], found[twins.by_hand], rtol=0, atol=EXACT)
+        twins.assert_same()
 
 
 @duty()
 def losses_of_one_trunk(world: World) -> str:
     """Two losses with a backward each, and a shared trunk, give the right gradients or an error."""
     with world.open() as strategy:
-        model, expected = Branches(), Branches()
-        del model.never, expected.never
-        prepared, optimizer = strategy.prepare(model, sgd(model))
-        by_hand = sgd(expected)
-        inputs, targets, mine = two_rows_each(strategy)
+        twins = Twins(strategy, _two_branches)
         try:
             for branch in (0, 1):
-                strategy.backward(mse_loss(prepared(inputs[mine], branch), targets[mine]), optimizer)
-            strategy.update(optimizer)
+                strategy.backward(twins.loss(branch), twins.optimizer)
+            strategy.update(twins.optimizer)
         except UsageError as error:
-            refused = str(error)
-        else:
-            refused = ""
-        if refused:
             assert world.averages_gradients
+            refused = str(error)
             assert "add the losses" in refused
             return refused
-        for branch in (0, 1):
-            mse_loss(expected(inputs, branch), targets).backward()  # type: ignore[no-untyped-call]
-        by_hand.step()
-        assert_same(model, expected)
+        step_by_hand(twins.loss_by_hand(0) + twins.loss_by_hand(1), twins.by_hand)
+        twins.assert_same()
         return ""
 
 
@@ -216,24 +190,14 @@ def losses_of_one_trunk(world: World) -> str:
 def the_module_itself(world: World) -> str:
     """A script that calls the module it passed to prepare() trains correctly or gets an error."""
     with world.open() as strategy:
-        model, expected = Net(), Net()
-        _, optimizer = strategy.prepare(model, sgd(model))
-        by_hand = sgd(expected)
-        inputs, targets, mine = two_rows_each(strategy)
+        twins = Twins(strategy)
+        twins.prepared = twins.model
         try:
-            for _ in range(3):
-                strategy.step(mse_loss(model(inputs[mine]), targets[mine]), optimizer)
+            twins.train()
         except UsageError as error:
-            refused = str(error)
-        else:
-            refused = ""
-        if refused:
             assert world.averages_gradients
+            refused = str(error)
             assert "Call the model that prepare() returned" in refused
             return refused
-        for _ in range(3):
-            by_hand.zero_grad()
-            mse_loss(expected(inputs), targets).backward()  # type: ignore[no-untyped-call]
-            by_hand.step()
-        assert_same(model, expected)
+        twins.assert_same()
         return ""

@@ -6,11 +6,10 @@ import threading
 
 import pytest
 import torch
-from torch.nn.functional import mse_loss
 
 from unitrain import UsageError
 from unitrain.testing.duty import duty
-from unitrain.testing.models import Net, flat, local, sgd, two_rows_each
+from unitrain.testing.models import Twins, flat, local
 from unitrain.testing.worlds import World
 
 
@@ -29,10 +28,7 @@ def leaves_no_thread_behind(world: World) -> None:
     world.open().close()  # some libraries are started once in a process, and end with it
     before = set(threading.enumerate())
     with world.open() as strategy:
-        model = Net()
-        prepared, optimizer = strategy.prepare(model, sgd(model))
-        inputs, targets, mine = two_rows_each(strategy)
-        strategy.step(mse_loss(prepared(inputs[mine]), targets[mine]), optimizer)
+        Twins(strategy).train(steps=1)
     left = set(threading.enumerate()) - before
     for thread in left:
         thread.join(5)
@@ -43,12 +39,11 @@ def leaves_no_thread_behind(world: World) -> None:
 def nothing_after_close(world: World) -> None:
     """A closed strategy raises an error for calls that would otherwise act on one rank only."""
     with world.open() as strategy:
-        model = Net()
-        prepared, optimizer = strategy.prepare(model, sgd(model))
-    before = flat(model, local)
+        twins = Twins(strategy)
+    before = flat(twins.model, local)
     with pytest.raises(UsageError, match=r"was called after strategy\.close\(\)"):
-        strategy.step(prepared(torch.ones(2, 4, dtype=torch.float64)).sum(), optimizer)
-    assert torch.equal(flat(model, local), before)
+        strategy.step(twins.loss(), twins.optimizer)
+    assert torch.equal(flat(twins.model, local), before)
     if strategy.world_size > 1:
         with pytest.raises(UsageError, match=r"all_reduce was called after strategy\.close\(\)"):
             strategy.all_reduce(torch.ones(1))

@@ -10,16 +10,18 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader
 
 from unitrain import NonFiniteError, Stopped, Strategy
 from unitrain.testing.duty import duty
 from unitrain.testing.models import (
     Net,
+    Twins,
     assert_bit_equal_on_all_ranks,
-    assert_same,
     flat,
     samples,
     sgd,
+    step_by_hand,
     two_rows_each,
 )
 from unitrain.testing.worlds import World
@@ -126,39 +128,30 @@ class _Uncertain(Net):
 def a_stand_in_does_not_count(world: World) -> None:
     """The loss of a rank without samples does not count, nor its gradient, even if it is NaN."""
     with world.open(on_nonfinite="raise") as strategy:
-        model, expected = _Uncertain(), _Uncertain()
-        prepared, optimizer = strategy.prepare(model, sgd(model))
-        by_hand = sgd(expected)
+        twins = Twins(strategy, _Uncertain)
         loader = strategy.dataloader(samples(5), global_batch_size=4)  # 4, then 1
         for inputs, targets in loader:
-            loss = prepared(inputs, targets)
-            strategy.step(loss * math.nan if loader.stand_in else loss, optimizer)
-        for rows in (slice(0, 4), slice(4, 5)):
-            by_hand.zero_grad()
-            inputs, targets = (t[rows] for t in samples(5).tensors)
-            expected(inputs, targets).backward()
-            by_hand.step()
-        assert_same(model, expected)
+            loss = twins.prepared(inputs, targets)
+            strategy.step(loss * math.nan if loader.stand_in else loss, twins.optimizer)
+        for inputs, targets in DataLoader(samples(5), batch_size=4):
+            step_by_hand(twins.expected(inputs, targets), twins.by_hand)
+        twins.assert_same()
 
 
 @duty()
 def nan_of_a_rank_without_tokens_does_not_count(world: World) -> None:
     """The NaN loss of a rank without tokens has no effect if its weight is 0."""
     with world.open(on_nonfinite="raise") as strategy:
-        model, expected = Net(), Net()
-        prepared, optimizer = strategy.prepare(model, sgd(model))
-        by_hand = sgd(expected)
+        twins = Twins(strategy)
         inputs, targets, mine = two_rows_each(strategy)
         tokens = torch.ones(len(inputs))
         if strategy.world_size > 1:
             tokens[-2:] = 0  # the last rank has none
         for _ in range(3):
-            loss = _token_mean(prepared(inputs[mine]), targets[mine], tokens[mine])
-            strategy.step(loss, optimizer, weight=tokens[mine].sum())
-            by_hand.zero_grad()
-            _token_mean(expected(inputs), targets, tokens).backward()  # type: ignore[no-untyped-call]
-            by_hand.step()
-        assert_same(model, expected)
+            loss = _token_mean(twins.prepared(inputs[mine]), targets[mine], tokens[mine])
+            strategy.step(loss, twins.optimizer, weight=tokens[mine].sum())
+            step_by_hand(_token_mean(twins.expected(inputs), targets, tokens), twins.by_hand)
+        twins.assert_same()
 
 
 def _token_mean(out: Tensor, targets: Tensor, tokens: Tensor) -> Tensor:

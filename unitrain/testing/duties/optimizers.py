@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import mse_loss
 from torch.optim import SGD, Adafactor, Adam, Muon, Optimizer
 
-from unitrain import UsageError
+from unitrain import Strategy, UsageError
 from unitrain.testing.duty import duty
 from unitrain.testing.models import (
     Net,
+    Twins,
     assert_bit_equal_on_all_ranks,
-    assert_same,
+    clip_by_hand,
     flat,
     samples,
     sgd,
-    train_both,
-    two_rows_each,
+    step_by_hand,
     whole,
 )
 from unitrain.testing.worlds import World
@@ -31,48 +32,53 @@ from unitrain.testing.worlds import World
 def optimizers_that_come_and_change(world: World) -> None:
     """Optimizers may be created after prepare, get new groups, get unfrozen layers, and be replaced by others."""
     with world.open() as strategy:
-        model, expected = Net(), Net()
-        for one in (model, expected):
-            one.first.requires_grad_(False)
-        prepared = strategy.prepare(model)
-        optimizer, by_hand = (SGD(one.last.parameters(), lr=0.1, momentum=0.9) for one in (model, expected))
-        train_both(strategy, prepared, optimizer, expected, by_hand, 2)
-        for one, its in ((model, optimizer), (expected, by_hand)):
+        twins = Twins(strategy, _half_frozen)
+        both = (twins.model, twins.expected)
+        twins.optimizer, twins.by_hand = (SGD(one.last.parameters(), lr=0.1, momentum=0.9) for one in both)
+        twins.train(2)
+        for one, its in zip(both, (twins.optimizer, twins.by_hand), strict=True):
             its.add_param_group({"params": list(one.first.parameters()), "lr": 0.05})
-        train_both(strategy, prepared, optimizer, expected, by_hand, 2)
-        for one in (model, expected):
+        twins.train(2)
+        for one in both:
             one.first.requires_grad_(True)
-        train_both(strategy, prepared, optimizer, expected, by_hand, 2)
-        assert not torch.equal(whole(model.first.weight), Net().first.weight)
-        train_both(strategy, prepared, sgd(model), expected, sgd(expected), 2)
-        assert_same(model, expected)
-        assert_bit_equal_on_all_ranks(strategy, model)
+        twins.train(2)
+        assert not torch.equal(whole(twins.model.first.weight), Net().first.weight)
+        twins.optimizer, twins.by_hand = (sgd(one) for one in both)
+        twins.train(2)
+        twins.assert_same()
+
+
+def _half_frozen() -> Net:
+    model = Net()
+    model.first.requires_grad_(False)
+    return model
+
+
+def _pair(strategy: Strategy) -> tuple[Twins, Twins]:
+    """Return two models and their twins."""
+    first, second = (Twins(strategy, partial(Net, seed)) for seed in (1, 2))
+    return first, second
 
 
 @duty(each={"accumulate=1": 1, "accumulate=2": 2})
 def adversaries(world: World, accumulate: int) -> None:
     """A GAN trains as on one device: two models, two optimizers, each loss through both models."""
     with world.open(accumulate=accumulate) as strategy:
-        made = [Net(1), Net(2)]
-        expected = [Net(1), Net(2)]
-        prepared = strategy.prepare(*made)
-        optimizers, by_hand = [sgd(m) for m in made], [sgd(m) for m in expected]
+        pair = _pair(strategy)
+        prepared, expected = [one.prepared for one in pair], [one.expected for one in pair]
         generator = torch.Generator().manual_seed(0)
-        rows = 2 * strategy.world_size
-        mine = slice(2 * strategy.rank, 2 * strategy.rank + 2)
         for micro_batch in range(3 * accumulate):
-            noise = torch.randn(rows, 4, generator=generator, dtype=torch.float64)
-            for which in (0, 1):
-                result = strategy.step(_game(prepared, noise[mine], which), optimizers[which])
-                loss = _game(expected, noise, which) / accumulate
-                loss.backward(inputs=list(expected[which].parameters()))  # type: ignore[no-untyped-call]
+            noise = torch.randn(strategy.world_size, 2, 4, generator=generator, dtype=torch.float64)
+            for which, one in enumerate(pair):
+                result = strategy.step(_game(prepared, noise[strategy.rank], which), one.optimizer)
+                loss = _game(expected, noise.flatten(0, 1), which) / accumulate
+                loss.backward(inputs=list(one.expected.parameters()))  # type: ignore[no-untyped-call]
                 assert result.stepped == ((micro_batch + 1) % accumulate == 0)
                 if result.stepped:
-                    by_hand[which].step()
-                    by_hand[which].zero_grad()
-        for one, other in zip(made, expected, strict=True):
-            assert_same(one, other)
-            assert_bit_equal_on_all_ranks(strategy, one)
+                    one.by_hand.step()
+                    one.by_hand.zero_grad()
+        for one in pair:
+            one.assert_same()
 
 
 def _game(models: Any, noise: Tensor, which: int) -> Tensor:
@@ -89,94 +95,75 @@ def _game(models: Any, noise: Tensor, which: int) -> Tensor:
 def losses_of_one_optimizer(world: World) -> None:
     """The gradients of two losses of one optimizer are summed, in any order of forwards and backwards."""
     with world.open(clip_norm=1.0) as strategy:
-        inputs, targets, mine = two_rows_each(strategy)
-        model, expected = Net(), Net()
-        prepared, optimizer = strategy.prepare(model, sgd(model))
-        by_hand = sgd(expected)
+        twins = Twins(strategy)
+        optimizer = twins.optimizer
+        clip_by_hand(twins.by_hand, 1.0)
         for both_forwards_first in (True, False, True):
-            first = mse_loss(prepared(inputs[mine]), targets[mine])
+            first = twins.loss()
             if both_forwards_first:
-                second = prepared(2 * inputs[mine]).pow(2).mean()
+                second = twins.prepared(2 * twins.rows).pow(2).mean()
                 strategy.backward(first, optimizer)
             else:
                 strategy.backward(first, optimizer)
-                second = prepared(2 * inputs[mine]).pow(2).mean()
+                second = twins.prepared(2 * twins.rows).pow(2).mean()
             strategy.backward(second, optimizer)
             assert strategy.update(optimizer).stepped
-            by_hand.zero_grad()
-            (mse_loss(expected(inputs), targets) + expected(2 * inputs).pow(2).mean()).backward()
-            nn.utils.clip_grad_norm_(expected.parameters(), 1.0)
-            by_hand.step()
-        assert_same(model, expected)
+            step_by_hand(twins.loss_by_hand() + twins.expected(2 * twins.inputs).pow(2).mean(), twins.by_hand)
+        twins.assert_same()
 
 
 @duty()
 def optimizers_of_one_loss(world: World) -> None:
     """One loss of two models steps the optimizers of both, with the ranks weighted by ``weight``."""
     with world.open(clip_norm=1.0) as strategy:
-        inputs, _, mine = two_rows_each(strategy)
-        pair, other = [Net(1), Net(2)], [Net(1), Net(2)]
-        prepared = strategy.prepare(*pair)
-        optimizers, by_hand = [sgd(m) for m in pair], [sgd(m) for m in other]
+        one, other = pair = _pair(strategy)
         tokens = torch.arange(1.0, strategy.world_size + 1)
+        for twins in pair:
+            clip_by_hand(twins.by_hand, 1.0)
         for _ in range(3):
-            loss = (prepared[0](inputs[mine]) * prepared[1](inputs[mine])).mean()
-            strategy.step(loss, optimizers, weight=float(tokens[strategy.rank]))
-            by_rank = (other[0](inputs) * other[1](inputs)).reshape(strategy.world_size, -1).mean(1)
-            for its in by_hand:
-                its.zero_grad()
-            (by_rank * tokens).sum().div(tokens.sum()).backward()
-            for one, its in zip(other, by_hand, strict=True):
-                nn.utils.clip_grad_norm_(one.parameters(), 1.0)
-                its.step()
-        for one, its_twin in zip(pair, other, strict=True):
-            assert_same(one, its_twin)
-            assert_bit_equal_on_all_ranks(strategy, one)
+            loss = (one.prepared(one.rows) * other.prepared(one.rows)).mean()
+            strategy.step(loss, [twins.optimizer for twins in pair], weight=float(tokens[strategy.rank]))
+            by_rank = (one.expected(one.inputs) * other.expected(one.inputs)).reshape(strategy.world_size, -1).mean(1)
+            step_by_hand((by_rank * tokens).sum() / tokens.sum(), one.by_hand, other.by_hand)
+        for twins in pair:
+            twins.assert_same()
 
 
 @duty()
 def optimizers_of_one_model(world: World) -> None:
     """Two optimizers of one model are both stepped for every loss, in any order."""
     with world.open() as strategy:
-        model, expected = Net(), Net()
-        optimizers, by_hand = ([sgd(m.first), sgd(m.last)] for m in (model, expected))
-        prepared, *optimizers = strategy.prepare(model, *optimizers)
-        inputs, targets, mine = two_rows_each(strategy)
-        for turn in ([0, 1], [1, 0], [0, 1]):
-            strategy.step(mse_loss(prepared(inputs[mine]), targets[mine]), [optimizers[i] for i in turn])
-            expected.zero_grad()
-            mse_loss(expected(inputs), targets).backward()  # type: ignore[no-untyped-call]
-            for i in turn:
-                by_hand[i].step()
-        assert_same(model, expected)
-        assert_bit_equal_on_all_ranks(strategy, model)
+        twins = Twins(strategy)
+        optimizers = [strategy.prepare(sgd(layer)) for layer in (twins.model.first, twins.model.last)]
+        by_hand = [sgd(layer) for layer in (twins.expected.first, twins.expected.last)]
+        for turn in (1, -1, 1):
+            strategy.step(twins.loss(), optimizers[::turn])
+            step_by_hand(twins.loss_by_hand(), *by_hand[::turn])
+        twins.assert_same()
 
 
 @duty()
 def windows_without_a_loader(world: World) -> None:
     """Each optimizer has its own accumulation window; a window that ends early gives the mean of its samples."""
     with world.open(accumulate=2) as strategy:
-        made, expected = [Net(1), Net(2)], [Net(1), Net(2)]
-        prepared = strategy.prepare(*made)
-        optimizers, by_hand = [sgd(m) for m in made], [sgd(m) for m in expected]
-        inputs, targets, mine = two_rows_each(strategy)
+        pair = _pair(strategy)
         counts = [0, 0]
         # The second one's windows begin while the first one's are open; at the end one of its is cut short.
         for which in (0, 1, 1, 0, 0, 1, 0, 1, 0, 1, 1, 0, 1):
             counts[which] += 1
-            loss = mse_loss(prepared[which](inputs[mine] * counts[which]), targets[mine])
+            twins = pair[which]
             ends_early = counts == [6, 7]
-            strategy.backward(loss, optimizers[which], sync=True if ends_early else None)
-            result = strategy.update(optimizers[which])
-            loss = mse_loss(expected[which](inputs * counts[which]), targets) / (1 if ends_early else 2)
+            loss = twins.loss(scale=counts[which])
+            strategy.backward(loss, twins.optimizer, sync=True if ends_early else None)
+            result = strategy.update(twins.optimizer)
+            loss = twins.loss_by_hand(scale=counts[which]) / (1 if ends_early else 2)
             loss.backward()  # type: ignore[no-untyped-call]
             assert result.stepped == (counts[which] % 2 == 0 or ends_early)
             if result.stepped:
-                by_hand[which].step()
-                by_hand[which].zero_grad()
-        for one, other in zip(made, expected, strict=True):
-            assert_same(one, other)
-            assert_bit_equal_on_all_ranks(strategy, one)
+                twins.by_hand.step()
+                twins.by_hand.zero_grad()
+        for twins in pair:
+            twins.assert_same()
 
 
 class Lamb(Adam):
@@ -212,19 +199,15 @@ def _muon(model: Net) -> list[Optimizer]:
 def sharded_optimizers(world: World, make: Callable[[Net], list[Optimizer]]) -> None:
     """With shard_optimizer, each rank has a part of the state, also of an optimizer that uses whole parameters."""
     with world.open(shard_optimizer=True, clip_norm=0.5) as strategy:
-        model, expected = Net(), Net()
-        prepared, *optimizers = strategy.prepare(model, *make(model))
-        by_hand = make(expected)
-        inputs, targets, mine = two_rows_each(strategy)
+        twins = Twins(strategy)
+        optimizers, by_hand = [strategy.prepare(one) for one in make(twins.model)], make(twins.expected)
+        for one in by_hand:
+            clip_by_hand(one, 0.5)
         for _ in range(5):
-            strategy.step(mse_loss(prepared(inputs[mine]), targets[mine]), optimizers)
-            expected.zero_grad()
-            mse_loss(expected(inputs), targets).backward()  # type: ignore[no-untyped-call]
-            for one in by_hand:
-                nn.utils.clip_grad_norm_([p for group in one.param_groups for p in group["params"]], 0.5)
-                one.step()
-        torch.testing.assert_close(flat(model), flat(expected), rtol=0, atol=1e-9)
-        assert_bit_equal_on_all_ranks(strategy, model)
+            strategy.step(twins.loss(), optimizers)
+            step_by_hand(twins.loss_by_hand(), *by_hand)
+        torch.testing.assert_close(flat(twins.model), flat(twins.expected), rtol=0, atol=1e-9)
+        assert_bit_equal_on_all_ranks(strategy, twins.model)
         own = sum(len(one.state) for one in optimizers)
         assert own < 4
         assert strategy.all_reduce(torch.tensor(own)) == 4
@@ -248,5 +231,4 @@ def steps_by_hand(world: World) -> None:
                     one.step()
             assert torch.equal(flat(model), before)
         alone = sgd(other)  # a rank may train a model of its own
-        other(inputs).sum().backward()
-        alone.step()
+        step_by_hand(other(inputs).sum(), alone)

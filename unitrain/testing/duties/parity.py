@@ -1,6 +1,6 @@
 """Duties of training: every mode gives the same model as a plain loop on one device.
 
-The cases, the plain loop and the comparison are those of ``unitrain verify``. The backend is not used to collect the
+``unitrain verify`` has the same cases, plain loop and comparison. The backend is not used to collect the
 results that are compared.
 """
 
@@ -17,7 +17,7 @@ from torch.optim import SGD
 from unitrain.commands.verify import cases, comparison, plain, trial
 from unitrain.commands.verify.cases import Case
 from unitrain.commands.verify.trace import Trace
-from unitrain.testing.duty import compresses, duty
+from unitrain.testing.duty import duty
 from unitrain.testing.models import assert_bit_equal_on_all_ranks, whole
 from unitrain.testing.ranks import run_ranks
 from unitrain.testing.worlds import World
@@ -49,14 +49,14 @@ def _expected() -> dict[str, Trace]:
 
 
 def judge(world: World, case: Case, ranks: Sequence[Trace]) -> None:
-    """Compare the ranks' traces with that of the plain loop."""
+    """Compare the ranks' traces with the plain loop's."""
     verdict = comparison.compare(str(world), world.backend, case, _expected()[case.name], ranks)
     assert verdict.passed, str(verdict)
 
 
 @duty(each={case.name: case for case in CASES}, judge=judge)
 def trains_as_one_device(world: World, case: Case) -> Trace:
-    """Losses, gradients and weights are those of a plain loop on one device, and each sample is read once."""
+    """Losses, gradients and weights are the same as in a plain loop on one device, and each sample is read once."""
     _, trace = trial.train(case, world.open)
     return trace
 
@@ -89,13 +89,13 @@ def _largest(tensor: Tensor) -> float:
     return float(tensor.detach().abs().max())
 
 
-@duty(needs=compresses("fp16"))
+@duty(needs=lambda world: world.processes > 1 and "fp16" in world.kind.compressions)
 def trains_with_gradients_in_fp16(world: World) -> None:
     """With compression fp16, gradients are rounded to fp16, and equal on all ranks."""
     _train_compressed(world, "fp16")
 
 
-@duty(needs=compresses("bf16"))
+@duty(needs=lambda world: world.processes > 1 and "bf16" in world.kind.compressions)
 def trains_with_gradients_in_bf16(world: World) -> None:
     """With compression bf16, gradients are rounded to bf16, and equal on all ranks."""
     _train_compressed(world, "bf16")

@@ -14,13 +14,13 @@ from torch.optim.lr_scheduler import StepLR
 
 from unitrain import CommunicationError, Strategy, UsageError
 from unitrain.testing.duty import duty, several_processes
-from unitrain.testing.models import Net, assert_bit_equal_on_all_ranks, assert_same, sgd, train_both
+from unitrain.testing.models import Net, Twins, assert_bit_equal_on_all_ranks
 from unitrain.testing.worlds import World
 
 
 @duty()
 def preparation(world: World) -> None:
-    """Objects keep their identity, unless they are sharded; weights, buffers and state become those of rank 0."""
+    """Objects keep their identity, unless they are sharded; weights, buffers and state become rank 0's."""
     with world.open(sync_batchnorm=True) as strategy:
         model = Net(seed=strategy.rank, norm=True)
         turn = torch.polar(torch.ones(3), torch.full((3,), float(strategy.rank)))
@@ -115,16 +115,17 @@ def _train_beside_a_copy(strategy: Strategy, prepared: nn.Module, optimizer: SGD
 def compiled(world: World) -> None:
     """A compiled module trains, whether it is compiled before prepare() or after."""
     with world.open() as strategy:
-        model, expected = Net(), Net()
-        made: Any = torch.compile(model, backend="eager")
-        prepared, optimizer = strategy.prepare(made, sgd(model))
-        train_both(strategy, prepared, optimizer, expected, sgd(expected), 2)
-        assert_same(model, expected)
-        assert strategy.unwrap(prepared) is model
-        assert type(strategy.export(prepared)) is Net
+        twins = Twins(strategy, wrap=_compiled)
+        twins.train(2)
+        twins.assert_same()
+        assert strategy.unwrap(twins.prepared) is twins.model
+        assert type(strategy.export(twins.prepared)) is Net
         later = Net()
-        compiled_last: Any = torch.compile(strategy.prepare(later), backend="eager")
-        assert strategy.unwrap(compiled_last) is later
+        assert strategy.unwrap(_compiled(strategy.prepare(later))) is later
+
+
+def _compiled(module: nn.Module) -> Any:
+    return torch.compile(module, backend="eager")
 
 
 @duty(needs=several_processes)

@@ -52,8 +52,8 @@ class Ranks:
         ValueError is raised on all ranks if there is only one value per channel.
         """
         if torch.compiler.is_compiling():
-            graphed = Statistics(*_statistics_op(x.detach(), self.key, name))
-            return _normalise_op(x, weight, bias, *graphed, eps, self.key, name), graphed
+            output, *graphed = _normalise_op(x, weight, bias, eps, self.key, name)
+            return output, Statistics(*graphed)
         with torch.no_grad():
             statistics = gather_statistics(x, self, name)
         return _Normalise.apply(x, weight, bias, statistics, eps, self, name), statistics
@@ -196,38 +196,24 @@ class _Normalise(torch.autograd.Function):
 
 
 @torch.library.custom_op(
-    "unitrain::batch_norm_statistics",
-    mutates_args=(),
-    schema="(Tensor x, int ranks, str name) -> (Tensor, Tensor, Tensor, Tensor)",
-    tags=(torch.Tag.cudagraph_unsafe,),
-)
-def _statistics_op(x: Tensor, ranks: int, name: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    mean, variance, total, count = gather_statistics(x, _RANKS[ranks], name)
-    return mean, variance, total, torch.as_tensor(count)
-
-
-@_statistics_op.register_fake
-def _(x: Tensor, ranks: int, name: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    mean = x.new_empty(x.size(1), dtype=torch.float64)
-    return mean, torch.empty_like(mean), mean.new_empty(()), torch.empty((), dtype=torch.int64, device="cpu")
-
-
-@torch.library.custom_op(
     "unitrain::batch_norm",
     mutates_args=(),
-    schema="(Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor variance, Tensor total, Tensor count, "
-    "float eps, int ranks, str name) -> Tensor",
+    schema="(Tensor x, Tensor? weight, Tensor? bias, float eps, int ranks, str name) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.cudagraph_unsafe,),
 )
 def _normalise_op(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, variance: Tensor, *rest: Any
-) -> Tensor:
-    eps = rest[2]
-    return _normalised(x, weight, bias, mean, variance, eps)
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, ranks: int, name: str
+) -> tuple[Tensor, ...]:
+    mean, variance, total, count = gather_statistics(x, _RANKS[ranks], name)
+    return _normalised(x, weight, bias, mean, variance, eps), mean, variance, total, torch.as_tensor(count)
 
 
 @_normalise_op.register_fake
-def _(x: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(x)
+def _(x: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    mean = x.new_empty(x.size(1), dtype=torch.float64)
+    count = torch.empty((), dtype=torch.int64, device="cpu")
+    return torch.empty_like(x), mean, torch.empty_like(mean), mean.new_empty(()), count
 
 
 @torch.library.custom_op(
@@ -265,11 +251,11 @@ def _(grad: Tensor, x: Tensor, weight: Tensor | None, *rest: Any) -> tuple[Tenso
 
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
-    x, weight, _, mean, variance, total, count, *ctx.plain = inputs
-    ctx.save_for_backward(x, weight, mean, variance, total, count)
+    x, weight, _, *ctx.plain = inputs
+    ctx.save_for_backward(x, weight, *output[1:])
 
 
-def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Any, grad: Tensor, *of_statistics: Any) -> tuple[Tensor | None, ...]:
     of_input, of_weight, of_bias, *others = ctx.needs_input_grad
     grad_input, grad_weight, grad_bias = _backward_op(grad, *ctx.saved_tensors, *ctx.plain, of_input)
     return (
@@ -285,8 +271,8 @@ _normalise_op.register_autograd(_differentiate, setup_context=_save)
 
 # Compilers may reorder operators that don't depend on each other, and differently for batches of another size. But
 # communication libraries match collectives by their order. Older releases of torch can't be told: graphs end there.
-if hasattr(_statistics_op, "register_effect"):
-    for _op in (_statistics_op, _backward_op):
+if hasattr(_normalise_op, "register_effect"):
+    for _op in (_normalise_op, _backward_op):
         _op.register_effect(torch.library.EffectType.ORDERED)  # type: ignore[attr-defined]
 else:
     Ranks.normalise = torch.compiler.disable(Ranks.normalise)  # type: ignore[method-assign, no-untyped-call]

@@ -34,9 +34,8 @@ class _Bucket:
         self.name = name
         size = sum(p.numel() for p in parameters)
         self.flat = torch.zeros(size + len(parameters), dtype=parameters[0].dtype, device=parameters[0].device)
-        self.real = (
-            torch.view_as_real(self.flat) if self.flat.is_complex() else self.flat
-        )  # libraries can't reduce complex tensors
+        # Libraries can't reduce complex tensors.
+        self.real = torch.view_as_real(self.flat) if self.flat.is_complex() else self.flat
         self.used = self.flat[size:]
         self.views = []
         offset = 0

@@ -16,7 +16,7 @@ from unitrain.training.models.prepared import PreparedModules
 
 
 class TrainingLoop:
-    """Receives the notifications of a strategy's loaders; see ``unitrain.data.loop.LoopListener``.
+    """Receives the notifications of a strategy's loaders.
 
     ``pass_boundary`` is called where the run can be stopped, and raises if it is to be stopped.
 
@@ -35,7 +35,7 @@ class TrainingLoop:
         self.evaluating: bool = False
 
     def begin(self, iteration: Iteration, batches: Batches) -> Batches:
-        """Record that an iteration begins, and let hooks measure its batches if they are trained on."""
+        """Record that an iteration begins. Return its batches, measured by hooks if they are trained on."""
         if self._is_training():
             self.follows()
             self._batches.begin(iteration)
@@ -55,7 +55,10 @@ class TrainingLoop:
             self._reach_boundary()
 
     def hand_out(self, micro_batch: MicroBatch, iteration: Iteration) -> bool:
-        """Record the next batch of an iteration. Return whether this rank is to get it."""
+        """Record the next batch of an iteration: all before it have been used. Return whether this rank is to get it.
+
+        The run may be stopped here.
+        """
         # Checked for each batch: an evaluation may begin and end within a training epoch.
         training = self._is_training()
         if not training or (micro_batch.first and self._reach_boundary()):

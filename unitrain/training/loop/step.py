@@ -20,10 +20,12 @@ from unitrain.errors import UsageError
 from unitrain.pulse import USER_CODE
 from unitrain.training.gradients.guard import GuardedStep
 from unitrain.training.gradients.reduction import Reduction
+from unitrain.training.gradients.sharded_guard import ShardedGuardedStep
 from unitrain.training.hooks import Hooks
 from unitrain.training.loop.backward import Weight, checked, refuse_reentrant_checkpointing, run_backward
 from unitrain.training.loop.batches import OpenBatches
 from unitrain.training.loop.checks import CopyCheck, DirectStepCheck
+from unitrain.training.loop.loss_check import LossCheck
 from unitrain.training.loop.nonfinite import NonFinitePolicy
 from unitrain.training.loop.weights import Weights
 from unitrain.training.loop.window import Window, Windows
@@ -81,7 +83,6 @@ class TrainingStep:
         self._pulse = communicator.pulse
         self._distributed = communicator.world_size > 1
         self._on_host = communicator.device.type == "cpu"
-        self._debug = config.debug
         self._accumulate = config.accumulate
         averages = backend.gradient_reduction == "mean"
         self._weights = Weights(communicator, config.accumulate, scaler, averages=averages)
@@ -92,6 +93,7 @@ class TrainingStep:
             communicator, backend, prepared, self._reduction, self._guard, sharded, debug=config.debug
         )
         self._copies = CopyCheck(communicator)
+        self._loss_check = LossCheck(config.accumulate, communicator.world_size)
         self._direct_steps = DirectStepCheck(prepared.has) if self._distributed else None
         self._at_window_end: list[Callable[[], None]] = []
 
@@ -103,6 +105,10 @@ class TrainingStep:
     @global_step.setter
     def global_step(self, number: int) -> None:
         self._pulse.step = number
+
+    def optimizers(self) -> list[Optimizer]:
+        """Return the optimizers that were recorded."""
+        return [window.optimizer for window in self._windows]
 
     def register(self, optimizer: Optimizer) -> None:
         """Record an optimizer: a backward without one computes the gradients of all recorded ones."""
@@ -214,6 +220,8 @@ class TrainingStep:
         if self._communicator.closed:
             raise UsageError("backward() was called after strategy.close().")
         loss = checked(loss)
+        if self._pulse.step >= self._loss_check.next_step and self._communicator.is_main:
+            self._loss_check.look(loss, self._pulse.step, weighted=weight is not None)
         windows = self._windows.of(optimizers)
         micro_batch = self.batches.of_backward(weighted=weight is not None)
         if weight is not None and micro_batch is not None and not micro_batch.count:
@@ -263,7 +271,7 @@ class TrainingStep:
         """Prepare a backward on several ranks. Check that they are in the same call, and train on other samples."""
         self._reduction.arm(last)  # the core's buckets can still be armed here
         self._pulse.phase = _WAITING
-        if last and self._debug:
+        if last and self._communicator.compares:
             self._communicator.compare_calls(f"backward for {' and '.join(window.name for window in windows)}")
         if last and self._copies.pending and self.batches.micro_batch is None:
             self._copies.compare(loss)
@@ -421,7 +429,5 @@ class TrainingStep:
 
 def _guard(communicator: Communicator, config: StrategyConfig) -> GuardedStep:
     if communicator.shards_parameters:
-        from unitrain.training.gradients.sharded_guard import ShardedGuardedStep
-
         return ShardedGuardedStep(communicator, config.clip_norm, config.clip_value, config.grad_norm)
     return GuardedStep(communicator.device, config.clip_norm, config.clip_value, config.grad_norm)

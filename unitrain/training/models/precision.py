@@ -13,8 +13,8 @@ from torch.utils.hooks import RemovableHandle
 
 from unitrain.communication.communicator import Communicator
 from unitrain.config import Precision as PrecisionName
-from unitrain.data.structure import rebuilt
 from unitrain.device import HALF_DTYPES, devices_of
+from unitrain.training.gradients.sharded_scaler import ShardedScaler
 
 _HANDLES = "unitrain_precision"  # an attribute of modules: a deep copy has handles of its own hooks
 
@@ -64,11 +64,20 @@ class _AutocastForward:
 
 
 def _to_double(value: Any) -> Any:
-    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+    """Convert nested tensors, by code that compilers can trace."""
+    if isinstance(value, Tensor):
+        return value.double() if value.is_floating_point() else value
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(_to_double, value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_to_double, value))
+    if isinstance(value, dict):
+        return {k: _to_double(v) for k, v in value.items()}
+    return value
 
 
 def _inputs_to_double(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    return rebuilt(args, _to_double), rebuilt(kwargs, _to_double)
+    return _to_double(args), _to_double(kwargs)
 
 
 class Precision:
@@ -85,12 +94,8 @@ class Precision:
         self._name = name
         self._dtype = HALF_DTYPES.get(name)
         self.scaler: torch.amp.GradScaler | None = None
-        if name == "fp16" and sharded is not None:
-            from unitrain.training.gradients.sharded_scaler import ShardedScaler
-
-            self.scaler = ShardedScaler(sharded)
-        elif name == "fp16":
-            self.scaler = torch.amp.GradScaler(device.type)
+        if name == "fp16":
+            self.scaler = torch.amp.GradScaler(device.type) if sharded is None else ShardedScaler(sharded)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context manager for computing a loss. It does nothing in fp32 and fp64."""

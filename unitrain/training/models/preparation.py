@@ -20,7 +20,7 @@ from unitrain.errors import UsageError
 from unitrain.process import print_stderr
 from unitrain.rng import derived_seed, seed_rank
 from unitrain.training.batch_norm import layers as batch_norm
-from unitrain.training.models import comparison, supported
+from unitrain.training.models import activation_checkpointing, comparison, supported
 from unitrain.training.models.compile import compile_in_place
 from unitrain.training.models.materialising import Initialise, Values, WithoutWeights, give_memory
 from unitrain.training.models.precision import Precision, remove_hooks
@@ -55,11 +55,7 @@ class Preparation:
             supported.check_kind(one)
         modules = [one for one in objects if isinstance(one, nn.Module)]
         wanted = self._config.activation_checkpointing
-        blocks: list[nn.Module] = []
-        if modules and wanted:
-            from unitrain.training.models import activation_checkpointing
-
-            blocks = activation_checkpointing.blocks(modules, wanted)
+        blocks = activation_checkpointing.blocks(modules, wanted) if modules and wanted else []
         done = {i: self._module(one, blocks, initialise) for i, one in enumerate(objects) if isinstance(one, nn.Module)}
         for one in objects:
             if isinstance(one, Optimizer):
@@ -92,11 +88,8 @@ class Preparation:
             self._current_batch,
             only_torchs=not self._config.sync_batchnorm,
         )
-        if blocks:
-            from unitrain.training.models import activation_checkpointing
-
-            for block in set(blocks).intersection(module.modules()):
-                activation_checkpointing.apply(block)
+        for block in set(blocks).intersection(module.modules()):
+            activation_checkpointing.apply(block)
         self._precision.apply(module)
         self._check_alike(module)
         if values is None:
@@ -170,8 +163,6 @@ class Preparation:
 
 def export(module: nn.Module, backend: Backend) -> nn.Module:
     """Return a plain copy of an original module on the CPU, in eval mode. Collective if it is sharded."""
-    from unitrain.training.models import activation_checkpointing
-
     plain = backend.copy_module(module).cpu().eval()
     activation_checkpointing.revert(plain)
     batch_norm.revert(plain)

@@ -21,8 +21,7 @@ class PreparedModules:
         shares: how the samples are shared among the processes.
     """
 
-    def __init__(self, *, distributed: bool, shares: Shares) -> None:
-        self._distributed = distributed
+    def __init__(self, shares: Shares) -> None:
         self._originals: MutableMapping[nn.Module, nn.Module] = {}
         self._names: dict[Parameter, str] = {}
         self.shares = shares
@@ -113,9 +112,7 @@ class PreparedModules:
         return self._names.get(parameter, f"an unprepared parameter of shape {tuple(parameter.shape)}")
 
     def check(self, parameters: Iterable[Parameter]) -> None:
-        """Raise UsageError if a parameter of an optimizer belongs to no prepared module, with several processes."""
-        if not self._distributed:
-            return
+        """Raise UsageError if a parameter of an optimizer belongs to no prepared module."""
         missing = [p for p in parameters if p not in self._names]
         replaced = [self._names[self._replaced[p]] for p in missing if p in self._replaced]
         if replaced:
@@ -128,8 +125,8 @@ class PreparedModules:
             shapes = ", ".join(str(tuple(p.shape)) for p in missing[:3])
             raise UsageError(
                 f"{len(missing)} parameters of the optimizer belong to no prepared module (shapes {shapes}, ...), so "
-                "their gradients would not be averaged over the ranks. Pass the module to prepare(), before or with "
-                "the optimizer."
+                "it would train another model, or with several processes a different one on each rank. Pass the "
+                "module to prepare(), before or with the optimizer."
             )
 
     def check_modules(self) -> None:

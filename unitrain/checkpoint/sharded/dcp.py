@@ -1,0 +1,377 @@
+"""The format of torch.distributed.checkpoint (DCP): files of pieces of tensors, and metadata that say where each is.
+
+A piece is an archive of ``torch.save``. The metadata are a pickle, which torch itself would load whatever it calls.
+Here it can only name what metadata consist of. torch's classes are imported when metadata are made or loaded, since
+their package takes 0.3 s to import.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from functools import cache
+from math import prod
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from unitrain.checkpoint.names import Keys
+from unitrain.checkpoint.store.located import Located, unreadable, verified
+from unitrain.checkpoint.store.manifest import DamagedError
+from unitrain.checkpoint.store.mapped import MappedFiles
+from unitrain.checkpoint.store.reading import reason
+from unitrain.errors import CheckpointError
+
+METADATA = ".metadata"
+"""The name of the file with the metadata."""
+PIECE_BYTES = 2**25
+"""Larger tensors are written in pieces, as torch reads a piece into memory as a whole."""
+_ALIGNMENT = 64  # torch aligns the elements in an archive so: aligned archives can be read in place
+_RELEASED_BYTES = 2**26  # the memory of mapped files is released whenever so much was read
+
+
+class Region(NamedTuple):
+    """A part of a tensor."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def rows(cls, first: int, local: Tensor) -> Region:
+        """Return the region of rows of a tensor, from a first one."""
+        return cls((first, *[0] * local.dim())[: local.dim()], tuple(local.shape))
+
+
+class Piece(NamedTuple):
+    """A part of a tensor, or a plain value, in a file."""
+
+    region: Region
+    file: str
+    start: int
+    length: int
+
+
+class Entry(NamedTuple):
+    """A tensor or a plain value of a checkpoint."""
+
+    path: Keys
+    """Where it is in the states."""
+    dtype: str | None
+    """``float32``; None for a plain value."""
+    shape: tuple[int, ...]
+    pieces: list[Piece]
+
+    def new(self, device: str = "cpu") -> Tensor:
+        """Return a tensor of this shape and dtype, whose elements are not set."""
+        return torch.empty(self.shape, dtype=getattr(torch, str(self.dtype)), device=device)
+
+
+Layout = dict[str, Entry]
+"""The entries of a checkpoint by key."""
+
+
+# -------------------------------------------------------------------------------------------------------- metadata
+
+
+def merged(layouts: Iterable[Layout]) -> Layout:
+    """Return the layout of what all ranks have written. Raises CheckpointError unless it is complete."""
+    whole: Layout = {}
+    for layout in layouts:
+        for key, entry in layout.items():
+            known = whole.setdefault(key, entry)
+            if known is not entry:
+                if entry.dtype is None:
+                    raise CheckpointError(f"two ranks have written {key}")
+                whole[key] = known._replace(pieces=[*known.pieces, *entry.pieces])
+    for key, entry in whole.items():
+        found, expected = sum(prod(piece.region.sizes) for piece in entry.pieces), prod(entry.shape)
+        if found != expected:
+            raise CheckpointError(f"the ranks have written {found} elements of {key}, which has {expected}")
+    return whole
+
+
+def to_bytes(layout: Layout) -> bytes:
+    """Return the content of a metadata file."""
+    from torch.distributed.checkpoint import metadata as classes
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    paths = {key: entry.path for key, entry in layout.items()}
+    found = classes.Metadata({}, paths, {}, classes.StorageMeta(), version="1.0.0")
+    plain, info = classes.BytesStorageMetadata(), cache(_StorageInfo)  # one for all entries that share it
+    for key, entry in layout.items():
+        chunks = []
+        for (offsets, sizes), file, start, length in entry.pieces:
+            chunk = classes.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+            chunks.append(chunk)
+            index = classes.MetadataIndex(key, None if entry.dtype is None else chunk.offsets)
+            found.storage_data[index] = info(file, start, length)
+        if entry.dtype is None:
+            found.state_dict_metadata[key] = plain
+        else:
+            properties = classes.TensorProperties(getattr(torch, entry.dtype))
+            found.state_dict_metadata[key] = classes.TensorStorageMetadata(properties, torch.Size(entry.shape), chunks)
+    return pickle.dumps(found)
+
+
+def from_bytes(content: bytes, shown: str) -> Layout:
+    """Return what a metadata file says, without running code in it. ``shown`` is its path or URL.
+
+    Raises CheckpointError if it is no metadata, or names files outside of the checkpoint's folder.
+    """
+    try:
+        found = _Unpickler(io.BytesIO(content)).load()
+        pieces: dict[str, list[Piece]] = {}
+        sizes = {
+            (key, tuple(chunk.offsets)): tuple(chunk.sizes)
+            for key, value in found.state_dict_metadata.items()
+            for chunk in getattr(value, "chunks", ())
+        }
+        for index, info in found.storage_data.items():
+            offsets = tuple(index.offset or ())
+            region = Region(offsets, sizes.get((index.fqn, offsets), ()))
+            pieces.setdefault(index.fqn, []).append(Piece(region, str(info.relative_path), info.offset, info.length))
+        for file in {piece.file for several in pieces.values() for piece in several}:
+            if "/" in file or file in ("", ".", ".."):
+                raise ValueError(f"it names {file}, which is not in the folder of the checkpoint")
+        layout = {}
+        for key, value in found.state_dict_metadata.items():
+            path = tuple((found.planner_data or {}).get(key, (key,)))
+            is_tensor = hasattr(value, "chunks")
+            dtype = str(value.properties.dtype).removeprefix("torch.") if is_tensor else None
+            layout[key] = Entry(path, dtype, tuple(value.size) if is_tensor else (), pieces.get(key, []))
+    except Exception as error:  # pickle raises many kinds of exceptions for a broken file
+        raise CheckpointError(f"{shown} could not be read: {reason(error)}") from error
+    return layout
+
+
+_MODULE = "torch.distributed.checkpoint.metadata"
+# Plain classes of torch, dtypes, sizes, and paths.
+_ALLOWED = {
+    (_MODULE, "BytesStorageMetadata"),
+    (_MODULE, "ChunkStorageMetadata"),
+    (_MODULE, "Metadata"),
+    (_MODULE, "MetadataIndex"),
+    (_MODULE, "StorageMeta"),
+    (_MODULE, "TensorProperties"),
+    (_MODULE, "TensorStorageMetadata"),
+    (_MODULE, "_MEM_FORMAT_ENCODING"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("collections", "OrderedDict"),
+    ("pathlib", "Path"),
+    ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _ALLOWED or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"GLOBAL {module}.{name}")
+
+
+# ------------------------------------------------------------------------------------------------- writing pieces
+
+
+class _Output(Protocol):
+    def write(self, data: Any) -> object: ...
+
+    def tell(self) -> int: ...
+
+
+def write(output: _Output, file: str, value: Any, first: int | None) -> Iterator[Piece]:
+    """Write rows of a tensor on the CPU to a file, and yield the pieces. ``first`` is None for a plain value."""
+    for region, content in _pieces(value, first):
+        output.write(bytes(-output.tell() % _ALIGNMENT))
+        start = output.tell()
+        torch.save(content, output)  # type: ignore[arg-type]
+        yield Piece(region, file, start, output.tell() - start)
+
+
+def _pieces(value: Any, first: int | None) -> Iterator[tuple[Region, Any]]:
+    if first is None:
+        yield Region((), ()), value
+        return
+    count = len(value) if value.dim() else 1
+    rows = max(1, PIECE_BYTES * count // max(1, value.nbytes))
+    for start in range(0, max(1, count), rows):
+        piece = (value[start : start + rows] if value.dim() else value).contiguous()
+        if piece.untyped_storage().nbytes() != piece.nbytes:  # all of which would be written
+            piece = piece.clone()
+        yield Region.rows(first + start, piece), piece
+
+
+# ------------------------------------------------------------------------------------------------- reading pieces
+
+
+class Files:
+    """Files of a checkpoint that this rank has verified. They are mapped."""
+
+    def __init__(self, found: Located) -> None:
+        self._found = found
+        self._open = ExitStack()
+        self._mapped = MappedFiles()
+        self._contents: dict[str, Tensor] = {}
+        self._forms: dict[tuple[Any, ...], _Form] = {}
+        self._read = 0
+
+    def fetch(self, names: Iterable[str]) -> None:
+        """Verify files that were not fetched before, and download them from an object store. Raises as ``verified``."""
+        for name in sorted(set(names) - self._contents.keys()):
+            store, file = self._found.store, self._found.file_name(name)
+            if not self._found.manifest.files:  # another tool has written them, without a manifest
+                path = self._open.enter_context(store.file(file))
+            elif name not in self._found.manifest.files:
+                raise DamagedError(f"{store.shown(file)} is not in the manifest")
+            else:
+                path = self._open.enter_context(verified(self._found, name))
+            self._contents[name] = torch.empty(0, dtype=torch.uint8).set_(self._mapped.map(path))
+
+    def load(self, entry: Entry, piece: Piece) -> Any:
+        """Return what a piece contains: a tensor in place, or a plain value."""
+        self.fetch([piece.file])
+        content = self._contents[piece.file][piece.start : piece.start + piece.length]
+        self._read += piece.length
+        if self._read > _RELEASED_BYTES:
+            self._mapped.release()
+            self._read = 0
+        if entry.dtype is None:
+            return _loaded(content)
+        alike = entry.dtype, piece.region.sizes
+        form = self._forms.get(alike)
+        if form is None or not form.describes(content):
+            found = _loaded(content)
+            form = _Form.of(content, found)
+            if form is not None:
+                self._forms[alike] = form
+            return found
+        return form.tensor_in(content)
+
+    def close(self) -> None:
+        """Remove what was downloaded."""
+        self._open.close()
+        self._contents.clear()
+
+
+def _loaded(content: Tensor) -> Any:
+    return torch.load(io.BytesIO(content.numpy().data), map_location="cpu", weights_only=True)
+
+
+class _Form(NamedTuple):
+    """What archives of tensors of one shape, dtype and memory format have in common."""
+
+    head: bytes
+    """All that is before the elements. The rest depends on them."""
+    like: Tensor
+    """A tensor on the meta device."""
+
+    @classmethod
+    def of(cls, content: Tensor, found: Tensor) -> _Form | None:
+        """Return the form of an archive, given the tensor in it; None if that is not dense and in order."""
+        is_plain = type(found) is Tensor and found.layout == torch.strided and not found.is_quantized
+        if not is_plain or not found.is_contiguous() or found.storage_offset() or found.is_conj() or found.is_neg():
+            return None
+        archive = content.numpy().data
+        records = [one for one in zipfile.ZipFile(io.BytesIO(archive)).infolist() if "/data/" in one.filename]
+        if len(records) != 1 or records[0].compress_type != zipfile.ZIP_STORED:
+            return None
+        header = records[0].header_offset
+        start = header + 30 + sum(struct.unpack_from("<2H", archive, header + 26))  # the name and what is added to it
+        return cls(bytes(archive[:start]), found.to("meta"))
+
+    def describes(self, content: Tensor) -> bool:
+        """Return whether an archive has this form."""
+        return bytes(content[: len(self.head)].numpy().data) == self.head
+
+    def tensor_in(self, content: Tensor) -> Tensor:
+        """Return the tensor in an archive of this form, in place."""
+        raw = content[len(self.head) : len(self.head) + self.like.nbytes]
+        if raw.data_ptr() % self.like.dtype.itemsize or raw.storage_offset() % self.like.dtype.itemsize:
+            raw = raw.clone()  # it can't be viewed
+        return raw.view(self.like.dtype).view(self.like.shape)
+
+
+class Stored:
+    """Tensors and plain values in pieces, of which a rank reads the parts that it needs.
+
+    Args:
+        layout: where the pieces are.
+        load: returns what a piece contains.
+        files: the files; None if ``load`` needs none.
+
+    Attributes:
+        layout: as given.
+        files: as given.
+    """
+
+    def __init__(self, layout: Layout, load: Callable[[Entry, Piece], Any], files: Files | None = None) -> None:
+        self.layout: Layout = layout
+        self.files: Files | None = files
+        self._load = load
+
+    @classmethod
+    def at(cls, found: Located, layout: Layout) -> Stored:
+        """Return what a checkpoint in DCP's format has."""
+        files = Files(found)
+        return cls(layout, files.load, files)
+
+    @torch.no_grad()
+    def read(self, tensors: Mapping[str, tuple[Tensor, Region]]) -> None:
+        """Overwrite tensors with regions, by key.
+
+        Raises:
+            DamagedError: a file is missing or damaged.
+            CheckpointError: a part of a tensor is in no file, or code is in a file.
+        """
+        for key, (target, region) in tensors.items():
+            entry, found = self.layout[key], 0
+            for piece in entry.pieces:
+                if overlap(region, piece.region) is not None:
+                    found += copy_overlap(target, region, self._loaded(entry, piece), piece.region)
+            if found != target.numel():
+                raise CheckpointError(f"a part of {key} is in no file of the checkpoint")
+
+    def value(self, key: str) -> Any:
+        """Return a plain value. Raises the errors of ``read``."""
+        entry = self.layout[key]
+        if not entry.pieces:
+            raise CheckpointError(f"{key} is in no file of the checkpoint")
+        return self._loaded(entry, entry.pieces[0])
+
+    def _loaded(self, entry: Entry, piece: Piece) -> Any:
+        try:
+            return self._load(entry, piece)
+        except (DamagedError, CheckpointError):
+            raise
+        except Exception as error:  # torch.load raises many kinds of exceptions for a broken file
+            raise unreadable("a file of the checkpoint", error) from error
+
+
+def overlap(one: Region, other: Region) -> Region | None:
+    """Return the region that two regions of a tensor have in common, if they have elements in common."""
+    offsets = tuple(map(max, one.offsets, other.offsets))
+    ends = [min(a + n, b + m) for a, n, b, m in zip(*one, *other, strict=True)]
+    sizes = tuple(end - offset for end, offset in zip(ends, offsets, strict=True))
+    return Region(offsets, sizes) if all(size > 0 for size in sizes) else None
+
+
+def copy_overlap(target: Tensor, region: Region, source: Tensor, of: Region) -> int:
+    """Copy the elements that two regions of a tensor have in common, and return their number."""
+    common = overlap(region, of)
+    if common is None:
+        return 0
+
+    def narrowed(tensor: Tensor, its: Region) -> Tensor:
+        for dim, (offset, begin, size) in enumerate(zip(common.offsets, its.offsets, common.sizes, strict=True)):
+            tensor = tensor.narrow(dim, offset - begin, size)
+        return tensor
+
+    narrowed(target, region).copy_(narrowed(source, of))
+    return prod(common.sizes)
