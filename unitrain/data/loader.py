@@ -74,7 +74,7 @@ class Loader:
         self._compared = False
         self._identity = object()
         self._iteration: Iteration | None = None
-        self._resumed_unasked = False  # in a later epoch, and the script has not asked in which
+        self._resumed_unasked = False  # in a later epoch, which the script has not asked for
         self.epoch = 0
         self._given = given
         self._make_source = partial(make_source, communicator, config, local_world_size)
@@ -200,8 +200,8 @@ class Loader:
         if self._resumed_unasked:
             self._resumed_unasked = False
             self._warn(
-                f"this run was resumed in epoch {self._epoch}, but the script has not asked in which: with range(), it "
-                "would train the epochs before again. Write `for epoch in loader.epochs(total)`."
+                f"this run was resumed in epoch {self._epoch}, but the script has not asked for its number: with "
+                "range(), it would train the epochs before again. Write `for epoch in loader.epochs(total)`."
             )
         if self._counts:
             self.epoch += 1
