@@ -22,7 +22,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
 
 import forked_python
-import forks
 import numpy as np
 import psutil
 import pytest
@@ -60,7 +59,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def _processes() -> set[psutil.Process]:
     """Return the running descendants of this process, except those that tests share."""
     kept = {forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid}  # type: ignore[attr-defined]
-    kept |= warm.pids() | forked_python.pids() | forks.pids()
+    kept |= warm.pids() | forked_python.pids()
     return {
         process
         for process in psutil.Process().children(recursive=True)
@@ -158,7 +157,6 @@ def pytest_unconfigure() -> None:
     """End the processes that tests share."""
     warm.close_all()
     forked_python.close()
-    forks.close()
 
 
 # ---------------------------------------------------------------------------------------------- what was skipped

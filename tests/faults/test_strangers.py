@@ -11,7 +11,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-import forks
+import forked_python
 import psutil
 import pytest
 from harness import FORKED, MPIRUN, MPIRUN_DDP, PLAIN, TORCHRUN, World, run, worlds
@@ -57,7 +57,7 @@ class _Strangers:
     def _ports(self, process: subprocess.Popen[bytes]) -> set[int]:
         ports = set()
         with suppress(psutil.Error):
-            for one in [*psutil.Process(process.pid).children(recursive=True), *forks.running()]:
+            for one in [*psutil.Process(process.pid).children(recursive=True), *forked_python.running()]:
                 with suppress(psutil.Error):
                     for connection in one.net_connections("tcp"):
                         if connection.status == psutil.CONN_LISTEN:

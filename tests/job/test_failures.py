@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-import forks
+import forked_python
 import pytest
 from places import TESTS
 
@@ -29,7 +29,7 @@ def run(folder: Path, script: str, *, world_size: int = 1, wait_for: int | None 
     """Run a script as each rank; with ``wait_for``, kill the others once that rank has ended, as a launcher would."""
     path = folder / "script.py"
     path.write_text("import unitrain\n" + textwrap.dedent(script))
-    command = forks.command(str(path))
+    command = forked_python.command(str(path))
     if world_size == 1:
         environments = [dict(os.environ)]
         return _run(command, environments, wait_for)
@@ -216,7 +216,7 @@ def test_what_only_some_hosts_can_t_do_is_told_by_one_rank_of_each(tmp_path: Pat
     recorded = json.loads(TESTS.joinpath("launch_environments", "srun-two-nodes.json").read_text())
     environ = {**os.environ, **recorded["environments"][rank], "MASTER_ADDR": "nowhere.invalid", "MASTER_PORT": "29500"}
     (tmp_path / "script.py").write_text("import unitrain; unitrain.init()")
-    [end] = _run(forks.command(str(tmp_path / "script.py")), [environ], None)
+    [end] = _run(forked_python.command(str(tmp_path / "script.py")), [environ], None)
     assert end.code == 2
     assert end.err.count("unitrain: error: the rendezvous address of srun is nowhere.invalid:29500, but") == messages
 

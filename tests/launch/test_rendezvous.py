@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import forks
+import forked_python
 import psutil
 import pytest
 from hosts import two_hosts
@@ -158,7 +158,7 @@ def test_srun_on_two_nodes(script: list[str], slurm: Slurm) -> None:
 
 @pytest.mark.launcher
 def test_set_by_hand(script: list[str], free_port: int) -> None:
-    command = forks.command(*script[1:])
+    command = forked_python.command(*script[1:])
     ranks = []
     for rank in ("0", "1"):
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
@@ -245,7 +245,7 @@ def test_port_is_taken_by_one_that_says_nothing(script: list[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         place = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-        done = run(forks.command(*script[1:]), {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+        done = run(forked_python.command(*script[1:]), {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
     assert done.returncode != 0
     assert (
         f"LaunchError: the rendezvous address of env is 127.0.0.1:{port}, but another program than rank 0"

@@ -157,8 +157,9 @@ def test_the_documented_examples_run(
     monkeypatch.chdir(tmp_path)
     page = (ROOT / "docs" / "guide" / "tracking.md").read_text()
     model = model_of().float()
+    model, optimizer = strategy.prepare(model, SGD(model.parameters(), lr=0.1))
     names: dict[str, Any] = {
-        "strategy": strategy, "model": model, "optimizer": SGD(model.parameters(), lr=0.1), "criterion": mse_loss,
+        "strategy": strategy, "model": model, "optimizer": optimizer, "criterion": mse_loss,
         "train": strategy.dataloader(TensorDataset(torch.ones(4, 4), torch.ones(4, 2)), global_batch_size=2),
     }  # fmt: skip
     for example in re.findall(r"```python\n(.*?)```", page, re.DOTALL):

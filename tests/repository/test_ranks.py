@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import forked_python
 import psutil
 import pytest
 import torch
@@ -232,12 +233,12 @@ if __name__ == "__main__":
 def script(tmp_path: Path) -> list[str]:
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "out").mkdir()
-    return [sys.executable, str(tmp_path / "script.py"), str(tmp_path / "out")]
+    return forked_python.command(str(tmp_path / "script.py"), str(tmp_path / "out"))
 
 
 def test_spawn_from_a_script(script: list[str]) -> None:
     subprocess.run([*script, "work"], check=True, timeout=60)
-    assert {path.name for path in Path(script[2]).iterdir()} == {"rank0of2", "rank1of2"}
+    assert {path.name for path in Path(script[-1]).iterdir()} == {"rank0of2", "rank1of2"}
 
 
 def test_spawn_raises_what_a_rank_raised(script: list[str]) -> None:
@@ -268,7 +269,7 @@ def test_ranks_end_with_their_parent(script: list[str], end: signal.Signals) -> 
     parent = subprocess.Popen(hearing, stderr=subprocess.DEVNULL)
     try:
         until = time.monotonic() + 60
-        while len(pids := [int(path.name) for path in Path(script[2]).iterdir()]) < 2:
+        while len(pids := [int(path.name) for path in Path(script[-1]).iterdir()]) < 2:
             assert time.monotonic() < until
             assert parent.poll() is None
             time.sleep(0.05)

@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import forks
+import forked_python
 import pytest
 import torch
 from places import TESTS
@@ -19,7 +19,7 @@ Weights = dict[str, torch.Tensor]
 def expected(tmp_path_factory: pytest.TempPathFactory) -> Weights:
     """Return the weights that a single process trains."""
     folder = tmp_path_factory.mktemp("expected")
-    subprocess.run(forks.command(str(TRAINS), str(folder)), check=True, timeout=120)
+    subprocess.run(forked_python.command(str(TRAINS), str(folder)), check=True, timeout=120)
     weights: Weights = torch.load(folder / "trained.pt")["model"]
     return weights
 

@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import forks
+import forked_python
 import psutil
 import pytest
 import torch
@@ -50,7 +50,7 @@ class World:
         script = [str(program), *arguments]
         count = str(ranks)
         if self.launcher == "forked":
-            return [sys.executable, str(BY_HAND), count, *forks.command(*script)]
+            return [sys.executable, str(BY_HAND), count, *forked_python.command(*script)]
         starts: dict[str, list[str]] = {
             "plain": [sys.executable, str(BY_HAND), count, sys.executable],
             "torchrun": ["torchrun", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", count],
@@ -71,8 +71,8 @@ class World:
         return "mpirun is not installed" if self.launcher == "mpirun" and find_program("mpirun") is None else ""
 
 
-# The ranks of forked worlds are those of plain ones, but they share one import of torch (``forks.py``). Their command
-# and environment can't be read from outside, by a rank that looks for those that have not joined, say.
+# The ranks of forked worlds are those of plain ones, but they share one import of torch (``forked_python.py``). Nobody
+# can read their command and environment from outside: a rank that looks for those that have not joined, say.
 ONE, FORKED = World("forked", "auto"), World("forked", "ddp")
 PLAIN, TORCHRUN = World("plain", "ddp"), World("torchrun", "ddp")
 MPIRUN, HOROVODRUN = World("mpirun", "horovod"), World("horovodrun", "horovod")
@@ -167,7 +167,7 @@ def run(
         deadline=100,
         meanwhile=meanwhile,
     )
-    left = [*job.left, *forks.end_left()]
+    left = [*job.left, *forked_python.end_left()]
     assert not left, f"it left processes: {left}\n{job.output}"
     happened = (folder / "fault").read_text() if (folder / "fault").exists() else ""
     what = "signals from outside" if fault.startswith("none") else fault
@@ -196,8 +196,8 @@ def when_step(folder: Path, step: int, action: Callable[[subprocess.Popen[bytes]
 
 def ranks_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
     """Return the training processes of a job; empty after its end."""
-    if forks.is_forked(process.args):
-        return forks.running()
+    if forked_python.is_forked(process.args):
+        return forked_python.running()
     found = []
     with suppress(psutil.NoSuchProcess):
         for child in psutil.Process(process.pid).children(recursive=True):

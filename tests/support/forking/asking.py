@@ -18,6 +18,14 @@ _PASSED_ON = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, sign
 _LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE, resource.RLIMIT_CORE)
 
 
+def is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
+
+
 def main() -> None:
     """Run a program in a fork, or in this process where it has other options."""
     address, arguments = sys.argv[1], sys.argv[2:]
@@ -28,11 +36,13 @@ def main() -> None:
         program = program[2:]
     if not program or (program[0].startswith("-") and program[0] not in ("-m", "-c")):
         os.execv(sys.executable, [sys.executable, *arguments])
+    streams = [number for number in range(3) if is_open(number)]
     signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
     with socket.socket(socket.AF_UNIX) as server:
         server.connect(f"\0{address}")
         order = {
             "program": program,
+            "streams": streams,
             "unbuffered": unbuffered,
             "shows_faults": shows_faults,
             "orig_argv": [f"{address}/python", *arguments],
@@ -42,7 +52,7 @@ def main() -> None:
             "processors": sorted(os.sched_getaffinity(0)),
             "ignored": [number for number in _PASSED_ON if signal.getsignal(number) == signal.SIG_IGN],
         }
-        socket.send_fds(server, [b" "], [0, 1, 2])
+        socket.send_fds(server, [b" "], streams)
         server.sendall(json.dumps(order).encode() + b"\n")
         answers = server.makefile()
         fork = int(answers.readline())

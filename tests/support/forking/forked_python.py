@@ -15,13 +15,16 @@ import sys
 import tempfile
 from pathlib import Path
 
+import psutil
 import pytest
+from jobs import LEAVE_S, end_marked
 from places import TESTS
 
 from unitrain.commands import toolchain
 
 _SCRIPTS = ("torchrun", "horovodrun")
 _HERE = TESTS / "support" / "forking"
+_PYTHON = sys.executable
 _running: tuple[Path, subprocess.Popen[bytes]] | None = None
 
 
@@ -35,6 +38,29 @@ def use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHON_EXEC", str(programs / "python"))  # torchrun's setting
     monkeypatch.setattr(sys, "executable", str(programs / "python"))
     monkeypatch.setattr(toolchain, "search_path", lambda: os.environ["PATH"])
+
+
+def command(*script: str) -> list[str]:
+    """Return the command that runs one script, given with its arguments, in a fork."""
+    global _running
+    if _running is None:
+        _running = _start()
+    return [_PYTHON, "-I", "-S", str(_HERE / "asking.py"), str(_running[0]), *script]
+
+
+def is_forked(words: object) -> bool:
+    """Whether a command runs a script in a fork."""
+    return _running is not None and str(_running[0]) in str(words)
+
+
+def running() -> list[psutil.Process]:
+    """Return the forks that run."""
+    return [fork for pid in pids() for fork in psutil.Process(pid).children()]
+
+
+def end_left() -> tuple[str, ...]:
+    """Kill what forks have left running, and return descriptions."""
+    return () if _running is None else end_marked(str(_running[0]), LEAVE_S, but=pids())
 
 
 def pids() -> set[int]:
@@ -62,7 +88,7 @@ def _start() -> tuple[Path, subprocess.Popen[bytes]]:
         server.listen()
         process = subprocess.Popen(
             [sys.executable, "-c", f"import serving; serving.main({server.fileno()})"],
-            env={**os.environ, "PYTHONPATH": str(_HERE)},
+            env={**os.environ, "PYTHONPATH": str(_HERE), "TESTS_JOB": str(folder)},
             pass_fds=[server.fileno()],
             stdin=subprocess.PIPE,
             start_new_session=True,

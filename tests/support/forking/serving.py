@@ -79,11 +79,16 @@ def serve(descriptor: int) -> CodeType:
 
 def _become(order: dict[str, Any], streams: list[int]) -> CodeType:
     """Give this process what a new one would have been given, and return what it runs."""
-    for number, stream in enumerate(streams):
-        os.dup2(stream, number)
-        os.close(stream)
-    for output in (sys.stdout, sys.stderr):
-        output.reconfigure(line_buffering=output.isatty(), write_through=order["unbuffered"])  # type: ignore[union-attr]
+    given = dict(zip(order["streams"], streams, strict=True))
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if number in given:
+            os.dup2(given[number], number)
+            os.close(given[number])
+        else:
+            os.close(number)
+            setattr(sys, name, None)
+    for output in filter(None, (sys.stdout, sys.stderr)):
+        output.reconfigure(line_buffering=output.isatty(), write_through=order["unbuffered"])
     if order["shows_faults"]:
         faulthandler.enable()
     os.setsid()
@@ -94,6 +99,7 @@ def _become(order: dict[str, Any], streams: list[int]) -> CodeType:
     for limit, values in order["limits"]:
         resource.setrlimit(limit, tuple(values))
     os.sched_setaffinity(0, order["processors"])
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in order["ignored"]:
         signal.signal(number, signal.SIG_IGN)
     if "PYTHONPATH" in os.environ:
@@ -136,8 +142,8 @@ def _end_as_python_does(code: CodeType) -> NoReturn:
     if not isinstance(status, int | None):
         print(status, file=sys.stderr)
         status = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for output in filter(None, (sys.stdout, sys.stderr)):
+        output.flush()
     if status is not None and status < 0:
         signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
