@@ -29,7 +29,7 @@ BLOCKS = {page: found for page in PAGES if (found := list(blocks(page)))}
 NOT_RUN = [block for page in PAGES for block in BLOCKS.get(page, ()) if block.not_run]
 
 
-def names(*, makes_strategy: bool) -> dict[str, Any]:
+def names(*, makes_strategy: bool, prepares: bool) -> dict[str, Any]:
     """Return what a section takes for granted: a model, an optimizer, data and, if it does not make one, a strategy."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 10))
@@ -38,6 +38,8 @@ def names(*, makes_strategy: bool) -> dict[str, Any]:
     given: dict[str, Any] = {}
     if not makes_strategy:
         given["strategy"] = strategy = unitrain.init()
+        if not prepares:
+            strategy.prepare(model, optimizer)
         given["train"] = strategy.dataloader(train_set, global_batch_size=8)
         given["test"] = given["val"] = strategy.dataloader(test_set, batch_size=4)
     return {
@@ -112,7 +114,8 @@ def run_page(page: Path, folder: Path, *, python_only: bool = False) -> None:
         run_here = [block for block in section if not block.not_run]
         python = [block for block in run_here if block.language == "python" and not block.title]
         makes_strategy = any("unitrain.init(" in block.text for block in python)
-        shared = names(makes_strategy=makes_strategy) if python else {}
+        prepares = any(".prepare(model" in block.text for block in python)
+        shared = names(makes_strategy=makes_strategy, prepares=prepares) if python else {}
         for block in python if python_only else run_here:
             printed = run(block, shared, printed)
         if "strategy" in shared:

@@ -59,7 +59,7 @@ def train(*flags: str) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
 
 def test_ranks_train_the_same_model(capsys: pytest.CaptureFixture[str]) -> None:
     """Their sequences hold different numbers of bytes, so equal weights for the ranks would show."""
-    flags = ("--strategy.precision=fp64", "--max-steps=30", "--epochs=3", "--resume=never")
+    flags = ("--strategy.precision=fp64", "--max-steps=15", "--epochs=3", "--batch-size=15", "--resume=never")
     alone = run_ranks(train, *flags, nprocs=1, timeout=120)[0]
     starts: list[tuple[Literal["spawn", "horovodrun"], str, tuple[str, ...]]] = [
         ("spawn", "ddp", ()), ("spawn", "ddp", ("--strategy.accumulate=2",)),
@@ -76,7 +76,7 @@ def test_ranks_train_the_same_model(capsys: pytest.CaptureFixture[str]) -> None:
                 assert line[name] == pytest.approx(expected[name], rel=1e-9, abs=0), (backend, more, name)
         for name, weight in weights.items():
             torch.testing.assert_close(weight, alone[1][name], rtol=1e-9, atol=1e-11)
-    found = "unitrain: micro_batch_size 4, accumulate 1, for a global batch of 7."
+    found = "unitrain: micro_batch_size 8, accumulate 1, for a global batch of 15."
     assert capsys.readouterr().out.count(found) == (not HOROVOD.args[0])
 
 

@@ -33,6 +33,7 @@ from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
+import fsspec
 import numpy as np
 import psutil
 import torch
@@ -46,6 +47,8 @@ from unitrain.launch import rendezvous
 
 _FORKSERVER = multiprocessing.get_context("forkserver")
 _KEPT = 3
+# Threads that may outlive a function, by the start of their names. fsspec keeps an event loop from the first use on.
+_STAYING = ("unitrain exit watch", "fsspecIO", "asyncio_")
 _worlds: dict[tuple[str, int], World] = {}  # the one that was used last comes last
 
 
@@ -200,9 +203,10 @@ class _Rank:
         if dist.is_initialized() or not (job is None or job.ended):
             yield "a process group"
         for thread in set(threading.enumerate()) - known:
-            thread.join(0.0 if thread.name == "unitrain exit watch" else 0.5)
-            if thread.is_alive() and thread.name != "unitrain exit watch":
-                yield f"thread {thread.name}"
+            if not thread.name.startswith(_STAYING):
+                thread.join(0.5)
+                if thread.is_alive():
+                    yield f"thread {thread.name}"
         if psutil.Process().children():
             yield "a process"
         if _fixed() != self._fixed:
@@ -215,6 +219,8 @@ class _Rank:
         rendezvous._stores.clear()
         rendezvous._secrets.clear()
         rendezvous._calls = itertools.count()
+        for filesystem in fsspec.registry.values():
+            filesystem.clear_instance_cache()  # a test's server has ended with the test
         random.seed()
         np.random.set_state(self._numpy)
         torch.set_rng_state(self._torch)

@@ -138,9 +138,13 @@ def _as_eager_in_turn(several: list[dict[str, Any]]) -> None:
         _as_eager(settings)
 
 
-@pytest.mark.parametrize("launcher", ["spawn", pytest.param("horovodrun", marks=HOROVOD)])
-def test_ranks_train_as_eager_with_stand_ins_and_bounded_recompilation(launcher: Any) -> None:
-    run_ranks(_as_eager_in_turn, [{"sync_batchnorm": False}, {"sync_batchnorm": True}], launcher=launcher)
+@pytest.mark.parametrize(
+    ("launcher", "synchronized"),
+    [("spawn", [False, True]), pytest.param("horovodrun", [True], marks=HOROVOD)],
+    ids=["spawn", "horovodrun"],
+)
+def test_ranks_train_as_eager_with_stand_ins_and_bounded_recompilation(launcher: Any, synchronized: list[bool]) -> None:
+    run_ranks(_as_eager_in_turn, [{"sync_batchnorm": each} for each in synchronized], launcher=launcher)
 
 
 def _accumulated(compiled: bool) -> list[float]:

@@ -300,7 +300,7 @@ def continue_in(backend: str, name: str, epochs: int, folder: str, shards: bool)
 def test_a_run_continues_in_any_world_with_and_without_it(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    chain = [world for world in CHAIN if name == "adamw" or world[0] != "fsdp"]  # which divides matrices
+    chain = CHAIN if name == "adamw" else [CHAIN[0], CHAIN[1], CHAIN[-1]]  # not fsdp, which divides matrices
     expected = by_hand(name, len(chain))
     for epoch, (backend, world, launcher, shards) in enumerate(chain):
         if world == 1:
