@@ -42,5 +42,3 @@ def main(folder: Path, killed_at: int | None) -> None:
 
 
 main(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else None)
-sys.stdout.flush()
-os._exit(0)  # Python would first spend a second on freeing all that torch has imported
