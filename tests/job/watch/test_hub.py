@@ -19,13 +19,13 @@ TIMEOUT_S, HEARTBEAT_S = 60.0, 10.0
 class Job:
     """A hub of three ranks, and the messages that it has sent."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
         self.sent: list[tuple[int | None, Message]] = []
         self.now = 100.0
         members = [Member(rank, f"host{rank}", 1000 + rank, 0) for rank in range(3)]
         self.hub = Hub(
             members,
-            timeout_s=TIMEOUT_S,
+            timeout_s=timeout_s,
             heartbeat_timeout_s=HEARTBEAT_S,
             send=lambda rank, message: self.sent.append((rank, message)),
             now=self.now,
@@ -123,6 +123,14 @@ def test_a_wait_longer_than_timeout_s(job: Job) -> None:
     job.hub.check(job.now)
     assert job.verdict.startswith("rank 1 on host1 (pid 1001) did not reach the call that rank 0 waited in")
     assert job.verdict.endswith("timed out (timeout_s is 60), in all_gather after step 5, for 66 s")
+
+
+def test_a_wait_longer_than_a_short_timeout_s() -> None:
+    """Shorter than what is told of a long wait."""
+    job = Job(timeout_s=3.0)
+    job.beat(0, "all_gather", 8.5)
+    job.hub.check(job.now)
+    assert job.verdict.endswith("timed out (timeout_s is 3), in all_gather after step 5, for 8 s")
 
 
 def test_one_s_own_code_may_last(job: Job) -> None:

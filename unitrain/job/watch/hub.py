@@ -182,15 +182,13 @@ class Hub:
         waits = {rank: beat for rank, beat in self._heartbeats.items() if rank in self._present and beat.waits}
         self._check_for_deadlock(waits)
         longest = max(waits, key=lambda rank: waits[rank].seconds, default=None)
-        if longest is None or waits[longest].seconds < _NOTICE_S:
-            self._noticed = False
-            return
-        if waits[longest].seconds > self._timeout_s + _AFTER_LIBRARIES_S:
+        waited = 0.0 if longest is None else waits[longest].seconds
+        if longest is not None and waited > self._timeout_s + _AFTER_LIBRARIES_S:
             self._decide_on_wait(longest, f"timed out (timeout_s is {self._timeout_s:g}), {waits[longest]}")
-        elif not self._noticed:
-            self._noticed = True
+        elif longest is not None and waited > _NOTICE_S and not self._noticed:
             waiting = f"{self._members[longest]} waits {waits[longest]}; {self._describe_others(longest)}"
             self._send(0, messages.Notice(f"{waiting}. The job ends after {self._timeout_s:g} s (timeout_s)."))
+        self._noticed = waited > _NOTICE_S
 
     def _decide_on_error(self, rank: int, error: messages.Failed) -> None:
         if error.secondary:
