@@ -111,7 +111,7 @@ def parts(strategy: unitrain.Strategy, size: list[int], deferred: bool) -> tuple
         if not prepared:
             with strategy.deferred() if deferred else nullcontext():
                 made = task.make()
-            prepared.extend(strategy.prepare(*made))
+            prepared.extend(strategy.prepare(*made, initialise=initialise if deferred else True))
         return prepared
 
     def steps() -> None:
@@ -120,6 +120,12 @@ def parts(strategy: unitrain.Strategy, size: list[int], deferred: bool) -> tuple
             strategy.step(task.loss(model(task.inputs)), optimizer)
 
     return prepare, steps
+
+
+def initialise(module: nn.Module) -> None:
+    """Initialise the weights of a module as the model's constructor does, but for the layers' depth."""
+    if isinstance(module, (nn.Linear, nn.Embedding)):
+        nn.init.normal_(module.weight, std=0.02)
 
 
 def warm_up(strategy: unitrain.Strategy, deferred: bool) -> None:
