@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +29,6 @@ from shared.processes import GLOO, HOROVOD_GLOO, HOROVOD_MPI, in_processes, star
 from shared.report import Found, run, table
 from shared.rounds import Way, alternate, compared, repeat, shown_ratio
 from shared.workloads import OnlyParameters, Shape
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 WORLDS = (GLOO, HOROVOD_MPI, HOROVOD_GLOO)
 BASE, CONTROL, TORCHS, OURS = "by hand", "by hand, again", "by hand, ZeroRedundancyOptimizer", "UniTrain"
@@ -111,19 +108,5 @@ def tables(found: Found) -> str:
     return table(["world", "way", "ms a step", "ratio (quartiles)", "state a rank, MB", "weights differ by"], rows)
 
 
-def plot(found: Found, figure: Figure) -> None:
-    figure.set_size_inches(12, 7)
-    bars = [(f"{name}\n{world_name(world)}", one) for world, ways in found["worlds"] for name, one in ways.items()]
-    names = [name for name, _ in bars]
-    for axis, key, factor, label in zip(
-        figure.subplots(1, 2), ("seconds", "state_mb"), (1e3, 1), ("ms a step", "optimizer state of a rank, MB"),
-        strict=True,
-    ):  # fmt: skip
-        axis.barh(names, [one[key] * factor for _, one in bars])
-        axis.invert_yaxis()
-        axis.set_xlabel(label)
-        axis.tick_params(labelsize=6)
-
-
 if __name__ == "__main__":
-    run(measure, tables, plot)
+    run(measure, tables)
