@@ -120,10 +120,14 @@ class Twins:
         self._strategy = strategy
         self.model: Any = make()
         self.expected: Any = make()
+        self.prepared: nn.Module
+        self.optimizer: Optimizer
         self.prepared, self.optimizer = strategy.prepare(wrap(self.model), optimize(self.model))
-        self.by_hand = optimize(self.expected)
+        self.by_hand: Optimizer = optimize(self.expected)
+        self.inputs: Tensor
         self.inputs, self._targets, mine = two_rows_each(strategy)
-        self.rows, self._own_targets = self.inputs[mine], self._targets[mine]
+        self.rows: Tensor = self.inputs[mine]
+        self._own_targets: Tensor = self._targets[mine]
 
     def loss(self, *arguments: Any, scale: float = 1.0) -> Tensor:
         """Return the loss of the prepared model for this rank's rows."""
