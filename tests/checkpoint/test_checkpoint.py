@@ -220,7 +220,6 @@ for victim in itertools.count(1):
     write(Folder(Disk(root)), 1)
     survived = survives(root, step, victim)
     folder = Folder(Disk(root))
-    folder.recover()
     found = folder.find(folder.steps()[0])
     parts = read(found, found.manifest.files, MappedFiles())
     assert torch.equal(parts["model"]["weight"], torch.full((50,), float(parts["notes"]["step"])))

@@ -320,7 +320,6 @@ class Checkpoint:
             self._writer.close(wait=True)
             if self._watch is not None:
                 self._watch.save_by(None)
-            self._folder.release()
             self._step.hooks.remove_hook(self._epoch_end)
             if self._boundary is not None:
                 self._step.hooks.remove_hook(self._boundary)
@@ -329,7 +328,6 @@ class Checkpoint:
     def abandon(self) -> None:
         """End the background writer, without waiting for it, and let other jobs use the folder. Not collective."""
         self._writer.close(wait=False)
-        self._folder.release()
 
 
 def _parts(state: RunState, ended: EpochEnd | None) -> dict[str, Any]:

@@ -146,6 +146,13 @@ class Writer:
         self._began = False
 
     def close(self, *, wait: bool) -> None:
-        """End the background, after what is under way, which is waited for if ``wait`` is set."""
+        """End the background and let other jobs use the folder, after what is under way.
+
+        That is waited for if ``wait`` is set.
+        """
         if self._thread is not None:
             self._thread.shutdown(wait=wait)
+        if self.under_way is None:
+            self.folder.release()
+        else:
+            self.under_way.add_done_callback(lambda _: self.folder.release())

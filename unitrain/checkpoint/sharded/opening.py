@@ -265,7 +265,6 @@ def candidates(path: str | Path | None, folder: Folder) -> Candidates:
 
 def _newest(folder: Folder) -> Candidates:
     """Yield the checkpoints of a run, the newest first, and report those that are damaged."""
-    folder.recover()
     damaged = []
     for step in folder.steps():
         try:

@@ -186,8 +186,10 @@ def begin(communicator: Communicator, folder: Folder, step: int) -> Draft | None
 
     def place() -> list[str] | None:
         nonlocal draft
+        if folder.store.few_writes:
+            return None
         draft = folder.begin(step)
-        return None if draft is None else draft.place
+        return draft.place
 
     found = communicator.on_main(place)
     if found is None:

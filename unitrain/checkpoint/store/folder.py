@@ -1,19 +1,13 @@
 """``Folder``: the checkpoints of a run, one folder per step, on a disk or in an object store.
 
 A checkpoint's manifest is written last, and has the size and SHA-256 of every file. There is no other record that could
-be wrong: the newest checkpoint is found by the names of the folders.
-
-* On a disk, a folder is written under a temporary name and renamed at the end: it exists either completely or not at
-  all. A step that is saved again is set aside first, and brought back if the process is killed before the new one is
-  there.
-* Objects can't be renamed: a folder without a manifest is no checkpoint. A step that is saved again gets a folder of
-  its own, ``step-0000000120.2``, and the one before is removed when that is complete.
+be wrong: the newest checkpoint is found by the names of the folders. A step that is saved again gets a folder of its
+own, ``step-0000000120.2``, and the one before is removed when that is complete. A folder without a manifest is not a
+checkpoint, but what a killed process has left, which the next save removes.
 """
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -22,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from unitrain.checkpoint.store import manifest as manifests
+from unitrain.checkpoint.store.disk import Disk
 from unitrain.checkpoint.store.located import Located, locate, store_at
 from unitrain.checkpoint.store.lock import Lock, holder_of
 from unitrain.checkpoint.store.manifest import FOLDER, folder_name
@@ -33,8 +28,6 @@ from unitrain.process import print_stderr
 from unitrain.url import parsed
 
 BEST = "best"
-_ASIDE = ".aside.tmp"
-_TEMPORARY = re.compile(r"\.step-\d{10}\..*\.tmp")
 _THREADS = 4
 
 Others = Callable[[], Mapping[str, Any]]
@@ -42,12 +35,12 @@ Others = Callable[[], Mapping[str, Any]]
 
 
 class Draft:
-    """A checkpoint that is being written, perhaps by several ranks. It has no manifest yet.
+    """A checkpoint that is being written to a folder, perhaps by several ranks. It has no manifest yet.
 
-    ``name`` is its folder until it is complete; ``token`` is that of rank 0's lock.
+    ``token`` is that of rank 0's lock.
     """
 
-    def __init__(self, store: Store, name: str, token: str) -> None:
+    def __init__(self, store: Store, name: str, token: str = "") -> None:
         self.store: Store = store
         self.name: str = name
         self._token = token
@@ -73,12 +66,17 @@ class Draft:
                 # A file is checked and put while the rest of it is hashed, and on a disk while the next is written.
                 later = partial(threads.submit, put, name, draft)
                 files[f"{part}.pt"] = write_part(draft, value, lambda later=later: putting.append(later()))  # type: ignore[misc]
-                if not self.store.renames:
+                if not isinstance(self.store, Disk):
                     putting.pop().result()
                     drafts.close()  # one part at a time is on this disk
             for one in putting:
                 one.result()
         return files
+
+    def complete(self, step: int, about: Mapping[str, Any], files: Mapping[str, Any]) -> None:
+        """Write the manifest, given plain data and what it says of the files, so that this is a checkpoint."""
+        self.store.put(f"{self.name}/{manifests.NAME}", manifests.to_json(step, about, files).encode())
+        self.store.sync(self.name)
 
     def tell(self, rank: int, text: str) -> None:
         """Leave a text of a rank for rank 0."""
@@ -133,8 +131,6 @@ class Folder:
         """Let other jobs use the folder. Further calls do nothing."""
         if self._lock is not None:
             self._lock.release()
-        if self.store.renames:
-            self._lock = None  # what is being written in the background may be completed: it appears as a whole
 
     # ---------------------------------------------------------------------------------------------- what is there
 
@@ -151,8 +147,7 @@ class Folder:
         return locate(self.store, self._at(step))
 
     def _at(self, step: int) -> str:
-        name = folder_name(step)
-        return name if self.store.renames else self._complete().get(step, name)
+        return self._complete().get(step, folder_name(step))
 
     def _names(self, folder: str = "") -> list[str]:
         """Return all names in a folder; none if there is no such folder."""
@@ -163,27 +158,32 @@ class Folder:
                 return []
 
     def _complete(self, names: Sequence[str] | None = None) -> dict[int, str]:
-        """Return the folders of checkpoints by their step: in an object store, those with a manifest.
-
-        Of several of one step, it is the last.
-        """
+        """Return the folders of checkpoints by their step. Of several of one step, it is the last."""
         found: dict[int, str] = {}
         names = self._names() if names is None else names
         self._used.update(names)
         for name in sorted(names, key=_attempt):
             match = FOLDER.fullmatch(name)
-            if match and (match[2] is None if self.store.renames else manifests.NAME in self._names(name)):
+            if match and manifests.NAME in self._names(name):
                 found[int(match[1])] = name
         return found
 
     # ------------------------------------------------------------------------------------------------------ writing
 
-    def begin(self, step: int) -> Draft | None:
-        """Begin a checkpoint whose files several ranks write. Return None if only rank 0 can write here.
-
-        A server is not waited for here, but in the background.
-        """
-        return None if self.store.few_writes else self._begin(step)
+    def begin(self, step: int) -> Draft:
+        """Begin a checkpoint. A server is not waited for here, but when it is written."""
+        if isinstance(self.store, Disk):
+            self.check()
+        if isinstance(self.store, Disk) or not self._used:
+            self._complete()
+        # A name that was used may still get files, of a rank that is slow. The last one of a step is the newest.
+        name = folder_name(step)
+        attempts = [_attempt(one) for one in self._used if one.partition(".")[0] == name]
+        draft = f"{name}.{max(attempts) + 1}" if attempts else name
+        self._used.add(draft)
+        with self._errors(f"checkpoint {self.store.shown(draft)} could not be written"):
+            self.store.make(draft)
+        return Draft(self.store, draft, "" if self._lock is None else self._lock.token)
 
     def join(self, place: Sequence[str]) -> Draft | None:
         """Return, on another rank, the checkpoint that rank 0 has begun at a place; None if this rank does not see it.
@@ -194,26 +194,10 @@ class Folder:
         if not self._looked:
             self._looked = True
             store = store_at(parsed(location))
-            if _sees(store, name, token):
+            holder = holder_of(store)
+            if holder is not None and holder.token == token:
                 self._joined = store
-        return None if self._joined is None else Draft(self._joined, name, token)
-
-    def _begin(self, step: int) -> Draft:
-        name, token = folder_name(step), self._lock.token if self._lock is not None else ""
-        if self.store.renames:
-            self.check()
-            self._sweep_disk()
-            draft = f".{name}.{os.getpid()}.tmp"
-            with self._errors(f"checkpoint {self.store.shown(name)} could not be written"):
-                self.store.make(draft)
-            return Draft(self.store, draft, token)
-        if not self._used:
-            self._complete()
-        # A name that was used may still get files, of a rank that is slow. The last one of a step is the newest.
-        attempts = [_attempt(one) for one in self._used if one.partition(".")[0] == name]
-        draft = f"{name}.{max(attempts) + 1}" if attempts else name
-        self._used.add(draft)
-        return Draft(self.store, draft, token)
+        return None if self._joined is None else Draft(self._joined, name)
 
     def write(
         self,
@@ -232,52 +216,32 @@ class Folder:
             draft: what ``begin`` returned.
             others: waits for the files that other ranks write there, and returns what the manifest says of them.
         """
-        draft = draft or self._begin(step)
-        before = {} if self.store.renames else self._sweep_objects(draft.name)
+        draft = draft or self.begin(step)
         try:
+            before = self._sweep(draft.name)
             files = {**draft.write(parts), **others()}
-            if not self.store.renames:
-                self.check()  # another job may have taken the folder meanwhile
-            self.store.put(f"{draft.name}/{manifests.NAME}", manifests.to_json(step, about, files).encode())
-            if self.store.renames:
-                aside = self._set_aside(folder_name(step))
-                self.store.rename(draft.name, folder_name(step))
-                self.store.remove(aside)
+            self.check()  # another job may have taken the folder meanwhile
+            draft.complete(step, about, files)
         except Exception as error:  # pickling may raise any exception
-            if self.store.renames:
+            if isinstance(self.store, Disk):
                 with suppress(OSError):
-                    self.store.remove(draft.name)
+                    self.store.unmake(draft.name)
             if isinstance(error, CheckpointError):
                 raise
             why = self.store.reason(error) if isinstance(error, OSError) else reason(error)
-            shown = self.store.shown(folder_name(step) if self.store.renames else draft.name)
-            raise CheckpointError(f"checkpoint {shown} could not be written: {why}") from error
+            raise CheckpointError(f"checkpoint {self.store.shown(draft.name)} could not be written: {why}") from error
         if step in before:
-            self._remove_objects(before[step])
+            with suppress(OSError):  # the next save tries it again
+                self._remove(before[step])
 
-    def recover(self) -> None:
-        """Bring back what a process that was killed had set aside for a new checkpoint of the same step."""
-        names = self._names() if self.store.renames else []
-        for aside in filter(_TEMPORARY.fullmatch, names):
-            name = aside[1 : -len(_ASIDE)]
-            if aside.endswith(_ASIDE) and name not in names and manifests.NAME in self._names(aside):
-                with self._errors(f"a checkpoint in {self} that was set aside can't be restored"):
-                    self.store.rename(aside, name)
-
-    def _sweep_disk(self) -> None:
-        """Remove incomplete checkpoints of killed processes."""
-        self.recover()
-        for name in filter(_TEMPORARY.fullmatch, self._names()):
-            with suppress(OSError):  # it only takes up space
-                self.store.remove(name)
-
-    def _sweep_objects(self, draft: str) -> dict[int, str]:
+    def _sweep(self, draft: str) -> dict[int, str]:
         """Remove incomplete checkpoints, but for the one that is being written. Return the complete ones."""
-        folders = [name for name in self._names() if FOLDER.fullmatch(name) and name != draft]
-        complete = self._complete(folders)
-        for name in folders:
-            if name not in complete.values():
-                self._remove_objects(name)
+        names = [name for name in self._names() if name != draft]
+        complete = self._complete(names)
+        for name in names:
+            if FOLDER.fullmatch(name) and name not in complete.values():
+                with suppress(OSError):  # it only takes up space
+                    self._remove(name)
         return complete
 
     # ----------------------------------------------------------------------------------------------------- removing
@@ -285,14 +249,10 @@ class Folder:
     def remove(self, step: int) -> None:
         """Remove a checkpoint, at once as others see it."""
         name = self._complete().get(step)
-        if name is None:
-            return
-        if not self.store.renames:
-            self._remove_objects(name)
+        if name is not None:
+            with self._errors(f"{self.store.shown(name)} can't be removed"):
+                self._remove(name)
             self._used.discard(name)
-            return
-        with self._errors(f"{self.store.shown(name)} can't be removed"):
-            self.store.remove(self._set_aside(name))
 
     def prune(self, keep: int, best: int | None = None) -> None:
         """Remove the oldest checkpoints beyond ``keep``, but not the one of step ``best``.
@@ -320,18 +280,10 @@ class Folder:
                 'resume("best") needs no link.'
             )
 
-    def _set_aside(self, name: str) -> str:
-        """Rename a folder of a disk, if it is there, and return its new name."""
-        aside = f".{name}{_ASIDE}"
-        self.store.remove(aside)
-        with suppress(FileNotFoundError):
-            self.store.rename(name, aside)
-        return aside
-
-    def _remove_objects(self, name: str) -> None:
+    def _remove(self, name: str) -> None:
         """Remove a folder. Without its manifest, which goes first, it is no checkpoint any more."""
-        for file in [manifests.NAME, *self._names(name)]:
-            self.store.remove(f"{name}/{file}")
+        self.store.remove(f"{name}/{manifests.NAME}")
+        self.store.unmake(name)
 
     @contextmanager
     def _errors(self, what: str) -> Iterator[None]:
@@ -340,17 +292,6 @@ class Folder:
             yield
         except OSError as error:
             raise CheckpointError(f"{what}: {self.store.reason(error)}") from error
-
-
-def _sees(store: Store, draft: str, token: str) -> bool:
-    """Return whether this process sees the store that rank 0 writes to."""
-    if store.renames:
-        with suppress(OSError):  # of a name that is new, a network file system knows no earlier answer
-            store.list(draft)
-            return True
-        return False
-    holder = holder_of(store)
-    return holder is not None and holder.token == token
 
 
 def _attempt(name: str) -> int:

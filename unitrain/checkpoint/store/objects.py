@@ -48,8 +48,6 @@ class Objects(Store):
         url: such as ``s3://bucket/run``.
     """
 
-    renames = False
-
     def __init__(self, url: str) -> None:
         self._url = url.rstrip("/")
         self._scheme = url.partition("://")[0].lower()
@@ -112,6 +110,12 @@ class Objects(Store):
         """See ``Store.remove``."""
         with self._explained("can't be removed", name), suppress(FileNotFoundError):
             self._files.rm_file(self._path(name), **self._limit())
+
+    def unmake(self, folder: str) -> None:
+        """See ``Store.unmake``."""
+        with suppress(FileNotFoundError):
+            for name in self.list(folder):
+                self.remove(f"{folder}/{name}")
 
     def modified(self, name: str) -> float:
         """See ``Store.modified``."""
