@@ -7,10 +7,11 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
 
+from unitrain.checkpoint.store.manifest import NAME
 from unitrain.checkpoint.store.reading import open_regular
 from unitrain.checkpoint.store.store import Store
 from unitrain.errors import CheckpointError
@@ -153,8 +154,12 @@ class Disk(Store):
 
     def unmake(self, folder: str) -> None:
         """See ``Store.unmake``."""
-        with suppress(FileNotFoundError):
-            shutil.rmtree(self.root / folder)
+        path = self.root / folder
+        if path.is_symlink() or not path.is_dir():
+            path.unlink(missing_ok=True)
+        else:
+            (path / NAME).unlink(missing_ok=True)
+            shutil.rmtree(path)
 
     def sync(self, folder: str) -> None:
         """See ``Store.sync``."""

@@ -142,6 +142,11 @@ class Folder:
         """Return the steps that have a checkpoint, newest first. It may be damaged, but is not half written."""
         return sorted(self._complete(), reverse=True)
 
+    def incomplete(self) -> list[str]:
+        """Return the paths or URLs of folders that look like a checkpoint's, but have no manifest."""
+        names = [name for name in self._names() if FOLDER.fullmatch(name)]
+        return [self.store.shown(name) for name in names if manifests.NAME not in self._names(name)]
+
     def find(self, step: int) -> Located:
         """Return the checkpoint of a step, whose files are not verified yet. Raises DamagedError as ``locate`` does."""
         return locate(self.store, self._at(step))
@@ -232,7 +237,7 @@ class Folder:
             raise CheckpointError(f"checkpoint {self.store.shown(draft.name)} could not be written: {why}") from error
         if step in before:
             with suppress(OSError):  # the next save tries it again
-                self._remove(before[step])
+                self.store.unmake(before[step])
 
     def _sweep(self, draft: str) -> dict[int, str]:
         """Remove incomplete checkpoints, but for the one that is being written. Return the complete ones."""
@@ -241,18 +246,18 @@ class Folder:
         for name in names:
             if FOLDER.fullmatch(name) and name not in complete.values():
                 with suppress(OSError):  # it only takes up space
-                    self._remove(name)
+                    self.store.unmake(name)
         return complete
 
     # ----------------------------------------------------------------------------------------------------- removing
 
     def remove(self, step: int) -> None:
         """Remove a checkpoint, at once as others see it."""
-        name = self._complete().get(step)
-        if name is not None:
-            with self._errors(f"{self.store.shown(name)} can't be removed"):
-                self._remove(name)
-            self._used.discard(name)
+        for name in sorted(self._names(), key=_attempt):
+            if name.partition(".")[0] == folder_name(step):
+                with self._errors(f"{self.store.shown(name)} can't be removed"):
+                    self.store.unmake(name)
+                self._used.discard(name)
 
     def prune(self, keep: int, best: int | None = None) -> None:
         """Remove the oldest checkpoints beyond ``keep``, but not the one of step ``best``.
@@ -279,11 +284,6 @@ class Folder:
                 f"unitrain: {self.store.shown(BEST)} is not the link to the best checkpoint: {error}. "
                 'resume("best") needs no link.'
             )
-
-    def _remove(self, name: str) -> None:
-        """Remove a folder. Without its manifest, which goes first, it is no checkpoint any more."""
-        self.store.remove(f"{name}/{manifests.NAME}")
-        self.store.unmake(name)
 
     @contextmanager
     def _errors(self, what: str) -> Iterator[None]:

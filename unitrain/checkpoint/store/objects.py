@@ -20,7 +20,7 @@ from fsspec.core import url_to_fs
 from fsspec.exceptions import FSTimeoutError
 from fsspec.registry import known_implementations
 
-from unitrain.checkpoint.store.manifest import FOLDER
+from unitrain.checkpoint.store.manifest import FOLDER, NAME
 from unitrain.checkpoint.store.store import Store
 from unitrain.errors import CheckpointError
 from unitrain.process import print_stderr
@@ -114,7 +114,7 @@ class Objects(Store):
     def unmake(self, folder: str) -> None:
         """See ``Store.unmake``."""
         with suppress(FileNotFoundError):
-            for name in self.list(folder):
+            for name in sorted(self.list(folder), key=lambda name: name != NAME):
                 self.remove(f"{folder}/{name}")
 
     def modified(self, name: str) -> float:

@@ -54,7 +54,7 @@ class Store(ABC):
 
     @abstractmethod
     def unmake(self, folder: str) -> None:
-        """Remove a folder with its files. A missing one is no error."""
+        """Remove the folder of a checkpoint, its manifest first, or a link to one. A missing one is no error."""
 
     @abstractmethod
     def modified(self, name: str) -> float:
