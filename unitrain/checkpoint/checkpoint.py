@@ -17,8 +17,8 @@ from unitrain.checkpoint.sharded.opening import OpenCheckpoint, Search, best_bes
 from unitrain.checkpoint.sharded.saving import begin, divided, gathered
 from unitrain.checkpoint.store.disk import Disk
 from unitrain.checkpoint.store.folder import Folder
-from unitrain.checkpoint.store.located import store_at
-from unitrain.checkpoint.store.manifest import METRICS, RUN, Manifest, folder_name
+from unitrain.checkpoint.store.located import METRICS, RUN, Manifest, store_at
+from unitrain.checkpoint.store.store import folder_name
 from unitrain.checkpoint.writer import Together, Writer
 from unitrain.communication.communicator import Communicator
 from unitrain.errors import CheckpointError, UsageError, listed

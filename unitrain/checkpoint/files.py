@@ -10,11 +10,10 @@ from typing import Any
 from torch import nn
 
 from unitrain.checkpoint.sharded.saving import gathered
-from unitrain.checkpoint.snapshot import on_host
 from unitrain.checkpoint.store.located import store_at
-from unitrain.checkpoint.store.reading import MappedFiles, reason
 from unitrain.checkpoint.store.store import Store
-from unitrain.checkpoint.store.writing import check_part, write_file
+from unitrain.checkpoint.store.torch_files import MappedFiles, check_part, reason, write_file
+from unitrain.checkpoint.writer import on_host
 from unitrain.communication.communicator import Communicator
 from unitrain.communication.streaming import outline, receive
 from unitrain.errors import CheckpointError, UsageError

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unitrain.checkpoint.names import GROUPS, PARAMS, Name, names_of
-from unitrain.checkpoint.store.manifest import METRICS, RUN, Manifest
+from unitrain.checkpoint.store.located import METRICS, RUN, Manifest
 from unitrain.communication.communicator import Communicator
 from unitrain.communication.streaming import Form
 from unitrain.config import StrategyConfig

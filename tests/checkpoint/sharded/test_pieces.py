@@ -15,8 +15,7 @@ from torch import Tensor
 from unitrain.checkpoint.sharded import dcp as pieces
 from unitrain.checkpoint.sharded.dcp import METADATA, Region, Stored
 from unitrain.checkpoint.store.disk import Disk
-from unitrain.checkpoint.store.located import Located
-from unitrain.checkpoint.store.manifest import Manifest
+from unitrain.checkpoint.store.located import Located, Manifest
 
 MADE: dict[str, Callable[[], Tensor]] = {
     "contiguous": lambda: torch.randn(5, 3),

@@ -19,7 +19,7 @@ from torch import nn
 import unitrain
 from unitrain import CheckpointError, Strategy, UsageError
 from unitrain.checkpoint import Checkpoint
-from unitrain.checkpoint.store.manifest import NAME as MANIFEST
+from unitrain.checkpoint.store.store import NAME as MANIFEST
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from unitrain.checkpoint.sharded import saving
 from unitrain.checkpoint.sharded.saving import Shards, write_all
 from unitrain.checkpoint.store.disk import Disk
 from unitrain.checkpoint.store.folder import Draft
-from unitrain.checkpoint.store.manifest import DamagedError
+from unitrain.checkpoint.store.located import DamagedError
 
 
 def made() -> tuple[nn.Module, Adam]:

@@ -16,8 +16,8 @@ from unitrain.checkpoint.emergency.last_boundary import LastBoundary, Recorded
 from unitrain.checkpoint.run_state import RunState
 from unitrain.checkpoint.store.disk import Disk
 from unitrain.checkpoint.store.folder import Folder
+from unitrain.checkpoint.store.located import RUN, DamagedError
 from unitrain.checkpoint.store.lock import holder_of
-from unitrain.checkpoint.store.manifest import RUN, DamagedError
 from unitrain.checkpoint.writer import Writer
 from unitrain.errors import CheckpointError
 from unitrain.job.watch.hub import Member

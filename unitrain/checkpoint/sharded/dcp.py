@@ -22,9 +22,8 @@ import torch
 from torch import Tensor
 
 from unitrain.checkpoint.names import Keys
-from unitrain.checkpoint.store.located import Located, unreadable, verified
-from unitrain.checkpoint.store.manifest import DamagedError
-from unitrain.checkpoint.store.reading import MappedFiles, reason
+from unitrain.checkpoint.store.located import DamagedError, Located, unreadable, verified
+from unitrain.checkpoint.store.torch_files import MappedFiles, reason
 from unitrain.errors import CheckpointError
 
 METADATA = ".metadata"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +16,7 @@ from unitrain.checkpoint.run_state import RunState
 from unitrain.checkpoint.sharded.dcp import METADATA, Region, Stored
 from unitrain.checkpoint.sharded.opening import OpenCheckpoint
 from unitrain.checkpoint.sharded.saving import owners
-from unitrain.checkpoint.store.located import Located, store_at
-from unitrain.checkpoint.store.manifest import RUN, DamagedError, Manifest
+from unitrain.checkpoint.store.located import RUN, DamagedError, Located, Manifest, store_at
 from unitrain.communication.communicator import Communicator
 from unitrain.communication.streaming import (
     Form,
@@ -34,44 +33,22 @@ from unitrain.url import parsed
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 
 
-class CheckpointView:
-    """An open checkpoint, as a rank sees it.
+class CheckpointView(NamedTuple):
+    """An open checkpoint, as a rank sees it."""
 
-    Args:
-        communicator: the communicator of this process.
-        state: the state of the run.
-        manifest: the checkpoint's manifest.
-        outlines: the states by name, with the forms of the tensors in their places.
-        by_several: whether several ranks have written tensors.
-        saved: the checkpoint itself; on rank 0 only.
-        stored: the tensors that several ranks have written, if this rank sees them.
-
-    Attributes:
-        manifest: as given.
-        outlines: as given.
-        saved: as given.
-    """
-
-    def __init__(
-        self,
-        communicator: Communicator,
-        state: RunState,
-        manifest: Manifest,
-        outlines: dict[str, Any],
-        *,
-        by_several: bool,
-        saved: OpenCheckpoint | None,
-        stored: Stored | None,
-    ) -> None:
-        self._communicator = communicator
-        self._state = state
-        self.manifest: Manifest = manifest
-        self.outlines: dict[str, Any] = outlines
-        self.saved: OpenCheckpoint | None = saved
-        self._by_several = by_several
-        self._stored = stored
-        # Whether each rank reads its own parts; else rank 0 reads all, and sends the parts.
-        self._each = by_several and communicator.shards and all(communicator.all_gather_data(stored is not None))
+    communicator: Communicator
+    state: RunState
+    manifest: Manifest
+    outlines: dict[str, Any]
+    """The states by name, with the forms of the tensors in their places."""
+    saved: OpenCheckpoint | None
+    """The checkpoint itself; on rank 0 only."""
+    by_several: bool
+    """Whether several ranks have written tensors."""
+    stored: Stored | None
+    """Those tensors, if this rank sees them."""
+    each: bool
+    """Whether each rank reads its own parts of them; else rank 0 reads all, and sends the parts."""
 
     def source(self, name: str) -> Any:
         """Return a state with its tensors on rank 0, and None on the others."""
@@ -84,8 +61,8 @@ class CheckpointView:
 
     def close(self) -> None:
         """Remove what was downloaded."""
-        if self._stored is not None:
-            self._stored.close()
+        if self.stored is not None:
+            self.stored.close()
 
     def verify(self) -> str | None:
         """Have each rank verify some of the files, and return what is damaged, if anything is. Collective.
@@ -96,15 +73,15 @@ class CheckpointView:
         Raises:
             CheckpointError: a rank can't read a file; on every rank.
         """
-        if not self._by_several:
+        if not self.by_several:
             return None
-        ranks, damage, why = self._communicator, "", ""
+        ranks, damage, why = self.communicator, "", ""
         names = [name for name in self.manifest.files if name.endswith(".distcp")]  # in the order of ranks
         # As many, one after the other: what a rank needs of tensors that are divided anew is mostly in these.
         mine = [name for n, name in enumerate(names) if n * ranks.world_size // len(names) == ranks.rank]
         try:
-            if self._stored is not None:
-                self._stored.fetch(mine if self._each else names)
+            if self.stored is not None:
+                self.stored.fetch(mine if self.each else names)
         except DamagedError as error:
             damage = str(error)
         except CheckpointError as error:
@@ -117,18 +94,18 @@ class CheckpointView:
 
     def fill(self, name: str, triples: Sequence[tuple[Keys, Form, Tensor]]) -> None:
         """Overwrite tensors of an object, given their paths and forms. Collective. Raises CheckpointError."""
-        if not self._by_several:
+        if not self.by_several:
             return
-        ranks, reads, sent = self._communicator, {}, {}
+        ranks, reads, sent = self.communicator, {}, {}
         owned: list[int | None] = []
-        if name in self._state.optimizers:
-            optimizer = self._state.optimizers[name]
+        if name in self.state.optimizers:
+            optimizer = self.state.optimizers[name]
             count = sum(len(group[PARAMS]) for group in optimizer.param_groups)
             owned = owners(ranks, optimizer.state_dict()[STATE], count)
         for path, form, found in triples:
             key, sharded = str(form.key), ranks.is_sharded(found)
             owner = owned[path[1]] if owned and path[0] == STATE else None
-            if not self._each or (owner is None and not sharded):
+            if not self.each or (owner is None and not sharded):
                 sent[key] = found
                 if ranks.is_main and not sharded and not found.is_meta:
                     reads[key] = found, Region.rows(0, found)
@@ -144,17 +121,17 @@ class CheckpointView:
             broadcast_tensors(ranks, list(sent.values()), sources)
 
     def _whole(self, key: str) -> Tensor:
-        assert self._stored is not None
-        return self._stored.whole(key)
+        assert self.stored is not None
+        return self.stored.whole(key)
 
     def _read(self, reads: Mapping[str, tuple[Tensor, Region]]) -> None:
         why = ""
         try:
-            if self._stored is not None:
-                self._stored.read(reads)
+            if self.stored is not None:
+                self.stored.read(reads)
         except (DamagedError, CheckpointError) as error:
             why = str(error)
-        failures = list(filter(None, self._communicator.all_gather_data(why)))
+        failures = list(filter(None, self.communicator.all_gather_data(why)))
         if failures:
             raise CheckpointError(failures[0])
         self.release()
@@ -187,8 +164,8 @@ def open_on_all(
     stored = None if saved is None else saved.stored
     if digest is not None and communicator.shards and not communicator.is_main:
         stored = _seen(place, manifest, digest)
-    several = digest is not None
-    return CheckpointView(communicator, state, manifest, outlines, by_several=several, saved=saved, stored=stored)
+    each = digest is not None and communicator.shards and all(communicator.all_gather_data(stored is not None))
+    return CheckpointView(communicator, state, manifest, outlines, saved, digest is not None, stored, each)
 
 
 def _seen(place: str, manifest: Manifest, digest: str) -> Stored | None:

@@ -12,9 +12,19 @@ from torch import Tensor
 from unitrain.checkpoint.names import GROUPS, Keys, joined, numbered
 from unitrain.checkpoint.sharded.dcp import METADATA, Stored
 from unitrain.checkpoint.store.folder import Folder
-from unitrain.checkpoint.store.located import Located, NotACheckpointError, checkpoint_at, read, store_at, verified
-from unitrain.checkpoint.store.manifest import NAME, RUN, DamagedError, Manifest
-from unitrain.checkpoint.store.reading import MappedFiles
+from unitrain.checkpoint.store.located import (
+    RUN,
+    DamagedError,
+    Located,
+    Manifest,
+    NotACheckpointError,
+    checkpoint_at,
+    read,
+    store_at,
+    verified,
+)
+from unitrain.checkpoint.store.store import NAME
+from unitrain.checkpoint.store.torch_files import MappedFiles
 from unitrain.communication.streaming import Form
 from unitrain.errors import CheckpointError
 from unitrain.process import print_stderr

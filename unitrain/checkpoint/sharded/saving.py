@@ -29,8 +29,7 @@ from unitrain.checkpoint.names import (
 from unitrain.checkpoint.run_state import RunState
 from unitrain.checkpoint.sharded.dcp import METADATA, Entry, Layout, Piece, Region, merged, to_bytes, write
 from unitrain.checkpoint.store.folder import Draft, Folder
-from unitrain.checkpoint.store.reading import reason
-from unitrain.checkpoint.store.writing import Writing, write_hashed
+from unitrain.checkpoint.store.torch_files import Writing, reason, write_hashed
 from unitrain.communication.communicator import Communicator
 from unitrain.communication.streaming import outline, own_rows, receive
 from unitrain.data.structure import rebuilt

@@ -11,9 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
 
-from unitrain.checkpoint.store.manifest import NAME
-from unitrain.checkpoint.store.reading import open_regular
-from unitrain.checkpoint.store.store import Store
+from unitrain.checkpoint.store.store import NAME, Store
+from unitrain.checkpoint.store.torch_files import open_regular
 from unitrain.errors import CheckpointError
 
 _BLOCK = 2**20

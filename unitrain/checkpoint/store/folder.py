@@ -15,14 +15,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from unitrain.checkpoint.store import manifest as manifests
 from unitrain.checkpoint.store.disk import Disk
-from unitrain.checkpoint.store.located import Located, locate, store_at
+from unitrain.checkpoint.store.located import Located, locate, store_at, to_json
 from unitrain.checkpoint.store.lock import Lock, holder_of
-from unitrain.checkpoint.store.manifest import FOLDER, folder_name
-from unitrain.checkpoint.store.reading import reason
-from unitrain.checkpoint.store.store import Store
-from unitrain.checkpoint.store.writing import check_part, write_part
+from unitrain.checkpoint.store.store import FOLDER, NAME, Store, folder_name
+from unitrain.checkpoint.store.torch_files import check_part, reason, write_part
 from unitrain.errors import CheckpointError
 from unitrain.process import print_stderr
 from unitrain.url import parsed
@@ -75,7 +72,7 @@ class Draft:
 
     def complete(self, step: int, about: Mapping[str, Any], files: Mapping[str, Any]) -> None:
         """Write the manifest, given plain data and what it says of the files, so that this is a checkpoint."""
-        self.store.put(f"{self.name}/{manifests.NAME}", manifests.to_json(step, about, files).encode())
+        self.store.put(f"{self.name}/{NAME}", to_json(step, about, files).encode())
         self.store.sync(self.name)
 
     def tell(self, rank: int, text: str) -> None:
@@ -145,7 +142,7 @@ class Folder:
     def incomplete(self) -> list[str]:
         """Return the paths or URLs of folders that look like a checkpoint's, but have no manifest."""
         names = [name for name in self._names() if FOLDER.fullmatch(name)]
-        return [self.store.shown(name) for name in names if manifests.NAME not in self._names(name)]
+        return [self.store.shown(name) for name in names if NAME not in self._names(name)]
 
     def find(self, step: int) -> Located:
         """Return the checkpoint of a step, whose files are not verified yet. Raises DamagedError as ``locate`` does."""
@@ -169,7 +166,7 @@ class Folder:
         self._used.update(names)
         for name in sorted(names, key=_attempt):
             match = FOLDER.fullmatch(name)
-            if match and manifests.NAME in self._names(name):
+            if match and NAME in self._names(name):
                 found[int(match[1])] = name
         return found
 

@@ -20,8 +20,7 @@ from fsspec.core import url_to_fs
 from fsspec.exceptions import FSTimeoutError
 from fsspec.registry import known_implementations
 
-from unitrain.checkpoint.store.manifest import FOLDER, NAME
-from unitrain.checkpoint.store.store import Store
+from unitrain.checkpoint.store.store import FOLDER, NAME, Store
 from unitrain.errors import CheckpointError
 from unitrain.process import print_stderr
 

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
 from pathlib import Path
+
+NAME = "manifest.json"
+FOLDER = re.compile(r"step-(\d{10})(?:\.(\d+))?")
+"""The names of the folders of checkpoints: the step, and how often it had been saved before."""
+
+
+def folder_name(step: int) -> str:
+    """Return the name of the folder of a step's checkpoint."""
+    return f"step-{step:010d}"
 
 
 class Store(ABC):

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from unitrain.checkpoint.store.disk import Disk
 from unitrain.checkpoint.store.located import store_at
-from unitrain.checkpoint.store.reading import MappedFiles
 from unitrain.checkpoint.store.store import Store
+from unitrain.checkpoint.store.torch_files import MappedFiles
 from unitrain.checkpoint.weights.safetensors import INDEX, Stored, name_in, names_in_index, stored_in, tensor_of
 from unitrain.communication.streaming import BUFFER_BYTES, Form
 from unitrain.errors import CheckpointError
