@@ -24,10 +24,6 @@ from unitrain.job.watch.hub import Member
 from unitrain.process import print_stderr
 from unitrain.training.batch_norm.layers import is_unsynchronised
 
-# How long rank 0 may need for what it writes in the background.
-_BEST_S = 5.0
-_POLL_S = 0.02
-
 
 class EmergencyCheckpoint:
     """Saves the state of the last boundary, as ``unitrain.job.watch.emergency.Saver``.
@@ -124,15 +120,12 @@ class EmergencyCheckpoint:
 
     def _best(self) -> int | None:
         """Return the step of the best checkpoint. Raises CheckpointError if rank 0 has not completed it."""
-        marked = self._writer.marked
+        steps, marked = self._folder.steps(), self._writer.marked
         if marked is not None:
-            until = time.monotonic() + _BEST_S
-            while marked not in self._folder.steps():
-                if time.monotonic() > until:
-                    raise CheckpointError(f"the best one, of step {marked}, was not complete")
-                time.sleep(_POLL_S)
+            if marked not in steps:
+                raise CheckpointError(f"the best one, of step {marked}, is not complete")
             return marked
-        for step in self._folder.steps():
+        for step in steps:
             try:
                 return self._folder.find(step).manifest.best
             except DamagedError:

@@ -104,13 +104,17 @@ def _with_states(communicator: Communicator, value: Any) -> Any:
     ranks = owners(communicator, states, sum(len(group[PARAMS]) for group in value[GROUPS]))
     for rank in sorted({one for one in ranks if one is not None}):
         mine = {n: states[n] for n, one in enumerate(ranks) if one == rank and n in states}
-        expected = communicator.broadcast_object(outline(mine), rank)
-        device = _CPU if communicator.is_main else _META
-        states.update(
-            receive(communicator, expected, mine, src=rank, own=mine, new=lambda path, form: form.empty(device))  # noqa: B023
-        )
+        states.update(of_rank(communicator, rank, mine))
     # Of a parameter that no rank has a state of, there is only the rank that would have it.
     return {**value, STATE: {number: its for number, its in states.items() if isinstance(its, dict)}}
+
+
+def of_rank(communicator: Communicator, rank: int, state: Any) -> Any:
+    """Return a rank's nested state on rank 0. Collective. The result of other ranks than these two can't be used."""
+    expected = communicator.broadcast_object(outline(state), rank)
+    own = state if rank == communicator.rank else None
+    device = _CPU if communicator.is_main else _META
+    return receive(communicator, expected, own, src=rank, own=own, new=lambda path, form: form.empty(device))
 
 
 def divided(communicator: Communicator, state: RunState, parts: Mapping[str, Any]) -> tuple[dict[str, Any], Shards]:
