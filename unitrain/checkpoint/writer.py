@@ -139,8 +139,8 @@ class Writer:
 
     def finish(self) -> None:
         """Wait until the checkpoint in the background is written. Raises CheckpointError if it could not be."""
-        writing, self.under_way = self.under_way, None
-        error = None if writing is None else writing.exception()
+        error = None if self.under_way is None else self.under_way.exception()
+        self.under_way = None
         if error is not None:
             raise CheckpointError(str(error)) from error
 

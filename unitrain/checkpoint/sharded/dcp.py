@@ -16,14 +16,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import cache
 from math import prod
-from typing import Any, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
 
 from unitrain.checkpoint.names import Keys
 from unitrain.checkpoint.store.located import DamagedError, Located, unreadable, verified
-from unitrain.checkpoint.store.torch_files import MappedFiles, reason
+from unitrain.checkpoint.store.torch_files import MappedFiles, Writing, reason, viewed
 from unitrain.errors import CheckpointError
 
 METADATA = ".metadata"
@@ -179,13 +179,7 @@ class _Unpickler(pickle.Unpickler):
 # ------------------------------------------------------------------------------------------------- writing pieces
 
 
-class _Output(Protocol):
-    def write(self, data: Any) -> object: ...
-
-    def tell(self) -> int: ...
-
-
-def write(output: _Output, file: str, value: Any, first: int | None) -> Iterator[Piece]:
+def write(output: Writing | BinaryIO, file: str, value: Any, first: int | None) -> Iterator[Piece]:
     """Write rows of a tensor on the CPU to a file, and yield the pieces. ``first`` is None for a plain value."""
     for region, content in _pieces(value, first):
         output.write(bytes(-output.tell() % _ALIGNMENT))
@@ -333,10 +327,8 @@ class _Form(NamedTuple):
 
     def tensor_in(self, content: Tensor) -> Tensor:
         """Return the tensor in an archive of this form, in place."""
-        raw = content[len(self.head) : len(self.head) + self.like.nbytes]
-        if raw.data_ptr() % self.like.dtype.itemsize or raw.storage_offset() % self.like.dtype.itemsize:
-            raw = raw.clone()  # it can't be viewed
-        return raw.view(self.like.dtype).view(self.like.shape)
+        start = len(self.head)
+        return viewed(content[start : start + self.like.nbytes], self.like.dtype, self.like.shape)
 
 
 def overlap(one: Region, other: Region) -> Region | None:

@@ -29,7 +29,7 @@ from unitrain.checkpoint.names import (
 from unitrain.checkpoint.run_state import RunState
 from unitrain.checkpoint.sharded.dcp import METADATA, Entry, Layout, Piece, Region, merged, to_bytes, write
 from unitrain.checkpoint.store.folder import Draft, Folder
-from unitrain.checkpoint.store.torch_files import Writing, reason, write_hashed
+from unitrain.checkpoint.store.torch_files import Writing, reason, write_part
 from unitrain.communication.communicator import Communicator
 from unitrain.communication.streaming import outline, own_rows, receive
 from unitrain.data.structure import rebuilt
@@ -40,22 +40,15 @@ _POLL_S, _LONGEST_POLL_S = 0.005, 1.0
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 
 
-class Place(NamedTuple):
-    """Where a value is in a run's state."""
-
-    path: Keys
-    first: int | None = None
-    """The number of the first row of the tensor that this rank has; None for plain data."""
-    shape: tuple[int, ...] = ()
-    """The shape of the whole tensor."""
-
-
 class Shards(NamedTuple):
     """What a rank writes of the states of modules and optimizers, by key."""
 
     values: dict[str, Any]
     """Rows of a tensor, or plain data."""
-    places: dict[str, Place]
+    entries: dict[str, Entry]
+    """What they are parts of. None is written yet."""
+    first_rows: dict[str, int]
+    """The number of the first row of a tensor that this rank has."""
     aliases: dict[str, tuple[Keys, str]]
     """Further keys of values, with a path and the key in ``values``."""
 
@@ -119,7 +112,7 @@ def of_rank(communicator: Communicator, rank: int, state: Any) -> Any:
 
 def divided(communicator: Communicator, state: RunState, parts: Mapping[str, Any]) -> tuple[dict[str, Any], Shards]:
     """Return the states of objects that rank 0 writes alone, and what this rank writes of the others. Collective."""
-    shards = Shards({}, {}, {})
+    shards = Shards({}, {}, {}, {})
     plain: dict[Keys, Any] = {}
     for name in state.modules:
         _add(communicator, shards, plain, (((name, key), value) for key, value in parts[name].items()), {})
@@ -135,7 +128,7 @@ def divided(communicator: Communicator, state: RunState, parts: Mapping[str, Any
         for own in communicator.all_gather_object(plain):
             plain.update(own)
     for path, value in plain.items() if communicator.is_main else ():
-        shards.values[joined(path)], shards.places[joined(path)] = value, Place(path)
+        shards.values[joined(path)], shards.entries[joined(path)] = value, Entry(path, None, (), [])
     return {name: its for name, its in parts.items() if name not in (*state.modules, *state.names)}, shards
 
 
@@ -158,7 +151,9 @@ def _add(
         local, first = own_rows(communicator, value) if sharded else (value, 0)
         if local.numel() or (communicator.is_main and not value.numel()):
             key = joined(path)
-            shards.values[key], shards.places[key] = local.detach(), Place(path, first, tuple(value.shape))
+            dtype = str(value.dtype).removeprefix("torch.")
+            shards.values[key], shards.entries[key] = local.detach(), Entry(path, dtype, tuple(value.shape), [])
+            shards.first_rows[key] = first
 
 
 def write_shards(draft: Draft, rank: int, shards: Shards) -> tuple[dict[str, Any], Layout]:
@@ -168,14 +163,13 @@ def write_shards(draft: Draft, rank: int, shards: Shards) -> tuple[dict[str, Any
         return {}, layout
     name = f"__{rank}_0.distcp"  # as torch names it
 
-    def save(output: Writing) -> None:
-        for key, value in shards.values.items():
-            path, first, shape = shards.places[key]
-            dtype = None if first is None else str(value.dtype).removeprefix("torch.")
-            layout[key] = Entry(path, dtype, shape, list(write(output, name, value, first)))
+    def save(values: dict[str, Any], output: Writing) -> None:
+        for key, value in values.items():
+            pieces = list(write(output, name, value, shards.first_rows.get(key)))
+            layout[key] = shards.entries[key]._replace(pieces=pieces)
 
     with draft.store.draft(f"{draft.name}/{name}") as file:
-        described = write_hashed(file, shards.values, save, lambda: draft.store.put(f"{draft.name}/{name}", file))
+        described = write_part(file, shards.values, lambda: draft.store.put(f"{draft.name}/{name}", file), save)
     layout.update((alias, layout[key]._replace(path=to)) for alias, (to, key) in shards.aliases.items())
     return {name: described}, layout
 

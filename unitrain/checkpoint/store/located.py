@@ -220,14 +220,11 @@ def read(found: Located, names: Iterable[str], mapped: MappedFiles) -> dict[str,
         DamagedError: a file is missing, changed, or not one of torch's.
         CheckpointError: a file could not be downloaded, or contains more than tensors and plain data.
     """
-    names = list(names)
-    store, files = found.store, found.manifest.files
-    store.check_space(sum(files[name].size for name in names), f"{found} can't be read")
     contents = {}
     for name in names:
         with verified(found, name) as path:
             try:
                 contents[name.removesuffix(".pt")] = mapped.load(path)
             except Exception as error:  # torch.load raises many kinds of exceptions for a broken file
-                raise unreadable(store.shown(found.file_name(name)), error) from error
+                raise unreadable(found.store.shown(found.file_name(name)), error) from error
     return contents

@@ -161,7 +161,13 @@ class Objects(Store):
 
     def probe(self, needed: int) -> None:
         """See ``Store.probe``. A server that does not answer is reported before the library gives up."""
-        self.check_space(needed, f"checkpoints can't be written to {self}")
+        free = shutil.disk_usage(tempfile.gettempdir()).free
+        if free < needed:
+            raise CheckpointError(
+                f"checkpoints can't be written to {self}: one passes through temporary files in "
+                f"{tempfile.gettempdir()}, and needs at least {needed} bytes there, but {free} bytes are free. Free "
+                "some space, or set TMPDIR to a folder on another disk."
+            )
         silent = f"unitrain: {self} has not answered for {SILENT_S:g} s. It is tried again before this is an error."
         silence = threading.Timer(SILENT_S, lambda: print_stderr(silent))
         silence.daemon = True
@@ -171,15 +177,6 @@ class Objects(Store):
                 self.list()
         finally:
             silence.cancel()
-
-    def check_space(self, needed: int, what: str) -> None:
-        """See ``Store.check_space``."""
-        free = shutil.disk_usage(tempfile.gettempdir()).free
-        if free < needed:
-            raise CheckpointError(
-                f"{what}: it passes through temporary files in {tempfile.gettempdir()}, and needs at least {needed} "
-                f"bytes there, but {free} bytes are free. Free some space, or set TMPDIR to a folder on another disk."
-            )
 
     @property
     def _files(self) -> Any:

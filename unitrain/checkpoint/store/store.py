@@ -107,11 +107,3 @@ class Store(ABC):
 
     def sync(self, folder: str) -> None:
         """Have the names in a folder, and its own, on the disk. What an object store has accepted is there."""
-
-    def check_space(self, needed: int, what: str) -> None:
-        """Raise CheckpointError unless ``needed`` bytes fit where files are downloaded to. A disk needs no download.
-
-        Args:
-            needed: the number of bytes.
-            what: what is not possible otherwise, for the message.
-        """

@@ -14,14 +14,14 @@ import re
 import stat
 import zipfile
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from unitrain.data.structure import tensors
 
@@ -51,6 +51,13 @@ def reason(error: Exception) -> str:
         found = f"{kind[1]} is" if kind else "it contains an object that is"
         return f"{found} neither a tensor nor plain data (int, float, str, list, dict), and pickled code is never run."
     return f"{type(error).__name__}: {error}"
+
+
+def viewed(raw: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    """Return a tensor, given its bytes: in place, if they are aligned."""
+    if raw.data_ptr() % dtype.itemsize or raw.storage_offset() % dtype.itemsize:
+        raw = raw.clone()
+    return raw.view(dtype).view(shape)
 
 
 class MappedFiles:
@@ -112,43 +119,40 @@ def _mappings(paths: set[str], addresses: list[int]) -> Iterator[tuple[int, int]
 # ----------------------------------------------------------------------------------------------------------- writing
 
 
-def write_part(path: Path, value: Any, written: Callable[[], object] = lambda: None) -> dict[str, Any]:
-    """Write a file of a checkpoint with ``torch.save``. See ``write_hashed``."""
-    return write_hashed(path, value, partial(torch.save, value), written)
-
-
-def write_hashed(
-    path: Path, value: Any, save: Callable[[Writing], object], written: Callable[[], object]
+def write_part(
+    path: Path,
+    value: Any,
+    written: Callable[[], object] = lambda: None,
+    save: Callable[..., object] = torch.save,
 ) -> dict[str, Any]:
-    """Write a file, and return what its manifest says of it. Raises any exception of pickling.
+    """Write a file of a checkpoint, and return what its manifest says of it. Raises any exception of pickling.
 
     Args:
         path: the file, which is not synced to the disk.
         value: tensors and plain data. The memory of the tensors does not change.
-        save: writes the value.
         written: called when the file is complete. It may not be hashed to its end yet, which takes longer.
+        save: writes the value.
     """
     with ThreadPoolExecutor(1, "checkpoint digest") as thread:
-        digest = Digest(value, thread)
-        size = _write(path, save, digest)
+        writing = _write(path, value, save, thread)
         written()
-        return {"size": size, "sha256": digest.hexdigest()}
+        return {"size": writing.size, "sha256": writing.hexdigest()}
 
 
 def write_file(path: Path, value: Any) -> None:
     """Write a file that is not synced to the disk. Raises any exception of pickling."""
-    _write(path, partial(torch.save, value), None)
+    _write(path, value, torch.save, None)
 
 
-def _write(path: Path, save: Callable[[Writing], object], digest: Digest | None) -> int:
+def _write(path: Path, value: Any, save: Callable[..., object], thread: ThreadPoolExecutor | None) -> Writing:
     with open(path, "wb") as file:
-        writing = Writing(file, digest)
+        writing = Writing(file, value, thread)
         try:
-            save(writing)
+            save(value, writing)
         except RuntimeError as error:
             raise writing.error or error from error
         writing.end()
-    return writing.size
+    return writing
 
 
 def check_part(path: Path) -> None:
@@ -157,17 +161,23 @@ def check_part(path: Path) -> None:
 
 
 class Writing:
-    """The file object that ``torch.save`` is given. It joins small writes, of which an archive has about 40."""
+    """The file object that ``torch.save`` is given. It joins small writes, of which an archive has about 40.
 
-    def __init__(self, file: BinaryIO, digest: Digest | None) -> None:
+    A thread, if there is one, computes the SHA-256 of what is written. The tensors' memory is used until that is done.
+    """
+
+    def __init__(self, file: BinaryIO, value: Any, thread: ThreadPoolExecutor | None) -> None:
         self._file = file
-        self._digest = digest
+        self._thread = thread
+        self._sha256 = hashlib.sha256()
+        found = (one for one in tensors(value) if one.device.type == "cpu" and one.layout == torch.strided)
+        self._lasting = {tensor.untyped_storage().data_ptr() for tensor in found}
         self._small = bytearray()
         self.size: int = 0
         self.error: OSError | None = None
         """The error of a write, which torch's writer replaces by another."""
 
-    def write(self, data: memoryview) -> int:
+    def write(self, data: bytes | memoryview) -> int:
         """Write data, which are hashed meanwhile."""
         size = len(data)
         self.size += size
@@ -176,7 +186,8 @@ class Writing:
         if size >= _SMALL or len(self._small) >= _JOINED:
             self.end()
         if size >= _SMALL:
-            self._put(data)
+            lasts = np.frombuffer(data, np.uint8).ctypes.data in self._lasting
+            self._put(data, lasts=lasts)
         return size
 
     def tell(self) -> int:
@@ -190,35 +201,20 @@ class Writing:
         """Write what has been joined so far."""
         if self._small:
             joined, self._small = self._small, bytearray()
-            self._put(memoryview(joined))
+            self._put(joined, lasts=True)
 
-    def _put(self, data: memoryview) -> None:
-        hashed = None if self._digest is None else self._digest.update(data)
+    def hexdigest(self) -> str:
+        """Return the digest of what was written."""
+        assert self._thread is not None
+        return self._thread.submit(self._sha256.hexdigest).result()
+
+    def _put(self, data: bytes | bytearray | memoryview, *, lasts: bool) -> None:
+        hashed = None if self._thread is None else self._thread.submit(self._sha256.update, data)
         try:
             self._file.write(data)
         except OSError as error:
             self.error = error
             raise
         finally:
-            if hashed is not None:
+            if hashed is not None and not lasts:
                 hashed.result()
-
-
-class Digest:
-    """A SHA-256 of what is written of a value, computed by a thread. The memory of its tensors must not change."""
-
-    def __init__(self, value: Any, thread: ThreadPoolExecutor) -> None:
-        self._sha256 = hashlib.sha256()
-        self._thread = thread
-        found = (one for one in tensors(value) if one.device.type == "cpu" and one.layout == torch.strided)
-        self._lasting = {tensor.untyped_storage().data_ptr() for tensor in found}
-
-    def update(self, data: memoryview) -> Future[None] | None:
-        """Add data. If a future is returned, their memory is used until it is done."""
-        hashed = self._thread.submit(self._sha256.update, data)
-        lasts = isinstance(data.obj, bytearray) or np.frombuffer(data, np.uint8).ctypes.data in self._lasting
-        return None if lasts else hashed
-
-    def hexdigest(self) -> str:
-        """Return the digest of what was written."""
-        return self._thread.submit(self._sha256.hexdigest).result()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from unitrain.checkpoint.store.located import store_at
-from unitrain.checkpoint.weights.weight_files import WeightFiles
+from unitrain.checkpoint.weights.safetensors import WeightFiles
 from unitrain.communication.communicator import Communicator
 from unitrain.communication.streaming import Form, broadcast_tensors, own_rows
 from unitrain.errors import CheckpointError, UsageError
@@ -28,7 +28,7 @@ def load_weights(communicator: Communicator, prepared: PreparedModules, module: 
     def read() -> tuple[str, list[str], list[str], dict[str, Form]]:
         nonlocal files
         files = WeightFiles.at(place)
-        return files.store.location, files.names, files.digests(), files.forms()
+        return files.store.location, files.names, files.digests, files.forms()
 
     location, names, digests, forms = communicator.on_main(read)
     targets = _targets(plain, forms, path)
@@ -52,7 +52,7 @@ def _seen(location: str, names: list[str], digests: list[str]) -> WeightFiles | 
     """Return the files that rank 0 has found, on another rank; None if it does not see the same."""
     try:
         files = WeightFiles(store_at(parsed(location)), names)
-        return files if files.digests() == digests else None
+        return files if files.digests == digests else None
     except CheckpointError:
         return None
 

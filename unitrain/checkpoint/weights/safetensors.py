@@ -1,85 +1,180 @@
-"""Reads the format of safetensors: a header in JSON, and the bytes of tensors."""
+"""Files of safetensors with a model's weights, in a folder or in an object store, as one rank reads them.
+
+A file has a header in JSON, and the bytes of tensors. The library safetensors can't read parts from an object store.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from unitrain.checkpoint.store.disk import Disk
+from unitrain.checkpoint.store.located import store_at
+from unitrain.checkpoint.store.store import Store
+from unitrain.checkpoint.store.torch_files import MappedFiles, viewed
+from unitrain.communication.streaming import BUFFER_BYTES, Form
 from unitrain.errors import CheckpointError
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
-INDEX = ".safetensors.index.json"
+_INDEX = ".safetensors.index.json"
 _LARGEST_HEADER = 10**8  # bytes, as in the library safetensors
+_BEGINNING = 2**20  # bytes, in which most headers fit: one request for each file
+_REQUEST = 2**25  # bytes: a request takes as long as a few MB
 
 
-class Stored(NamedTuple):
+class _Stored(NamedTuple):
     """A tensor in a file."""
 
+    file: str
     dtype: torch.dtype
     shape: list[int]
     start: int
     """The first of its bytes in the file."""
     end: int
 
-    def rows(self, start: int, end: int) -> Stored:
-        """Return some of its rows."""
-        row = (self.end - self.start) // max(1, self.shape[0])
-        return Stored(self.dtype, [end - start, *self.shape[1:]], self.start + start * row, self.start + end * row)
 
+class WeightFiles:
+    """Files, which are read when their tensors are. Each rank reads the rows that it needs.
 
-def name_in(names: Sequence[str], folder: str) -> str:
-    """Return which of the files in a folder has weights, or an index of them. Raises CheckpointError if none has."""
-    for end in (".safetensors", INDEX):
-        if f"model{end}" in names:
-            return f"model{end}"
-    raise CheckpointError(f"{folder} has neither model.safetensors nor model{INDEX}: name the file.")
+    Args:
+        store: the folder of the files.
+        names: their names in it.
 
+    Attributes:
+        store: as given.
+        names: as given.
+        digests: a digest of each file's size and beginning, which has its header.
+        piece_bytes: how much to read of a tensor at a time.
 
-def names_in_index(text: bytes, shown: str) -> list[str]:
-    """Return the names of the files in the text of an index. Raises CheckpointError if it is not one."""
-    try:
-        names = sorted(set(json.loads(text)["weight_map"].values()))
-        if any("/" in name for name in names):
-            raise ValueError("it names a file in another folder")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{shown} is no index of safetensors: {type(error).__name__}: {error}") from error
-    return names
-
-
-def stored_in(read: Callable[[int, int], bytes], size: int, shown: str) -> dict[str, Stored]:
-    """Return where the tensors of a file are, given what returns its bytes between two positions, and their number.
-
-    Raises CheckpointError if it is no such file.
+    Raises:
+        CheckpointError: a file can't be read, or is not one of safetensors.
     """
-    try:
-        length = int.from_bytes(read(0, 8), "little")
-        if length > _LARGEST_HEADER:
-            raise ValueError(f"its header would have {length} bytes")
-        header = json.loads(read(8, 8 + length))
-        header.pop("__metadata__", None)
-        return {name: _stored(8 + length, size, about) for name, about in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{shown} is no whole file of safetensors: {type(error).__name__}: {error}") from error
+
+    def __init__(self, store: Store, names: Sequence[str]) -> None:
+        self.store: Store = store
+        self.names: list[str] = list(names)
+        self.digests: list[str] = []
+        self.piece_bytes: int = BUFFER_BYTES if isinstance(store, Disk) else _REQUEST
+        self._mapped = MappedFiles()
+        self._contents: dict[str, Tensor] = {}  # of files on a disk
+        self._stored: dict[str, _Stored] = {}
+        for name in names:
+            self._read_header(name)
+
+    @staticmethod
+    def at(place: Path | str) -> WeightFiles:
+        """Return the files of a model: the one at a path or URL, or in a folder there, or those that an index names.
+
+        Raises CheckpointError if no file was found, or the index or a file is invalid.
+        """
+        if isinstance(place, Path):
+            store, name = (store_at(place), "") if place.is_dir() else (store_at(place.parent), place.name)
+        elif place.rstrip("/").endswith((".safetensors", _INDEX)):
+            folder, _, name = place.rstrip("/").rpartition("/")
+            store = store_at(folder)
+        else:
+            store, name = store_at(place), ""
+        if not name:
+            found: list[str] = []
+            with _readable(str(store)), suppress(FileNotFoundError):
+                found = store.list()
+            name = next((one for one in ("model.safetensors", f"model{_INDEX}") if one in found), "")
+            if not name:
+                raise CheckpointError(f"{store} has neither model.safetensors nor model{_INDEX}: name the file.")
+        if not name.endswith(_INDEX):
+            return WeightFiles(store, [name])
+        with _readable(store.shown(name)):
+            text = store.get(name)
+        try:
+            names = sorted(set(json.loads(text)["weight_map"].values()))
+            if any("/" in one for one in names):
+                raise ValueError("it names a file in another folder")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            shown = store.shown(name)
+            raise CheckpointError(f"{shown} is no index of safetensors: {type(error).__name__}: {error}") from error
+        return WeightFiles(store, names)
+
+    def forms(self) -> dict[str, Form]:
+        """Return the forms of the tensors, by name."""
+        stored = self._stored.items()
+        return {name: Form(torch.empty(one.shape, dtype=one.dtype, device="meta")) for name, one in stored}
+
+    def rows(self, name: str, first: int, last: int) -> Tensor:
+        """Return some rows of a tensor. Raises CheckpointError."""
+        whole = self._stored[name]
+        row, shape = (whole.end - whole.start) // max(1, whole.shape[0]), [last - first, *whole.shape[1:]]
+        return self._read(whole._replace(shape=shape, start=whole.start + first * row, end=whole.start + last * row))
+
+    def whole(self, name: str) -> Tensor:
+        """Return a tensor. Raises CheckpointError."""
+        return self._read(self._stored[name])
+
+    def release(self) -> None:
+        """Give back the memory of what has been read."""
+        self._mapped.release()
+
+    def _read_header(self, file: str) -> None:
+        shown = self.store.shown(file)
+        with _readable(shown):
+            size = self.store.size(file)
+        beginning = self._bytes(file, 0, min(size, _BEGINNING))
+        self.digests.append(hashlib.sha256(f"{size} ".encode() + beginning).hexdigest())
+        try:
+            end = 8 + int.from_bytes(beginning[:8], "little")
+            if end > 8 + _LARGEST_HEADER:
+                raise ValueError(f"its header would have {end - 8} bytes")
+            header = json.loads((beginning + self._bytes(file, len(beginning), min(size, end)))[8:end])
+            header.pop("__metadata__", None)
+            for name, about in header.items():
+                self._stored[name] = _stored(file, end, size, about)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            message = f"{shown} is no whole file of safetensors: {type(error).__name__}: {error}"
+            raise CheckpointError(message) from error
+
+    def _read(self, stored: _Stored) -> Tensor:
+        file, dtype, shape, start, end = stored
+        if isinstance(self.store, Disk):  # mapped, so that it is read when it is used
+            if file not in self._contents:
+                self._contents[file] = torch.empty(0, dtype=torch.uint8).set_(self._mapped.map(self.store.root / file))
+            raw = self._contents[file][start:end]
+        else:
+            content = bytearray(self._bytes(file, start, end))
+            raw = torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+        if raw.numel() != end - start:
+            raise CheckpointError(f"{self.store.shown(file)} has changed or was cut while it was read.")
+        return viewed(raw, dtype, shape)
+
+    def _bytes(self, file: str, start: int, end: int) -> bytes:
+        with _readable(self.store.shown(file)):
+            return self.store.get(file, start, end) if start < end else b""
 
 
-def tensor_of(raw: Tensor, stored: Stored) -> Tensor:
-    """Return a tensor, given its bytes."""
-    if raw.data_ptr() % stored.dtype.itemsize or raw.storage_offset() % stored.dtype.itemsize:
-        raw = raw.clone()  # it can't be viewed
-    return raw.view(stored.dtype).view(stored.shape)
-
-
-def _stored(begin: int, size: int, about: Any) -> Stored:
+def _stored(file: str, begin: int, size: int, about: Any) -> _Stored:
+    """Return where a tensor is, given what a header says, where that ends, and the size of the file."""
     dtype, shape = DTYPES[about["dtype"]], [int(length) for length in about["shape"]]
     start, end = (begin + int(offset) for offset in about["data_offsets"])
     if not (begin <= start <= end <= size and end - start == math.prod(shape) * dtype.itemsize):
         raise ValueError(f"{about} does not fit into {size} bytes")
-    return Stored(dtype, shape, start, end)
+    return _Stored(file, dtype, shape, start, end)
+
+
+@contextmanager
+def _readable(shown: str) -> Iterator[None]:
+    """Raise errors of reading as CheckpointError."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{shown} does not exist.") from error
+    except OSError as error:
+        raise CheckpointError(f"{shown} could not be read: {error.strerror or error}.") from error
