@@ -14,11 +14,11 @@ from unitrain.checkpoint.emergency.last_boundary import LastBoundary
 from unitrain.checkpoint.run_state import RunState
 from unitrain.checkpoint.sharded import loading
 from unitrain.checkpoint.sharded.opening import OpenCheckpoint, Search, best_beside, opened
-from unitrain.checkpoint.sharded.saving import begin, divided, gathered
+from unitrain.checkpoint.sharded.saving import divided, gathered, shared_store
 from unitrain.checkpoint.store.disk import Disk
-from unitrain.checkpoint.store.folder import Folder
+from unitrain.checkpoint.store.folder import Draft, Folder
 from unitrain.checkpoint.store.located import METRICS, RUN, Manifest, store_at
-from unitrain.checkpoint.store.store import folder_name
+from unitrain.checkpoint.store.store import Store, folder_name
 from unitrain.checkpoint.writer import Together, Writer
 from unitrain.communication.communicator import Communicator
 from unitrain.errors import CheckpointError, UsageError, listed
@@ -84,6 +84,8 @@ class Checkpoint:
             patience_s=state.settings.timeout_s,
             failed=lambda: stopping.request(StopReason()),  # all ranks raise the error at their next boundary
         )
+        self._looked = False
+        self._shared: Store | None = None  # where all ranks write, if they do
         self._unclaimed: int | None = None  # the step of another run's newest checkpoint, until resume or discard
         self._epoch_end = EpochEndHook(state, step)
         self._boundary: LastBoundary | None = None
@@ -114,7 +116,7 @@ class Checkpoint:
                     "fails, the run resumes from its last save."
                 )
             return
-        self._boundary = LastBoundary(state.objects, state.modules.values(), self._epoch_end, ranks.pulse)
+        self._boundary = LastBoundary(state, self._epoch_end, ranks.pulse)
         self._step.hooks.add_hook(self._boundary)
         watch.save_by(EmergencyCheckpoint(store.root, self._boundary, state, self._writer, ranks.rank, watch.members))
 
@@ -161,27 +163,27 @@ class Checkpoint:
                 self._writer.marked = self._step.global_step
             metrics = metric_states.metrics_in(modules)
             metric_parts = metric_states.gather(ranks, metrics) if metrics else None
-            parts, together = self._sharded(ended) if ranks.shards else (None, None)
+            parts = state.parts() if ended is None else ended.applied_to(state.parts())
+            together: Together | None = None
+            if ranks.shards:
+                parts, together = self._sharded(parts)
+            step = self._step.global_step
+            parts[RUN] = state.run(step, [random for _, random in marks])
+            if metric_parts is not None:
+                parts[METRICS] = metric_parts
+            ranks.on_main(lambda: self._writer.write(step, parts, together, best=best))
 
-            def write() -> None:
-                number = self._step.global_step
-                states = _parts(state, ended) if parts is None else parts
-                states[RUN] = state.run(number, [random for _, random in marks])
-                if metric_parts is not None:
-                    states[METRICS] = metric_parts
-                self._writer.write(number, states, together, best=best)
-
-            ranks.on_main(write)
-
-    def _sharded(self, ended: EpochEnd | None) -> tuple[dict[str, Any], Together | None]:
+    def _sharded(self, parts: dict[str, Any]) -> tuple[dict[str, Any], Together | None]:
         """Return what rank 0 writes alone, and what each rank writes; or whole states, and None. Collective.
 
         Rank 0 alone can write if not all ranks see the folder, or if the store wants few commits.
         """
-        ranks, parts = self._communicator, _parts(self._state, ended)
-        draft = begin(ranks, self._folder, self._step.global_step)
-        if draft is None:
+        ranks = self._communicator
+        if not self._looked:
+            self._looked, self._shared = True, shared_store(ranks, self._folder)
+        if self._shared is None:
             return gathered(ranks, parts), None
+        draft = Draft(self._shared, ranks.on_main(lambda: self._folder.begin(self._step.global_step).name))
         alone, shards = divided(ranks, self._state, parts)
         together = Together(draft, shards, writers=ranks.world_size // ranks.replicas)
         if 0 < ranks.rank < together.writers:
@@ -328,10 +330,6 @@ class Checkpoint:
     def abandon(self) -> None:
         """End the background writer, without waiting for it, and let other jobs use the folder. Not collective."""
         self._writer.close(wait=False)
-
-
-def _parts(state: RunState, ended: EpochEnd | None) -> dict[str, Any]:
-    return state.parts() if ended is None else ended.applied_to(state.parts())
 
 
 def _check_alike(marks: list[bool]) -> None:

@@ -36,12 +36,6 @@ class RunState:
         settings: the strategy's settings.
         config: the script's settings, as plain data.
 
-    Attributes:
-        objects: as given.
-        prepared: as given.
-        settings: as given.
-        config: as given.
-
     Raises:
         UsageError: an object has no state, or its name can't be that of a file.
     """

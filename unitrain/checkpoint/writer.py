@@ -46,16 +46,11 @@ class Together(NamedTuple):
 class Writer:
     """Writes checkpoints of a run, and keeps the newest and the best. Rank 0 writes; of shards, each rank its own.
 
-    Args:
-        folder: that of the checkpoints.
-        state: the run's, for the manifests.
-        keep: number of checkpoints to keep, beside the best.
-        background: whether this rank writes while training continues.
-        patience_s: how long ranks that write a checkpoint together wait for one another, in seconds.
-        failed: called, in the background, when rank 0 could not write a checkpoint.
+    Ranks that write a checkpoint together wait for one another for ``patience_s``. ``failed`` is called, in the
+    background, when a checkpoint could not be written.
 
     Attributes:
-        folder: as given.
+        folder: the folder of the checkpoints.
         under_way: what is written in the background, or was written last and is not finished yet.
         best: the step of the best checkpoint that is complete, if any; on rank 0 only.
         resumed_from: the step that the run was resumed from, if any.

@@ -8,6 +8,7 @@ they are seeded anew, as on another number of processes.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from concurrent.futures import wait as wait_for
 from pathlib import Path
 
@@ -28,23 +29,11 @@ from unitrain.training.batch_norm.layers import is_unsynchronised
 class EmergencyCheckpoint:
     """Saves the state of the last boundary, as ``unitrain.job.watch.emergency.Saver``.
 
-    Args:
-        root: the folder of the checkpoints.
-        boundary: records the state.
-        state: the run's.
-        writer: writes the run's other checkpoints.
-        rank: this rank.
-        members: the processes of the job, of which the first holds the folder.
+    ``members`` are the processes of the job, of which the first holds the folder.
     """
 
     def __init__(
-        self,
-        root: Path,
-        boundary: LastBoundary,
-        state: RunState,
-        writer: Writer,
-        rank: int,
-        members: tuple[Member, ...],
+        self, root: Path, boundary: LastBoundary, state: RunState, writer: Writer, rank: int, members: Sequence[Member]
     ) -> None:
         self._root = root.absolute()
         # There may be no time to sync files: only a failure of the host could damage them.

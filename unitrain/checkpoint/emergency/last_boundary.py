@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from unitrain.checkpoint.emergency.epoch_end import EpochEnd, EpochEndHook
+from unitrain.checkpoint.run_state import RunState
 from unitrain.data import Loader
 from unitrain.data.structure import rebuilt
 from unitrain.pulse import USER_CODE, Pulse
@@ -50,21 +51,13 @@ class Recorded(NamedTuple):
 
 
 class LastBoundary(StepHook):
-    """Records the state at each boundary, and keeps the main thread from changing the weights after the last one.
+    """Records the state at each boundary, and keeps the main thread from changing the weights after the last one."""
 
-    Args:
-        objects: the objects of the checkpoint, by name.
-        modules: the original modules among them.
-        epoch_end: remembers the state at the end of an epoch's training.
-        pulse: what the main thread is doing.
-    """
-
-    def __init__(
-        self, objects: Mapping[str, Any], modules: Iterable[nn.Module], epoch_end: EpochEndHook, pulse: Pulse
-    ) -> None:
+    def __init__(self, state: RunState, epoch_end: EpochEndHook, pulse: Pulse) -> None:
         self._epoch_end = epoch_end
         self._pulse = pulse
-        layers = dict.fromkeys(layer for module in modules for layer in module.modules())
+        objects = state.objects
+        layers = dict.fromkeys(layer for module in state.modules.values() for layer in module.modules())
         self._parameters = list(dict.fromkeys(p for layer in layers for p in layer.parameters(recurse=False)))
         self._buffers = [_Buffer(layer, name) for layer in layers for name in layer._buffers]
         self._loaders = {name: value for name, value in objects.items() if isinstance(value, Loader)}

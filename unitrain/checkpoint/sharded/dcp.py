@@ -207,20 +207,12 @@ def _pieces(value: Any, first: int | None) -> Iterator[tuple[Region, Any]]:
 class Stored:
     """The tensors and plain values that several ranks have written, of which a rank reads the parts that it needs.
 
-    Args:
-        found: the checkpoint.
-        content: its metadata.
-
-    Attributes:
-        layout: where the pieces are.
-        digest: the SHA-256 of the metadata.
-
-    Raises:
-        CheckpointError: the metadata are invalid.
+    ``content`` are the metadata. Raises CheckpointError if they are invalid.
     """
 
     def __init__(self, found: Located, content: bytes) -> None:
         self.layout: Layout = from_bytes(content, found.store.shown(found.file_name(METADATA)))
+        """Where the pieces are."""
         self.digest: str = hashlib.sha256(content).hexdigest()
         self._found = found
         self._open = ExitStack()

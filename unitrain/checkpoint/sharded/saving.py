@@ -29,12 +29,16 @@ from unitrain.checkpoint.names import (
 from unitrain.checkpoint.run_state import RunState
 from unitrain.checkpoint.sharded.dcp import METADATA, Entry, Layout, Piece, Region, merged, to_bytes, write
 from unitrain.checkpoint.store.folder import Draft, Folder
+from unitrain.checkpoint.store.located import store_at
+from unitrain.checkpoint.store.lock import holder_of
+from unitrain.checkpoint.store.store import Store
 from unitrain.checkpoint.store.torch_files import Writing, reason, write_part
 from unitrain.communication.communicator import Communicator
 from unitrain.communication.streaming import outline, own_rows, receive
 from unitrain.data.structure import rebuilt
 from unitrain.errors import CheckpointError
 from unitrain.process import print_stderr
+from unitrain.url import parsed
 
 _POLL_S, _LONGEST_POLL_S = 0.005, 1.0
 _CPU, _META = torch.device("cpu"), torch.device("meta")
@@ -177,31 +181,25 @@ def write_shards(draft: Draft, rank: int, shards: Shards) -> tuple[dict[str, Any
 # ------------------------------------------------------------------------------------------------------- together
 
 
-def begin(communicator: Communicator, folder: Folder, step: int) -> Draft | None:
-    """Begin a checkpoint, and return it as this rank sees it; None if rank 0 has to write it alone. Collective."""
-    draft: Draft | None = None
-
-    def place() -> list[str] | None:
-        nonlocal draft
-        if folder.store.few_writes:
-            return None
-        draft = folder.begin(step)
-        return draft.place
-
-    found = communicator.on_main(place)
+def shared_store(communicator: Communicator, folder: Folder) -> Store | None:
+    """Return the store that rank 0 saves to, as this rank sees it; None if rank 0 has to write alone. Collective."""
+    found = communicator.on_main(lambda: None if folder.store.few_writes else (folder.store.location, folder.token))
     if found is None:
         return None
-    why = ""
+    location, token = found
+    store, sees, why = folder.store, communicator.is_main, ""
     if not communicator.is_main:
+        store = store_at(parsed(location))
         try:
-            draft = folder.join(found)
+            holder = holder_of(store)
+            sees = holder is not None and holder.token == token
         except CheckpointError as error:
             why = str(error)
-    answers = communicator.all_gather_data([draft is not None, why])
+    answers = communicator.all_gather_data([sees, why])
     reasons = [f"rank {rank} can't write: {said}" for rank, (_, said) in enumerate(answers) if said]
     if reasons and communicator.is_main:
         print_stderr(f"unitrain: rank 0 gathers all shards and writes them alone, since {reasons[0]}")
-    return draft if all(sees for sees, _ in answers) else None
+    return store if all(one for one, _ in answers) else None
 
 
 def write_own(draft: Draft, rank: int, shards: Shards) -> None:

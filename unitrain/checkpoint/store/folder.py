@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from unitrain.checkpoint.store.disk import Disk
-from unitrain.checkpoint.store.located import Located, locate, store_at, to_json
-from unitrain.checkpoint.store.lock import Lock, holder_of
+from unitrain.checkpoint.store.located import Located, locate, to_json
+from unitrain.checkpoint.store.lock import Lock
 from unitrain.checkpoint.store.store import FOLDER, NAME, Store, folder_name
 from unitrain.checkpoint.store.torch_files import check_part, reason, write_part
 from unitrain.errors import CheckpointError
 from unitrain.process import print_stderr
-from unitrain.url import parsed
 
 BEST = "best"
 _THREADS = 4
@@ -32,20 +31,11 @@ Others = Callable[[], Mapping[str, Any]]
 
 
 class Draft:
-    """A checkpoint that is being written to a folder, perhaps by several ranks. It has no manifest yet.
+    """A checkpoint that is being written to a folder of a store, perhaps by several ranks. It has no manifest yet."""
 
-    ``token`` is that of rank 0's lock.
-    """
-
-    def __init__(self, store: Store, name: str, token: str = "") -> None:
+    def __init__(self, store: Store, name: str) -> None:
         self.store: Store = store
         self.name: str = name
-        self._token = token
-
-    @property
-    def place(self) -> list[str]:
-        """What ``Folder.join`` finds it by on another rank."""
-        return [self.store.location, self.name, self._token]
 
     def write(self, parts: Mapping[str, Any]) -> dict[str, Any]:
         """Write each part to a file, checked and synced, and return what the manifest says of the files."""
@@ -93,23 +83,15 @@ class Draft:
 
 
 class Folder:
-    """The checkpoints of a run, by their steps. Used on rank 0, except ``join``. Its string is the path or the URL.
+    """The checkpoints of a run, by their steps. Used on rank 0. Its string is the path or the URL.
 
-    All methods raise CheckpointError if the folder can't be read or written.
-
-    Args:
-        store: the folder, which ``claim`` makes.
-
-    Attributes:
-        store: as given.
+    All methods raise CheckpointError if the folder can't be read or written. ``claim`` makes it.
     """
 
     def __init__(self, store: Store) -> None:
         self.store: Store = store
         self._lock: Lock | None = None
         self._used: set[str] = set()  # names of folders that are, or were, in the store
-        self._joined: Store | None = None  # where rank 0 writes, on another rank, if it sees that
-        self._looked = False
 
     def __str__(self) -> str:
         return str(self.store)
@@ -118,6 +100,11 @@ class Folder:
         """Check that a checkpoint of at least ``needed`` bytes can be written, and keep other jobs from the folder."""
         self.store.probe(needed)
         self._lock = Lock(self.store)
+
+    @property
+    def token(self) -> str:
+        """What ``holder_of`` finds where other processes see this folder."""
+        return "" if self._lock is None else self._lock.token
 
     def check(self) -> None:
         """Check that no other job has taken the folder."""
@@ -185,21 +172,7 @@ class Folder:
         self._used.add(draft)
         with self._errors(f"checkpoint {self.store.shown(draft)} could not be written"):
             self.store.make(draft)
-        return Draft(self.store, draft, "" if self._lock is None else self._lock.token)
-
-    def join(self, place: Sequence[str]) -> Draft | None:
-        """Return, on another rank, the checkpoint that rank 0 has begun at a place; None if this rank does not see it.
-
-        Raises CheckpointError, once, if it can't look.
-        """
-        location, name, token = place
-        if not self._looked:
-            self._looked = True
-            store = store_at(parsed(location))
-            holder = holder_of(store)
-            if holder is not None and holder.token == token:
-                self._joined = store
-        return None if self._joined is None else Draft(self._joined, name)
+        return Draft(self.store, draft)
 
     def write(
         self,

@@ -45,15 +45,9 @@ class _Stored(NamedTuple):
 
 
 class WeightFiles:
-    """Files, which are read when their tensors are. Each rank reads the rows that it needs.
-
-    Args:
-        store: the folder of the files.
-        names: their names in it.
+    """Files in a store, which are read when their tensors are. Each rank reads the rows that it needs.
 
     Attributes:
-        store: as given.
-        names: as given.
         digests: a digest of each file's size and beginning, which has its header.
         piece_bytes: how much to read of a tensor at a time.
 
