@@ -35,17 +35,8 @@ from unitrain.url import parsed
 class Checkpoint:
     """Saves and resumes modules, optimizers, schedulers, loaders and plain values. Made by ``strategy.checkpoint``.
 
-    Args:
-        communicator: the communicator of this process.
-        state: the state of the run.
-        step: counts the optimizer steps.
-        stopping: saves and stops the run on a signal, as long as this is open.
-        watch: has the state saved when another rank fails; None in a world of one.
-        folder: the folder of the checkpoints, each of which is a folder named by its step: a path, or a URL that
-            fsspec knows.
-        keep: number of checkpoints to keep; the oldest are removed first. The best is kept in any case.
-        background: write checkpoints while training continues, one at a time.
-        restored: called when random number generators have been restored, which ``prepare`` must not seed any more.
+    ``watch`` has the state saved when another rank fails, and is None in a world of one. ``restored`` is called when
+    random number generators have been restored, which ``prepare`` must not seed any more.
 
     Attributes:
         closed: whether ``close`` was called.

@@ -26,15 +26,7 @@ _CYCLED = ("momentum", "betas")
 
 
 class RunState:
-    """The state of a run.
-
-    Args:
-        objects: objects by name, with ``state_dict`` and ``load_state_dict``, or dicts of plain values and tensors.
-        prepared: gives the original modules of prepared ones.
-        scaler: the GradScaler of fp16, else None.
-        communicator: the communicator of this process.
-        settings: the strategy's settings.
-        config: the script's settings, as plain data.
+    """The state of a run: of objects by name, with ``state_dict`` and ``load_state_dict``, or dicts of plain data.
 
     Raises:
         UsageError: an object has no state, or its name can't be that of a file.

@@ -101,11 +101,7 @@ class Writer:
         self.under_way = writing = self._thread.submit(write, self._snapshot)
         _writing.add(writing)
         writing.add_done_callback(_writing.discard)
-        writing.add_done_callback(self._report)
-
-    def _report(self, writing: Future[None]) -> None:
-        if writing.exception() is not None:
-            self._failed()
+        writing.add_done_callback(lambda done: None if done.exception() is None else self._failed())
 
     def _write(
         self, step: int, parts: dict[str, Any], together: Together | None, values: dict[str, Any], best: bool
@@ -113,9 +109,11 @@ class Writer:
         best_step = step if best else self.best
         about = self._state.about(best_step)
         self.folder.check()
-        if not self._began:
-            self._remove_newer()
-            self._began = True
+        if not self._began and self.resumed_from is not None:
+            for newer in self.folder.steps():  # later ones of this run would not be the newest
+                if newer > self.resumed_from:
+                    self.folder.remove(newer)
+        self._began = True
         if together is None:
             self.folder.write(step, parts, about)
         else:
@@ -125,12 +123,6 @@ class Writer:
         self.best = best_step  # not before: what was the best is kept if this one can't be written
         self.folder.point_to_best(best_step)
         self.folder.prune(self._keep, best_step)
-
-    def _remove_newer(self) -> None:
-        """Remove checkpoints newer than the one that was resumed: later ones of this run would not be the newest."""
-        for step in self.folder.steps():
-            if self.resumed_from is not None and step > self.resumed_from:
-                self.folder.remove(step)
 
     def finish(self) -> None:
         """Wait until the checkpoint in the background is written. Raises CheckpointError if it could not be."""

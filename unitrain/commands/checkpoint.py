@@ -15,7 +15,7 @@ from unitrain.checkpoint.sharded.opening import OpenCheckpoint, Search, opened
 from unitrain.checkpoint.store.disk import Disk
 from unitrain.checkpoint.store.folder import Folder
 from unitrain.checkpoint.store.located import DamagedError, Located, NotACheckpointError, checkpoint_at
-from unitrain.checkpoint.weights.safetensors import DTYPES
+from unitrain.checkpoint.weights import DTYPES
 from unitrain.commands.arguments import path, sentence
 from unitrain.communication.streaming import Form
 from unitrain.data.structure import rebuilt

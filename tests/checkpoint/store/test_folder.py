@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import pytest
 from saved_run import verify
 
-from unitrain.checkpoint.store.disk import Disk
-from unitrain.checkpoint.store.folder import Draft, Folder
+from unitrain.checkpoint.store.folder import Folder
 from unitrain.checkpoint.store.objects import Objects
 
 ABOUT: dict[str, Any] = {"world_size": 2, "strategy": {}, "config": {}}
@@ -49,14 +47,3 @@ def test_the_name_after_a_restart_is_later_than_every_name_before(folder: Folder
         folder.write(5, {"own": {}}, ABOUT)
     assert folder.find(5).folder == "step-0000000005.3"
     assert Folder(Objects(url)).begin(5).name == "step-0000000005.4"
-
-
-def test_ranks_that_write_a_checkpoint_leave_texts_for_rank_0(tmp_path: Path, url: str) -> None:
-    for store in (Disk(tmp_path / "run"), Objects(url)):
-        folder = Folder(store)
-        folder.claim(0)
-        draft = folder.begin(1)
-        Draft(store, draft.name).tell(1, "done")
-        assert draft.told(1) == "done"
-        assert draft.told(1) is None
-        folder.release()

@@ -249,8 +249,10 @@ class Stored:
         for key, (target, region) in tensors.items():
             entry, found = self.layout[key], 0
             for piece in entry.pieces:
-                if overlap(region, piece.region) is not None:
-                    found += copy_overlap(target, region, self._loaded(entry, piece), piece.region)
+                common = _overlap(region, piece.region)
+                if common is not None:
+                    source = _part(self._loaded(entry, piece), piece.region, common)
+                    found += _part(target, region, common).copy_(source).numel()
             if found != target.numel():
                 raise CheckpointError(f"a part of {key} is in no file of the checkpoint")
 
@@ -323,7 +325,7 @@ class _Form(NamedTuple):
         return viewed(content[start : start + self.like.nbytes], self.like.dtype, self.like.shape)
 
 
-def overlap(one: Region, other: Region) -> Region | None:
+def _overlap(one: Region, other: Region) -> Region | None:
     """Return the region that two regions of a tensor have in common, if they have elements in common."""
     offsets = tuple(map(max, one.offsets, other.offsets))
     ends = [min(a + n, b + m) for a, n, b, m in zip(*one, *other, strict=True)]
@@ -331,16 +333,8 @@ def overlap(one: Region, other: Region) -> Region | None:
     return Region(offsets, sizes) if all(size > 0 for size in sizes) else None
 
 
-def copy_overlap(target: Tensor, region: Region, source: Tensor, of: Region) -> int:
-    """Copy the elements that two regions of a tensor have in common, and return their number."""
-    common = overlap(region, of)
-    if common is None:
-        return 0
-
-    def narrowed(tensor: Tensor, its: Region) -> Tensor:
-        for dim, (offset, begin, size) in enumerate(zip(common.offsets, its.offsets, common.sizes, strict=True)):
-            tensor = tensor.narrow(dim, offset - begin, size)
-        return tensor
-
-    narrowed(target, region).copy_(narrowed(source, of))
-    return prod(common.sizes)
+def _part(tensor: Tensor, its: Region, part: Region) -> Tensor:
+    """Return a part of a tensor, which has a region of a larger one."""
+    for dim, (offset, begin, size) in enumerate(zip(part.offsets, its.offsets, part.sizes, strict=True)):
+        tensor = tensor.narrow(dim, offset - begin, size)
+    return tensor

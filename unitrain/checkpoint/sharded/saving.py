@@ -210,7 +210,7 @@ def write_own(draft: Draft, rank: int, shards: Shards) -> None:
     except Exception as error:  # pickling may raise any exception
         said = json.dumps({"error": reason(error)})
     with suppress(OSError, CheckpointError):  # nobody can be told: rank 0 waits in vain, and says so
-        draft.tell(rank, said)
+        draft.store.put(_message(draft, rank), said.encode())
 
 
 def write_all(draft: Draft, shards: Shards, writers: int, patience_s: float) -> dict[str, Any]:
@@ -231,16 +231,23 @@ def write_all(draft: Draft, shards: Shards, writers: int, patience_s: float) -> 
 
 def _told(draft: Draft, rank: int, patience_s: float) -> dict[str, Any]:
     """Return what another rank says of its file."""
-    until, pause = time.monotonic() + patience_s, _POLL_S
-    while (text := draft.told(rank)) is None:
+    until, pause, said = time.monotonic() + patience_s, _POLL_S, None
+    while said is None:
+        with suppress(FileNotFoundError):
+            said = json.loads(draft.store.get(_message(draft, rank)))
+            break
         if time.monotonic() > until:
             raise CheckpointError(f"rank {rank} has not written its shards within timeout_s ({patience_s:g} s)")
         time.sleep(pause)
         pause = min(1.1 * pause, _LONGEST_POLL_S)
-    said: dict[str, Any] = json.loads(text)
+    draft.store.remove(_message(draft, rank))
     if "error" in said:
         raise CheckpointError(f"rank {rank} could not write its shards: {said['error']}")
-    return said
+    return dict(said)
+
+
+def _message(draft: Draft, rank: int) -> str:
+    return f"{draft.name}/rank-{rank}.json"
 
 
 def _entry(path: list[Any], dtype: str | None, shape: list[int], pieces: list[Any]) -> Entry:

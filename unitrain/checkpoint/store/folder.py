@@ -65,22 +65,6 @@ class Draft:
         self.store.put(f"{self.name}/{NAME}", to_json(step, about, files).encode())
         self.store.sync(self.name)
 
-    def tell(self, rank: int, text: str) -> None:
-        """Leave a text of a rank for rank 0."""
-        self.store.put(self._message(rank), text.encode())
-
-    def told(self, rank: int) -> str | None:
-        """Take the text that a rank has left; None if there is none yet."""
-        try:
-            text = self.store.get(self._message(rank)).decode()
-        except FileNotFoundError:
-            return None
-        self.store.remove(self._message(rank))
-        return text
-
-    def _message(self, rank: int) -> str:
-        return f"{self.name}/rank-{rank}.json"
-
 
 class Folder:
     """The checkpoints of a run, by their steps. Used on rank 0. Its string is the path or the URL.
@@ -184,12 +168,7 @@ class Folder:
     ) -> None:
         """Write a checkpoint, which is complete or not there. Remove what killed processes left incomplete.
 
-        Args:
-            step: number of the step.
-            parts: states by name: tensors and plain data.
-            about: plain data for the manifest.
-            draft: what ``begin`` returned.
-            others: waits for the files that other ranks write there, and returns what the manifest says of them.
+        ``about`` is plain data for the manifest. ``others`` write to the ``draft``, too, which ``begin`` returned.
         """
         draft = draft or self.begin(step)
         try:

@@ -211,11 +211,6 @@ def read(found: Located, names: Iterable[str], mapped: MappedFiles) -> dict[str,
 
     Tensors are read from the disk when they are used. Pickled code is refused, and never run.
 
-    Args:
-        found: the checkpoint.
-        names: names of the files.
-        mapped: loads the files.
-
     Raises:
         DamagedError: a file is missing, changed, or not one of torch's.
         CheckpointError: a file could not be downloaded, or contains more than tensors and plain data.

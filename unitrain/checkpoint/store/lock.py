@@ -80,12 +80,6 @@ def _this_process() -> Holder:
 class Lock:
     """Holds the lock of a store until ``release``. A thread renews the file every few seconds meanwhile.
 
-    Args:
-        store: the folder of the checkpoints.
-
-    Attributes:
-        token: tells this lock from all others.
-
     Raises:
         CheckpointError: another process holds the lock, or the file can't be written.
     """
@@ -108,11 +102,7 @@ class Lock:
         self._thread.start()
 
     def check(self) -> None:
-        """Check that this process still holds the lock, before it writes. A folder that is gone is made again.
-
-        Raises:
-            CheckpointError: another process has taken the folder, or it was on a disk that is no longer there.
-        """
+        """Raise CheckpointError unless this process still holds the lock. A folder that is gone is made again."""
         holder = holder_of(self._store)
         if holder == self._own:
             return
