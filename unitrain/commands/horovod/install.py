@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 from filelock import FileLock, Timeout
+from packaging.version import Version
 from rich.console import Console
 
 from unitrain.commands.horovod.build import (
@@ -40,7 +41,9 @@ from unitrain.errors import BackendError
 _REQUIREMENTS = ("cffi", "setuptools", "wheel")
 
 
-def install_horovod(version: str, *, gpu: str = "none", without_mpi: bool = False, force: bool = False) -> int:
+def install_horovod(
+    version: str | Version, *, gpu: str = "none", without_mpi: bool = False, force: bool = False
+) -> int:
     """Build Horovod for the installed torch, install it and test it, unless this was done before.
 
     ``gpu`` is nccl to build GPU operations, too, auto to do so if torch finds a GPU, or none.
@@ -48,7 +51,7 @@ def install_horovod(version: str, *, gpu: str = "none", without_mpi: bool = Fals
     Raises:
         BackendError: a tool is missing, or a step failed; the message says what to do.
     """
-    console = Console(soft_wrap=True, highlight=False)
+    version, console = str(version), Console(soft_wrap=True, highlight=False)
     if find_spec("pip") is None:
         raise BackendError(
             "This environment has no pip, which is needed to install Horovod: python -m ensurepip (or: uv pip install "
@@ -166,7 +169,7 @@ def _build(version: str, mpi: Mpi | None, gpu: str | None, folder: Path, log: Pa
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command to its parser."""
-    parser.add_argument("--version", default="0.28.1", help="version of Horovod (default: %(default)s)")
+    parser.add_argument("--version", type=Version, default="0.28.1", help="version of Horovod (default: %(default)s)")
     parser.add_argument(
         "--gpu",
         choices=["auto", "nccl", "none"],
