@@ -116,7 +116,7 @@ class Checkpoint:
             return
         self._boundary = LastBoundary(state.objects, state.modules.values(), self._epoch_end, ranks.pulse)
         self._step.hooks.add_hook(self._boundary)
-        watch.save_by(EmergencyCheckpoint(store.root, self._boundary, state, self._writer, ranks.rank, watch.members))
+        watch.saver = EmergencyCheckpoint(store.root, self._boundary, state, self._writer, ranks.rank, watch.members)
 
     # ------------------------------------------------------------------------------------------------------- save
 
@@ -319,7 +319,7 @@ class Checkpoint:
             self.closed = True
             self._writer.close(wait=True)
             if self._watch is not None:
-                self._watch.save_by(None)
+                self._watch.saver = None
             self._folder.release()
             self._step.hooks.remove_hook(self._epoch_end)
             if self._boundary is not None:

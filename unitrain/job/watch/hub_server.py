@@ -115,9 +115,8 @@ class HubServer(threading.Thread):
         data = LENGTH.pack(len(content)) + content
         for writer in self._writers.values() if rank is None else [self._writers.get(rank)]:
             # A rank that has stopped reading gets no heartbeats, which would pile up.
-            if writer is None or (isinstance(message, messages.HubHeartbeat) and writer.transport.get_write_buffer_size()):
-                continue
-            writer.write(data)
+            if writer and not (isinstance(message, messages.HubHeartbeat) and writer.transport.get_write_buffer_size()):
+                writer.write(data)
 
 
 async def _next(reader: asyncio.StreamReader) -> Message | None:

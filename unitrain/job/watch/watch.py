@@ -51,6 +51,7 @@ class Watch:
 
     Attributes:
         members: all processes of the job, by rank.
+        saver: writes an emergency checkpoint when the job fails; None if none is to be written.
 
     Raises:
         CommunicationError: rank 0 can't be reached, or not all ranks reached it within ``timeout_s``.
@@ -65,7 +66,7 @@ class Watch:
         launch: Launch,
         key: bytes,
     ) -> None:
-        self._saver: Saver | None = None
+        self.saver: Saver | None = None
         self._launch = launch
         self._one_host = launch.local_world_size == communicator.world_size
         self._grace_s = grace_s(launch)  # that an emergency checkpoint may take
@@ -148,15 +149,6 @@ class Watch:
         self.wait_for_end()
         return self._verdict
 
-    @property
-    def saver(self) -> Saver | None:
-        """What writes an emergency checkpoint when the job fails; None if none is to be written."""
-        return self._saver
-
-    def save_by(self, saver: Saver | None) -> None:
-        """Have an emergency checkpoint written when the job fails, or none from now on."""
-        self._saver = saver
-
     def wait_for_end(self, patience_s: float = 0.0) -> None:
         """Wait until the job has ended, if it is ending: this process, or another one, may save its state meanwhile.
 
@@ -165,7 +157,7 @@ class Watch:
         with self._changed:
             if not self._changed.wait_for(lambda: self._verdict is not None, patience_s):
                 return
-        if self._saver is not None:
+        if self.saver is not None:
             self._over.wait(self._grace_s + _AFTER_THE_OTHERS_S)
 
     def whereabouts(self) -> str:
@@ -271,10 +263,10 @@ class Watch:
         with self._changed:
             self._verdict = verdict
             self._changed.notify_all()
-        if self._saver is not None and not verdict.on_all_ranks:
-            self._survive(verdict, self._saver, has_hub=has_hub)
-        if self._saver is not None and self._launch.elastic:
-            self._saver.release()
+        if self.saver is not None and not verdict.on_all_ranks:
+            self._survive(verdict, self.saver, has_hub=has_hub)
+        if self.saver is not None and self._launch.elastic:
+            self.saver.release()
         ending = self._ending
         self._over.set()
         if verdict.stalled and culprit.host == self._me.host and rank != self._me.rank:
