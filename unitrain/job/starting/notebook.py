@@ -21,8 +21,8 @@ T = TypeVar("T")
 def notebook_launch(fn: Callable[..., T], *args: Any, processes: int = 2) -> T:
     """Start ``processes`` ranks on this host from a notebook, run ``fn(*args)`` in each, and return rank 0's result.
 
-    ``fn`` calls ``unitrain.init`` itself. What the ranks print appears below the cell. Interrupting
-    the kernel stops the ranks; an open checkpoint is saved first.
+    ``fn`` calls ``unitrain.init`` itself. What the ranks print appears below the cell. Interrupting the kernel stops
+    the ranks; an open checkpoint is saved first.
 
     ``fn``, its arguments, and all functions, classes and variables of the notebook that it uses are copied into new
     processes, with cloudpickle. So it does not matter what the notebook did before, and nothing in it changes. A fork
