@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -180,10 +180,11 @@ def _with_whole_tensors(parts: dict[str, Any]) -> dict[str, Any]:
     whole = {}
     for name in [name for name in parts if not name.startswith(_ROWS)]:
         rows = zip(*(rank.get(name, []) for rank in ranks), strict=True)
-        whole[name] = rebuilt(
-            parts[name],
-            lambda value, rows=rows: torch.cat(next(rows)) if isinstance(value, Tensor) and value.is_meta else value,
-        )
+
+        def tensor(value: Any, rows: Iterator[tuple[Tensor, ...]] = rows) -> Any:
+            return torch.cat(next(rows)) if isinstance(value, Tensor) and value.is_meta else value
+
+        whole[name] = rebuilt(parts[name], tensor)
     return whole
 
 
