@@ -229,13 +229,17 @@ def test_what_rank_0_prints_is_printed_once(launchers: Launchers, name: str) -> 
     [
         ("torchrun", "ddp"),
         ("mpirun", "horovod"),
-        pytest.param("horovodrun gloo", "horovod", marks=pytest.mark.usefixtures("forked")),
-        pytest.param("srun", "ddp", marks=pytest.mark.usefixtures("forked")),
+        ("horovodrun gloo", "horovod"),
+        ("srun", "ddp"),
         pytest.param("mpirun", "ddp", marks=pytest.mark.soak),
         pytest.param("horovodrun", "horovod", marks=pytest.mark.soak),
     ],
 )
-def test_a_rank_that_raises_ends_the_job(launchers: Launchers, tmp_path: Path, name: str, backend: str) -> None:
+def test_a_rank_that_raises_ends_the_job(
+    launchers: Launchers, tmp_path: Path, request: pytest.FixtureRequest, name: str, backend: str
+) -> None:
+    if name in ("horovodrun gloo", "srun"):
+        request.getfixturevalue("forked")
     job, _ = launchers.run(name, RAISES, str(tmp_path / "raised"), backend)
     assert job.code != 0
     assert "unitrain: rank 1 of 2" in job.output, job.output
