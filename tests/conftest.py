@@ -53,6 +53,12 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # torch looks at it when it first uses CUDA
 
 
+def pytest_collection_finish() -> None:
+    """Leave modules and collected tests out of later collections, each of which would take 0.3 s."""
+    gc.collect()
+    gc.freeze()
+
+
 # ------------------------------------------------------------------------------------------------ nothing is left
 
 
