@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 
-import pytest
 import torch
+from needs import HOROVOD
 from ranks import run_ranks
 
 from unitrain import init
 
-pytest.importorskip("horovod.torch", exc_type=ImportError)
 LATE_S = 1.0
 
 
@@ -25,5 +24,6 @@ def wait_for_a_late_rank() -> float:
         return time.thread_time() - began
 
 
+@HOROVOD
 def test_a_wait_does_not_spin() -> None:
     assert run_ranks(wait_for_a_late_rank, launcher="horovodrun")[0] < LATE_S / 2

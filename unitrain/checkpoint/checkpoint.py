@@ -109,7 +109,7 @@ class Checkpoint:
             return
         self._boundary = LastBoundary(state, self._epoch_end, ranks.pulse)
         self._step.hooks.add_hook(self._boundary)
-        watch.save_by(EmergencyCheckpoint(store.root, self._boundary, state, self._writer, ranks.rank, watch.members))
+        watch.saver = EmergencyCheckpoint(store.root, self._boundary, state, self._writer, ranks.rank, watch.members)
 
     # ------------------------------------------------------------------------------------------------------- save
 
@@ -312,7 +312,7 @@ class Checkpoint:
             self.closed = True
             self._writer.close(wait=True)
             if self._watch is not None:
-                self._watch.save_by(None)
+                self._watch.saver = None
             self._step.hooks.remove_hook(self._epoch_end)
             if self._boundary is not None:
                 self._step.hooks.remove_hook(self._boundary)
