@@ -106,12 +106,8 @@ def load(
 ) -> None:
     """Reset metrics, and load what the ranks had saved. With another number of ranks, states are merged. Collective.
 
-    Args:
-        communicator: the communicator of this process.
-        metrics: this run's.
-        names: those of the metrics whose states are loaded; the others are only reset.
-        expected: the outlines of each rank's states.
-        source: the states; ignored on other ranks than 0.
+    States are loaded of the metrics with these ``names``. ``expected`` are the outlines of each rank's states, and
+    ``source`` the states, on rank 0.
     """
     mine = range(communicator.rank, len(expected), communicator.world_size)
 

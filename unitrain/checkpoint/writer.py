@@ -138,12 +138,13 @@ class Writer:
         self._began = False
 
     def close(self, *, wait: bool) -> None:
-        """End the background and let other jobs use the folder, after what is under way.
-
-        That is waited for if ``wait`` is set.
-        """
+        """End the background, after what is under way, which is waited for if ``wait`` is set. Release the folder."""
         if self._thread is not None:
             self._thread.shutdown(wait=wait)
+        self.release()
+
+    def release(self) -> None:
+        """Let other jobs use the folder, once what is under way is written."""
         if self.under_way is None:
             self.folder.release()
         else:

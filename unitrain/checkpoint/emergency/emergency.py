@@ -66,7 +66,7 @@ class EmergencyCheckpoint:
 
     def release(self) -> None:
         """See ``Saver.release``."""
-        self._writer.close(wait=False)
+        self._writer.release()
 
     def save(self) -> None:
         """See ``Saver.save``."""

@@ -124,25 +124,22 @@ def from_bytes(content: bytes, shown: str) -> Layout:
     """
     try:
         found = _Unpickler(io.BytesIO(content)).load()
-        pieces: dict[str, list[Piece]] = {}
-        sizes = {
-            (key, tuple(chunk.offsets)): tuple(chunk.sizes)
-            for key, value in found.state_dict_metadata.items()
-            for chunk in getattr(value, "chunks", ())
-        }
-        for index, info in found.storage_data.items():
-            offsets = tuple(index.offset or ())
-            region = Region(offsets, sizes.get((index.fqn, offsets), ()))
-            pieces.setdefault(index.fqn, []).append(Piece(region, str(info.relative_path), info.offset, info.length))
-        for file in {piece.file for several in pieces.values() for piece in several}:
-            if "/" in file or file in ("", ".", ".."):
-                raise ValueError(f"it names {file}, which is not in the folder of the checkpoint")
-        layout = {}
+        layout: Layout = {}
+        sizes: dict[tuple[str, tuple[int, ...]], tuple[int, ...]] = {}
         for key, value in found.state_dict_metadata.items():
             path = tuple((found.planner_data or {}).get(key, (key,)))
-            is_tensor = hasattr(value, "chunks")
-            dtype = str(value.properties.dtype).removeprefix("torch.") if is_tensor else None
-            layout[key] = Entry(path, dtype, tuple(value.size) if is_tensor else (), pieces.get(key, []))
+            if hasattr(value, "chunks"):
+                dtype = str(value.properties.dtype).removeprefix("torch.")
+                layout[key] = Entry(path, dtype, tuple(value.size), [])
+                sizes.update(((key, tuple(chunk.offsets)), tuple(chunk.sizes)) for chunk in value.chunks)
+            else:
+                layout[key] = Entry(path, None, (), [])
+        for index, info in found.storage_data.items():
+            file, offsets = str(info.relative_path), tuple(index.offset or ())
+            if "/" in file or file in ("", ".", ".."):
+                raise ValueError(f"it names {file}, which is not in the folder of the checkpoint")
+            region = Region(offsets, sizes.get((index.fqn, offsets), ()))
+            layout[index.fqn].pieces.append(Piece(region, file, info.offset, info.length))
     except Exception as error:  # pickle raises many kinds of exceptions for a broken file
         raise CheckpointError(f"{shown} could not be read: {reason(error)}") from error
     return layout

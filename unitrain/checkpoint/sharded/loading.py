@@ -117,12 +117,9 @@ class CheckpointView(NamedTuple):
         self._read(reads)
         if ranks.world_size > 1:
             # What rank 0 has only a part of, it reads when it is sent.
-            sources = (found if key in reads else self._whole(key) for key, found in sent.items())
+            stored = self.stored
+            sources = (found if key in reads or stored is None else stored.whole(key) for key, found in sent.items())
             broadcast_tensors(ranks, list(sent.values()), sources)
-
-    def _whole(self, key: str) -> Tensor:
-        assert self.stored is not None
-        return self.stored.whole(key)
 
     def _read(self, reads: Mapping[str, tuple[Tensor, Region]]) -> None:
         why = ""

@@ -21,9 +21,7 @@ _BLOCK = 2**20
 class Disk(Store):
     """A folder on a disk, or on a file system that hosts share.
 
-    Args:
-        root: the folder.
-        durable: whether files are synced, so that they outlast a failure of the host.
+    If it is ``durable``, files are synced, so that they outlast a failure of the host.
     """
 
     def __init__(self, root: Path, *, durable: bool = True) -> None:
@@ -137,11 +135,7 @@ class Disk(Store):
         return str(error)
 
     def make(self, folder: str = "") -> None:
-        """See ``Store.make``.
-
-        Raises:
-            CheckpointError: the disk of the root is no longer mounted, and its folder would be made on another one.
-        """
+        """See ``Store.make``. Raises CheckpointError rather than make a folder of another disk, below the mount."""
         there = next(path for path in (self.root, *self.root.absolute().parents) if path.exists())
         if self._device is not None and there.stat().st_dev != self._device:
             raise CheckpointError(

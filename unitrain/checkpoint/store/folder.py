@@ -8,7 +8,7 @@ checkpoint, but what a killed process has left, which the next save removes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -25,9 +25,6 @@ from unitrain.process import print_stderr
 
 BEST = "best"
 _THREADS = 4
-
-Others = Callable[[], Mapping[str, Any]]
-"""Waits for the files that other ranks write, and returns what the manifest says of them."""
 
 
 class Draft:
@@ -150,9 +147,8 @@ class Folder:
         if isinstance(self.store, Disk) or not self._used:
             self._complete()
         # A name that was used may still get files, of a rank that is slow. The last one of a step is the newest.
-        name = folder_name(step)
-        attempts = [_attempt(one) for one in self._used if one.partition(".")[0] == name]
-        draft = f"{name}.{max(attempts) + 1}" if attempts else name
+        before = _of_step(step, self._used)
+        draft = f"{folder_name(step)}.{_attempt(before[-1]) + 1}" if before else folder_name(step)
         self._used.add(draft)
         with self._errors(f"checkpoint {self.store.shown(draft)} could not be written"):
             self.store.make(draft)
@@ -164,11 +160,12 @@ class Folder:
         parts: Mapping[str, Any],
         about: Mapping[str, Any],
         draft: Draft | None = None,
-        others: Others = dict,
+        others: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
         """Write a checkpoint, which is complete or not there. Remove what killed processes left incomplete.
 
-        ``about`` is plain data for the manifest. ``others`` write to the ``draft``, too, which ``begin`` returned.
+        ``about`` is plain data for the manifest. ``draft`` is what ``begin`` returned, if several ranks write there;
+        ``others`` waits for their files, and returns what the manifest says of them.
         """
         draft = draft or self.begin(step)
         try:
@@ -202,11 +199,10 @@ class Folder:
 
     def remove(self, step: int) -> None:
         """Remove a checkpoint, at once as others see it."""
-        for name in sorted(self._names(), key=_attempt):
-            if name.partition(".")[0] == folder_name(step):
-                with self._errors(f"{self.store.shown(name)} can't be removed"):
-                    self.store.unmake(name)
-                self._used.discard(name)
+        for name in _of_step(step, self._names()):
+            with self._errors(f"{self.store.shown(name)} can't be removed"):
+                self.store.unmake(name)
+            self._used.discard(name)
 
     def prune(self, keep: int, best: int | None = None) -> None:
         """Remove the oldest checkpoints beyond ``keep``, but not the one of step ``best``.
@@ -241,6 +237,12 @@ class Folder:
             yield
         except OSError as error:
             raise CheckpointError(f"{what}: {self.store.reason(error)}") from error
+
+
+def _of_step(step: int, names: Iterable[str]) -> list[str]:
+    """Return the names of a step's folders, the last one last."""
+    found = (name for name in names if FOLDER.fullmatch(name) and name.partition(".")[0] == folder_name(step))
+    return sorted(found, key=_attempt)
 
 
 def _attempt(name: str) -> int:

@@ -49,19 +49,6 @@ class Holder(BaseModel):
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
 
-    @property
-    def place(self) -> tuple[str, str]:
-        """The host, and where on it the process id is valid."""
-        return self.host, self.pids
-
-    @classmethod
-    def parsed(cls, text: bytes) -> Holder:
-        """Return the holder that a lock names, an unknown one if the lock is damaged."""
-        try:
-            return cls.model_validate_json(text)
-        except ValueError:
-            return cls()
-
     def is_running(self) -> bool:
         """Return whether the process, which is on this host, is running."""
         try:
@@ -144,7 +131,7 @@ class Lock:
         return self._own.model_dump_json().encode()
 
     def _is_alive(self, holder: Holder) -> bool:
-        if holder.place != self._own.place:
+        if (holder.host, holder.pids) != (self._own.host, self._own.pids):
             return self._store.few_writes or self._is_renewed(holder)
         # A checkpoint of this process that was not closed is no longer used: a strategy has only one.
         return holder.pid != self._own.pid and holder.is_running()
@@ -191,7 +178,9 @@ class Lock:
 def holder_of(store: Store) -> Holder | None:
     """Return the holder of the lock of a store, an unknown one if the file is damaged, or None if there is no file."""
     try:
-        return Holder.parsed(store.get(NAME))
+        return Holder.model_validate_json(store.get(NAME))
+    except ValueError:
+        return Holder()
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:

@@ -41,11 +41,7 @@ _ABOUT_CREDENTIALS = re.compile(r"credential|access ?denied|forbidden|unauthoriz
 
 
 class Objects(Store):
-    """The files below a URL. Retries are those of the library behind fsspec, which is loaded when it is first used.
-
-    Args:
-        url: such as ``s3://bucket/run``.
-    """
+    """The files below a URL. Retries are those of the library behind fsspec, which is loaded when it is first used."""
 
     def __init__(self, url: str) -> None:
         self._url = url.rstrip("/")
