@@ -39,7 +39,7 @@ import unitrain
 from shared.processes import ALONE, in_processes
 from shared.report import Found, run, table
 from shared.rounds import Way, alternate, compared, shown_ratio
-from unitrain.data.order.samplers import OwnOrder
+from unitrain.data.order.samplers import Orders
 from unitrain.data.order.sharding import EpochPlan
 from unitrain.data.reading.map_style import requests
 
@@ -170,7 +170,7 @@ def batches(kind: str, samples: int, sought: bool) -> Iterator[list[int]]:
         return islice(whole, int(SOUGHT * samples / WORLD / BATCH) if sought else 0, None)
     plan = EpochPlan(samples, BATCH * WORLD, 1, RANK, WORLD, False)
     start = int(SOUGHT * samples / plan.global_batch) * plan.global_batch if sought else 0
-    return (request.samples for request in requests(OwnOrder(plan, shuffle=True).epoch(0, 0, start), None, 0))
+    return (request.samples for request in requests(Orders(plan, shuffle=True).epoch(0, 0, start), None, 0))
 
 
 def measure_start(kind: str, samples: int, what: str) -> dict[str, float]:

@@ -8,10 +8,11 @@ import socket
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from importlib.metadata import version
 from multiprocessing.util import Finalize
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -138,31 +139,25 @@ class HorovodBackend(Backend):
 
     def all_reduce(self, tensor: Tensor, op: str, name: str) -> Wait:
         """All-reduce; dtypes that Horovod can't reduce are converted to wider ones."""
-        wider = _WIDER.get(tensor.dtype)
-        if wider is not None:
-            return self._all_reduce_as(tensor, wider, op, name)
-        handle = self._hvd.allreduce_async_(tensor, name=name, op=self._ops[op])
-        return lambda: self._wait(handle)
-
-    def _all_reduce_as(self, tensor: Tensor, dtype: torch.dtype, op: str, name: str) -> Wait:
-        wide = tensor.to(dtype)
-        wait = self.all_reduce(wide, op, name)
+        wide = tensor.to(_WIDER.get(tensor.dtype, tensor.dtype))
+        handle = self._hvd.allreduce_async_(wide, name=name, op=self._ops[op])
 
         def finish() -> None:
-            wait()
-            tensor.copy_(wide)
+            self._wait(handle)
+            if wide is not tensor:
+                tensor.copy_(wide)
 
         return finish
 
     def all_gather(self, tensor: Tensor, name: str) -> Callable[[], Tensor]:
         """All-gather along a new first dimension."""
         handle = self._hvd.allgather_async(tensor.unsqueeze(0), name=name)
-        return lambda: cast(Tensor, self._wait(handle))
+        return partial(self._wait, handle)
 
     def broadcast(self, tensor: Tensor, src: int, name: str) -> Wait:
         """Broadcast in place."""
         handle = self._hvd.broadcast_async_(tensor, root_rank=src, name=name)
-        return lambda: self._wait(handle)
+        return partial(self._wait, handle)
 
     def _wait(self, handle: int) -> Any:
         # Horovod's own wait spins, which keeps from running whom it waits for where processes share processors.

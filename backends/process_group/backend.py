@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,9 +22,13 @@ from unitrain.launch.network.interfaces import choose_gloo_interface
 from unitrain.launch.rendezvous import rendezvous
 
 from .devices import any_shared, gpu_id
-from .group import CoreGroup
 
 _AFTER_WATCH_S = 60.0
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+# Newer releases of torch have renamed this function, and deprecate the old name.
+_ALL_GATHER: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+# Dtypes that gloo and NCCL can't reduce, and the dtypes to convert them to.
+_WIDER = {torch.int16: torch.int32}
 
 
 class ProcessGroupBackend(Backend):
@@ -89,7 +94,9 @@ class ProcessGroupBackend(Backend):
                     f"{str(error).strip().splitlines()[0]}{self._hint(library)}"
                 ) from error
         self.timeout: timedelta = timeout
-        self._group = CoreGroup(timeout)
+        group = dist.new_group(timeout=timeout)
+        assert isinstance(group, dist.ProcessGroup)  # every rank is a member
+        self._group: dist.ProcessGroup = group
         return dist.get_rank(), dist.get_world_size()
 
     def _hint(self, library: str) -> str:
@@ -122,7 +129,8 @@ class ProcessGroupBackend(Backend):
         if not failed:
             # gloo's threads end with the last reference to their group. If one frees the tensor of a finished work
             # while Python shuts down, the process aborts.
-            self._group.close()
+            dist.destroy_process_group(self._group)
+            del self._group
         if not self._adopted and dist.is_initialized():
             dist.destroy_process_group()
 
@@ -150,12 +158,32 @@ class ProcessGroupBackend(Backend):
 
     def all_reduce(self, tensor: Tensor, op: str, name: str) -> Wait:
         """All-reduce in the core's process group."""
-        return self._group.all_reduce(tensor, op)
+        wide = tensor.to(_WIDER.get(tensor.dtype, tensor.dtype))
+        work = dist.all_reduce(wide, _OPS[op], group=self._group, async_op=True)
+
+        def finish() -> None:
+            _wait(work)
+            if wide is not tensor:
+                tensor.copy_(wide)
+
+        return finish
 
     def all_gather(self, tensor: Tensor, name: str) -> Callable[[], Tensor]:
         """All-gather in the core's process group."""
-        return self._group.all_gather(tensor)
+        gathered = tensor.new_empty(self.world_size, *tensor.shape)
+        work = _ALL_GATHER(gathered, tensor.unsqueeze(0), group=self._group, async_op=True)
+
+        def finish() -> Tensor:
+            _wait(work)
+            return gathered
+
+        return finish
 
     def broadcast(self, tensor: Tensor, src: int, name: str) -> Wait:
         """Broadcast in the core's process group."""
-        return self._group.broadcast(tensor, src)
+        return partial(_wait, dist.broadcast(tensor, src, group=self._group, async_op=True))
+
+
+def _wait(work: dist.Work | None) -> None:
+    assert work is not None  # async_op=True, and this rank is in the group
+    work.wait()

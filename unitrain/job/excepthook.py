@@ -73,7 +73,7 @@ class _FailureHook:
                 exit_now(code)  # rank 0 has reported it; mpiexec of MPICH, for one, does not end the others either
         if job is None and launch.elastic and isinstance(error, CommunicationError):  # another was never started
             end_for_others(launch, f"unitrain: {error}", code)
-        verdict = None if job is None else _verdict(job, error, on_all_ranks)
+        verdict = None if job is None else _verdict(job, error, on_all_ranks=on_all_ranks)
         if verdict is not None and verdict.rank != launch.rank:
             if on_all_ranks:
                 exit_now(code)
@@ -99,7 +99,7 @@ class _FailureHook:
             exit_now(code)
 
 
-def _verdict(job: Job, error: BaseException, on_all_ranks: bool) -> Verdict | None:
+def _verdict(job: Job, error: BaseException, *, on_all_ranks: bool) -> Verdict | None:
     """Report this error to the hub, and return which failure was the first of the job; None if that is unknown."""
     if job.watch is None:
         return None
@@ -150,10 +150,9 @@ def summary(error: BaseException) -> str:
 def report(error: BaseException) -> None:
     """Report an error to the hub before this process ends. For errors that do not reach the excepthook."""
     job = current()
-    if job is not None and job.watch is not None:
+    if job is not None:
         job.failed = True
-        secondary = job.is_secondary(error)
-        job.watch.fail(summary(error), patience_s=CAUSE_S if secondary else 0.0, secondary=secondary)
+        _verdict(job, error, on_all_ranks=False)
 
 
 def install_hook() -> None:

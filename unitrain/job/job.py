@@ -11,7 +11,7 @@ from unitrain.errors import BackendError, LaunchError, UnitrainError
 from unitrain.job.joining.authentication import authenticate
 from unitrain.job.joining.handshake import handshake
 from unitrain.job.joining.self_test import check_collectives
-from unitrain.job.joining.start_watch import StartWatch
+from unitrain.job.joining.start_watch import watched_start
 from unitrain.job.watch.exit_watch import watch_exit
 from unitrain.job.watch.messages import StopReason
 from unitrain.job.watch.stopping import Boundaries, Stopping
@@ -35,7 +35,7 @@ def join(backend: Backend, config: StrategyConfig, launch: Launch) -> tuple[Comm
         ConfigError: settings, versions, code or the job's secret differ between ranks.
         CommunicationError: the ranks can't reach one another.
     """
-    with StartWatch(launch, config):
+    with watched_start(launch, config):
         _start(backend, launch)
         communicator = Communicator(backend, Pulse())
         try:

@@ -14,7 +14,7 @@ from streams import Numbers
 from test_sharding import plans
 from torch.utils.data import default_collate
 
-from unitrain.data.order.samplers import OwnOrder
+from unitrain.data.order.samplers import Orders
 from unitrain.data.order.sharding import BatchPlan, EpochPlan
 from unitrain.data.order.shares import Part, Shares, part_of, proportional, reduced
 from unitrain.data.reading.map_style import requests
@@ -69,7 +69,7 @@ def test_map_style_data_and_streams_are_dealt_out_alike(
     seen: list[int] = []
     for rank in range(world_size):
         plan = EpochPlan(samples, batch, accumulate, rank, world_size, False, shares=shares)
-        epoch = OwnOrder(plan, shuffle=False).epoch(0, 0, 0)
+        epoch = Orders(plan, shuffle=False).epoch(0, 0, 0)
         asked = [request.samples for request in requests(epoch, None, 0)]
         pieces = list(WholeStream(Numbers(samples), plan, default_collate)._pieces(0, 0, 0, 1))
         assert [piece.batch.tolist() for piece in pieces] == asked

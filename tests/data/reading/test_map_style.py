@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
-from unitrain.data.order.samplers import Orders, OwnOrder, SamplerOrder
+from unitrain.data.order.samplers import Orders
 from unitrain.data.order.sharding import EpochPlan
 from unitrain.data.reading import map_style
 from unitrain.data.reading.fetching import Request
@@ -18,8 +18,8 @@ from unitrain.data.reading.map_style import MapStyle, requests
 SAMPLES = 23
 
 
-def orders(rank: int = 0, world_size: int = 1, global_batch: int = 4) -> OwnOrder:
-    return OwnOrder(EpochPlan(SAMPLES, global_batch, 1, rank, world_size, False), shuffle=True)
+def orders(rank: int = 0, world_size: int = 1, global_batch: int = 4) -> Orders:
+    return Orders(EpochPlan(SAMPLES, global_batch, 1, rank, world_size, False), shuffle=True)
 
 
 def asked(orders: Orders, seed: int | None = 0, number: int = 0) -> list[Request]:
@@ -48,7 +48,7 @@ def test_a_sample_s_seed_is_its_own() -> None:
 
 def test_a_sample_that_comes_twice_has_two_seeds() -> None:
     plan = EpochPlan(4, 2, 1, 0, 1, False)
-    found = asked(SamplerOrder(plan, [3, 1, 3, 3], most=4))
+    found = asked(Orders(plan, sampler=[3, 1, 3, 3], most=4))
     assert [one.samples for one in found] == [[3, 1], [3, 3]]
     assert len({seed for one in found for seed in one.seeds or []}) == 4
 
@@ -76,7 +76,7 @@ def test_rows_are_those_of_a_bare_loader(workers: int, seeded: bool) -> None:
     plan = EpochPlan(SAMPLES, 4, 1, 0, 1, False)
     settings: dict[str, Any] = {"num_workers": workers}
     source = MapStyle(
-        dataset, OwnOrder(plan, shuffle=False), torch.utils.data.default_collate, seeded=seeded, settings=settings
+        dataset, Orders(plan, shuffle=False), torch.utils.data.default_collate, seeded=seeded, settings=settings
     )
     ours = [batch for _, batch in source.batches(0, 0, 0, 0)]
     bare = list(DataLoader(dataset, 4, **settings))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -39,15 +38,42 @@ class Epoch(NamedTuple):
     """Whether a sample may occur more than once."""
 
 
-class Orders(ABC):
-    """Makes the epochs of a map-style dataset, from a plan that all of them share."""
+class Orders:
+    """Makes the epochs of a map-style dataset, from a plan that all of them share.
 
-    def __init__(self, plan: Plan) -> None:
+    Their order is the dataset's, or a shuffled one, or what a sampler or a batch sampler draws for each epoch, the same
+    on every rank. A sampler that yields more than ``most`` indices for an epoch, and more than its length, has no end.
+    """
+
+    def __init__(
+        self, plan: Plan, *, shuffle: bool = False, sampler: Iterable[Any] | None = None, most: int = 0
+    ) -> None:
         self._plan = plan
+        self._shuffle = shuffle
+        self._sampler = sampler
+        # Each with its initial seed: another one gives another order.
+        own = (getattr(one, "generator", None) for one in _nested(sampler))
+        self._generators = [(one, one.initial_seed()) for one in own if isinstance(one, torch.Generator)]
+        self._most = most
+        self._length = 0
+        with suppress(Exception):  # a batch sampler has a length only if its sampler has one
+            self._length = operator.length_hint(sampler)
+        self._last: tuple[tuple[int, int], _Drawn] | None = None
 
-    @abstractmethod
     def epoch(self, seed: int, number: int, start: int) -> Epoch:
         """Return epoch ``number`` of a run with ``seed``, from position ``start`` on."""
+        if self._sampler is None:
+            order = Shuffled(self._plan.samples, seed, number) if self._shuffle else InOrder()
+            return Epoch(replace(self._plan, start=start), order, repeats=False)
+        if self._last is None or self._last[0] != (seed, number):
+            yielded = self._draw(self._sampler, seed, number)
+            indices, sizes = self._batches(yielded) if isinstance(self._plan, BatchPlan) else self._indices(yielded)
+            digest = hashlib.blake2b(indices.tobytes(), digest_size=8).hexdigest()
+            self._last = (seed, number), _Drawn(indices, sizes, digest)
+        drawn = self._last[1]
+        if isinstance(self._plan, BatchPlan):
+            return Epoch(replace(self._plan, sizes=drawn.sizes, start=start), drawn, repeats=True)
+        return Epoch(replace(self._plan, samples=len(drawn.indices), start=start), drawn, repeats=True)
 
     def split_by(self, shares: tuple[int, ...], accumulate: int) -> None:
         """Split the epochs that are planned from now on by other shares, into another number of micro-batches."""
@@ -55,70 +81,36 @@ class Orders(ABC):
 
     def drawn(self, seed: int, number: int) -> str:
         """Return a digest of an epoch's indices, if they come from a sampler and were drawn last; else ""."""
-        return ""
-
-    def forget(self) -> None:
-        """Draw the indices of the next epoch anew: the script may have changed the sampler since ``len()``, say."""
-
-
-class OwnOrder(Orders):
-    """The dataset's own order, or a shuffled one."""
-
-    def __init__(self, plan: EpochPlan, shuffle: bool) -> None:
-        super().__init__(plan)
-        self._shuffle = shuffle
-
-    def epoch(self, seed: int, number: int, start: int) -> Epoch:
-        """See ``Orders``."""
-        order = Shuffled(self._plan.samples, seed, number) if self._shuffle else InOrder()
-        return Epoch(replace(self._plan, start=start), order, repeats=False)
-
-
-class SamplerOrder(Orders):
-    """An order that a sampler or a batch sampler draws for each epoch, the same on every rank.
-
-    A sampler that yields more than ``most`` indices for an epoch, and more than its length, has no end.
-    """
-
-    def __init__(self, plan: Plan, sampler: Iterable[Any], most: int) -> None:
-        super().__init__(plan)
-        self._sampler = _Seeded(sampler)
-        self._most = most
-        self._length = 0
-        with suppress(Exception):  # a batch sampler has a length only if its sampler has one
-            self._length = operator.length_hint(sampler)
-        self._last: tuple[tuple[int, int], _Listed] | None = None
-
-    def epoch(self, seed: int, number: int, start: int) -> Epoch:
-        """See ``Orders``."""
-        order = self._draw(seed, number)
-        if isinstance(self._plan, BatchPlan):
-            return Epoch(replace(self._plan, sizes=order.sizes, start=start), order, repeats=True)
-        return Epoch(replace(self._plan, samples=len(order.indices), start=start), order, repeats=True)
-
-    def drawn(self, seed: int, number: int) -> str:
-        """See ``Orders``."""
         return self._last[1].digest if self._last is not None and self._last[0] == (seed, number) else ""
 
     def forget(self) -> None:
-        """See ``Orders``."""
+        """Draw the indices of the next epoch anew: the script may have changed the sampler since ``len()``, say."""
         self._last = None
 
-    def _draw(self, seed: int, number: int) -> _Listed:
-        if self._last is None or self._last[0] != (seed, number):
-            drawn = self._sampler.draw(seed, number)
-            listed = self._batches(drawn) if isinstance(self._plan, BatchPlan) else self._indices(drawn)
-            self._last = ((seed, number), listed)
-        return self._last[1]
+    def _draw(self, sampler: Iterable[Any], seed: int, number: int) -> Iterator[Any]:
+        """Yield from the sampler, seeded with seed and epoch. The state of every generator is restored."""
+        for one in _nested(sampler):
+            if callable(getattr(one, "set_epoch", None)):
+                one.set_epoch(number)
+        states = [generator.get_state() for generator, _ in self._generators]
+        try:
+            with generators_restored():
+                seed_generators(derived_seed("sampler", seed, number))
+                for generator, initial in self._generators:
+                    generator.manual_seed(derived_seed("sampler", seed, number, initial) >> 1)
+                yield from sampler
+        finally:
+            for (generator, _), state in zip(self._generators, states, strict=True):
+                generator.set_state(state)
 
-    def _indices(self, drawn: Iterator[Any]) -> _Listed:
-        """Return what a sampler has drawn, or raise DataError if it has no end."""
+    def _indices(self, drawn: Iterator[Any]) -> tuple[NDArray[np.int64], tuple[int, ...]]:
+        """Return the indices that a sampler has drawn, and no sizes, or raise DataError if it has no end."""
         indices = _as_array(islice(drawn, max(self._most, self._length) + 1))
         self._check_end(len(indices), len(indices))
-        return _Listed(indices)
+        return indices, ()
 
-    def _batches(self, drawn: Iterator[Any]) -> _Listed:
-        """Return what a batch sampler has drawn, or raise DataError if it has no end."""
+    def _batches(self, drawn: Iterator[Any]) -> tuple[NDArray[np.int64], tuple[int, ...]]:
+        """Return the indices in a batch sampler's batches, and their sizes, or raise DataError if it has no end."""
         sizes: list[int] = []
 
         def batches() -> Iterator[Sequence[int]]:
@@ -129,7 +121,7 @@ class SamplerOrder(Orders):
                     self._check_end(total := total + len(batch), len(sizes))
                     yield batch
 
-        return _Listed(_as_array(chain.from_iterable(batches())), tuple(sizes))
+        return _as_array(chain.from_iterable(batches())), tuple(sizes)
 
     def _check_end(self, indices: int, items: int) -> None:
         """Raise DataError if the sampler has yielded so much that it seems to have no end."""
@@ -144,43 +136,15 @@ def _as_array(indices: Iterable[Any]) -> NDArray[np.int64]:
     return np.fromiter(map(operator.index, indices), np.int64)  # np.fromiter would round floats
 
 
-class _Listed:
-    """Indices that a sampler has drawn, the sizes of the batches if it is a batch sampler, and a digest of them."""
+class _Drawn(NamedTuple):
+    """Indices that a sampler has drawn, the sizes of the batches if it is a batch sampler, and a digest."""
 
-    def __init__(self, indices: NDArray[np.int64], sizes: tuple[int, ...] = ()) -> None:
-        self.indices = indices
-        self.sizes = sizes
-        self.digest: str = hashlib.blake2b(indices.tobytes(), digest_size=8).hexdigest()
+    indices: NDArray[np.int64]
+    sizes: tuple[int, ...]
+    digest: str
 
     def take(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         return self.indices[positions]
-
-
-class _Seeded:
-    """A sampler that is seeded with seed and epoch. Its use restores the state of every generator.
-
-    A generator of the sampler itself is seeded with its initial seed as well: another seed gives another order.
-    """
-
-    def __init__(self, sampler: Iterable[Any]) -> None:
-        self._sampler = sampler
-        own = (getattr(one, "generator", None) for one in _nested(sampler))
-        self._own = [(one, one.initial_seed()) for one in own if isinstance(one, torch.Generator)]
-
-    def draw(self, seed: int, epoch: int) -> Iterator[Any]:
-        for sampler in _nested(self._sampler):
-            if callable(getattr(sampler, "set_epoch", None)):
-                sampler.set_epoch(epoch)
-        states = [generator.get_state() for generator, _ in self._own]
-        try:
-            with generators_restored():
-                seed_generators(derived_seed("sampler", seed, epoch))
-                for generator, initial in self._own:
-                    generator.manual_seed(derived_seed("sampler", seed, epoch, initial) >> 1)
-                yield from self._sampler
-        finally:
-            for (generator, _), state in zip(self._own, states, strict=True):
-                generator.set_state(state)
 
 
 def _nested(sampler: Any) -> Iterator[Any]:

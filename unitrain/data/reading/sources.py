@@ -6,7 +6,7 @@ from torch.utils.data import default_collate
 
 from unitrain.communication.communicator import Communicator
 from unitrain.config import StrategyConfig
-from unitrain.data.order.samplers import Orders, OwnOrder, SamplerOrder
+from unitrain.data.order.samplers import Orders, Plan
 from unitrain.data.order.sharding import BatchPlan, EpochPlan
 from unitrain.data.reading.iterable import Iterable, is_sharded
 from unitrain.data.reading.map_style import MapStyle
@@ -57,13 +57,13 @@ def make_source(
 
 def _orders(given: LoaderSettings, ranks: Communicator, config: StrategyConfig, shares: tuple[int, ...]) -> Orders:
     samples = len(given.dataset)
-    most = max(_MOST_INDICES, 16 * samples)
+    plan: Plan
     if given.batch_sampler is not None:
         plan = BatchPlan((), config.accumulate, ranks.rank, ranks.world_size, shares=shares)
-        return SamplerOrder(plan, given.batch_sampler, most)
-    if given.sampler is not None:
-        return SamplerOrder(_epoch_plan(given, ranks, config, shares, 0), given.sampler, most)
-    return OwnOrder(_epoch_plan(given, ranks, config, shares, samples), given.shuffle)
+    else:
+        plan = _epoch_plan(given, ranks, config, shares, samples)
+    sampler = given.sampler if given.batch_sampler is None else given.batch_sampler
+    return Orders(plan, shuffle=given.shuffle, sampler=sampler, most=max(_MOST_INDICES, 16 * samples))
 
 
 def _epoch_plan(

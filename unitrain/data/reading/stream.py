@@ -14,8 +14,8 @@ import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import islice, pairwise
-from typing import Any, NamedTuple, TypeVar
+from itertools import chain, islice, pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
@@ -25,8 +25,6 @@ from unitrain.data.order.sharding import EpochPlan, MicroBatch, cut
 from unitrain.data.reading.fetching import Collate
 from unitrain.data.reading.fingerprint import sample_digest
 from unitrain.rng import SeparateGenerators, derived_seed, seed_generators
-
-T = TypeVar("T")
 
 
 class Piece(NamedTuple):
@@ -101,7 +99,7 @@ class WholeStream(_Stream):
         if first_sample is _NOTHING:
             return
         first, stand_in = sample_digest(first_sample), first_sample
-        remaining = _chain(first_sample, samples)
+        remaining = chain((first_sample,), samples)
         position = sum(1 for _ in islice(remaining, start))
         step, number, opening = position // plan.global_batch, 0, True
         while True:
@@ -159,11 +157,6 @@ class ShardedStream(_Stream):
 
 
 _NOTHING = object()
-
-
-def _chain(first: T, rest: Iterator[T]) -> Iterator[T]:
-    yield first
-    yield from rest
 
 
 def _separate_generators(seed: int) -> Callable[[], AbstractContextManager[None]]:

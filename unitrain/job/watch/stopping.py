@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
-from unitrain.job.watch.messages import StopReason
+from unitrain.job.watch.messages import RequestStop, Settled, StopReason
 from unitrain.process import exit_now, print_stdout
 from unitrain.pulse import Pulse
 
@@ -119,7 +119,7 @@ class Stopping:
         if self._watch is None:
             self._boundaries.agree(self._boundaries.hold(), reason)
         else:
-            self._watch.request_stop(reason)
+            self._watch.send(RequestStop(reason))
 
     def pass_boundary(self) -> None:
         """Pass a boundary, or stop if it is the one that was agreed on. In the main thread only.
@@ -140,7 +140,7 @@ class Stopping:
             self._act_on(reason)
         finally:
             if self._watch is not None:
-                self._watch.settle()
+                self._watch.send(Settled())
 
     def _act_on(self, reason: StopReason) -> None:
         """Act on the reason of a stop. Collective."""

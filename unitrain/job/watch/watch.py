@@ -23,7 +23,7 @@ from unitrain.job.watch.emergency import Emergency, Saver, election_s, grace_s
 from unitrain.job.watch.hub import SILENT_END, Member, heartbeat_interval_s
 from unitrain.job.watch.hub_server import HubServer
 from unitrain.job.watch.link import Link
-from unitrain.job.watch.messages import Message, StopReason, Verdict
+from unitrain.job.watch.messages import Message, Verdict
 from unitrain.job.watch.stopping import Boundaries
 from unitrain.launch.detect import Launch
 from unitrain.launch.network.addresses import own_addresses
@@ -169,13 +169,9 @@ class Watch:
             self._changed.wait_for(lambda: isinstance(self._answer, expected), timeout_s)
             return self._answer if isinstance(self._answer, expected) else None
 
-    def request_stop(self, reason: StopReason) -> None:
-        """Ask all ranks to stop at the same boundary; see ``unitrain.job.watch.stopping``."""
-        self._link.send(messages.RequestStop(reason))
-
-    def settle(self) -> None:
-        """Report that this process has acted on the stop."""
-        self._link.send(messages.Settled())
+    def send(self, message: Message) -> None:
+        """Send the hub a message."""
+        self._link.send(message)
 
     def compare_calls(self, call: str, place: str) -> None:
         """Return once every rank has reached this call. The job ends if a rank makes another call.
