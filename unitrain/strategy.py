@@ -600,7 +600,7 @@ class Strategy:
             >>> model = strategy.prepare(model)
             >>> strategy.load_weights(model, "models/llama")
         """
-        from unitrain.checkpoint.weights.loading import load_weights  # few scripts need it
+        from unitrain.checkpoint.weights import load_weights  # few scripts need it
 
         with self._prepared.training_weights():
             load_weights(self._communicator, self._prepared, module, path)
