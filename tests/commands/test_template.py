@@ -63,7 +63,7 @@ def test_the_command_writes_a_file_once(tmp_path: Path, capsys: pytest.CaptureFi
     assert "#SBATCH --gpus-per-node=8\n" in text
     assert text.endswith("\nsrun python recipes/resnet.py --epochs 5\n")
     assert main(arguments) == 1
-    assert "exists already: remove it, or choose another --output" in capsys.readouterr().err
+    assert "job.sh can't be written: File exists" in capsys.readouterr().err
     assert path.read_text() == text
 
 
