@@ -173,15 +173,11 @@ def retain_freed_memory() -> None:
 
 
 def return_freed_memory(smallest: int = 64 * 2**10) -> None:
-    """Have glibc return freed blocks of this size or more to the system at once, from now on.
+    """Have glibc return freed blocks of so many bytes or more to the system at once, from now on.
 
-    What the heap keeps lies between blocks in use. For a process whose address space is limited it counts too: in
-    trainings near their limit, it was more than half of it. And until glibc 2.38, no block of torch's fits into the gap
-    that one of the same size has left (its bug 14581), so where large blocks of the same few sizes come and go, among
-    others that stay, the heap grows to several times of what is in use. Does nothing with other C libraries.
-
-    Args:
-        smallest: number of bytes.
+    Until glibc 2.38, no block of torch's fits into the gap that one of the same size has left (its bug 14581): where
+    large blocks of a few sizes come and go among others that stay, the heap grows to several times of what is in use.
+    Does nothing with other C libraries.
     """
     mallopt = getattr(_libc, "mallopt", None)
     if mallopt is not None:

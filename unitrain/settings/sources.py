@@ -50,7 +50,10 @@ def validate(model: type[Model], sources: Sequence[Source]) -> Model:
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(format_validation_error(error, model, sources)) from None
+        messages = _Messages(model, sources)
+        # Every member of a union reports an error, with the same line.
+        lines = dict.fromkeys(messages.describe(details) for details in error.errors(include_url=False))
+        raise ConfigError("\n".join(lines)) from None
 
 
 def nested(values: Mapping[tuple[str, ...], str]) -> dict[str, Any]:
@@ -70,13 +73,6 @@ def _merge(weak: Mapping[str, Any], strong: Mapping[str, Any]) -> dict[str, Any]
         below = merged.get(name)
         merged[name] = _merge(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
     return merged
-
-
-def format_validation_error(error: ValidationError, model: type[BaseModel], sources: Sequence[Source]) -> str:
-    """Return the error message: a line per wrong setting, with its name, its value and the allowed values."""
-    messages = _Messages(model, sources)
-    # Every member of a union reports an error, with the same line.
-    return "\n".join(dict.fromkeys(messages.describe(details) for details in error.errors(include_url=False)))
 
 
 class _Messages:
