@@ -13,7 +13,7 @@ from unitrain.commands.launchers import local_launchers
 from unitrain.communication.backend import load_backend
 from unitrain.config import StrategyConfig
 from unitrain.launch.detect import Launch
-from unitrain.testing.ranks import LAUNCHERS, Launcher, run_ranks
+from unitrain.testing.ranks import Launcher, run_ranks
 
 
 @dataclass(frozen=True)
@@ -76,12 +76,11 @@ def find_worlds(backend: str, sizes: Sequence[int]) -> list[World]:
     kind = load_backend(backend)
     worlds: list[World] = []
     refusals: list[ConfigError | BackendError] = []
-    found = local_launchers()
-    launchers = [name for name in LAUNCHERS if name in ("spawn", *found)]
+    several = ["spawn", *(name for name in local_launchers() if name != "python")]
     for size in sizes:
-        for launcher in launchers:
+        for launcher in ["python"] if size == 1 else several:
             launch = Launch(launcher, world_size=size, local_world_size=size)
-            if (launcher == "python") != (size == 1) or kind.expected_world(launch) != size:
+            if kind.expected_world(launch) != size:
                 continue
             try:
                 kind.check(StrategyConfig(backend=backend, device="cpu"), launch)
@@ -96,7 +95,7 @@ def find_worlds(backend: str, sizes: Sequence[int]) -> list[World]:
         asked = ", ".join(map(str, sizes))
         raise LaunchError(
             f"backend {backend!r} can't run on {asked} processes under any launcher found here "
-            f"({', '.join(['spawn', *found])}), according to its method `expected_world`. It works under: "
+            f"({', '.join(['python', *several])}), according to its method `expected_world`. It works under: "
             f"{kind.served_by}."
         )
     return worlds
