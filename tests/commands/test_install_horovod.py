@@ -275,7 +275,8 @@ def test_a_proof_that_fails_says_what_the_processes_said(monkeypatch: pytest.Mon
 
 @pytest.mark.launcher
 @HOROVOD
-@pytest.mark.parametrize("controller", ["mpi", pytest.param("gloo", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("controller", ["mpi", "gloo"])
 def test_a_proof_that_hangs_is_stopped_with_all_its_processes(
     controller: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

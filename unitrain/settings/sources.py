@@ -56,17 +56,6 @@ def validate(model: type[Model], sources: Sequence[Source]) -> Model:
         raise ConfigError("\n".join(lines)) from None
 
 
-def nested(values: Mapping[tuple[str, ...], str]) -> dict[str, Any]:
-    """Return values by path as nested dicts."""
-    root: dict[str, Any] = {}
-    for path, value in values.items():
-        section = root
-        for part in path[:-1]:
-            section = section.setdefault(part, {})
-        section[path[-1]] = value
-    return root
-
-
 def _merge(weak: Mapping[str, Any], strong: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(weak)
     for name, value in strong.items():

@@ -1,7 +1,8 @@
-"""A checkpoint of an earlier version is resumed from, to the last bit.
+"""Checkpoints of before sharded state was written in torch's own format are resumed from, to the last bit.
 
-``legacy_checkpoints.tar.xz`` was written by one process of revision 733c3e5. ``saved`` in ``whole.pt`` is the state
-when it was saved, after 2 of an epoch's 4 steps, and ``continued`` the state after the epoch.
+``legacy_checkpoints.tar.xz`` was written by revision 733c3e5: by one process (``plain``), by 3 with fsdp (``fsdp``),
+and by 2 with ddp and rows of the optimizer's state (``rows``). ``saved`` in ``whole.pt`` is the state when it was
+saved, after 2 of an epoch's 4 steps, and ``continued`` the state after the epoch.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch.optim import Adam
 
 import unitrain
 from unitrain import Strategy
+from unitrain.commands.cli import main
 
 
 class Net(nn.Module):
@@ -64,15 +66,43 @@ def unwrapped(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {key.removeprefix("module."): value for key, value in state.items()}
 
 
-@pytest.mark.parametrize(("settings", "world"), [({"backend": "single"}, 1), ({"backend": "fsdp"}, 2)])
-def test_a_run_continues_a_checkpoint_of_before(settings: dict[str, Any], world: int, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def legacy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("legacy")
     with tarfile.open(Path(__file__).with_name("legacy_checkpoints.tar.xz")) as archive:
-        archive.extractall(tmp_path, filter="data")
-    source = tmp_path / "plain" / "step-0000000002"
-    expected = {when: unwrapped(its) for when, its in torch.load(tmp_path / "plain" / "whole.pt").items()}
-    for found in run_ranks(resume, str(source), str(tmp_path / "run"), settings, nprocs=world):
+        archive.extractall(folder, filter="data")
+    return folder
+
+
+@pytest.mark.parametrize("written", ["plain", "fsdp", "rows"])
+@pytest.mark.parametrize(("settings", "world"), [({"backend": "single"}, 1), ({"backend": "fsdp"}, 2)])
+def test_a_run_continues_a_checkpoint_of_before(
+    legacy: Path, written: str, settings: dict[str, Any], world: int, tmp_path: Path
+) -> None:
+    source = legacy / written / "step-0000000002"
+    expected = {when: unwrapped(its) for when, its in torch.load(legacy / written / "whole.pt").items()}
+    for found in run_ranks(resume, str(source), str(tmp_path), settings, nprocs=world):
         assert found["saved"].keys() == expected["saved"].keys()
         for key, value in expected["saved"].items():
             assert torch.equal(found["saved"][key], value), key
         for key, value in expected["continued"].items():
             assert torch.allclose(found["continued"][key], value, rtol=0, atol=1e-9), key
+
+
+def test_its_weights_are_merged(legacy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = legacy / "fsdp"
+    assert main(["checkpoint", "merge", str(source), "-o", str(tmp_path / "model.pt")]) == 0
+    expected = torch.load(source / "whole.pt")["saved"]
+    for key, value in torch.load(tmp_path / "model.pt").items():
+        assert torch.equal(value, expected[key])
+    assert main(["checkpoint", "inspect", str(source)]) == 0
+    assert "  wide.weight (5, 3) float64" in capsys.readouterr().out.splitlines()
+
+
+def test_a_changed_bit_in_it_is_noticed(legacy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    part = legacy / "rows" / "step-0000000002" / "_shards-00001.pt"
+    content = bytearray(part.read_bytes())
+    content[len(content) // 2] ^= 4
+    part.write_bytes(content)
+    assert main(["checkpoint", "inspect", str(legacy / "rows")]) != 0
+    assert "_shards-00001.pt: its SHA-256 does not match the manifest" in capsys.readouterr().err

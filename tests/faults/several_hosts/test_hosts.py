@@ -59,6 +59,7 @@ def test_a_frozen_rank_that_is_alone_on_its_host(tmp_path: Path, frozen: int) ->
     assert re.search(rf"rank {1 - frozen} on .*: stopped because {frozen_one} sent no heartbeat for \d s", said)
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
 def test_hosts_that_have_ipv6_only(tmp_path: Path) -> None:
     with joined_hosts("fd99::1/64", "fd99::2/64") as hosts:

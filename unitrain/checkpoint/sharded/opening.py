@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
 from unitrain.checkpoint.names import GROUPS, Keys, joined, numbered
@@ -26,11 +27,13 @@ from unitrain.checkpoint.store.located import (
 from unitrain.checkpoint.store.store import NAME
 from unitrain.checkpoint.store.torch_files import MappedFiles
 from unitrain.communication.streaming import Form
+from unitrain.data.structure import rebuilt
 from unitrain.errors import CheckpointError
 from unitrain.process import print_stderr
 from unitrain.url import parsed
 
 T = TypeVar("T")
+_ROWS = "_shards-"
 BEST = "best"
 """What ``resume`` takes for the best checkpoint."""
 
@@ -149,7 +152,7 @@ def opened(found: Located) -> OpenCheckpoint:
         CheckpointError: a file contains more than tensors and plain data.
     """
     names, files = found.manifest.files, MappedFiles()
-    parts = read(found, [name for name in names if name.endswith(".pt")], files)
+    parts = _with_whole_tensors(read(found, [name for name in names if name.endswith(".pt")], files))
     stored: Stored | None = None
     if METADATA in names or not names:
         name = found.file_name(METADATA)
@@ -163,6 +166,26 @@ def opened(found: Located) -> OpenCheckpoint:
     if not isinstance(run, dict) or not {"steps", "scaler", "random"} <= set(run):
         raise DamagedError(f"{found}: {RUN}.pt is missing, or lacks what a run needs to continue")
     return OpenCheckpoint(found, parts, stored, files)
+
+
+def _with_whole_tensors(parts: dict[str, Any]) -> dict[str, Any]:
+    """Return parts with whole tensors for those that ranks have written in files of their own, as UniTrain once did.
+
+    A tensor on the meta device stands for each of these. The file of a rank has its rows of them, in the order in which
+    they are found in an object's state.
+    """
+    ranks = [parts[name] for name in sorted(parts) if name.startswith(_ROWS)]
+    if not ranks:
+        return parts
+    whole = {}
+    for name in [name for name in parts if not name.startswith(_ROWS)]:
+        rows = zip(*(rank.get(name, []) for rank in ranks), strict=True)
+
+        def tensor(value: Any, rows: Iterator[tuple[Tensor, ...]] = rows) -> Any:
+            return torch.cat(next(rows)) if isinstance(value, Tensor) and value.is_meta else value
+
+        whole[name] = rebuilt(parts[name], tensor)
+    return whole
 
 
 def _states(stored: Stored) -> tuple[dict[str, Any], dict[str, list[str]]]:
