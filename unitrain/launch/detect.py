@@ -63,7 +63,7 @@ class _Place(NamedTuple):
 
     @staticmethod
     def under(prefix: str) -> _Place:
-        """Return the names that begin with a prefix and go on alike."""
+        """Return the usual names under a prefix."""
         return _Place(*(f"{prefix}_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")))
 
     def read(self, launcher: str, variables: Variables) -> Launch:
