@@ -59,11 +59,6 @@ def job_file(
     for option, number in (("--hosts", hosts), ("--processes", processes)):
         if number < 1:
             raise UsageError(f"{option} is {number}, but must be at least 1.")
-    if not re.fullmatch(r"[a-z]([a-z0-9-]{0,50}[a-z0-9])?", name):
-        raise UsageError(
-            f"{name!r} can't be the name of a job: use up to 52 lower-case letters, digits and dashes, a letter first: "
-            "--name my-run."
-        )
     script = [target.as_posix(), *flags]
     # The operator tells mpirun the hosts. unitrain run passes signals to the ranks, so that they save and stop.
     mpirun = ["unitrain", "run", "--", "mpirun", "-np", str(hosts * processes), "--bind-to", "none"]
