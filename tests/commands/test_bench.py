@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from jobs import run_job
+from rich.console import Console
 
-from unitrain.commands.bench.command import bench, efficiency
+from unitrain.commands.bench.command import bench, print_table
 from unitrain.commands.bench.measuring import Measurement, evaluate, measure
 from unitrain.commands.verify.worlds import World
 from unitrain.errors import UsageError
@@ -114,7 +116,9 @@ def test_the_measured_thirds_are_averaged() -> None:
     found = evaluate(world, [throughput(60.0, 0.1), throughput(100.0, 0.3)], steps=6)
     assert (found.samples_per_second, found.spread, found.memory_mb) == (80.0, 0.25, 100.0)
     assert (found.data, found.forward, found.step) == pytest.approx((0.1, 0.01, 0.04))
-    assert efficiency(found, Measurement(World("python", 1, "single"), 50.0)) == pytest.approx(80 / (2 * 50))
+    console = Console(record=True, width=120)
+    print_table([Measurement(World("python", 1, "single"), 50.0), found], console)
+    assert re.search(r"torchrun x2 ddp +80 +25% +80% ", console.export_text())  # 80 of the 2 * 50 samples
 
 
 def test_a_loop_over_another_loader_has_a_problem() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -46,10 +47,18 @@ def why_none_starts(backends: list[str]) -> list[str]:
     return said
 
 
+@pytest.fixture(scope="module", autouse=True)
+def wrong_on_path() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for folder in PATH:
+            patch.syspath_prepend(folder)
+        yield
+
+
 @pytest.fixture(scope="module")
 def said() -> dict[str, list[str]]:
     """For each wrong backend, what the ranks say."""
-    by_rank = World("", RANKS, path=PATH).run(why_none_starts, list(SAID_BY_EVERY_RANK))
+    by_rank = World("", RANKS).run(why_none_starts, list(SAID_BY_EVERY_RANK))
     return dict(zip(SAID_BY_EVERY_RANK, map(list, zip(*by_rank, strict=True)), strict=True))
 
 
@@ -62,7 +71,7 @@ def test_every_rank_names_the_mistake(said: dict[str, list[str]], backend: str) 
 
 
 def test_the_contract_finds_what_a_start_does_not_try() -> None:
-    world = World("lacks_half_types", 2, path=PATH)
+    world = World("lacks_half_types", 2)
     with pytest.raises(KeyError, match=r"torch\.float16"):
         world.run(collectives.reductions, world)
 
@@ -87,7 +96,7 @@ def test_a_mistake_that_some_ranks_see_is_the_one_reported(
     backend: str, error: type[UnitrainError], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        World(backend, RANKS, path=PATH).run(start, backend)
+        World(backend, RANKS).run(start, backend)
 
 
 def lose_a_cable() -> None:
@@ -97,4 +106,4 @@ def lose_a_cable() -> None:
 
 def test_an_error_of_the_backend_itself_is_reported_as_it_is() -> None:
     with pytest.raises(RuntimeError, match=r"^the cable is loose$"):
-        World("loses_its_cable", 2, path=PATH).run(lose_a_cable)
+        World("loses_its_cable", 2).run(lose_a_cable)

@@ -24,13 +24,12 @@ from unitrain.testing.duties import DUTIES, gradients, parity
 from unitrain.testing.duty import Duty
 from unitrain.testing.worlds import World
 
-PLUGIN = (str(TESTS / "plugin"),)
+PLUGIN = str(TESTS / "plugin")
 WORLDS = [
     World("single", 1, "python"),
     World("data_parallel", 1, "python"),
     World("ddp", 1, "python"),
     World("ddp", 2),
-    World("store", 2, path=PLUGIN),
 ]
 # What may depend on the number of ranks.
 WITH_THREE = ("verbs", "collectives", "parity", "gradients")
@@ -48,7 +47,11 @@ def in_part(world: World, modules: Collection[str], *marks: pytest.MarkDecorator
     ]
 
 
+with pytest.MonkeyPatch.context() as with_plugin:
+    with_plugin.syspath_prepend(PLUGIN)
+    OF_PLUGIN = parameters([World("store", 2)])
 DUTIES_IN_WORLDS = [
+    *OF_PLUGIN,
     *parameters(WORLDS),
     *parameters([World("horovod", 2, horovodrun_environments)], HOROVOD),
     *in_part(World("ddp", 3), WITH_THREE),
@@ -56,6 +59,11 @@ DUTIES_IN_WORLDS = [
     *in_part(World("fsdp", 2), {duty.module for duty in DUTIES.values()} - {*WITH_GROUPS_OF_DDP}),
     *in_part(World("fsdp", 3), ()),
 ]
+
+
+@pytest.fixture(autouse=True)
+def plugin_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(PLUGIN)
 
 
 @pytest.mark.parametrize(("world", "duty"), DUTIES_IN_WORLDS)
@@ -107,8 +115,6 @@ def test_ddp_averages_sparse_gradients_and_refuses_what_its_wrapper_does_not_see
 
 
 def test_backend_of_a_third_party_is_listed_but_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    for folder in PLUGIN:
-        monkeypatch.syspath_prepend(folder)
     monkeypatch.delitem(sys.modules, "unitrain_store", raising=False)
     assert backend_names() == ["data_parallel", "ddp", "fsdp", "horovod", "single", "store"]
     assert "unitrain_store" not in sys.modules

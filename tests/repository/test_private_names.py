@@ -39,7 +39,8 @@ DOCUMENTED = {
 OTHERS = {
     "_ArgumentGroup": "argparse", "_exit": "os",
     "_current_frames": "sys", "_getframe": "sys", "_popen": "multiprocessing", "_run_exitfuncs": "atexit",
-    "_register_atexit": "threading", "_fields": "named tuples", "_replace": "named tuples",
+    "_register_atexit": "threading", "_asdict": "named tuples", "_fields": "named tuples",
+    "_replace": "named tuples",
     "_compute_groups_create_state_ref": "torchmetrics", "_defaults": "torchmetrics", "_groups_checked": "torchmetrics",
     "_reductions": "torchmetrics",
 }  # fmt: skip

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import version
-from typing import NoReturn
 
 from unitrain.commands.arguments import sentence
 from unitrain.errors import UnitrainError
@@ -68,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = vars(_parser(argv).parse_args(argv))
     command, run = arguments.pop("subcommand"), arguments.pop("run")
     # Raised as an exception, SIGTERM also ends the child processes of a subcommand, for example a compiler.
-    before = signal.signal(signal.SIGTERM, _terminate)
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         code = int(run(**arguments))
         if sys.stdout is not None:
@@ -85,10 +84,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGPIPE
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _terminate(number: int, _frame: object) -> NoReturn:
-    raise SystemExit(128 + number)
 
 
 def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:

@@ -38,8 +38,6 @@ def template(*, output: Path | None, **job: Any) -> int:
     try:
         with output.open("x") as file:
             file.write(text)
-    except FileExistsError:
-        raise UsageError(f"{output} exists already: remove it, or choose another --output.") from None
     except OSError as error:
         raise UsageError(f"{output} can't be written: {error.strerror}.") from None
     return 0
@@ -56,27 +54,11 @@ def job_file(
     gpus: bool,
     image: str,
 ) -> str:
-    """Return the text of a job file.
-
-    Args:
-        kind: one of ``KINDS``.
-        target: path of the script, relative to the folder where the job starts.
-        flags: the script's flags.
-        name: name of the job: lower-case letters, digits and dashes, as Kubernetes wants it; None for the script's.
-        hosts: number of hosts.
-        processes: number of processes of each host.
-        gpus: whether each process gets a GPU.
-        image: the container image.
-    """
+    """Return the text of a job file of one of ``KINDS``. ``processes`` are those of each host."""
     name = default_name(target) if name is None else name
     for option, number in (("--hosts", hosts), ("--processes", processes)):
         if number < 1:
             raise UsageError(f"{option} is {number}, but must be at least 1.")
-    if not re.fullmatch(r"[a-z]([a-z0-9-]{0,50}[a-z0-9])?", name):
-        raise UsageError(
-            f"{name!r} can't be the name of a job: use up to 52 lower-case letters, digits and dashes, a letter first: "
-            "--name my-run."
-        )
     script = [target.as_posix(), *flags]
     # The operator tells mpirun the hosts. unitrain run passes signals to the ranks, so that they save and stop.
     mpirun = ["unitrain", "run", "--", "mpirun", "-np", str(hosts * processes), "--bind-to", "none"]

@@ -61,6 +61,11 @@ class _Place(NamedTuple):
     """A function reads it where no variable is sure to hold it."""
     node_rank: str | None = None
 
+    @staticmethod
+    def under(prefix: str) -> _Place:
+        """Return the usual names under a prefix."""
+        return _Place(*(f"{prefix}_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")))
+
     def read(self, launcher: str, variables: Variables) -> Launch:
         world = variables.integer(self.world_size, 1)
         if isinstance(self.local_world_size, str):
@@ -117,10 +122,6 @@ def _torchrun(variables: Variables, launch: Launch) -> Launch:
         variables.integer("TORCHELASTIC_RESTART_COUNT")  # evidence that tells apart the processes of this host only
     served = variables.matching("TORCHELASTIC_USE_AGENT_STORE", "True|False", "True or False") == "True"
     return replace(launch, rendezvous="served" if served else "tcp")
-
-
-def _meet_at_horovodrun(variables: Variables, launch: Launch) -> Launch:
-    return replace(launch, rendezvous="horovod", address=_horovodrun_server(variables))
 
 
 def _horovodrun_server(variables: Variables) -> str:
@@ -207,6 +208,18 @@ _ENV = _Launcher(
 )
 """Variables that were set by hand or by a cluster."""
 _PYTHON = _Launcher("python", lambda environ: True, "")
+
+
+def _mpirun(
+    present: tuple[str, ...] | Callable[[Mapping[str, str]], bool],
+    start: str,
+    place: _Place,
+    more: Callable[[Variables, Launch], Launch] = _mpich,
+) -> _Launcher:
+    """Return a launcher of MPI, whose ranks meet by it."""
+    return _Launcher("mpirun", present, f"Start the job with {start} {_LEAVE}", place, _meet_by_mpi, more)
+
+
 _BY_PRECEDENCE = (
     _Launcher(
         "torchrun",  # and python -m torch.distributed.launch
@@ -219,63 +232,39 @@ _BY_PRECEDENCE = (
         "horovodrun",  # with the gloo controller
         ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_GLOO_RENDEZVOUS_ADDR"),
         f"Start the job with horovodrun --gloo -np N python SCRIPT {_LEAVE}",
-        _Place("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
-        _meet_at_horovodrun,
+        _Place.under("HOROVOD"),
+        lambda variables, launch: replace(launch, rendezvous="horovod", address=_horovodrun_server(variables)),
         _horovodrun,
     ),
-    _Launcher(
-        "mpirun",  # of Open MPI; horovodrun's MPI controller looks the same
+    _mpirun(  # of Open MPI; horovodrun's MPI controller looks the same
         ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
-        f"Start the job with mpirun -np N python SCRIPT {_LEAVE}",
+        "mpirun -np N python SCRIPT",
         # OMPI_COMM_WORLD_NODE_RANK is the rank among all jobs on the node, not the rank of the node.
-        _Place(
-            "OMPI_COMM_WORLD_RANK",
-            "OMPI_COMM_WORLD_SIZE",
-            "OMPI_COMM_WORLD_LOCAL_RANK",
-            "OMPI_COMM_WORLD_LOCAL_SIZE",
-        ),
-        _meet_by_mpi,
+        _Place.under("OMPI_COMM_WORLD"),
         _open_mpi,
     ),
-    _Launcher(
-        "mpirun",  # jsrun of LSF, with an MPI other than Spectrum MPI, which has the variables of Open MPI
-        ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"),
-        f"Start the job with jsrun -n N python SCRIPT {_LEAVE}",
-        _Place(*(f"JSM_NAMESPACE_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
-        _meet_by_mpi,
-        _mpich,
+    _mpirun(  # jsrun of LSF, with an MPI other than Spectrum MPI, which has the variables of Open MPI
+        ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"), "jsrun -n N python SCRIPT", _Place.under("JSM_NAMESPACE")
     ),
-    _Launcher(
-        "mpirun",  # mpiexec of HPE's PALS
+    _mpirun(  # mpiexec of HPE's PALS
         ("PALS_RANKID", "PALS_LOCAL_RANKID"),
-        f"Start the job with mpiexec -n N --ppn N python SCRIPT (PALS) {_LEAVE}",
+        "mpiexec -n N --ppn N python SCRIPT (PALS)",
         _Place("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE", "PALS_NODEID"),
-        _meet_by_mpi,
-        _mpich,
     ),
-    _Launcher(
-        "mpirun",  # flux run
+    _mpirun(  # flux run
         ("FLUX_TASK_RANK", "FLUX_TASK_LOCAL_ID"),
-        f"Start the job with flux run -n N python SCRIPT {_LEAVE}",
+        "flux run -n N python SCRIPT",
         _Place("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", _tasks_on_a_node),
-        _meet_by_mpi,
-        _mpich,
     ),
-    _Launcher(
-        "mpirun",  # mpirun_rsh of MVAPICH2
+    _mpirun(  # mpirun_rsh of MVAPICH2
         ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
-        f"Start the job with mpirun_rsh -np N HOSTS python SCRIPT {_LEAVE}",
-        _Place(*(f"MV2_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
-        _meet_by_mpi,
-        _mpich,
+        "mpirun_rsh -np N HOSTS python SCRIPT",
+        _Place.under("MV2_COMM_WORLD"),
     ),
-    _Launcher(
-        "mpirun",  # or mpiexec, of MPICH, Intel MPI and others based on hydra
+    _mpirun(  # or mpiexec, of MPICH, Intel MPI and others based on hydra
         _is_hydra,
-        f"Start the job with mpiexec -n N python SCRIPT (MPICH, Intel MPI) {_LEAVE}",
+        "mpiexec -n N python SCRIPT (MPICH, Intel MPI)",
         _Place("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-        _meet_by_mpi,
-        _mpich,
     ),
     _Launcher(
         "srun",

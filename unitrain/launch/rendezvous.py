@@ -64,10 +64,6 @@ def shared_secret(launch: Launch, timeout_s: float) -> bytes | None:
     return bytes(store.get("secret"))
 
 
-def _alone(launch: Launch, timeout: timedelta) -> Store:
-    return HashStore()
-
-
 def _at_address(launch: Launch, timeout: timedelta) -> Store:
     """Connect to the launch's address, where rank 0 opens the store unless the launcher keeps one open."""
     if launch.address is None:
@@ -172,7 +168,7 @@ def _read_offer(offer: str, launch: Launch) -> tuple[list[str], int]:
 
 
 _RENDEZVOUS: dict[str, Callable[[Launch, timedelta], Store]] = {
-    "alone": _alone,
+    "alone": lambda launch, timeout: HashStore(),
     "tcp": _at_address,
     "served": _at_address,
     "mpi": _through_mpi,

@@ -26,12 +26,8 @@ class Source:
     values: dict[str, Any]
     name_of: Callable[[Iterable[object]], str]
 
-    def has(self, path: Iterable[object]) -> bool:
-        """Return whether there is a value at a path."""
-        return self.get(path) is not _NOTHING
-
     def get(self, path: Iterable[object]) -> object:
-        """Return the value at a path."""
+        """Return the value at a path, or ``_NOTHING``."""
         here: object = self.values
         for part in path:
             here = here.get(part, _NOTHING) if isinstance(here, dict) else _NOTHING
@@ -50,7 +46,10 @@ def validate(model: type[Model], sources: Sequence[Source]) -> Model:
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(format_validation_error(error, model, sources)) from None
+        messages = _Messages(model, sources)
+        # Every member of a union reports an error, with the same line.
+        lines = dict.fromkeys(messages.describe(details) for details in error.errors(include_url=False))
+        raise ConfigError("\n".join(lines)) from None
 
 
 def _merge(weak: Mapping[str, Any], strong: Mapping[str, Any]) -> dict[str, Any]:
@@ -59,13 +58,6 @@ def _merge(weak: Mapping[str, Any], strong: Mapping[str, Any]) -> dict[str, Any]
         below = merged.get(name)
         merged[name] = _merge(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
     return merged
-
-
-def format_validation_error(error: ValidationError, model: type[BaseModel], sources: Sequence[Source]) -> str:
-    """Return the error message: a line per wrong setting, with its name, its value and the allowed values."""
-    messages = _Messages(model, sources)
-    # Every member of a union reports an error, with the same line.
-    return "\n".join(dict.fromkeys(messages.describe(details) for details in error.errors(include_url=False)))
 
 
 class _Messages:
@@ -104,13 +96,13 @@ class _Messages:
 
     def _assignment(self, path: tuple[int | str, ...]) -> str:
         """Return ``name is value``, with the name as the user wrote it."""
-        if not any(source.has(path) for source in self._strongest_first):  # one of two that are mutually exclusive
+        if all(source.get(path) is _NOTHING for source in self._strongest_first):  # one of two that exclude each other
             return f"{dotted(path)} is {self._settings[tuple(map(str, path))].default} (the default)"
         source = self._source_of(path)
         return f"{source.name_of(path)} is {_shown(source.get(path))}"
 
     def _source_of(self, path: tuple[int | str, ...]) -> Source:
-        return next(source for source in self._strongest_first if source.has(path))
+        return next(source for source in self._strongest_first if source.get(path) is not _NOTHING)
 
     def _allowed(self, path: tuple[int | str, ...]) -> str:
         key = tuple(map(str, path))

@@ -28,9 +28,8 @@ from unitrain.launch.detect import detect
 Environments: TypeAlias = Callable[[int], AbstractContextManager[list[dict[str, str]]]]
 """Takes a number of ranks, and returns a context manager that gives the complete environment of each."""
 Launcher: TypeAlias = str | Environments
-"""What starts the ranks: one of ``LAUNCHERS``, or a function that makes their environments."""
-LAUNCHERS = ("python", "spawn", "torchrun", "mpirun", "horovodrun", "srun")
-"""The first two, and functions, start ranks in a fraction of a second; the others take seconds."""
+"""What starts the ranks: "python", "spawn" or a function that makes their environments, in a fraction of a second; or
+the name of a real launcher, in seconds."""
 
 _FORKSERVER = multiprocessing.get_context("forkserver")
 # pytest, because every child imports the parent's main module, which imports it; torch's compiler, because the first

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ from unitrain.commands.launchers import local_launchers
 from unitrain.communication.backend import load_backend
 from unitrain.config import StrategyConfig
 from unitrain.launch.detect import Launch
-from unitrain.testing.ranks import LAUNCHERS, Launcher, run_ranks
+from unitrain.testing.ranks import Launcher, run_ranks
 
 
 @dataclass(frozen=True)
@@ -26,8 +24,6 @@ class World:
     processes: int
     launcher: Launcher = "spawn"
     """What starts the processes; "python" for one process without a launcher."""
-    path: tuple[str, ...] = ()
-    """Folders of the backend's distribution to add to ``sys.path``."""
     folder: Path = Path()
     """On a rank: a folder that all ranks of the world share, empty at the start of a duty."""
 
@@ -37,8 +33,7 @@ class World:
     @property
     def kind(self) -> type[Backend]:
         """The backend's class."""
-        with self.on_path():
-            return load_backend(self.backend)
+        return load_backend(self.backend)
 
     @property
     def averages_gradients(self) -> bool:
@@ -67,22 +62,7 @@ class World:
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 90) -> list[Any]:
         """Run ``fn(*args)`` on each rank of this world, and return the results. ``fn`` may call ``open``."""
-        return run_ranks(_run, self.path, fn, args, nprocs=self.processes, launcher=self.launcher, timeout=timeout)
-
-    @contextmanager
-    def on_path(self) -> Iterator[None]:
-        """Add the folders of the backend's distribution to ``sys.path``."""
-        before = sys.path[:]
-        sys.path[:0] = self.path
-        try:
-            yield
-        finally:
-            sys.path[:] = before
-
-
-def _run(path: Sequence[str], fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    sys.path[:0] = path
-    return fn(*args)
+        return run_ranks(fn, *args, nprocs=self.processes, launcher=self.launcher, timeout=timeout)
 
 
 def find_worlds(backend: str, sizes: Sequence[int]) -> list[World]:
@@ -96,12 +76,11 @@ def find_worlds(backend: str, sizes: Sequence[int]) -> list[World]:
     kind = load_backend(backend)
     worlds: list[World] = []
     refusals: list[ConfigError | BackendError] = []
-    found = local_launchers()
-    launchers = [name for name in LAUNCHERS if name in ("spawn", *found)]
+    several = ["spawn", *(name for name in local_launchers() if name != "python")]
     for size in sizes:
-        for launcher in launchers:
+        for launcher in ["python"] if size == 1 else several:
             launch = Launch(launcher, world_size=size, local_world_size=size)
-            if (launcher == "python") != (size == 1) or kind.expected_world(launch) != size:
+            if kind.expected_world(launch) != size:
                 continue
             try:
                 kind.check(StrategyConfig(backend=backend, device="cpu"), launch)
@@ -116,7 +95,7 @@ def find_worlds(backend: str, sizes: Sequence[int]) -> list[World]:
         asked = ", ".join(map(str, sizes))
         raise LaunchError(
             f"backend {backend!r} can't run on {asked} processes under any launcher found here "
-            f"({', '.join(['spawn', *found])}), according to its method `expected_world`. It works under: "
+            f"({', '.join(['python', *several])}), according to its method `expected_world`. It works under: "
             f"{kind.served_by}."
         )
     return worlds

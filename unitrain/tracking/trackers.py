@@ -7,6 +7,7 @@ import json
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -70,7 +71,10 @@ class Trackers:
         for one in trackers:
             if isinstance(one, str):
                 _check_installed(one)
-        ids = _read_ids(folder) if step else {}
+        ids: dict[str, str] = {}
+        if step:
+            with suppress(OSError, ValueError):  # there are none
+                ids = json.loads((folder / _IDS).read_text(encoding="utf-8"))
         for one in trackers:
             if not isinstance(one, str):
                 self._workers.append(_Worker(type(one).__name__, one))
@@ -161,14 +165,6 @@ def _check_installed(name: str) -> None:
     found = find_spec(name)
     if found is None or found.origin is None:  # a folder of that name, such as W&B's own, is no package
         raise ConfigError(f"the tracker {name} needs the package {name}, which is not installed: pip install {name}")
-
-
-def _read_ids(folder: Path) -> dict[str, str]:
-    try:
-        ids = json.loads((folder / _IDS).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return {str(name): str(value) for name, value in ids.items()} if isinstance(ids, dict) else {}
 
 
 def _number(name: str, value: object) -> float:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from plain_loop import assert_equal, model_of, sgd, strategy_of, weights
-from torch import nn
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
 from torch.optim import SGD
+from torch.utils.data import DataLoader
 
+import unitrain
 from unitrain import NonFiniteError, Stopped, Strategy
+from unitrain.testing.models import Net, Twins, samples, step_by_hand, two_rows_each
 
 
 def step_with(strategy: Strategy, factors: Sequence[float], **options: Any) -> tuple[nn.Module, list[Any]]:
@@ -105,3 +110,53 @@ def test_raised_nonfinite_step_leaves_nothing_for_the_next() -> None:
     expected(x).sum().backward()
     sgd(expected).step()
     assert_equal(two, expected)
+
+
+class _Uncertain(Net):
+    """Kendall, Gal and Cipolla, "Multi-Task Learning Using Uncertainty to Weigh Losses" (CVPR 2018)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log_variance = nn.Parameter(torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:  # type: ignore[override]
+        loss = mse_loss(super().forward(x), targets)
+        return loss * torch.exp(-self.log_variance) + self.log_variance
+
+
+def a_stand_in_does_not_count() -> None:
+    """The loss of a rank without samples does not count, nor its gradient, even if it is NaN."""
+    with unitrain.init(on_nonfinite="raise", precision="fp64", device="cpu", timeout_s=30) as strategy:
+        twins = Twins(strategy, _Uncertain)
+        loader = strategy.dataloader(samples(5), global_batch_size=4)  # 4, then 1
+        for inputs, targets in loader:
+            loss = twins.prepared(inputs, targets)
+            strategy.step(loss * math.nan if loader.stand_in else loss, twins.optimizer)
+        for inputs, targets in DataLoader(samples(5), batch_size=4):
+            step_by_hand(twins.expected(inputs, targets), twins.by_hand)
+        twins.assert_same()
+
+
+def nan_of_a_rank_without_tokens_does_not_count() -> None:
+    """The NaN loss of a rank without tokens has no effect if its weight is 0."""
+    with unitrain.init(on_nonfinite="raise", precision="fp64", device="cpu", timeout_s=30) as strategy:
+        twins = Twins(strategy)
+        inputs, targets, mine = two_rows_each(strategy)
+        tokens = torch.ones(len(inputs))
+        if strategy.world_size > 1:
+            tokens[-2:] = 0  # the last rank has none
+        for _ in range(3):
+            loss = _token_mean(twins.prepared(inputs[mine]), targets[mine], tokens[mine])
+            strategy.step(loss, twins.optimizer, weight=tokens[mine].sum())
+            step_by_hand(_token_mean(twins.expected(inputs), targets, tokens), twins.by_hand)
+        twins.assert_same()
+
+
+def _token_mean(out: Tensor, targets: Tensor, tokens: Tensor) -> Tensor:
+    return ((out - targets).pow(2).mean(1) * tokens).sum() / tokens.sum()
+
+
+@pytest.mark.parametrize("nprocs", [2, 3])
+@pytest.mark.parametrize("what", [a_stand_in_does_not_count, nan_of_a_rank_without_tokens_does_not_count])
+def test_what_has_no_weight_does_not_count(what: Callable[[], None], nprocs: int) -> None:
+    run_ranks(what, nprocs=nprocs)

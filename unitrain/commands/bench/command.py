@@ -83,11 +83,6 @@ def worlds_to_measure(backend: str | None, most: int | None) -> list[World]:
     return [*worlds, *sorted(found, key=lambda world: world.size)]
 
 
-def efficiency(measurement: Measurement, alone: Measurement) -> float:
-    """Return samples per second of a process, relative to one process alone."""
-    return measurement.samples_per_second / (measurement.world.size * alone.samples_per_second)
-
-
 def print_table(measurements: Sequence[Measurement], console: Console) -> None:
     """Print a line per measurement. The first is the baseline, one process."""
     caption = "eff.: efficiency relative to one process; data, forward, step: ms in a step; memory: peak in MiB"
@@ -100,7 +95,8 @@ def print_table(measurements: Sequence[Measurement], console: Console) -> None:
         if found.problem:
             table.add_row(name, "[red]failed")
             continue
-        speed = (f"{found.samples_per_second:,.0f}", f"{found.spread:.0%}", f"{efficiency(found, measurements[0]):.0%}")
+        efficiency = found.samples_per_second / (found.world.size * measurements[0].samples_per_second)
+        speed = (f"{found.samples_per_second:,.0f}", f"{found.spread:.0%}", f"{efficiency:.0%}")
         times = [_milliseconds(seconds) for seconds in (found.data, found.forward, found.step)]
         table.add_row(name, *speed, *times, f"{found.memory_mb:,.0f}")
     console.print(table)

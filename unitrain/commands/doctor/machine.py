@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
 import socket
 from ipaddress import ip_address
-from pathlib import Path
 
 import psutil
 
 from unitrain.commands.doctor.finding import Finding, Probe
 from unitrain.launch.network.addresses import addresses_of, own_addresses
-
-_HOSTS = Path("/etc/hosts")
 
 
 def _cpu() -> Finding:
@@ -54,17 +50,8 @@ def _host_name() -> Finding:
         return Finding("ok", f"{name}; this host has no network to other hosts", details=details)
     what = f"is {', '.join(found)} here, a loopback address" if found else "can't be resolved here"
     summary = f"{name} {what}: launchers on several hosts can't be reached at this name. One host needs nothing."
-    return Finding("warning", summary, _entry(name, own[0]), details)
-
-
-def _entry(name: str, address: str) -> str:
-    """Return the command that gives this host's name an address in /etc/hosts."""
-    entry = f"{address} {name}"
-    lines = _HOSTS.read_text(errors="replace").splitlines() if _HOSTS.is_file() else []
-    if not any(name in line.partition("#")[0].split()[1:] for line in lines):
-        return f"echo '{entry}' | sudo tee -a {_HOSTS}"
-    taken_out = rf"s/\s{re.escape(name)}\(\s\|$\)/\1/g"
-    return f"sudo sed -i -e '{taken_out}' -e '$a {entry}' {_HOSTS}"
+    # As the first line: the first that has the name counts.
+    return Finding("warning", summary, f"sudo sed -i '1i {own[0]} {name}' /etc/hosts", details)
 
 
 MACHINE: dict[str, Probe] = {"cpu": _cpu, "memory": _memory, "network": _network, "host_name": _host_name}

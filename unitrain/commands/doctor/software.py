@@ -54,20 +54,12 @@ def _gpus() -> Finding:
 def _nccl() -> Finding:
     from torch import distributed
 
-    if not (distributed.is_available() and distributed.is_nccl_available()):
+    if not distributed.is_nccl_available():
         return Finding("absent", "not in this build of torch", "pip install torch (a build with CUDA)")
     from torch.cuda import nccl
 
     found = ".".join(str(part) for part in nccl.version())  # type: ignore[no-untyped-call]
     return Finding("ok", f"{found}, included in torch", details={"version": found})
-
-
-def _gloo() -> Finding:
-    from torch import distributed
-
-    if distributed.is_available() and distributed.is_gloo_available():
-        return Finding("ok", "included in torch")
-    return Finding("error", "not in this build of torch, so DDP can't train on a CPU", "pip install torch")
 
 
 def _mpi() -> Finding:
@@ -173,7 +165,6 @@ SOFTWARE: dict[str, Probe] = {
     "torch": _torch,
     "gpus": _gpus,
     "nccl": _nccl,
-    "gloo": _gloo,
     "mpi": _mpi,
     "mpi4py": _mpi4py,
     "horovod": _horovod,

@@ -12,16 +12,8 @@ _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 def train(case: Case) -> Trace:
     """Train a case on the CPU, with every global batch as one batch, and return its record."""
-    threads = torch.get_num_threads()
     # The tensors are small: on busy cores, several threads took 40 times as long, waiting for one another.
     torch.set_num_threads(1)
-    try:
-        return _train(case)
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _train(case: Case) -> Trace:
     trace = Trace()
     model, optimizer, scheduler = build(case)
     double = case.precision == "fp64"

@@ -5,13 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
-from unitrain import UsageError
 from unitrain.testing.duty import duty, several_processes
 from unitrain.testing.worlds import World
 
@@ -112,27 +109,6 @@ def nan_in_reductions(world: World) -> None:
 
 
 @duty()
-def refused_reductions(world: World) -> None:
-    """Unsupported inputs raise UsageError on every rank, and later calls work."""
-    with world.open() as strategy:
-        whole = torch.ones(1, dtype=torch.int32)
-        verbs: Any = strategy  # mypy would report these calls
-        for verb, arguments, message in [
-            ("all_reduce", (torch.ones(1), "avg"), "sum, mean, max and min, not 'avg'"),
-            ("all_reduce", (whole, "mean"), "convert the tensor to a floating-point"),
-            ("all_reduce", (torch.ones(1, dtype=torch.cfloat),), "view_as_real"),
-            ("all_gather", (torch.eye(2).to_sparse(),), "to_dense"),
-            ("all_reduce", (1.0,), r"torch\.tensor"),
-            ("broadcast", (whole, strategy.world_size), "there is no rank"),
-        ]:
-            with pytest.raises(UsageError, match=message):
-                getattr(verbs, verb)(*arguments)
-        with pytest.raises(UsageError, match="there is no rank -1"):
-            strategy.communicator.broadcast_object(1, -1)
-        assert float(strategy.all_reduce(torch.ones(()))) == strategy.world_size
-
-
-@duty()
 def objects(world: World) -> None:
     """Picklable objects of any size can be communicated, also of a different size on each rank."""
     with world.open() as strategy:
@@ -144,21 +120,3 @@ def objects(world: World) -> None:
         assert strategy.communicator.broadcast_object(None) is None
         assert strategy.communicator.all_gather_object(["r"] * rank) == [["r"] * other for other in range(size)]
         strategy.barrier()
-
-
-@duty()
-def meters(world: World) -> None:
-    """Sums and means are those over the samples of all ranks, which may differ in number or be missing on some."""
-    with world.open() as strategy:
-        size = strategy.world_size
-        meter = strategy.meter()
-        assert math.isnan(meter.value())
-        for count in range(strategy.rank + 1):  # uneven; the first is empty
-            meter.add(total=torch.tensor(math.nan if count == 0 else 2.0 * count), count=count)
-        counts = [sum(range(rank + 1)) for rank in range(size)]
-        assert meter.count() == sum(counts)
-        assert meter.sum() == 2 * sum(counts)
-        assert meter.value() == 2.0 if size > 1 else math.isnan(meter.value())
-        meter.reset()
-        meter.add(total=1.5, count=3)
-        assert meter.value() == 0.5

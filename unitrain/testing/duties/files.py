@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import time
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.optim import SGD
 
-from unitrain import CheckpointError, UsageError
 from unitrain.testing.duty import duty
 from unitrain.testing.models import Net, assert_bit_equal_on_all_ranks, assert_same, samples, sgd, train_plainly, whole
 from unitrain.testing.worlds import World
-
-
-@duty()
-def prints_once(world: World) -> None:
-    """strategy.print prints on rank 0, and nowhere else."""
-    with world.open() as strategy:
-        with contextlib.redirect_stdout(io.StringIO()) as printed:
-            strategy.print("once", strategy.rank, sep="-")
-        assert printed.getvalue() == ("once-0\n" if strategy.is_main else "")
 
 
 @duty()
@@ -61,24 +48,6 @@ def saves_and_loads(world: World) -> None:
         assert torch.equal(loaded["model"]["0.weight"], whole(model.get_parameter("0.weight")))
         assert loaded["optimizer"]["state"][0]["momentum_buffer"].shape == (3, 3)
         assert (loaded["list"], loaded["rank"]) == ([1, "two", None], 0)
-
-
-@duty()
-def refuses_to_save_or_load(world: World) -> None:
-    """A file that can't be written or read is an error on every rank."""
-    with world.open() as strategy:
-        file = world.folder / "file"
-        strategy.save({"a": 1}, file)
-        with pytest.raises(CheckpointError, match="does not exist"):
-            strategy.load(world.folder / "none.pt")
-        with pytest.raises(CheckpointError, match="could not be written"):
-            strategy.save({"a": 1}, file / "below a file")
-        with pytest.raises(CheckpointError, match="could not be written"):
-            strategy.save({"code": lambda: None}, world.folder / "code.pt")
-        if strategy.world_size > 1:
-            model = strategy.prepare(Net())
-            with pytest.raises(UsageError, match="modules on some ranks only"):
-                strategy.save(model if strategy.is_main else None, file)
 
 
 @duty()

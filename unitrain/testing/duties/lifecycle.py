@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import threading
 
-import pytest
 import torch
 
-from unitrain import UsageError
 from unitrain.testing.duty import duty
-from unitrain.testing.models import Twins, flat, local
+from unitrain.testing.models import Twins
 from unitrain.testing.worlds import World
 
 
@@ -33,17 +31,3 @@ def leaves_no_thread_behind(world: World) -> None:
     for thread in left:
         thread.join(5)
     assert not [thread.name for thread in left if thread.is_alive()]
-
-
-@duty()
-def nothing_after_close(world: World) -> None:
-    """A closed strategy raises an error for calls that would otherwise act on one rank only."""
-    with world.open() as strategy:
-        twins = Twins(strategy)
-    before = flat(twins.model, local)
-    with pytest.raises(UsageError, match=r"was called after strategy\.close\(\)"):
-        strategy.step(twins.loss(), twins.optimizer)
-    assert torch.equal(flat(twins.model, local), before)
-    if strategy.world_size > 1:
-        with pytest.raises(UsageError, match=r"all_reduce was called after strategy\.close\(\)"):
-            strategy.all_reduce(torch.ones(1))

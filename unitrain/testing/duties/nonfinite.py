@@ -9,20 +9,14 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import mse_loss
-from torch.utils.data import DataLoader
 
 from unitrain import NonFiniteError, Stopped, Strategy
 from unitrain.testing.duty import duty
 from unitrain.testing.models import (
     Net,
-    Twins,
     assert_bit_equal_on_all_ranks,
     flat,
-    samples,
     sgd,
-    step_by_hand,
-    two_rows_each,
 )
 from unitrain.testing.worlds import World
 
@@ -110,49 +104,3 @@ def _meet(strategy: Strategy, policy: str, poison: str) -> None:
     else:
         assert said == ""
     assert_bit_equal_on_all_ranks(strategy, model)
-
-
-class _Uncertain(Net):
-    """Kendall, Gal and Cipolla, "Multi-Task Learning Using Uncertainty to Weigh Losses" (CVPR 2018)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.log_variance = nn.Parameter(torch.zeros((), dtype=torch.float64))
-
-    def forward(self, x: Tensor, targets: Tensor) -> Tensor:  # type: ignore[override]
-        loss = mse_loss(super().forward(x), targets)
-        return loss * torch.exp(-self.log_variance) + self.log_variance
-
-
-@duty()
-def a_stand_in_does_not_count(world: World) -> None:
-    """The loss of a rank without samples does not count, nor its gradient, even if it is NaN."""
-    with world.open(on_nonfinite="raise") as strategy:
-        twins = Twins(strategy, _Uncertain)
-        loader = strategy.dataloader(samples(5), global_batch_size=4)  # 4, then 1
-        for inputs, targets in loader:
-            loss = twins.prepared(inputs, targets)
-            strategy.step(loss * math.nan if loader.stand_in else loss, twins.optimizer)
-        for inputs, targets in DataLoader(samples(5), batch_size=4):
-            step_by_hand(twins.expected(inputs, targets), twins.by_hand)
-        twins.assert_same()
-
-
-@duty()
-def nan_of_a_rank_without_tokens_does_not_count(world: World) -> None:
-    """The NaN loss of a rank without tokens has no effect if its weight is 0."""
-    with world.open(on_nonfinite="raise") as strategy:
-        twins = Twins(strategy)
-        inputs, targets, mine = two_rows_each(strategy)
-        tokens = torch.ones(len(inputs))
-        if strategy.world_size > 1:
-            tokens[-2:] = 0  # the last rank has none
-        for _ in range(3):
-            loss = _token_mean(twins.prepared(inputs[mine]), targets[mine], tokens[mine])
-            strategy.step(loss, twins.optimizer, weight=tokens[mine].sum())
-            step_by_hand(_token_mean(twins.expected(inputs), targets, tokens), twins.by_hand)
-        twins.assert_same()
-
-
-def _token_mean(out: Tensor, targets: Tensor, tokens: Tensor) -> Tensor:
-    return ((out - targets).pow(2).mean(1) * tokens).sum() / tokens.sum()

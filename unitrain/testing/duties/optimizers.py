@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import mse_loss
-from torch.optim import SGD, Adafactor, Adam, Muon, Optimizer
+from torch.optim import SGD, Adafactor, Muon, Optimizer
 
 from unitrain import Strategy, UsageError
 from unitrain.testing.duty import duty
@@ -166,23 +166,6 @@ def windows_without_a_loader(world: World) -> None:
             twins.assert_same()
 
 
-class Lamb(Adam):
-    """Scales what Adam adds to a parameter by the norm of the parameter, as LAMB does."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Make a step."""
-        before = [(p, p.clone()) for group in self.param_groups for p in group["params"]]
-        super().step(closure)
-        for p, old in before:
-            change = p - old
-            p.copy_(old + change * old.norm() * 0.1 / (change.norm() + 1e-9))
-
-
-def _lamb(model: Net) -> list[Optimizer]:
-    return [Lamb(model.parameters())]
-
-
 def _adafactor(model: Net) -> list[Optimizer]:
     return [Adafactor(model.parameters())]
 
@@ -194,7 +177,7 @@ def _muon(model: Net) -> list[Optimizer]:
 
 @duty(
     needs=lambda world, _: world.processes > 1 and not world.shards,
-    each={"lamb": _lamb, "muon": _muon, "adafactor": _adafactor},
+    each={"muon": _muon, "adafactor": _adafactor},
 )
 def sharded_optimizers(world: World, make: Callable[[Net], list[Optimizer]]) -> None:
     """With shard_optimizer, each rank has a part of the state, also of an optimizer that uses whole parameters."""
