@@ -537,7 +537,7 @@ class Strategy:
             CheckpointError: a file can't be read, or names or shapes are not the model's; on every rank.
             UsageError: the model is not prepared.
         """
-        from unitrain.checkpoint.weights.loading import load_weights  # few scripts need it
+        from unitrain.checkpoint.weights import load_weights  # few scripts need it
 
         with self._prepared.training_weights():
             load_weights(self._communicator, self._prepared, module, path)

@@ -16,7 +16,7 @@ from torch import nn
 
 import unitrain
 from unitrain import CheckpointError, Strategy
-from unitrain.checkpoint.store.manifest import NAME as MANIFEST
+from unitrain.checkpoint.store.store import NAME as MANIFEST
 
 
 @pytest.fixture

@@ -23,10 +23,9 @@ from torch import Tensor, nn
 import unitrain
 from unitrain.checkpoint.store.disk import Disk
 from unitrain.checkpoint.store.folder import Folder
-from unitrain.checkpoint.store.located import checkpoint_at, read
-from unitrain.checkpoint.store.manifest import NAME as MANIFEST
-from unitrain.checkpoint.store.manifest import DamagedError, Described
-from unitrain.checkpoint.store.reading import MappedFiles
+from unitrain.checkpoint.store.located import DamagedError, Described, checkpoint_at, read
+from unitrain.checkpoint.store.store import NAME as MANIFEST
+from unitrain.checkpoint.store.torch_files import MappedFiles
 
 STEPS = 6
 ABOUT: dict[str, Any] = {"world_size": 1, "strategy": {}, "config": {}}
@@ -187,7 +186,7 @@ import torch
 from unitrain.checkpoint.store.disk import Disk
 from unitrain.checkpoint.store.folder import Folder
 from unitrain.checkpoint.store.located import read
-from unitrain.checkpoint.store.reading import MappedFiles
+from unitrain.checkpoint.store.torch_files import MappedFiles
 
 def write(folder, step):
     parts = {"model": {"weight": torch.full((50,), float(step))}, "notes": {"step": step}}
@@ -220,7 +219,6 @@ for victim in itertools.count(1):
     write(Folder(Disk(root)), 1)
     survived = survives(root, step, victim)
     folder = Folder(Disk(root))
-    folder.recover()
     found = folder.find(folder.steps()[0])
     parts = read(found, found.manifest.files, MappedFiles())
     assert torch.equal(parts["model"]["weight"], torch.full((50,), float(parts["notes"]["step"])))

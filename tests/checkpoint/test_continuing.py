@@ -157,15 +157,6 @@ def test_an_older_checkpoint_begins_a_branch_and_the_other_ends(tmp_path: Path) 
         Run(tmp_path).checkpoint.resume(tmp_path / "step-0000000009")
 
 
-def test_a_checkpoint_that_was_set_aside_comes_back(tmp_path: Path) -> None:
-    """A step was about to be saved again, and the process was killed between two renames."""
-    Run(tmp_path).train(1).close()
-    os.rename(tmp_path / "step-0000000001", tmp_path / ".step-0000000001.aside.tmp")
-    run = Run(tmp_path)
-    assert run.checkpoint.resume()
-    assert run.strategy.global_step == 1
-
-
 def stop_within_an_evaluation(folder: str) -> tuple[int, int, int]:
     """Return the code, the batches evaluated until then, and the steps that were saved."""
     strategy = unitrain.init(timeout_s=60)

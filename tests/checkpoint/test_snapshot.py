@@ -10,7 +10,7 @@ import torch
 from needs import GPU
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from unitrain.checkpoint.snapshot import on_host, snapshot
+from unitrain.checkpoint.writer import on_host, snapshot
 
 
 def test_a_snapshot_is_a_copy_and_uses_the_memory_of_the_one_before() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from unitrain.checkpoint.store.writing import write_part
+from unitrain.checkpoint.store.torch_files import write_part
 
 LARGE = torch.arange(2**20, dtype=torch.float32)
 

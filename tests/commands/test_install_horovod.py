@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import platform
 import subprocess
 import sys
 import sysconfig
@@ -16,11 +17,12 @@ from needs import HOROVOD
 from packaging.version import Version
 
 from unitrain.commands.horovod import check as horovod_check
+from unitrain.commands.horovod import install
 from unitrain.commands.horovod.build import Edit, apply_edits, check_tools, edits_for, fetch, run_logged
 from unitrain.commands.horovod.check import check_allreduce, find_horovod
-from unitrain.commands.horovod.install import cache_folder, combine, install_horovod
+from unitrain.commands.horovod.install import cache_folder, install_horovod, wheel_version
 from unitrain.commands.toolchain import Mpi, find_mpi
-from unitrain.errors import BackendError, ConfigError
+from unitrain.errors import BackendError
 
 OPEN_MPI = Mpi("Open MPI", "4.1.8", Path("/opt/mpi/bin/mpirun"), Path("/opt/mpi/bin/mpicxx"))
 
@@ -36,7 +38,7 @@ def bare(tmp_path: Path) -> BareEnvironment:
 def test_without_tools_and_mpi_all_of_them_are_named_with_the_command_that_adds_them(bare: BareEnvironment) -> None:
     done = bare.run("install-horovod")
     assert done.returncode == 1
-    assert "no C++ compiler was found: apt-get install g++" in done.stderr
+    assert "no C++ compiler was found (c++, g++, clang++): apt-get install g++" in done.stderr
     assert "make was not found: apt-get install make" in done.stderr
     assert "CMake was not found: pip install cmake" in done.stderr
     assert "Traceback" not in done.stderr
@@ -45,15 +47,12 @@ def test_without_tools_and_mpi_all_of_them_are_named_with_the_command_that_adds_
     assert "pip install 'unitrain[mpi]'" in done.stdout
 
 
-def test_an_old_cmake_and_an_old_compiler_are_named_with_their_versions(bare: BareEnvironment) -> None:
-    bare.allow("make")
-    bare.add("cmake", "echo cmake version 3.5.1")
-    compiler = bare.add("c++", 'if [ "$1" = --version ]; then echo "c++ 7.5.0"; else exit 1; fi')
-    done = bare.run("install-horovod")
-    assert "CMake 3.5.1" in done.stderr
-    assert "older than 3.13: pip install cmake" in done.stderr
-    assert f"{compiler} (c++ 7.5.0) can't compile C++20" in done.stderr
-    assert "make was not found" not in done.stderr
+def test_only_what_is_missing_is_named(bare: BareEnvironment) -> None:
+    bare.allow("make", "c++")
+    said = bare.run("install-horovod").stderr
+    assert "CMake was not found" in said
+    assert "compiler" not in said
+    assert "make was not found" not in said
 
 
 def test_a_launcher_without_its_compiler_wrapper_is_refused(bare: BareEnvironment) -> None:
@@ -92,7 +91,7 @@ def test_this_machine_can_build() -> None:
 
 def test_gpu_operations_need_a_cuda_toolkit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", None)
-    with pytest.raises(BackendError, match=r"was built without CUDA: install a CUDA build of torch"):
+    with pytest.raises(BackendError, match=r"was built without CUDA: install a CUDA build, or"):
         check_tools(OPEN_MPI, "nccl")
 
 
@@ -108,7 +107,9 @@ def test_a_cuda_toolkit_of_another_major_version_is_refused(tmp_path: Path, monk
     monkeypatch.setattr(torch.version, "cuda", "13.2")
     with pytest.raises(BackendError) as caught:
         check_tools(OPEN_MPI, "nccl")
-    assert f"the toolkit in {tmp_path} is for CUDA 9.2, but torch was built with 13.2" in str(caught.value)
+    assert f"torch was built with CUDA 13.2, but the toolkit in {tmp_path} is for CUDA 9.2: set CUDA_HOME" in str(
+        caught.value
+    )
 
 
 # The change to Horovod's source fits, or it is not built.
@@ -156,13 +157,6 @@ def test_an_unknown_release_is_an_error_with_pips_reason(tmp_path: Path, monkeyp
         fetch("99.9", tmp_path, tmp_path / "log")
 
 
-def test_a_version_that_is_none_is_a_wrong_setting() -> None:
-    with pytest.raises(
-        ConfigError, match=r"--version 'latest' is not a valid version; tested versions of Horovod: 0\.28\.1"
-    ):
-        combine("latest", None, None)
-
-
 def test_a_failed_command_shows_its_first_error_and_the_log(tmp_path: Path) -> None:
     log = tmp_path / "log"
     script = "seq 1 50; echo 'a.cc:1:2: error: no such thing'; seq 1001 1100; exit 3"
@@ -178,30 +172,32 @@ def test_a_failed_command_shows_its_first_error_and_the_log(tmp_path: Path) -> N
 # A wheel is shared by those, and only those, that it fits.
 
 
-def test_the_same_combination_has_the_same_version() -> None:
-    assert combine("0.28.1", OPEN_MPI, None).version == combine("0.28.1", OPEN_MPI, None).version
-
-
 def test_everything_a_wheel_depends_on_changes_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    base = combine("0.28.1", OPEN_MPI, None)
+    base = wheel_version("0.28.1", OPEN_MPI, None)
+    assert wheel_version("0.28.1", OPEN_MPI, None) == base
     others = [
-        combine("0.28.0", OPEN_MPI, None),
-        combine("0.28.1", None, None),
-        combine("0.28.1", dataclasses.replace(OPEN_MPI, version="5.0.11"), None),
-        combine("0.28.1", dataclasses.replace(OPEN_MPI, mpirun=Path("/usr/bin/mpirun")), None),
-        combine("0.28.1", OPEN_MPI, "nccl"),
-        dataclasses.replace(base, torch="2.13.0+cpu CUDA None"),
-        dataclasses.replace(base, python="cpython-312"),
-        dataclasses.replace(base, platform="linux-x86_64 glibc 2.28"),
-        dataclasses.replace(base, edits=()),
+        wheel_version("0.28.0", OPEN_MPI, None),
+        wheel_version("0.28.1", None, None),
+        wheel_version("0.28.1", dataclasses.replace(OPEN_MPI, version="5.0.11"), None),
+        wheel_version("0.28.1", dataclasses.replace(OPEN_MPI, mpirun=Path("/usr/bin/mpirun")), None),
+        wheel_version("0.28.1", OPEN_MPI, "nccl"),
     ]
     monkeypatch.setenv("HOROVOD_BUILD_CUDA_CC_LIST", "80")
-    others.append(combine("0.28.1", OPEN_MPI, "nccl"))
-    assert len({base.version, *(other.version for other in others)}) == len(others) + 1
+    others.append(wheel_version("0.28.1", OPEN_MPI, "nccl"))
+    for where, name, value in [
+        (torch, "__version__", "2.13.0+cpu"),
+        (sys.implementation, "cache_tag", "cpython-399"),
+        (platform, "libc_ver", lambda: ("glibc", "2.28")),
+        (install, "edits_for", lambda gpu: ()),
+    ]:
+        with monkeypatch.context() as patch:
+            patch.setattr(where, name, value)
+            others.append(wheel_version("0.28.1", OPEN_MPI, None))
+    assert len({base, *others}) == len(others) + 1
 
 
 def test_the_version_of_a_wheel_is_horovods_with_a_label_that_packaging_leaves_alone() -> None:
-    version = combine("0.28.1", OPEN_MPI, None).version
+    version = wheel_version("0.28.1", OPEN_MPI, None)
     assert str(Version(version)) == version
     assert Version(version).public == "0.28.1"
 
@@ -211,7 +207,7 @@ def test_an_mpi_of_the_environment_is_the_same_in_every_environment(monkeypatch:
     for prefix in ("/home/a/venv", "/home/b/venv"):
         monkeypatch.setattr(sys, "prefix", prefix)
         mpi = dataclasses.replace(OPEN_MPI, mpirun=Path(prefix, "bin", "mpirun"))
-        versions.add(combine("0.28.1", mpi, None).version)
+        versions.add(wheel_version("0.28.1", mpi, None))
     assert len(versions) == 1
 
 
@@ -251,7 +247,7 @@ def test_a_second_install_has_nothing_to_do_even_when_two_run_at_once() -> None:
 
 @HOROVOD
 def test_what_is_installed_says_which_combination_it_is() -> None:
-    assert metadata.version("horovod") == combine("0.28.1", find_mpi(), None).version
+    assert metadata.version("horovod") == wheel_version("0.28.1", find_mpi(), None)
 
 
 @HOROVOD
@@ -279,7 +275,8 @@ def test_a_proof_that_fails_says_what_the_processes_said(monkeypatch: pytest.Mon
 
 @pytest.mark.launcher
 @HOROVOD
-@pytest.mark.parametrize("controller", ["mpi", pytest.param("gloo", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("controller", ["mpi", "gloo"])
 def test_a_proof_that_hangs_is_stopped_with_all_its_processes(
     controller: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

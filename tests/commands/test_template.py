@@ -227,7 +227,8 @@ def test_slurm_takes_odd_flags(slurm: Slurm, tmp_path: Path) -> None:
 
 @pytest.mark.launcher
 @pytest.mark.usefixtures("forked")
-@pytest.mark.parametrize("killed_at", [None, pytest.param("8", marks=pytest.mark.soak)])
+@pytest.mark.soak  # Ray starts a dozen processes of its own
+@pytest.mark.parametrize("killed_at", [None, "8"])
 def test_ray(killed_at: str | None, expected: Weights, tmp_path: Path) -> None:
     """Ray Train's processes, and its process group. One that is killed is started again, and goes on."""
     # As a user would, from the folder of the script.

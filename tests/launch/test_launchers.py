@@ -1,6 +1,7 @@
 """The recipe under every real launcher: training is the same, and a job fails as a whole.
 
-Each launcher is started once for most tests: ``programs/launched.py`` runs all of ``cases`` in one job.
+Each launcher is started once for most tests: ``programs/launched.py`` runs all of ``cases`` in one job, in processes
+that are forked. In the soak, and where torchrun and mpirun end ranks that raise, they are interpreters of their own.
 """
 
 from __future__ import annotations
@@ -118,7 +119,8 @@ class Launchers:
             pytest.skip(reason)
         environ = self._slurm_environ if start.launcher == "srun" else {}
         folder = self._folders.mktemp("launched")
-        job = run_job([*start.command, str(script), *arguments], folder, environ=environ, deadline=deadline)
+        command = [sys.executable if word == PYTHON else word for word in start.command]  # which may be forked
+        job = run_job([*command, str(script), *arguments], folder, environ=environ, deadline=deadline)
         assert job.left == ()
         return Launched(job, folder)
 
@@ -157,6 +159,7 @@ def assert_as_alone(launched: Launched, name: str, backend: str, alone: Launched
         assert found[value] == pytest.approx(expected[value], rel=rel, abs=0), value
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     ("name", "backend"),
     [
@@ -186,10 +189,12 @@ def test_eight_processes_on_few_cores(launchers: Launchers) -> None:
     assert launched.metrics("horovod")[-1]["step"] == 5
 
 
+@pytest.mark.usefixtures("forked")
 def test_defaults_learn_the_digits(launchers: Launchers) -> None:
     assert launchers.with_cases("torchrun").metrics("defaults")[-1]["val_accuracy"] >= 0.95
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(("name", "backend"), UNSEEN.items())
 def test_a_world_that_the_backend_would_not_see_is_refused(launchers: Launchers, name: str, backend: str) -> None:
     launched = launchers.with_cases(name)
@@ -200,6 +205,7 @@ def test_a_world_that_the_backend_would_not_see_is_refused(launchers: Launchers,
     assert not (launched.folder / "unseen").exists()
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("name", FAIL)
 def test_what_every_rank_finds_wrong_is_said_once(launchers: Launchers, name: str) -> None:
     job, folder = launchers.with_cases(name)
@@ -208,6 +214,7 @@ def test_what_every_rank_finds_wrong_is_said_once(launchers: Launchers, name: st
     assert not (folder / "nowhere").exists()
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("name", QUICK)
 def test_what_rank_0_prints_is_printed_once(launchers: Launchers, name: str) -> None:
     job, folder = launchers.with_cases(name)
@@ -228,7 +235,11 @@ def test_what_rank_0_prints_is_printed_once(launchers: Launchers, name: str) -> 
         pytest.param("horovodrun", "horovod", marks=pytest.mark.soak),
     ],
 )
-def test_a_rank_that_raises_ends_the_job(launchers: Launchers, tmp_path: Path, name: str, backend: str) -> None:
+def test_a_rank_that_raises_ends_the_job(
+    launchers: Launchers, tmp_path: Path, request: pytest.FixtureRequest, name: str, backend: str
+) -> None:
+    if name in ("horovodrun gloo", "srun"):
+        request.getfixturevalue("forked")
     job, _ = launchers.run(name, RAISES, str(tmp_path / "raised"), backend)
     assert job.code != 0
     assert "unitrain: rank 1 of 2" in job.output, job.output

@@ -200,6 +200,7 @@ def open_unreachable(folder: str) -> tuple[float, str]:
         return seconds, str(caught.value)
 
 
+@pytest.mark.soak  # MLflow tries three times
 def test_a_server_that_does_not_answer(
     offline: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -76,6 +76,7 @@ def test_other_options_start_a_new_interpreter() -> None:
 
 
 def test_a_program_of_the_environment_is_found(tmp_path: Path) -> None:
-    (tmp_path / "rank.py").write_text("import os; print('rank', os.environ['RANK'])")
+    # One write for a line: the ranks share the pipe.
+    (tmp_path / "rank.py").write_text("import os; os.write(1, f'rank {os.environ[\"RANK\"]}\\n'.encode())")
     done = run("--standalone", "--nproc-per-node", "2", str(tmp_path / "rank.py"), python="torchrun")
     assert sorted(done.stdout.splitlines()) == ["rank 0", "rank 1"]

@@ -61,10 +61,10 @@ def test_a_wrong_command_line_ends_with_2_and_names_what_is_wrong(
 
 
 def test_an_error_is_one_message_and_its_own_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["install-horovod", "--version", "newest"]) == 2
+    assert main(["verify", "--backend", "dpd"]) == 2
     said = capsys.readouterr()
     assert said.out == ""
-    assert said.err.startswith("unitrain install-horovod: --version 'newest' is not a valid version")
+    assert said.err.startswith("unitrain verify: backend 'dpd' is not")
     assert said.err.count("\n") == 1
 
 

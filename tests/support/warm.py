@@ -41,6 +41,7 @@ import torch.distributed as dist
 from places import TESTS
 from torch import nn
 
+import unitrain
 from unitrain.job.job import current
 from unitrain.job.starting.spawn import collect, end, join, run_rank
 from unitrain.launch import rendezvous
@@ -152,6 +153,7 @@ class World:
 
 def _serve(work: Connection, reports: Connection) -> None:
     """Run functions in this process until there are no more, or one has left what can't be put back."""
+    unitrain._freeze_once()  # else each function's end would look through all modules of the forkserver (0.4 s)
     weakref.finalize(work, int)  # registers an exit handler, with the first
     atexit._clear()  # what is there comes from the modules of the forkserver
     rank = _Rank()

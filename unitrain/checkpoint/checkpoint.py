@@ -7,18 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from unitrain import rng
-from unitrain.checkpoint import fit, metric_states
+from unitrain.checkpoint import metric_states
 from unitrain.checkpoint.emergency.emergency import EmergencyCheckpoint
 from unitrain.checkpoint.emergency.epoch_end import EpochEnd, EpochEndHook
 from unitrain.checkpoint.emergency.last_boundary import LastBoundary
 from unitrain.checkpoint.run_state import RunState
 from unitrain.checkpoint.sharded import loading
-from unitrain.checkpoint.sharded.opening import CheckpointView, Search, best_beside
-from unitrain.checkpoint.sharded.saving import begin, divided, gathered
+from unitrain.checkpoint.sharded.opening import OpenCheckpoint, Search, best_beside, opened
+from unitrain.checkpoint.sharded.saving import divided, gathered, shared_store
 from unitrain.checkpoint.store.disk import Disk
-from unitrain.checkpoint.store.folder import Folder
-from unitrain.checkpoint.store.located import store_at
-from unitrain.checkpoint.store.manifest import METRICS, RUN, folder_name
+from unitrain.checkpoint.store.folder import Draft, Folder
+from unitrain.checkpoint.store.located import METRICS, RUN, Manifest, store_at
+from unitrain.checkpoint.store.store import Store, folder_name
 from unitrain.checkpoint.writer import Together, Writer
 from unitrain.communication.communicator import Communicator
 from unitrain.errors import CheckpointError, UsageError, listed
@@ -35,17 +35,8 @@ from unitrain.url import parsed
 class Checkpoint:
     """Saves and resumes modules, optimizers, schedulers, loaders and plain values. Made by ``strategy.checkpoint``.
 
-    Args:
-        communicator: the communicator of this process.
-        state: the state of the run.
-        step: counts the optimizer steps.
-        stopping: saves and stops the run on a signal, as long as this is open.
-        watch: has the state saved when another rank fails; None in a world of one.
-        folder: the folder of the checkpoints, each of which is a folder named by its step: a path, or a URL that
-            fsspec knows.
-        keep: number of checkpoints to keep; the oldest are removed first. The best is kept in any case.
-        background: write checkpoints while training continues, one at a time.
-        restored: called when random number generators have been restored, which ``prepare`` must not seed any more.
+    ``watch`` has the state saved when another rank fails, and is None in a world of one. ``restored`` is called when
+    random number generators have been restored, which ``prepare`` must not seed any more.
 
     Attributes:
         closed: whether ``close`` was called.
@@ -84,6 +75,8 @@ class Checkpoint:
             patience_s=state.settings.timeout_s,
             failed=lambda: stopping.request(StopReason()),  # all ranks raise the error at their next boundary
         )
+        self._looked = False
+        self._shared: Store | None = None  # where all ranks write, if they do
         self._unclaimed: int | None = None  # the step of another run's newest checkpoint, until resume or discard
         self._epoch_end = EpochEndHook(state, step)
         self._boundary: LastBoundary | None = None
@@ -114,9 +107,9 @@ class Checkpoint:
                     "fails, the run resumes from its last save."
                 )
             return
-        self._boundary = LastBoundary(state.objects, state.modules.values(), self._epoch_end, ranks.pulse)
+        self._boundary = LastBoundary(state, self._epoch_end, ranks.pulse)
         self._step.hooks.add_hook(self._boundary)
-        watch.save_by(EmergencyCheckpoint(store.root, self._boundary, state, self._writer, ranks.rank, watch.members))
+        watch.saver = EmergencyCheckpoint(store.root, self._boundary, state, self._writer, ranks.rank, watch.members)
 
     # ------------------------------------------------------------------------------------------------------- save
 
@@ -161,27 +154,27 @@ class Checkpoint:
                 self._writer.marked = self._step.global_step
             metrics = metric_states.metrics_in(modules)
             metric_parts = metric_states.gather(ranks, metrics) if metrics else None
-            parts, together = self._sharded(ended) if ranks.shards else (None, None)
+            parts = state.parts() if ended is None else ended.applied_to(state.parts())
+            together: Together | None = None
+            if ranks.shards:
+                parts, together = self._sharded(parts)
+            step = self._step.global_step
+            parts[RUN] = state.run(step, [random for _, random in marks])
+            if metric_parts is not None:
+                parts[METRICS] = metric_parts
+            ranks.on_main(lambda: self._writer.write(step, parts, together, best=best))
 
-            def write() -> None:
-                number = self._step.global_step
-                states = _parts(state, ended) if parts is None else parts
-                states[RUN] = state.run(number, [random for _, random in marks])
-                if metric_parts is not None:
-                    states[METRICS] = metric_parts
-                self._writer.write(number, states, together, best=best)
-
-            ranks.on_main(write)
-
-    def _sharded(self, ended: EpochEnd | None) -> tuple[dict[str, Any], Together | None]:
+    def _sharded(self, parts: dict[str, Any]) -> tuple[dict[str, Any], Together | None]:
         """Return what rank 0 writes alone, and what each rank writes; or whole states, and None. Collective.
 
         Rank 0 alone can write if not all ranks see the folder, or if the store wants few commits.
         """
-        ranks, parts = self._communicator, _parts(self._state, ended)
-        draft = begin(ranks, self._folder, self._step.global_step)
-        if draft is None:
+        ranks = self._communicator
+        if not self._looked:
+            self._looked, self._shared = True, shared_store(ranks, self._folder)
+        if self._shared is None:
             return gathered(ranks, parts), None
+        draft = Draft(self._shared, ranks.on_main(lambda: self._folder.begin(self._step.global_step).name))
         alone, shards = divided(ranks, self._state, parts)
         together = Together(draft, shards, writers=ranks.world_size // ranks.replicas)
         if 0 < ranks.rank < together.writers:
@@ -238,21 +231,21 @@ class Checkpoint:
             found = self._find(path, force=force)
             if found is None:
                 return False
-            opened, parts, changed = found
-            outlines = opened.outlines
+            view, changed = found
+            outlines = view.outlines
             metrics = metric_states.metrics_in(state.modules)
             loaded = metric_states.check(metrics, outlines.get(METRICS), ranks.world_size, force=force)
             if changed and ranks.is_main:
                 print_stderr(f"unitrain: resuming with other settings: {'; '.join(changed)}")
-            ranks.on_main(lambda: self._keep_best(opened, is_newest=path is None))
-            replaced = [] if self._step.global_step else loading.replaced_options(state, outlines)
-            self._go_on_from(loading.load(ranks, state, opened, parts))
+            ranks.on_main(lambda: self._keep_best(view.manifest, is_newest=path is None))
+            replaced = [] if self._step.global_step else state.replaced_options(outlines)
+            self._go_on_from(loading.load(ranks, state, view))
             if METRICS in outlines:
-                metric_states.load(ranks, metrics, loaded, outlines[METRICS], opened.source(METRICS))
-            opened.close()
-        if opened.saved is not None:  # on rank 0
-            kind = ", an emergency checkpoint" if opened.manifest.emergency else ""
-            print_stderr(f"unitrain: resumed after step {self._step.global_step}, from {opened.saved.found}{kind}")
+                metric_states.load(ranks, metrics, loaded, outlines[METRICS], view.source(METRICS))
+            view.close()
+        if view.saved is not None:  # on rank 0
+            kind = ", an emergency checkpoint" if view.manifest.emergency else ""
+            print_stderr(f"unitrain: resumed after step {self._step.global_step}, from {view.saved.found}{kind}")
             if replaced:
                 print_stderr(
                     f"unitrain: as saved, and not as this script has made it: {'; '.join(replaced)}. To train with "
@@ -260,39 +253,39 @@ class Checkpoint:
                 )
         return True
 
-    def _find(self, path: str | Path | None, *, force: bool) -> tuple[CheckpointView, loading.Parts, list[str]] | None:
-        """Return an intact checkpoint that fits this run, a reader of its parts, and which settings have changed."""
-        # What this run saves in the background may be what it goes back to.
-        search = Search(self._communicator, self._state, path, self._folder, before=self._writer.finish)
-        opened = search.next()
-        while opened is not None:
-            changed = self._check(opened, force=force)
-            loading.order_by_name(self._state, opened)
-            parts = loading.Parts(self._communicator, self._state, opened)
-            damage = parts.verify()
+    def _find(self, path: str | Path | None, *, force: bool) -> tuple[loading.CheckpointView, list[str]] | None:
+        """Return an intact checkpoint that fits this run, and which settings have changed."""
+        ranks, state = self._communicator, self._state
+        search: Search | None = None  # on rank 0
+        damage: str | None = None
+
+        def open_next() -> OpenCheckpoint | None:
+            nonlocal search
+            if search is None:
+                self._writer.finish()  # what this run saves in the background may be what it goes back to
+                search = Search(self._folder, path)
+            if damage is not None:
+                search.reject(damage)
+            return search.next(opened)
+
+        while (view := loading.open_on_all(ranks, state, open_next)) is not None:
+            changed = state.changed_settings(view.manifest)
+            if changed and not force:
+                raise CheckpointError(
+                    f"the run in {self._folder} was trained with other settings: {'; '.join(changed)}. Use the same "
+                    "settings, or resume(force=True), or start a new run in another folder. Nothing was loaded."
+                )
+            state.check_fits(view.manifest, view.outlines)
+            loading.order_by_name(state, view)
+            damage = view.verify()
             if damage is None:
-                return opened, parts, changed
-            opened.close()
-            opened = search.next(damage)
+                return view, changed
+            view.close()
         return None
 
-    def _check(self, opened: CheckpointView, *, force: bool) -> list[str]:
-        """Check that a checkpoint fits this run, the same way on every rank, and return which settings have changed."""
-        state = self._state
-        changed = fit.changed_settings(opened.manifest, state.settings, state.config, state.objects)
-        if changed and not force:
-            raise CheckpointError(
-                f"the run in {self._folder} was trained with other settings: {'; '.join(changed)}. Use the same "
-                "settings, or resume(force=True), or start a new run in another folder. Nothing was loaded."
-            )
-        objects = state.objects if opened.manifest.files else {**state.modules, **state.optimizers}
-        states = {name: part for name, part in opened.outlines.items() if name not in (RUN, METRICS)}
-        fit.check_objects(objects, states, state.of, str(self._folder))
-        return changed
-
-    def _keep_best(self, opened: CheckpointView, *, is_newest: bool) -> None:
+    def _keep_best(self, manifest: Manifest, *, is_newest: bool) -> None:
         self._unclaimed = None
-        self._writer.best = best = best_beside(opened.manifest, self._folder)
+        self._writer.best = best = best_beside(manifest, self._folder)
         if is_newest:
             self._folder.point_to_best(best)  # a kill may have come before this
 
@@ -319,8 +312,7 @@ class Checkpoint:
             self.closed = True
             self._writer.close(wait=True)
             if self._watch is not None:
-                self._watch.save_by(None)
-            self._folder.release()
+                self._watch.saver = None
             self._step.hooks.remove_hook(self._epoch_end)
             if self._boundary is not None:
                 self._step.hooks.remove_hook(self._boundary)
@@ -329,11 +321,6 @@ class Checkpoint:
     def abandon(self) -> None:
         """End the background writer, without waiting for it, and let other jobs use the folder. Not collective."""
         self._writer.close(wait=False)
-        self._folder.release()
-
-
-def _parts(state: RunState, ended: EpochEnd | None) -> dict[str, Any]:
-    return state.parts() if ended is None else ended.applied_to(state.parts())
 
 
 def _check_alike(marks: list[bool]) -> None:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from unitrain.checkpoint.sharded.saving import gathered
-from unitrain.checkpoint.snapshot import on_host
 from unitrain.checkpoint.store.located import store_at
-from unitrain.checkpoint.store.reading import MappedFiles, reason
 from unitrain.checkpoint.store.store import Store
-from unitrain.checkpoint.store.writing import check_part, write_file
+from unitrain.checkpoint.store.torch_files import MappedFiles, check_part, reason, write_file
+from unitrain.checkpoint.writer import on_host
 from unitrain.communication.communicator import Communicator
-from unitrain.communication.streaming import outline, receive
+from unitrain.communication.streaming import leaves, outline, receive
+from unitrain.data.structure import rebuilt
 from unitrain.errors import CheckpointError, UsageError
 from unitrain.training.batch_norm import layers as batch_norm
 from unitrain.training.models.prepared import PreparedModules
@@ -26,7 +25,7 @@ from unitrain.url import parsed
 def save(communicator: Communicator, prepared: PreparedModules, value: Any, path: str | Path) -> None:
     """See ``Strategy.save``."""
     store, name = _file_at(path)
-    modules = list(_modules(value))
+    modules = [one for _, one in leaves(value) if isinstance(one, nn.Module)]
     if len(set(communicator.all_gather_object(len(modules)))) > 1:
         raise UsageError("save() got modules on some ranks only: pass the same objects on every rank.")
     # Rank 0's state is written, so its running statistics must cover the samples of all ranks.
@@ -71,27 +70,15 @@ def load(communicator: Communicator, path: str | Path) -> Any:
     return receive(communicator, communicator.on_main(read), value, sent=files.release)
 
 
-def _modules(value: Any) -> Iterator[nn.Module]:
-    if isinstance(value, nn.Module):
-        yield value
-    elif isinstance(value, dict):
-        yield from _modules(list(value.values()))
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _modules(item)
-
-
 def _states(prepared: PreparedModules, value: Any) -> Any:
-    """Replace objects that have a state by it. Keys have no prefixes of wrappers."""
-    if isinstance(value, nn.Module):
-        return prepared.unwrap(value).state_dict()
-    if callable(getattr(value, "state_dict", None)):
-        return value.state_dict()
-    if isinstance(value, dict):
-        return {key: _states(prepared, item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-        return type(value)(_states(prepared, item) for item in value)
-    return value
+    """Return nested values with states in place of the objects that have one. Keys have no prefixes of wrappers."""
+
+    def state(one: Any) -> Any:
+        if isinstance(one, nn.Module):
+            return prepared.unwrap(one).state_dict()
+        return one.state_dict() if callable(getattr(one, "state_dict", None)) else one
+
+    return rebuilt(value, state)
 
 
 def _file_at(path: str | Path) -> tuple[Store, str]:

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from unitrain.checkpoint.sharded.saving import of_rank
 from unitrain.communication.communicator import Communicator
-from unitrain.communication.streaming import Form, Keys, outline, receive
+from unitrain.communication.streaming import Form, Keys, receive
 from unitrain.errors import CheckpointError
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
@@ -54,15 +55,7 @@ def gather(communicator: Communicator, metrics: Mapping[str, Any]) -> list[dict[
         }
         for name, metric in metrics.items()
     }
-    gathered = []
-    for rank in range(communicator.world_size):
-        expected = communicator.broadcast_object(outline(own), rank)
-        mine = own if rank == communicator.rank else None
-        device = _CPU if communicator.is_main else _META
-        gathered.append(
-            receive(communicator, expected, mine, src=rank, own=mine, new=lambda path, form: form.empty(device))  # noqa: B023
-        )
-    return gathered
+    return [of_rank(communicator, rank, own) for rank in range(communicator.world_size)]
 
 
 def check(metrics: Mapping[str, Any], saved: list[Any] | None, world_size: int, *, force: bool) -> list[str]:

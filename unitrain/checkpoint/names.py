@@ -16,8 +16,6 @@ from torch.optim import Optimizer
 
 from unitrain.errors import CheckpointError
 
-LEGACY = "_shards-"
-"""What the names of files with shards began with."""
 STATE, GROUPS, PARAMS = "state", "param_groups", "params"
 Name = list[str]
 """The name of the object that has a parameter, and the parameter's name in the object."""

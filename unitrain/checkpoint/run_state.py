@@ -1,4 +1,4 @@
-"""What a checkpoint of a run has: the state of its objects by name, and of the run itself."""
+"""What a checkpoint of a run has (the state of its objects by name, and of the run itself), and whether one fits."""
 
 from __future__ import annotations
 
@@ -10,30 +10,23 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from unitrain.checkpoint.names import LEGACY, Name, names_of
-from unitrain.checkpoint.store.manifest import METRICS, RUN
+from unitrain.checkpoint.names import GROUPS, PARAMS, Name, names_of
+from unitrain.checkpoint.store.located import METRICS, RUN, Manifest
 from unitrain.communication.communicator import Communicator
+from unitrain.communication.streaming import Form
 from unitrain.config import StrategyConfig
-from unitrain.errors import UsageError
+from unitrain.data import Loader
+from unitrain.errors import CheckpointError, UsageError
 from unitrain.training.models.prepared import PreparedModules
+
+# Settings that must not change when a run is resumed. Launcher, backend, world size and timeouts may.
+_TRAINING_SETTINGS = ("seed", "precision", "sync_batchnorm", "clip_norm", "clip_value", "compression")
+# What schedulers of a cycle change beside the learning rate.
+_CYCLED = ("momentum", "betas")
 
 
 class RunState:
-    """The state of a run.
-
-    Args:
-        objects: objects by name, with ``state_dict`` and ``load_state_dict``, or dicts of plain values and tensors.
-        prepared: gives the original modules of prepared ones.
-        scaler: the GradScaler of fp16, else None.
-        communicator: the communicator of this process.
-        settings: the strategy's settings.
-        config: the script's settings, as plain data.
-
-    Attributes:
-        objects: as given.
-        prepared: as given.
-        settings: as given.
-        config: as given.
+    """The state of a run: of objects by name, with ``state_dict`` and ``load_state_dict``, or dicts of plain data.
 
     Raises:
         UsageError: an object has no state, or its name can't be that of a file.
@@ -54,7 +47,7 @@ class RunState:
                     f"checkpoint: {name} is a {type(value).__name__}, which has no load_state_dict: pass an object "
                     "with state_dict and load_state_dict, or a dict."
                 )
-            if name in (RUN, METRICS, "") or name.startswith(LEGACY) or "/" in name or "\0" in name:
+            if name in (RUN, METRICS, "") or "/" in name or "\0" in name:
                 raise UsageError(f"checkpoint: {name!r} can't be the name of an object, which is that of a file, too.")
         self.objects: dict[str, Any] = objects
         self.prepared: PreparedModules = prepared
@@ -115,3 +108,79 @@ class RunState:
             "strategy": self.settings.model_dump(mode="json"),
             "config": self.config,
         }
+
+    # ------------------------------------------------------------------------- whether a checkpoint belongs to this run
+
+    def changed_settings(self, manifest: Manifest) -> list[str]:
+        """Return the settings that affect training and are not those of a checkpoint, with both values."""
+        if not manifest.strategy:
+            return []  # of another tool, which has none of them
+        own = self.settings.model_dump(mode="json")
+        # A loader's global batch does not depend on the number of micro-batches, and it compares that itself.
+        loads = any(isinstance(value, Loader) for value in self.objects.values())
+        compared = _TRAINING_SETTINGS if loads else (*_TRAINING_SETTINGS, "accumulate")
+        pairs = [(f"strategy.{name}", manifest.strategy.get(name), own[name]) for name in compared]
+        names = dict.fromkeys([*manifest.config, *self.config])
+        pairs += [(name, manifest.config.get(name), self.config.get(name)) for name in names]
+        return [f"{name} was {before!r} and is now {now!r}" for name, before, now in pairs if before != now]
+
+    def check_fits(self, manifest: Manifest, outlines: Mapping[str, Any]) -> None:
+        """Raise CheckpointError unless the outlines of saved states fit this run's objects."""
+        # Another tool has saved modules and optimizers only.
+        objects = self.objects if manifest.files else {**self.modules, **self.optimizers}
+        saved = outlines.keys() - {RUN, METRICS}
+        if set(objects) != saved:
+            raise CheckpointError(
+                f"the checkpoint contains {', '.join(sorted(saved))}, but this run has {', '.join(sorted(objects))}: "
+                "pass the same objects to strategy.checkpoint. Nothing was loaded."
+            )
+        for name, value in objects.items():
+            if isinstance(value, (nn.Module, Optimizer)) and not isinstance(outlines[name], dict):
+                raise CheckpointError(
+                    f"{name} in the checkpoint is a {type(outlines[name]).__name__}, and no state. Nothing was loaded."
+                )
+            if isinstance(value, nn.Module):
+                _compare_tensors(name, self.of(value), outlines[name])
+            elif isinstance(value, Optimizer):
+                _compare_groups(name, value.param_groups, outlines[name].get(GROUPS, []))
+
+    def replaced_options(self, outlines: Mapping[str, Any]) -> list[str]:
+        """Return which options of the script's optimizers the outlines of a checkpoint replace, for a message.
+
+        What a scheduler changes is left out, since it differs from the first value in any case.
+        """
+        replaced = []
+        for name, optimizer in self.optimizers.items():
+            for ours, theirs in zip(optimizer.param_groups, outlines[name][GROUPS], strict=True):
+                scheduled = ["lr"] if "initial_lr" in ours else []
+                cycled = _CYCLED if "max_momentum" in ours else []
+                for key in ours.keys() & theirs.keys() - {PARAMS, *scheduled, *cycled}:
+                    before, now = theirs[key], ours[key]
+                    if not isinstance(before, (Tensor, Form)) and not isinstance(now, Tensor) and before != now:
+                        replaced.append(f"{name}'s {key} is {before!r}, not {now!r}")
+        return sorted(set(replaced))
+
+
+def _compare_groups(name: str, own: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
+    ours, theirs = ([len(group.get("params", [])) for group in groups] for groups in (own, saved))
+    if ours != theirs:
+        raise CheckpointError(
+            f"{name} has parameter groups of {theirs} parameters in the checkpoint, but of {ours} in this run. Nothing "
+            "was loaded."
+        )
+
+
+def _compare_tensors(name: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
+    for key in [*ours, *(k for k in theirs if k not in ours)]:
+        mine, other = (_shape(state.get(key)) for state in (ours, theirs))
+        if mine != other:
+            raise CheckpointError(
+                f"the checkpoint belongs to another {name}: {key} is {other} in the checkpoint, but {mine} in this "
+                "run. Nothing was loaded."
+            )
+
+
+def _shape(value: Any) -> str:
+    if isinstance(value, (Tensor, Form)):
+        return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+    return "missing" if value is None else type(value).__name__

@@ -1,7 +1,11 @@
-"""``Writer``: writes the checkpoints of a run one after another, in the background if that is wanted."""
+"""``Writer``: writes the checkpoints of a run one after another, in the background if that is wanted.
+
+What is written is in host memory: files of GPU tensors can't be loaded where there is no GPU.
+"""
 
 from __future__ import annotations
 
+import copy
 import os
 import threading
 from collections.abc import Callable
@@ -9,10 +13,13 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
 from unitrain.checkpoint.run_state import RunState
 from unitrain.checkpoint.sharded.saving import Shards, write_all, write_own
-from unitrain.checkpoint.snapshot import on_host, snapshot
 from unitrain.checkpoint.store.folder import Draft, Folder
+from unitrain.data.structure import rebuilt, tensors
 from unitrain.errors import CheckpointError
 
 # What is being written in the background. This uses executors, which refuse work once the main thread has ended: a
@@ -21,6 +28,9 @@ from unitrain.errors import CheckpointError
 _writing: set[Future[None]] = set()
 threading._register_atexit(lambda: wait(_writing))  # type: ignore[attr-defined]
 os.register_at_fork(after_in_child=_writing.clear)
+
+
+_STAYS = ("cpu", "meta")  # the devices whose tensors are written as they are
 
 
 class Together(NamedTuple):
@@ -36,16 +46,11 @@ class Together(NamedTuple):
 class Writer:
     """Writes checkpoints of a run, and keeps the newest and the best. Rank 0 writes; of shards, each rank its own.
 
-    Args:
-        folder: that of the checkpoints.
-        state: the run's, for the manifests.
-        keep: number of checkpoints to keep, beside the best.
-        background: whether this rank writes while training continues.
-        patience_s: how long ranks that write a checkpoint together wait for one another, in seconds.
-        failed: called, in the background, when rank 0 could not write a checkpoint.
+    Ranks that write a checkpoint together wait for one another for ``patience_s``. ``failed`` is called, in the
+    background, when a checkpoint could not be written.
 
     Attributes:
-        folder: as given.
+        folder: the folder of the checkpoints.
         under_way: what is written in the background, or was written last and is not finished yet.
         best: the step of the best checkpoint that is complete, if any; on rank 0 only.
         resumed_from: the step that the run was resumed from, if any.
@@ -68,7 +73,7 @@ class Writer:
         self._patience_s = patience_s
         self._failed = failed
         self._thread = ThreadPoolExecutor(1, "checkpoint") if background else None
-        self._snapshot: dict[str, Any] | None = None
+        self._snapshot: Any = None
         self._began = False
         self.under_way: Future[None] | None = None
         self.best: int | None = None
@@ -76,36 +81,27 @@ class Writer:
         self.marked: int | None = None
 
     def write(self, step: int, parts: dict[str, Any], together: Together | None, *, best: bool) -> None:
-        """Write what rank 0 writes alone and what several ranks write, or start to write a snapshot. On rank 0."""
+        """Write what rank 0 writes alone and what several ranks write, or start to. On rank 0."""
         values = {} if together is None else together.shards.values
-        if self._thread is None:
-            self._write(step, on_host(parts), together, on_host(values), best)
-            return
-        self._snapshot = snapshot({"alone": parts, "shards": values}, self._snapshot)
-        copies = self._snapshot["alone"], together, self._snapshot["shards"]
-        writing = self._thread.submit(self._write, step, *copies, best)
-        self._started(writing)
-        writing.add_done_callback(self._report)
+        self._run((parts, values), lambda copies: self._write(step, copies[0], together, copies[1], best))
 
     def write_own(self, together: Together, rank: int) -> None:
-        """Write this rank's file of a checkpoint, or start to write a snapshot of it. Not on rank 0."""
+        """Write this rank's file of a checkpoint, or start to. Not on rank 0."""
         draft, shards = together.draft, together.shards
+        self._run(shards.values, lambda values: write_own(draft, rank, shards._replace(values=values)))
+
+    def _run(self, state: Any, write: Callable[[Any], None]) -> None:
+        """Write a state from host memory, or start to write a snapshot of it."""
         if self._thread is None:
-            write_own(draft, rank, shards._replace(values=on_host(shards.values)))
+            write(on_host(state))
             return
         if self.under_way is not None:
             wait([self.under_way])  # rank 0 has finished, so this is about to
-        self._snapshot = snapshot(shards.values, self._snapshot)
-        self._started(self._thread.submit(write_own, draft, rank, shards._replace(values=self._snapshot)))
-
-    def _started(self, writing: Future[None]) -> None:
-        self.under_way = writing
+        self._snapshot = snapshot(state, self._snapshot)
+        self.under_way = writing = self._thread.submit(write, self._snapshot)
         _writing.add(writing)
         writing.add_done_callback(_writing.discard)
-
-    def _report(self, writing: Future[None]) -> None:
-        if writing.exception() is not None:
-            self._failed()
+        writing.add_done_callback(lambda done: None if done.exception() is None else self._failed())
 
     def _write(
         self, step: int, parts: dict[str, Any], together: Together | None, values: dict[str, Any], best: bool
@@ -113,9 +109,11 @@ class Writer:
         best_step = step if best else self.best
         about = self._state.about(best_step)
         self.folder.check()
-        if not self._began:
-            self._remove_newer()
-            self._began = True
+        if not self._began and self.resumed_from is not None:
+            for newer in self.folder.steps():  # later ones of this run would not be the newest
+                if newer > self.resumed_from:
+                    self.folder.remove(newer)
+        self._began = True
         if together is None:
             self.folder.write(step, parts, about)
         else:
@@ -126,16 +124,10 @@ class Writer:
         self.folder.point_to_best(best_step)
         self.folder.prune(self._keep, best_step)
 
-    def _remove_newer(self) -> None:
-        """Remove checkpoints newer than the one that was resumed: later ones of this run would not be the newest."""
-        for step in self.folder.steps():
-            if self.resumed_from is not None and step > self.resumed_from:
-                self.folder.remove(step)
-
     def finish(self) -> None:
         """Wait until the checkpoint in the background is written. Raises CheckpointError if it could not be."""
-        writing, self.under_way = self.under_way, None
-        error = None if writing is None else writing.exception()
+        error = None if self.under_way is None else self.under_way.exception()
+        self.under_way = None
         if error is not None:
             raise CheckpointError(str(error)) from error
 
@@ -146,6 +138,65 @@ class Writer:
         self._began = False
 
     def close(self, *, wait: bool) -> None:
-        """End the background, after what is under way, which is waited for if ``wait`` is set."""
+        """End the background and let other jobs use the folder, after what is under way.
+
+        That is waited for if ``wait`` is set.
+        """
         if self._thread is not None:
             self._thread.shutdown(wait=wait)
+        if self.under_way is None:
+            self.folder.release()
+        else:
+            self.under_way.add_done_callback(lambda _: self.folder.release())
+
+
+# -------------------------------------------------------------------------------------------------------- host memory
+
+
+def snapshot(state: Any, before: Any = None) -> Any:
+    """Return a copy of nested state in host memory.
+
+    Tensors on a GPU are copied asynchronously into pinned memory, and synchronised once at the end. An earlier snapshot
+    becomes invalid: its memory is reused where shape and dtype are the same, as most of the cost is that of new memory.
+    """
+    devices: set[torch.device] = set()
+    copied = _copy(state, before, devices)
+    for device in devices:
+        torch.cuda.current_stream(device).synchronize()
+    return copied
+
+
+def _copy(value: Any, before: Any, devices: set[torch.device]) -> Any:
+    """Start to copy, and add the GPUs that are copied from to ``devices``."""
+    if isinstance(value, Tensor):
+        if value.is_meta:
+            return value
+        if value.is_cuda:
+            devices.add(value.device)
+        if not isinstance(before, Tensor) or (before.shape, before.dtype) != (value.shape, value.dtype):
+            before = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
+        return before.copy_(value.detach(), non_blocking=True)
+    if isinstance(value, dict):
+        by_key = before if isinstance(before, dict) else {}
+        return {key: _copy(item, by_key.get(key), devices) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        in_order = before if isinstance(before, (list, tuple)) and len(before) == len(value) else [None] * len(value)
+        return type(value)(_copy(item, its, devices) for item, its in zip(value, in_order, strict=True))
+    return copy.deepcopy(value)
+
+
+def on_host(state: Any) -> Any:
+    """Return nested state with copies in host memory of the tensors that are not there. Those that are one stay one."""
+    copies: dict[tuple[Any, ...], Tensor] = {}
+
+    def copied(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.device.type in _STAYS:
+            return value
+        if value.layout != torch.strided:
+            return value.detach().cpu()
+        memory = id(value.untyped_storage()), value.storage_offset(), value.shape, value.stride(), value.dtype
+        if memory not in copies:
+            copies[memory] = value.detach().cpu()
+        return copies[memory]
+
+    return rebuilt(state, copied) if any(tensor.device.type not in _STAYS for tensor in tensors(state)) else state

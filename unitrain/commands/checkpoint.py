@@ -11,12 +11,11 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from unitrain.checkpoint.sharded.opening import OpenCheckpoint, candidates, intact, opened
+from unitrain.checkpoint.sharded.opening import OpenCheckpoint, Search, opened
 from unitrain.checkpoint.store.disk import Disk
 from unitrain.checkpoint.store.folder import Folder
-from unitrain.checkpoint.store.located import Located, NotACheckpointError, checkpoint_at
-from unitrain.checkpoint.store.manifest import DamagedError
-from unitrain.checkpoint.weights.safetensors import DTYPES
+from unitrain.checkpoint.store.located import DamagedError, Located, NotACheckpointError, checkpoint_at
+from unitrain.checkpoint.weights import DTYPES
 from unitrain.commands.arguments import path, sentence
 from unitrain.communication.streaming import Form
 from unitrain.data.structure import rebuilt
@@ -83,7 +82,7 @@ def open_checkpoint(path: Path) -> OpenCheckpoint:
     except DamagedError as error:
         raise CheckpointError(f"the checkpoint is damaged: {error}") from error
     except NotACheckpointError as error:
-        found = intact(candidates(None, Folder(Disk(path))), _verified) if path.is_dir() else None
+        found = Search(Folder(Disk(path))).next(_verified) if path.is_dir() else None
         if found is None:
             raise CheckpointError(f"{path} {error}, so there is nothing to read.") from None
         return found
@@ -91,8 +90,8 @@ def open_checkpoint(path: Path) -> OpenCheckpoint:
 
 def _verified(found: Located) -> OpenCheckpoint:
     saved = opened(found)
-    if saved.stored is not None and saved.stored.files is not None:
-        saved.stored.files.fetch(name for name in found.manifest.files if not name.endswith(".pt"))
+    if saved.stored is not None:
+        saved.stored.fetch(name for name in found.manifest.files if not name.endswith(".pt"))
     return saved
 
 

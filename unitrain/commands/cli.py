@@ -7,7 +7,6 @@ that it sets as ``run``.
 from __future__ import annotations
 
 import argparse
-import errno
 import os
 import signal
 import sys
@@ -81,23 +80,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print_stderr(f"unitrain {command}: interrupted")
         return _INTERRUPTED
-    except OSError as error:
-        if error.errno not in (errno.EPIPE, errno.ENOSPC):
-            raise
-        _discard_output()
-        if error.errno == errno.EPIPE:
-            return 128 + signal.SIGPIPE  # the reader has what it wanted: | head
-        print_stderr(f"unitrain {command}: its output can't be written: {error.strerror}")
-        return 1
+    except BrokenPipeError:  # the reader has what it wanted: | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes what is left at exit
+        return 128 + signal.SIGPIPE
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _discard_output() -> None:
-    """Discard what stdout still holds: Python would try to write it at exit, and fail once more."""
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, sys.stdout.fileno())
-    os.close(null)
 
 
 def _terminate(number: int, _frame: object) -> NoReturn:

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -25,14 +25,6 @@ _MPI_VERSIONS = (
     ("Intel MPI", re.compile(r"Intel\(R\) MPI Library.*?Version (\S+(?: Update \d+)?)", re.DOTALL)),
     ("MPICH", re.compile(r"HYDRA build details:\s+Version:\s+(\S+)")),
 )
-
-
-@dataclass(frozen=True)
-class Program:
-    """An executable and its version."""
-
-    path: Path
-    version: str
 
 
 @dataclass(frozen=True)
@@ -122,61 +114,37 @@ def run_one(mpi: Mpi, *program: str) -> tuple[bool, str]:
 @contextmanager
 def running(command: Sequence[str], environment: Mapping[str, str] | None = None) -> Iterator[subprocess.Popen[str]]:
     """Run ``command``, with stdout and stderr as one pipe. An exception in the block ends it and its descendants."""
-    before = set(psutil.Process().children())
-    try:
-        with subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-        ) as process:
-            try:
-                yield process
-            except BaseException:
-                _end_tree(process.pid)
-                raise
-    except BaseException:
-        # A signal may have raised it after the process was started and before Popen returned.
-        for child in set(psutil.Process().children()) - before:
-            _end_tree(child.pid)
-        raise
+    with subprocess.Popen(
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    ) as process:
+        try:
+            yield process
+        except BaseException:
+            with suppress(psutil.NoSuchProcess):
+                root = psutil.Process(process.pid)
+                family = [root, *root.children(recursive=True)]
+                root.terminate()  # a launcher forwards it to its processes
+                _, alive = psutil.wait_procs(family, timeout=_GRACE_SECONDS)
+                for one in alive:
+                    one.kill()
+            raise
 
 
-def _end_tree(pid: int) -> None:
-    try:
-        root = psutil.Process(pid)
-        family = [root, *root.children(recursive=True)]
-        root.terminate()  # a launcher forwards it to its processes
-    except psutil.NoSuchProcess:
-        return
-    _, alive = psutil.wait_procs(family, timeout=_GRACE_SECONDS)
-    for process in alive:
-        process.kill()
-
-
-def find_compiler() -> Program | None:
-    """Return the C++ compiler that CMake would use: CXX, else the first of the usual names."""
-    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
-    return _first(names, r"^(.+)$")
-
-
-def find_cmake() -> Program | None:
-    """Return CMake, or None if it is not installed."""
-    return _first(["cmake"], r"version (\S+)")
-
-
-def find_cuda() -> Program | None:
-    """Return the folder of the CUDA toolkit: from HOROVOD_CUDA_HOME, CUDA_HOME, nvcc on PATH, or the default one."""
+def find_cuda() -> tuple[Path, str] | None:
+    """Return folder and version of the CUDA toolkit: of HOROVOD_CUDA_HOME, CUDA_HOME, nvcc on PATH, or the default."""
     homes = [Path(os.environ[name]) for name in ("HOROVOD_CUDA_HOME", "CUDA_HOME") if os.environ.get(name)]
     if nvcc := find_program("nvcc"):
         homes.append(nvcc.resolve().parent.parent)
     for home in [*homes, Path("/usr/local/cuda")]:
-        found = _first([str(home / "bin" / "nvcc")], r"release (\d+\.\d+)")
+        found = re.search(r"release (\d+\.\d+)", output_of(home / "bin" / "nvcc", "--version") or "")
         if found and (home / "include" / "cuda_runtime.h").is_file():
-            return Program(home, found.version)
+            return home, found[1]
     return None
 
 
@@ -195,15 +163,3 @@ def find_mpi() -> Mpi | None:
         if match := pattern.search(output):
             return Mpi(implementation, match[1], mpirun, compiler)
     return Mpi("unknown MPI", "", mpirun, compiler)
-
-
-def _first(names: list[str], version: str) -> Program | None:
-    for name in names:
-        path = find_program(name)
-        if path is None:
-            continue
-        output = output_of(path, "--version")
-        if output is not None:
-            match = re.search(version, output, re.MULTILINE)
-            return Program(path, match[1] if match else "unknown")
-    return None

@@ -10,11 +10,11 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -29,23 +29,8 @@ _SHOWN_CHARACTERS = 8000
 # The last line that Python prints when a process crashes. It is long, and no help.
 _EXTENSION_MODULES = re.compile(r"^Extension modules: .*\(total: \d+\)$", re.MULTILINE)
 
-
-@dataclass(frozen=True)
-class Failure:
-    """Why a duty failed."""
-
-    title: str
-    """The world and the duty, in one line."""
-    details: str
-    error: str = ""
-    """The error of the first rank that has one, in one line."""
-
-    def __str__(self) -> str:
-        return f"{self.title}\n{self.details}"
-
-
-Outcomes = dict[tuple[World, str], Failure | None]
-"""Result of each duty of each world that was run, in order; None if it passed."""
+Outcomes = dict[tuple[World, str], str]
+"""Why each duty of each world that was run failed, in order; an empty string if it passed."""
 
 
 def try_duties(world: World, duties: Sequence[Duty], outcomes: Outcomes, limit_s: float = LIMIT_S) -> None:
@@ -66,17 +51,17 @@ def try_duties(world: World, duties: Sequence[Duty], outcomes: Outcomes, limit_s
         except BaseException as error:  # including pytest's failures and SystemExit
             ended = "".join(traceback.format_exception_only(error)).strip()
         for duty in duties:
-            reports = [_Report.read(folder / duty.name, rank) for rank in range(world.processes)]
-            outcomes[world, duty.name] = _judged(world, duty, reports, ended)
-            if not all(report.is_done for report in reports):
+            reports = [_Report.read(folder / duty.name / f"report {rank}") for rank in range(world.processes)]
+            problem = _problem(world, duty, reports, ended)
+            is_done = all(report.is_done for report in reports)
+            if ended and is_done and duty is duties[-1] and not duty.ending:
+                problem = f"all duties passed, but then the processes failed: {ended}"
+            outcomes[world, duty.name] = problem and f"{world} fails the duty: {duty.demand}\n{problem}"
+            if not is_done:
                 return
-        if ended and not duties[-1].ending:
-            details = f"all duties passed, but then the processes failed: {ended}"
-            outcomes[world, duties[-1].name] = Failure(_title(world, duties[-1]), details)
 
 
-@dataclass(frozen=True)
-class _Report:
+class _Report(NamedTuple):
     """Result of a duty on one rank. The default is what is known of a rank that has not finished the duty."""
 
     is_done: bool = False
@@ -91,20 +76,19 @@ class _Report:
     output: str = ""
 
     @staticmethod
-    def of(error: BaseException) -> _Report:
-        """Return the report of an error that a duty raised."""
-        own = error.__traceback__.tb_next if error.__traceback__ is not None else None
-        trace = "".join(traceback.format_exception(type(error), error, own)).strip()
-        return _Report(error=summary(error), trace=trace, at=time.monotonic())
-
-    @staticmethod
-    def read(folder: Path, rank: int) -> _Report:
+    def read(path: Path) -> _Report:
         """Read the files that a rank wrote."""
-        report, path = _Report(), folder / f"output {rank}"
-        with suppress(OSError, EOFError, pickle.UnpicklingError):  # the rank was killed, perhaps while writing
-            report = pickle.loads((folder / f"report {rank}").read_bytes())
-        text = path.read_text(errors="replace") if path.exists() else ""
-        return replace(report, output=_EXTENSION_MODULES.sub("", text).strip())
+        try:
+            report: _Report = pickle.loads(path.read_bytes())
+        except (OSError, EOFError, pickle.UnpicklingError):  # the rank was killed, perhaps while writing
+            report = _Report()
+        log = _log(path)
+        text = log.read_text(errors="replace") if log.exists() else ""
+        return report._replace(output=_EXTENSION_MODULES.sub("", text).strip())
+
+
+def _log(report: Path) -> Path:
+    return report.with_suffix(".log")
 
 
 # ------------------------------------------------------------------------------------------------------ on a rank
@@ -116,14 +100,15 @@ def _do_in_turn(
     rank = detect(os.environ).rank
     for name, function, arguments in work:
         report = folder / name / f"report {rank}"
-        with _output_to(folder / name / f"output {rank}"):
+        with _output_to(_log(report)):
             # This works without the GIL, and while the main thread waits in a library.
             faulthandler.dump_traceback_later(limit_s, exit=True)
             try:
                 returned = function(replace(world, folder=folder / name / "shared"), *arguments)
                 report.write_bytes(pickle.dumps(_Report(True, returned)))
             except BaseException as error:
-                report.write_bytes(pickle.dumps(_Report.of(error)))
+                failed = _Report(error=summary(error), trace=traceback.format_exc().strip(), at=time.monotonic())
+                report.write_bytes(pickle.dumps(failed))
                 raise
     faulthandler.dump_traceback_later(limit_s, exit=True)  # for the end of the process
 
@@ -161,29 +146,21 @@ def _explained(reports: Sequence[_Report], ended: str) -> str:
     return "\n".join(lines)
 
 
-def _title(world: World, duty: Duty) -> str:
-    return f"{world} fails the duty: {duty.demand}"
-
-
-def _judged(world: World, duty: Duty, reports: Sequence[_Report], ended: str) -> Failure | None:
-    """Return why a duty failed, or None if it passed."""
-    title = _title(world, duty)
+def _problem(world: World, duty: Duty, reports: Sequence[_Report], ended: str) -> str:
+    """Return why a duty failed, or an empty string if it passed."""
     if duty.ending is not None:
-        if not ended:
-            return Failure(title, "The job did not end with an error.")
         said = f"{ended}\n{_explained(reports, ended)}"
-        if re.search(duty.ending, said):
-            return None
-        return Failure(title, f"The job ended, but without a message that matches {duty.ending!r}:\n{said}")
+        if not ended:
+            return "The job did not end with an error."
+        missing = f"The job ended, but without a message that matches {duty.ending!r}:\n{said}"
+        return "" if re.search(duty.ending, said) else missing
     if not all(report.is_done for report in reports):
-        error = next((report.error for report in reports if report.error), "")
-        # Assertions of different duties differ, even if their messages are the same.
-        return Failure(title, _explained(reports, ended), "" if error.startswith("AssertionError") else error)
+        return _explained(reports, ended)
     if duty.judge is not None:
         try:
             duty.judge(world, *duty.arguments, [report.returned for report in reports])
         except AssertionError as error:
-            return Failure(title, str(error))
+            return str(error)
         except Exception:
-            return Failure(title, f"the results of the ranks could not be judged: {traceback.format_exc()}")
-    return None
+            return f"the results of the ranks could not be judged: {traceback.format_exc()}"
+    return ""

@@ -7,13 +7,12 @@ duty fails, hangs or kills its ranks, the processes end, and the next test start
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from typing import Any
 
 import pytest
 
-from unitrain.testing.attempts import Failure, Outcomes, try_duties
+from unitrain.testing.attempts import Outcomes, try_duties
 from unitrain.testing.duties import DUTIES, STARTS
 from unitrain.testing.duty import Duty
 from unitrain.testing.worlds import World
@@ -33,7 +32,7 @@ def parameters(worlds: Iterable[World], *marks: pytest.MarkDecorator) -> list[An
         )
         for world in worlds
         for duty in DUTIES.values()
-        if duty.needs(world)
+        if duty.needs(world, *duty.arguments)
     ]
 
 
@@ -55,24 +54,5 @@ def check(request: pytest.FixtureRequest, world: World, duty: Duty) -> None:
             if other.module in _together(duty) and other.ending is None and (world, other.name) not in outcomes
         ]
         try_duties(world, [duty] if duty.ending else group, outcomes)
-    failure = outcomes[world, duty.name]
-    if failure is not None:
-        first = _first_alike(failure, world, outcomes)
-        again = f"{failure.title}\n{failure.error}\nThe duty {first} fails with the same error: see its test."
-        pytest.fail(str(failure) if first == duty.name else again, pytrace=False)
-
-
-def _first_alike(failure: Failure, world: World, outcomes: Outcomes) -> str:
-    """Return the first duty of a world that failed with the same error, ignoring numbers; it may be this one."""
-    alike = [
-        name
-        for (where, name), other in outcomes.items()
-        if where == world
-        and other is not None
-        and (other is failure or (failure.error and _without_numbers(other) == _without_numbers(failure)))
-    ]
-    return alike[0]
-
-
-def _without_numbers(failure: Failure) -> str:
-    return re.sub(r"\d+", "", failure.error)
+    if outcomes[world, duty.name]:
+        pytest.fail(outcomes[world, duty.name], pytrace=False)

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 from unitrain.testing.worlds import World
 
-Needs = Callable[[World], bool]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -26,19 +25,20 @@ class Duty:
     """Called on every rank. Raises an error if the duty fails; its result is passed to ``judge``."""
     arguments: tuple[Any, ...]
     """Arguments of the function and of ``judge`` after the world."""
-    needs: Needs
+    needs: Callable[..., bool]
+    """Called with the world and the arguments. Returns whether the duty applies."""
     judge: Callable[..., None] | None
     """Called with the world, the arguments, and the results in rank order. Raises AssertionError if they are wrong."""
     ending: str | None
     """For a duty that must end the job: a regular expression for the ranks' last messages."""
 
 
-def everywhere(world: World) -> bool:
+def everywhere(world: World, *_: object) -> bool:
     """Return True: the duty applies in every world."""
     return True
 
 
-def several_processes(world: World) -> bool:
+def several_processes(world: World, *_: object) -> bool:
     """Return whether the world has more than one process."""
     return world.processes > 1
 
@@ -48,7 +48,7 @@ _registered: dict[str, Duty] = {}
 
 def duty(
     *,
-    needs: Needs = everywhere,
+    needs: Callable[..., bool] = everywhere,
     each: Mapping[str, Any] | None = None,
     judge: Callable[..., None] | None = None,
     ending: str | None = None,

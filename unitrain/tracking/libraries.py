@@ -8,6 +8,7 @@ id that the tracker's service gave to the run, if it continues.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -16,8 +17,7 @@ from typing import Any, Literal, get_args
 
 TrackerName = Literal["tensorboard", "wandb", "mlflow"]
 NAMES: tuple[str, ...] = get_args(TrackerName)
-_MOST_PARAMS = 100  # that MLflow takes at once
-_LONGEST_PARAM = 6000
+_MLFLOW_RETRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
 
 
 def start(name: str, folder: Path, run_name: str, step: int, run_id: str | None) -> Any:
@@ -74,40 +74,31 @@ class _WandB:
 
 class _MLflow:
     def __init__(self, name: str, run_id: str | None) -> None:
-        from mlflow import MlflowClient
-        from mlflow.environment_variables import MLFLOW_HTTP_REQUEST_MAX_RETRIES as RETRIES
+        import mlflow
 
-        shortened = not RETRIES.is_set()
-        if shortened:
-            RETRIES.set(2)  # MLflow's own 7 take minutes to find a server that does not answer
+        shortened = _MLFLOW_RETRIES not in os.environ
+        os.environ.setdefault(_MLFLOW_RETRIES, "2")  # MLflow's own 7 take minutes to find that no server answers
         try:
-            self._client = MlflowClient()
+            self._client = mlflow.MlflowClient()
             if run_id is None:
-                self.id: str = self._client.create_run(self._experiment(), run_name=name).info.run_id
+                experiment = os.environ.get("MLFLOW_EXPERIMENT_ID", "0")  # 0 is the one called Default
+                if named := os.environ.get("MLFLOW_EXPERIMENT_NAME"):
+                    experiment = mlflow.set_experiment(named).experiment_id
+                run_id = str(self._client.create_run(experiment, run_name=name).info.run_id)
             else:
                 self._client.update_run(run_id, status="RUNNING")
-                self.id = run_id
+            self.id = run_id
         finally:
             if shortened:
-                RETRIES.unset()
-
-    def _experiment(self) -> str:
-        from mlflow.environment_variables import MLFLOW_EXPERIMENT_ID, MLFLOW_EXPERIMENT_NAME
-
-        name = MLFLOW_EXPERIMENT_NAME.get()
-        if name is None:
-            return str(MLFLOW_EXPERIMENT_ID.get() or "0")  # 0 is the one called Default
-        found = self._client.get_experiment_by_name(name)
-        return str(found.experiment_id if found is not None else self._client.create_experiment(name))
+                del os.environ[_MLFLOW_RETRIES]
 
     def log_settings(self, settings: Mapping[str, Any]) -> None:
         from mlflow.entities import Param
 
         # MLflow refuses another value of a parameter, such as a number of workers that has changed.
         known = self._client.get_run(self.id).data.params
-        params = [Param(name, str(value)[:_LONGEST_PARAM]) for name, value in _flat(settings) if name not in known]
-        for first in range(0, len(params), _MOST_PARAMS):
-            self._client.log_batch(self.id, params=params[first : first + _MOST_PARAMS])
+        params = [Param(name, str(value)) for name, value in _flat(settings) if name not in known]
+        self._client.log_batch(self.id, params=params)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         from mlflow.entities import Metric

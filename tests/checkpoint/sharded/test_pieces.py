@@ -13,10 +13,9 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from unitrain.checkpoint.sharded import dcp as pieces
-from unitrain.checkpoint.sharded.dcp import METADATA, Region, Stored, from_bytes
+from unitrain.checkpoint.sharded.dcp import METADATA, Region, Stored
 from unitrain.checkpoint.store.disk import Disk
-from unitrain.checkpoint.store.located import Located
-from unitrain.checkpoint.store.manifest import Manifest
+from unitrain.checkpoint.store.located import Located, Manifest
 
 MADE: dict[str, Callable[[], Tensor]] = {
     "contiguous": lambda: torch.randn(5, 3),
@@ -31,15 +30,18 @@ MADE: dict[str, Callable[[], Tensor]] = {
 }
 
 
+def stored_at(folder: Path, metadata: bytes) -> Stored:
+    return Stored(Located(Disk(folder), "", Manifest(step=0, strategy={}, config={}, files={})), metadata)
+
+
 @pytest.mark.parametrize("name", MADE)
 def test_tensors_that_torch_has_written_are_read_with_their_elements(name: str, tmp_path: Path) -> None:
     state = {f"{name}.{number}": MADE[name]() for number in range(3)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there is one process
         dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
-    layout = from_bytes((tmp_path / METADATA).read_bytes(), str(tmp_path))
-    stored = Stored.at(Located(Disk(tmp_path), "", Manifest(step=0, strategy={}, config={}, files={})), layout)
-    targets = {key: layout[key].new() for key in state}
+    stored = stored_at(tmp_path, (tmp_path / METADATA).read_bytes())
+    targets = {key: stored.layout[key].new() for key in state}
     stored.read({key: (target, Region.rows(0, target)) for key, target in targets.items()})
     for key, target in targets.items():
         assert torch.equal(target, state[key])
@@ -56,7 +58,7 @@ def test_only_the_first_of_a_form_is_loaded_by_torch(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(torch, "load", counted)
     layout = {"key": pieces.Entry(("key",), "float32", (8, 3), found)}
-    stored = Stored.at(Located(Disk(tmp_path), "", Manifest(step=0, strategy={}, config={}, files={})), layout)
+    stored = stored_at(tmp_path, pieces.to_bytes(layout))
     rows = torch.empty(3, 3)
     stored.read({"key": (rows, Region((3, 0), (3, 3)))})
     assert torch.equal(rows[1:], torch.ones(2, 3))

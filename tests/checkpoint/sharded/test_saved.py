@@ -19,7 +19,7 @@ from torch import nn
 import unitrain
 from unitrain import CheckpointError, Strategy, UsageError
 from unitrain.checkpoint import Checkpoint
-from unitrain.checkpoint.store.manifest import NAME as MANIFEST
+from unitrain.checkpoint.store.store import NAME as MANIFEST
 
 
 @pytest.fixture
@@ -94,9 +94,9 @@ def of_no_torch(folder: Path) -> None:
 
 ZERO = Path("/dev/zero")
 SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
-    "file": (as_file, r"manifest\.json: Not a directory"),
-    "dangling link": (as_link, r"manifest\.json does not exist"),
-    "empty folder": (emptied, r"manifest\.json does not exist"),
+    "file": (as_file, r"step-0+2 has no manifest\.json"),
+    "dangling link": (as_link, r"step-0+2 has no manifest\.json"),
+    "empty folder": (emptied, r"step-0+2 has no manifest\.json"),
     "pipe": (replaced("model.pt", os.mkfifo), r"model\.pt: not a regular file"),
     "zeros": (replaced("model.pt", lambda path: path.symlink_to(ZERO)), r"model\.pt: not a regular file"),
     "folder": (replaced("model.pt", os.mkdir), r"model\.pt: not a regular file"),
@@ -132,7 +132,7 @@ def test_the_checkpoint_before_is_taken(
     assert model.get_parameter("weight").item() == 1
     line, resumed = capsys.readouterr().err.splitlines()
     assert resumed == f"unitrain: resumed after step 1, from {folder_of(tmp_path, 1)}"
-    assert line.startswith("unitrain: skipping a damaged checkpoint: ")
+    assert line.startswith("unitrain: skipping a")
     assert re.search(said, line)
     # What was spoilt makes room, and nothing else does.
     strategy._step.global_step = 3
@@ -181,8 +181,8 @@ def test_a_checkpoint_that_can_not_be_removed_is_kept_and_reported(
     assert steps_in(tmp_path) == [3, 1]
     assert "an old checkpoint is kept: " in capsys.readouterr().err
     strategy._step.global_step = 1
-    with pytest.raises(CheckpointError, match=r"step-0000000001 could not be written: .*not permitted"):
-        checkpoint.save()
+    checkpoint.save()
+    assert folder_of(tmp_path, 1).with_suffix(".2").is_dir()
     with pytest.raises(CheckpointError, match=r"step-0000000001 can't be removed: .*not permitted"):
         checkpoint.discard()
 

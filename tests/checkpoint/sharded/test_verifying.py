@@ -15,7 +15,7 @@ from torch.optim import Adam
 
 import unitrain
 from unitrain import CheckpointError
-from unitrain.checkpoint.sharded import dcp, opening
+from unitrain.checkpoint.sharded import dcp, loading
 from unitrain.checkpoint.store.located import Located, checkpoint_at
 
 WIDTH = 150
@@ -47,7 +47,7 @@ def resume(folder: str, device: str = "cpu", blind: int | None = None) -> tuple[
     """Resume. Return the step, how many bytes were sent meanwhile, and weights and state."""
     with unitrain.init(backend="fsdp", device="cpu", timeout_s=30) as strategy:
         if strategy.rank == blind:
-            vars(opening)["_seen"] = lambda *_: None
+            vars(loading)["_seen"] = lambda *_: None
         torch.manual_seed(strategy.rank)
         with torch.device(device):
             model, optimizer = made()

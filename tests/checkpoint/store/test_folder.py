@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import pytest
 from saved_run import verify
 
-from unitrain.checkpoint.store.disk import Disk
-from unitrain.checkpoint.store.folder import Draft, Folder
+from unitrain.checkpoint.store.folder import Folder
 from unitrain.checkpoint.store.objects import Objects
 
 ABOUT: dict[str, Any] = {"world_size": 2, "strategy": {}, "config": {}}
@@ -30,15 +28,9 @@ def folder(url: str) -> Iterator[Folder]:
     folder.release()
 
 
-def begun(folder: Folder, step: int) -> Draft:
-    draft = folder.begin(step)
-    assert draft is not None
-    return draft
-
-
 def test_a_name_in_an_object_store_is_not_used_again_while_a_slow_rank_may_write_to_it(folder: Folder) -> None:
-    failed = begun(folder, 5)
-    again = begun(folder, 5)
+    failed = folder.begin(5)
+    again = folder.begin(5)
     assert (failed.name, again.name) == ("step-0000000005", "step-0000000005.2")
     failed.write({"late": {"part": 1}})
     files = again.write({"other": {"part": 2}})
@@ -54,33 +46,4 @@ def test_the_name_after_a_restart_is_later_than_every_name_before(folder: Folder
     for _ in range(3):
         folder.write(5, {"own": {}}, ABOUT)
     assert folder.find(5).folder == "step-0000000005.3"
-    assert begun(Folder(Objects(url)), 5).name == "step-0000000005.4"
-
-
-def test_a_rank_that_sees_what_rank_0_writes_joins(tmp_path: Path, url: str) -> None:
-    for store, other in ((Disk(tmp_path / "run"), Disk(tmp_path / "other")), (Objects(url), Objects(f"{url}-2"))):
-        folder = Folder(store)
-        folder.claim(0)
-        draft = begun(folder, 1)
-        joined = Folder(store).join(draft.place)
-        assert joined is not None
-        joined.tell(1, "done")
-        assert draft.told(1) == "done"
-        assert draft.told(1) is None
-        elsewhere = Folder(other)
-        assert elsewhere.join([other.location, *draft.place[1:]]) is None
-        folder.release()
-
-
-def test_what_a_run_of_before_has_set_aside_is_brought_back(tmp_path: Path) -> None:
-    """It was killed after the old checkpoint of a step was set aside, and before the new one was in its place."""
-    folder = Folder(Disk(tmp_path))
-    folder.write(5, {"own": {"kept": True}}, ABOUT)
-    (tmp_path / "step-0000000005").rename(tmp_path / ".step-0000000005.aside.tmp")
-    (tmp_path / ".step-0000000005.99.tmp").mkdir()
-    (tmp_path / ".step-0000000006.aside.tmp").write_text("a file")
-    assert folder.steps() == []
-    folder.recover()
-    verify(folder.find(5))
-    folder.write(7, {"own": {}}, ABOUT)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-0000000005", "step-0000000007"]
+    assert Folder(Objects(url)).begin(5).name == "step-0000000005.4"

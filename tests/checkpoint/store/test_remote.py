@@ -25,8 +25,8 @@ from unitrain import CheckpointError, Strategy, UsageError
 from unitrain.checkpoint.sharded import opening
 from unitrain.checkpoint.store import objects as stores
 from unitrain.checkpoint.store.folder import Folder
-from unitrain.checkpoint.store.manifest import NAME as MANIFEST
 from unitrain.checkpoint.store.objects import Objects
+from unitrain.checkpoint.store.store import NAME as MANIFEST
 
 pytestmark = pytest.mark.usefixtures("server")
 

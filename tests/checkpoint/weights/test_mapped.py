@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from unitrain.checkpoint.store.reading import MappedFiles
+from unitrain.checkpoint.store.torch_files import MappedFiles
 
 
 def is_mapped(path: Path) -> bool:

@@ -14,7 +14,7 @@ from torch.optim import SGD
 
 import unitrain
 from unitrain import CheckpointError, UnitrainError
-from unitrain.checkpoint.weights.weight_files import WeightFiles
+from unitrain.checkpoint.weights import WeightFiles
 
 safetensors = pytest.importorskip("safetensors.torch")
 WORDS, WIDTH = 13, 6

@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 import unitrain
 from unitrain import CommunicationError, ConfigError, UsageError
-from unitrain.communication.object_codec import ObjectCodec
+from unitrain.communication.objects import ObjectTransport
 from unitrain.communication.plain_data import encode
 from unitrain.job.joining import authentication
 from unitrain.job.joining.authentication import SECRET
@@ -120,13 +120,13 @@ def take_place_of_rank_1(file: str) -> str:
     if os.environ["RANK"] == "1":
         import pickle
 
-        def pickled(self: ObjectCodec, value: Any, exchange: int, *, pickles: bool) -> Any:
+        def pickled(self: ObjectTransport, value: Any, *, pickles: bool) -> Any:
             data = torch.frombuffer(bytearray(pickle.dumps(Harm(file))), dtype=torch.uint8)
             header, tensors = encode([bytes(32), data])
             return b"p" + header, tensors
 
-        ObjectCodec.encode = pickled  # type: ignore[method-assign]
-        ObjectCodec.decode = lambda *_: (lambda: {"value": None}, [])  # type: ignore[method-assign]
+        ObjectTransport.encode = pickled  # type: ignore[method-assign]
+        ObjectTransport.decode = lambda *_: (lambda: {"value": None}, [])  # type: ignore[method-assign]
     try:
         unitrain.init(device="cpu", timeout_s=5).close()
     except (CommunicationError, ConfigError) as error:

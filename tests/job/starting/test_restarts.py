@@ -249,20 +249,23 @@ def test_a_killed_run_leaves_nothing_behind(tmp_path: Path, number: signal.Signa
     assert (job.code, job.left) == (-number if number == signal.SIGKILL else 143, ())
 
 
-def test_a_run_whose_supervisor_is_killed_leaves_nothing_behind(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "rank 0")
+def test_a_command_whose_supervisor_is_killed_is_stopped(tmp_path: Path) -> None:
+    heard: dict[int, list[str]] = {}
 
     def kill_supervisor(process: subprocess.Popen[bytes]) -> None:
         with (tmp_path / "rank 0").open() as pipe:
             assert pipe.readline() == "started\n"
-        (supervisor,) = psutil.Process(process.pid).children()
-        supervisor.kill()
+            (supervisor,) = psutil.Process(process.pid).children()
+            supervisor.kill()
+            heard[0] = pipe.readlines()
 
-    job = run_job([*RUN, "--", *write(tmp_path, LEAVING)], tmp_path, meanwhile=kill_supervisor)
-    assert (job.code, job.left) == (137, ())
+    os.mkfifo(tmp_path / "rank 0")
+    job = run_job([*RUN, "--", *write(tmp_path, STOPPABLE), "0"], tmp_path, meanwhile=kill_supervisor)
+    assert job.code == 137
+    assert heard == {0: ["told 15\n", "saved\n"]}
     (said,) = messages(job)
     assert re.fullmatch(
-        r"unitrain run: its supervisor \(pid \d+\) was killed by SIGKILL; ending what it has started\.", said
+        r"unitrain run: its supervisor \(pid \d+\) was killed by SIGKILL; the command gets a SIGTERM\.", said
     )
 
 

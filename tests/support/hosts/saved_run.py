@@ -14,7 +14,8 @@ from unitrain.checkpoint import Checkpoint
 from unitrain.checkpoint.store import located
 from unitrain.checkpoint.store.disk import Disk
 from unitrain.checkpoint.store.folder import Folder
-from unitrain.checkpoint.store.manifest import Manifest, folder_name
+from unitrain.checkpoint.store.located import Manifest
+from unitrain.checkpoint.store.store import folder_name
 
 
 def steps_in(folder: str | Path) -> list[int]:

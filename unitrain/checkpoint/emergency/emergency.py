@@ -7,59 +7,37 @@ they are seeded anew, as on another number of processes.
 
 from __future__ import annotations
 
-import os
-import shutil
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from concurrent.futures import wait as wait_for
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 from unitrain.checkpoint import metric_states
 from unitrain.checkpoint.emergency.last_boundary import LastBoundary, Recorded
 from unitrain.checkpoint.run_state import RunState
-from unitrain.checkpoint.store import manifest as manifests
 from unitrain.checkpoint.store.disk import Disk
 from unitrain.checkpoint.store.folder import Folder
+from unitrain.checkpoint.store.located import RUN, DamagedError
 from unitrain.checkpoint.store.lock import holder_of
-from unitrain.checkpoint.store.manifest import RUN, DamagedError
-from unitrain.checkpoint.store.writing import check_part, write_part
 from unitrain.checkpoint.writer import Writer
 from unitrain.errors import CheckpointError
 from unitrain.job.watch.hub import Member
 from unitrain.process import print_stderr
 from unitrain.training.batch_norm.layers import is_unsynchronised
 
-_THREADS = 4
-# How long rank 0 may need for what it writes in the background.
-_BEST_S = 5.0
-_POLL_S = 0.02
-
 
 class EmergencyCheckpoint:
     """Saves the state of the last boundary, as ``unitrain.job.watch.emergency.Saver``.
 
-    Args:
-        root: the folder of the checkpoints.
-        boundary: records the state.
-        state: the run's.
-        writer: writes the run's other checkpoints.
-        rank: this rank.
-        members: the processes of the job, of which the first holds the folder.
+    ``members`` are the processes of the job, of which the first holds the folder.
     """
 
     def __init__(
-        self,
-        root: Path,
-        boundary: LastBoundary,
-        state: RunState,
-        writer: Writer,
-        rank: int,
-        members: tuple[Member, ...],
+        self, root: Path, boundary: LastBoundary, state: RunState, writer: Writer, rank: int, members: Sequence[Member]
     ) -> None:
         self._root = root.absolute()
-        self._folder = Folder(Disk(self._root))
+        # There may be no time to sync files: only a failure of the host could damage them.
+        self._folder = Folder(Disk(self._root, durable=False))
         self._boundary = boundary
         self._state = state
         self._writer = writer
@@ -88,73 +66,55 @@ class EmergencyCheckpoint:
 
     def release(self) -> None:
         """See ``Saver.release``."""
-        self._writer.folder.release()
+        self._writer.close(wait=False)
 
     def save(self) -> None:
         """See ``Saver.save``."""
         assert self._recorded is not None
-        began = time.monotonic()
+        began, step = time.monotonic(), self._recorded.step
         under_way = self._writer.under_way
         if under_way is not None:
             wait_for([under_way])  # it may be this very step's
+        if step in self._folder.steps():
+            return
         try:
-            folder = self._write(self._recorded)
+            self._write(self._recorded)
         except Exception as error:  # pickling may raise any exception
             print_stderr(f"unitrain: the emergency checkpoint could not be written: {error}")
             return
-        if folder is None:
-            return
-        statistics = any(
-            is_unsynchronised(layer) for module in self._state.modules.values() for layer in module.modules()
-        )
+        layers = [layer for module in self._state.modules.values() for layer in module.modules()]
+        statistics = " BatchNorm's running statistics are those of its samples."
         print_stderr(
-            f"unitrain: emergency checkpoint: rank {self._rank} has saved the state after step {self._recorded.step} "
-            f"in {folder} ({time.monotonic() - began:.1f} s)."
-            + (" BatchNorm's running statistics are those of its samples." if statistics else "")
+            f"unitrain: emergency checkpoint: rank {self._rank} has saved the state after step {step} in "
+            f"{self._folder.name(step)} ({time.monotonic() - began:.1f} s)."
+            + (statistics if any(map(is_unsynchronised, layers)) else "")
         )
 
-    def _write(self, recorded: Recorded) -> Path | None:
-        """Write the checkpoint, and return its folder; None if there is one of this step, or another rank writes it.
-
-        It is not synced to the disk, for which there may be no time: only a failure of the host could damage it.
-        """
+    def _write(self, recorded: Recorded) -> None:
         parts = self._boundary.applied_to(self._state.parts(), recorded)
         parts[RUN] = self._state.run(recorded.step, random=[])
-        first, final = self._members[0], self._root / manifests.folder_name(recorded.step)
-        temporary = self._root / f".{final.name}.emergency-{first.pid}-{first.started}.tmp"
-        if os.path.lexists(final):
-            return None
+        draft = self._folder.begin(recorded.step)
         try:
-            temporary.mkdir()
-        except FileExistsError:
-            return None
-        try:
-            with ThreadPoolExecutor(_THREADS, "emergency checkpoint") as threads:
-                files = dict(threads.map(partial(_write_file, temporary), parts.items()))
+            files = draft.write(parts)
             about = {**self._state.about(self._best()), "emergency": True}
-            (temporary / manifests.NAME).write_text(manifests.to_json(recorded.step, about, files))
             changed = self._boundary.changed(recorded)
             if changed:
                 raise CheckpointError(changed)
             if not self._is_here():
                 raise CheckpointError(f"{self._root} was taken by another job")
-            os.rename(temporary, final)
+            draft.complete(recorded.step, about, files)
         except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
+            self._folder.store.unmake(draft.name)
             raise
-        return final
 
     def _best(self) -> int | None:
         """Return the step of the best checkpoint. Raises CheckpointError if rank 0 has not completed it."""
-        marked = self._writer.marked
+        steps, marked = self._folder.steps(), self._writer.marked
         if marked is not None:
-            until = time.monotonic() + _BEST_S
-            while marked not in self._folder.steps():
-                if time.monotonic() > until:
-                    raise CheckpointError(f"the best one, of step {marked}, was not complete")
-                time.sleep(_POLL_S)
+            if marked not in steps:
+                raise CheckpointError(f"the best one, of step {marked}, is not complete")
             return marked
-        for step in self._folder.steps():
+        for step in steps:
             try:
                 return self._folder.find(step).manifest.best
             except DamagedError:
@@ -171,11 +131,3 @@ class EmergencyCheckpoint:
         if holder is None:  # rank 0 has closed it, or not come that far
             return self._root.is_dir() and own.host == first.host
         return (holder.host, holder.pid, holder.started) == (first.host, first.pid, first.started)
-
-
-def _write_file(folder: Path, part: tuple[str, Any]) -> tuple[str, dict[str, Any]]:
-    name, value = part
-    path = folder / f"{name}.pt"
-    described = write_part(path, value)
-    check_part(path)
-    return path.name, described

@@ -8,13 +8,14 @@ as it was before it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torch import nn
 from torch.optim import Optimizer
 
 from unitrain import rng
+from unitrain.checkpoint.names import PARAMS
 from unitrain.checkpoint.run_state import RunState
 from unitrain.data.structure import tensors
 from unitrain.training.hooks import StepHook
@@ -46,24 +47,26 @@ class EpochEnd(NamedTuple):
 
 
 class EpochEndHook(StepHook):
-    """Remembers what the code after the loop over batches may change, at the end of each training iteration.
-
-    Args:
-        state: the state of the run.
-        step: counts the optimizer steps.
-
-    Attributes:
-        last: what was remembered last; None before the first end.
-    """
+    """Remembers what the code after the loop over batches may change, at the end of each training iteration."""
 
     def __init__(self, state: RunState, step: TrainingStep) -> None:
         self._state = state
         self._step = step
         self.last: EpochEnd | None = None
+        """What was remembered last."""
 
     def at_epoch_end(self) -> None:
         """Copy the small states of the run."""
-        self.last = remember(self._state.objects, self._state.of, self._step.global_step)
+        states, options = {}, {}
+        for name, value in self._state.objects.items():
+            if isinstance(value, Optimizer):
+                groups = [{key: its for key, its in group.items() if key != PARAMS} for group in value.param_groups]
+                options[name] = copy.deepcopy(groups)
+            elif not isinstance(value, nn.Module):
+                state = self._state.of(value)
+                if sum(tensor.nbytes for tensor in tensors(state, opened=True)) <= _MOST_BYTES:
+                    states[name] = copy.deepcopy(state)
+        self.last = EpochEnd(self._step.global_step, states, options, rng.capture())
 
     @property
     def pending(self) -> EpochEnd | None:
@@ -71,20 +74,3 @@ class EpochEndHook(StepHook):
         last = self.last
         valid = last is not None and self._step.batches.between_epochs and last.step == self._step.global_step
         return last if valid else None
-
-
-def remember(objects: Mapping[str, Any], state: Callable[[Any], Any], step: int) -> EpochEnd:
-    """Copy what the code after the loop over batches may change. ``state`` returns the state of an object."""
-    states, options = {}, {}
-    for name, value in objects.items():
-        if isinstance(value, Optimizer):
-            options[name] = [_without_parameters(group) for group in value.param_groups]
-        elif not isinstance(value, nn.Module):
-            current = state(value)
-            if sum(tensor.nbytes for tensor in tensors(current, opened=True)) <= _MOST_BYTES:
-                states[name] = copy.deepcopy(current)
-    return EpochEnd(step, states, options, rng.capture())
-
-
-def _without_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}

@@ -2,23 +2,23 @@
 
 When a rank dies, the others are in their next step: they wait in its backward, or are before it. Their weights and
 optimizers are those of the last boundary, since only the end of a step changes them, and are not copied. But the
-forward has changed buffers, the loader is further on, and the script may have changed its dicts. Of these, each
-boundary records what takes next to no time: copies of the buffers that steps change, and some ints.
+forward has changed buffers, the loader is further on, and the script may have changed its dicts. So each boundary
+copies the buffers that steps change, and the dicts, and records some ints.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from unitrain.checkpoint.emergency.epoch_end import EpochEnd, EpochEndHook
+from unitrain.checkpoint.run_state import RunState
 from unitrain.data import Loader
 from unitrain.data.structure import rebuilt
 from unitrain.pulse import USER_CODE, Pulse
@@ -27,9 +27,9 @@ from unitrain.training.hooks import StepHook
 _POLL_S = 0.005
 # How long the main thread may need to leave a collective that has just been completed.
 _LEAVE_S = 0.2
-# Larger buffers are not copied: that would take time in each step.
+# Larger tensors are not copied: that would take time in each step.
 _MOST_BYTES = 2**22
-# Longer lists are not copied.
+# The items of longer lists are not copied.
 _LONG = 16
 
 
@@ -44,28 +44,20 @@ class Recorded(NamedTuple):
     """Versions of the parameters."""
     positions: list[dict[str, int]]
     """Positions of the loaders."""
-    dicts: list[Any]
-    """What was in the dicts."""
+    dicts: list[Any] | None
+    """Copies of the dicts; None if one is too large."""
     scheduled: list[int]
     """How often each scheduler was stepped."""
 
 
 class LastBoundary(StepHook):
-    """Records the state at each boundary, and keeps the main thread from changing the weights after the last one.
+    """Records the state at each boundary, and keeps the main thread from changing the weights after the last one."""
 
-    Args:
-        objects: the objects of the checkpoint, by name.
-        modules: the original modules among them.
-        epoch_end: remembers the state at the end of an epoch's training.
-        pulse: what the main thread is doing.
-    """
-
-    def __init__(
-        self, objects: Mapping[str, Any], modules: Iterable[nn.Module], epoch_end: EpochEndHook, pulse: Pulse
-    ) -> None:
+    def __init__(self, state: RunState, epoch_end: EpochEndHook, pulse: Pulse) -> None:
         self._epoch_end = epoch_end
         self._pulse = pulse
-        layers = dict.fromkeys(layer for module in modules for layer in module.modules())
+        objects = state.objects
+        layers = dict.fromkeys(layer for module in state.modules.values() for layer in module.modules())
         self._parameters = list(dict.fromkeys(p for layer in layers for p in layer.parameters(recurse=False)))
         self._buffers = [_Buffer(layer, name) for layer in layers for name in layer._buffers]
         self._loaders = {name: value for name, value in objects.items() if isinstance(value, Loader)}
@@ -95,13 +87,18 @@ class LastBoundary(StepHook):
         if self._held and not was_changing:  # what was recorded is being saved
             self._changing = False
             return
-        self._copy_buffers()
+        for buffer in self._buffers:
+            buffer.record()
+        try:
+            dicts = [_copied(value) for value in self._dicts.values()]
+        except _LargeTensorError:
+            dicts = None
         self._last = Recorded(
             self._pulse.step,
             ended,
             [p._version for p in self._parameters],
             [loader.position for loader in self._loaders.values()],
-            [_noted(value) for value in self._dicts.values()],
+            dicts,
             [scheduler.last_epoch for scheduler in self._schedulers],
         )
         self._changing = False
@@ -112,25 +109,6 @@ class LastBoundary(StepHook):
         if self._held:
             self._changing = False
             threading.Event().wait()  # for the end of this process
-
-    def _copy_buffers(self) -> None:
-        copied: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
-        for buffer in self._buffers:
-            now = buffer.layer.get(buffer.name)
-            if now is buffer.seen and (now is None or now._version == buffer.version):
-                continue
-            copy = buffer.see()
-            if copy is not None and now is not None:
-                copies, originals = copied.setdefault(buffer.kind, ([], []))
-                copies.append(copy)
-                originals.append(now)
-        for copies, originals in copied.values():
-            try:
-                with torch.no_grad():
-                    torch._foreach_copy_(copies, originals)
-            except RuntimeError:  # a layer has given a buffer another shape, in place
-                for buffer in self._buffers:
-                    buffer.copy = None
 
     # ------------------------------------------------------------------------------------------- in another thread
 
@@ -161,8 +139,8 @@ class LastBoundary(StepHook):
             what = "a buffer was changed of which there is no copy"
         elif last.ended is None and [scheduler.last_epoch for scheduler in self._schedulers] != last.scheduled:
             what = "a scheduler was stepped outside of strategy.step"
-        elif last.ended is None and any(map(_is_lost, last.dicts)):
-            what = "a tensor or list in a dict was changed"
+        elif last.ended is None and last.dicts is None:
+            what = f"a dict had a tensor of more than {_MOST_BYTES} bytes, which is not copied at each step,"
         return f"{what} after step {last.step}" if what else ""
 
     def applied_to(self, parts: Mapping[str, Any], last: Recorded) -> dict[str, Any]:
@@ -170,7 +148,7 @@ class LastBoundary(StepHook):
         copies = {
             (now.data_ptr(), now.shape): buffer.copy
             for buffer in self._buffers
-            if buffer.copy is not None and (now := buffer.tensor) is not None and now.numel()
+            if buffer.copy is not None and (now := buffer.now) is not None and now.numel()
         }
 
         def before(value: Any) -> Any:
@@ -179,8 +157,7 @@ class LastBoundary(StepHook):
         earlier = {name: rebuilt(state, before) for name, state in parts.items()}
         for name, position in zip(self._loaders, last.positions, strict=True):
             earlier[name] = {**earlier[name], **position}
-        for name, noted in zip(self._dicts, last.dicts, strict=True):
-            earlier[name] = _as_noted(noted)
+        earlier.update(zip(self._dicts, last.dicts or [], strict=False))
         return earlier if last.ended is None else last.ended.applied_to(earlier)
 
 
@@ -192,87 +169,57 @@ class _Buffer:
         name: its name among them.
         seen: what it was at the last boundary.
         version: the version of that.
-        copy: its copy, once a step has changed it.
-        kind: the dtype and device of the copy.
+        copy: its copy, once a step has changed it, unless it is large.
     """
 
-    __slots__ = ("copy", "kind", "layer", "name", "seen", "version")
+    __slots__ = ("copy", "layer", "name", "seen", "version")
 
     def __init__(self, layer: nn.Module, name: str) -> None:
         self.layer, self.name = layer._buffers, name
-        self.seen = now = self.layer[name]
-        self.version = 0 if now is None else now._version
+        self.seen = self.layer[name]
+        self.version = _version(self.seen)
         self.copy: Tensor | None = None
-        self.kind: tuple[torch.dtype, torch.device] | None = None
 
     @property
-    def tensor(self) -> Tensor | None:
+    def now(self) -> Tensor | None:
         """The buffer."""
         return self.layer.get(self.name)
 
     @property
     def is_lost(self) -> bool:
         """Whether it has changed since the last boundary, and there is no copy."""
-        now = self.tensor
-        return self.copy is None and (now is not self.seen or (now is not None and now._version != self.version))
+        return self.copy is None and (self.now is not self.seen or _version(self.now) != self.version)
 
-    def see(self) -> Tensor | None:
-        """Take it as it is now for that of the boundary, and return the tensor to copy it to; None if it is large."""
-        now = self.tensor
-        if now is not self.seen or self.copy is None:
-            self.seen, self.copy = now, None
-            if now is not None and now.nbytes <= _MOST_BYTES:
-                self.copy, self.kind = torch.empty_like(now), (now.dtype, now.device)
-        self.version = 0 if now is None else now._version
-        return self.copy
-
-
-class _Tensor(NamedTuple):
-    """A tensor in a dict, and its version."""
-
-    tensor: Tensor
-    version: int
+    def record(self) -> None:
+        """Copy it, at a boundary, if a step has changed it."""
+        now, version = self.now, _version(self.now)
+        if now is self.seen and version == self.version:
+            return
+        if now is None or now.nbytes > _MOST_BYTES:
+            self.copy = None
+        elif self.copy is None or now is not self.seen or now.shape != self.copy.shape:
+            self.copy = now.detach().clone()
+        else:
+            self.copy.copy_(now.detach())
+        self.seen, self.version = now, version
 
 
-class _List(NamedTuple):
-    """A long list in a dict, and its length: it may be appended to."""
-
-    items: list[Any]
-    length: int
+def _version(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor._version
 
 
-def _noted(value: Any) -> Any:
-    """Return what undoes, or at least notices, changes of a dict of plain values and tensors."""
+class _LargeTensorError(Exception):
+    """A tensor is too large to be copied at each step."""
+
+
+def _copied(value: Any) -> Any:
+    """Return a copy of plain values and tensors. Raises _LargeTensorError."""
     if isinstance(value, dict):
-        return {key: _noted(item) for key, item in value.items()}
+        return {key: _copied(item) for key, item in value.items()}
     if isinstance(value, list):
-        return _List(value, len(value)) if len(value) > _LONG else [_noted(item) for item in value]
-    return _Tensor(value, value._version) if isinstance(value, Tensor) else value
-
-
-def _as_noted(noted: Any) -> Any:
-    """Return the value that was given to ``_noted``, as it was then."""
-    match noted:
-        case _Tensor():
-            return noted.tensor
-        case _List():
-            return noted.items[: noted.length]
-        case dict():
-            return {key: _as_noted(item) for key, item in noted.items()}
-        case list():
-            return [_as_noted(item) for item in noted]
-    return noted
-
-
-def _is_lost(noted: Any) -> bool:
-    """Return whether something was changed in a way that can't be undone."""
-    match noted:
-        case _Tensor():
-            return noted.tensor._version != noted.version
-        case _List():
-            return len(noted.items) < noted.length
-        case dict():
-            return any(map(_is_lost, noted.values()))
-        case list():
-            return any(map(_is_lost, noted))
-    return False
+        return value[:] if len(value) > _LONG else [_copied(item) for item in value]
+    if isinstance(value, Tensor):
+        if value.nbytes > _MOST_BYTES:
+            raise _LargeTensorError
+        return value.detach().clone()
+    return value

@@ -7,23 +7,23 @@ their package takes 0.3 s to import.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import pickle
 import struct
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import cache
 from math import prod
-from typing import Any, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
 
 from unitrain.checkpoint.names import Keys
-from unitrain.checkpoint.store.located import Located, unreadable, verified
-from unitrain.checkpoint.store.manifest import DamagedError
-from unitrain.checkpoint.store.reading import MappedFiles, reason
+from unitrain.checkpoint.store.located import DamagedError, Located, unreadable, verified
+from unitrain.checkpoint.store.torch_files import MappedFiles, Writing, reason, viewed
 from unitrain.errors import CheckpointError
 
 METADATA = ".metadata"
@@ -179,13 +179,7 @@ class _Unpickler(pickle.Unpickler):
 # ------------------------------------------------------------------------------------------------- writing pieces
 
 
-class _Output(Protocol):
-    def write(self, data: Any) -> object: ...
-
-    def tell(self) -> int: ...
-
-
-def write(output: _Output, file: str, value: Any, first: int | None) -> Iterator[Piece]:
+def write(output: Writing | BinaryIO, file: str, value: Any, first: int | None) -> Iterator[Piece]:
     """Write rows of a tensor on the CPU to a file, and yield the pieces. ``first`` is None for a plain value."""
     for region, content in _pieces(value, first):
         output.write(bytes(-output.tell() % _ALIGNMENT))
@@ -210,16 +204,22 @@ def _pieces(value: Any, first: int | None) -> Iterator[tuple[Region, Any]]:
 # ------------------------------------------------------------------------------------------------- reading pieces
 
 
-class Files:
-    """Files of a checkpoint that this rank has verified. They are mapped."""
+class Stored:
+    """The tensors and plain values that several ranks have written, of which a rank reads the parts that it needs.
 
-    def __init__(self, found: Located) -> None:
+    ``content`` are the metadata. Raises CheckpointError if they are invalid.
+    """
+
+    def __init__(self, found: Located, content: bytes) -> None:
+        self.layout: Layout = from_bytes(content, found.store.shown(found.file_name(METADATA)))
+        """Where the pieces are."""
+        self.digest: str = hashlib.sha256(content).hexdigest()
         self._found = found
         self._open = ExitStack()
         self._mapped = MappedFiles()
         self._contents: dict[str, Tensor] = {}
         self._forms: dict[tuple[Any, ...], _Form] = {}
-        self._read = 0
+        self._unreleased = 0
 
     def fetch(self, names: Iterable[str]) -> None:
         """Verify files that were not fetched before, and download them from an object store. Raises as ``verified``."""
@@ -233,34 +233,64 @@ class Files:
                 path = self._open.enter_context(verified(self._found, name))
             self._contents[name] = torch.empty(0, dtype=torch.uint8).set_(self._mapped.map(path))
 
-    def load(self, entry: Entry, piece: Piece) -> Any:
-        """Return what a piece contains: a tensor in place, or a plain value."""
-        self.fetch([piece.file])
-        content = self._contents[piece.file][piece.start : piece.start + piece.length]
-        self._read += piece.length
-        if self._read > _RELEASED_BYTES:
-            self._mapped.release()
-            self._read = 0
-        if entry.dtype is None:
-            return _loaded(content)
-        alike = entry.dtype, piece.region.sizes
-        form = self._forms.get(alike)
-        if form is None or not form.describes(content):
-            found = _loaded(content)
-            form = _Form.of(content, found)
-            if form is not None:
-                self._forms[alike] = form
-            return found
-        return form.tensor_in(content)
-
     def close(self) -> None:
         """Remove what was downloaded."""
         self._open.close()
         self._contents.clear()
 
+    @torch.no_grad()
+    def read(self, tensors: Mapping[str, tuple[Tensor, Region]]) -> None:
+        """Overwrite tensors with regions, by key.
 
-def _loaded(content: Tensor) -> Any:
-    return torch.load(io.BytesIO(content.numpy().data), map_location="cpu", weights_only=True)
+        Raises:
+            DamagedError: a file is missing or damaged.
+            CheckpointError: a part of a tensor is in no file, or code is in a file.
+        """
+        for key, (target, region) in tensors.items():
+            entry, found = self.layout[key], 0
+            for piece in entry.pieces:
+                common = _overlap(region, piece.region)
+                if common is not None:
+                    source = _part(self._loaded(entry, piece), piece.region, common)
+                    found += _part(target, region, common).copy_(source).numel()
+            if found != target.numel():
+                raise CheckpointError(f"a part of {key} is in no file of the checkpoint")
+
+    def whole(self, key: str) -> Tensor:
+        """Return a tensor on the CPU. Raises the errors of ``read``."""
+        tensor = self.layout[key].new()
+        self.read({key: (tensor, Region.rows(0, tensor))})
+        return tensor
+
+    def value(self, key: str) -> Any:
+        """Return a plain value. Raises the errors of ``read``."""
+        entry = self.layout[key]
+        if not entry.pieces:
+            raise CheckpointError(f"{key} is in no file of the checkpoint")
+        return self._loaded(entry, entry.pieces[0])
+
+    def _loaded(self, entry: Entry, piece: Piece) -> Any:
+        """Return what a piece contains: a tensor in place, or a plain value."""
+        try:
+            self.fetch([piece.file])
+            content = self._contents[piece.file][piece.start : piece.start + piece.length]
+            self._unreleased += piece.length
+            if self._unreleased > _RELEASED_BYTES:
+                self._mapped.release()
+                self._unreleased = 0
+            kind = entry.dtype, piece.region.sizes
+            form = self._forms.get(kind)
+            if form is not None and form.describes(content):
+                return form.tensor_in(content)
+            found = torch.load(io.BytesIO(content.numpy().data), map_location="cpu", weights_only=True)
+            form = None if entry.dtype is None else _Form.of(content, found)
+            if form is not None:
+                self._forms[kind] = form
+            return found
+        except (DamagedError, CheckpointError):
+            raise
+        except Exception as error:  # torch.load raises many kinds of exceptions for a broken file
+            raise unreadable("a file of the checkpoint", error) from error
 
 
 class _Form(NamedTuple):
@@ -291,69 +321,11 @@ class _Form(NamedTuple):
 
     def tensor_in(self, content: Tensor) -> Tensor:
         """Return the tensor in an archive of this form, in place."""
-        raw = content[len(self.head) : len(self.head) + self.like.nbytes]
-        if raw.data_ptr() % self.like.dtype.itemsize or raw.storage_offset() % self.like.dtype.itemsize:
-            raw = raw.clone()  # it can't be viewed
-        return raw.view(self.like.dtype).view(self.like.shape)
+        start = len(self.head)
+        return viewed(content[start : start + self.like.nbytes], self.like.dtype, self.like.shape)
 
 
-class Stored:
-    """Tensors and plain values in pieces, of which a rank reads the parts that it needs.
-
-    Args:
-        layout: where the pieces are.
-        load: returns what a piece contains.
-        files: the files; None if ``load`` needs none.
-
-    Attributes:
-        layout: as given.
-        files: as given.
-    """
-
-    def __init__(self, layout: Layout, load: Callable[[Entry, Piece], Any], files: Files | None = None) -> None:
-        self.layout: Layout = layout
-        self.files: Files | None = files
-        self._load = load
-
-    @classmethod
-    def at(cls, found: Located, layout: Layout) -> Stored:
-        """Return what a checkpoint in DCP's format has."""
-        files = Files(found)
-        return cls(layout, files.load, files)
-
-    @torch.no_grad()
-    def read(self, tensors: Mapping[str, tuple[Tensor, Region]]) -> None:
-        """Overwrite tensors with regions, by key.
-
-        Raises:
-            DamagedError: a file is missing or damaged.
-            CheckpointError: a part of a tensor is in no file, or code is in a file.
-        """
-        for key, (target, region) in tensors.items():
-            entry, found = self.layout[key], 0
-            for piece in entry.pieces:
-                if overlap(region, piece.region) is not None:
-                    found += copy_overlap(target, region, self._loaded(entry, piece), piece.region)
-            if found != target.numel():
-                raise CheckpointError(f"a part of {key} is in no file of the checkpoint")
-
-    def value(self, key: str) -> Any:
-        """Return a plain value. Raises the errors of ``read``."""
-        entry = self.layout[key]
-        if not entry.pieces:
-            raise CheckpointError(f"{key} is in no file of the checkpoint")
-        return self._loaded(entry, entry.pieces[0])
-
-    def _loaded(self, entry: Entry, piece: Piece) -> Any:
-        try:
-            return self._load(entry, piece)
-        except (DamagedError, CheckpointError):
-            raise
-        except Exception as error:  # torch.load raises many kinds of exceptions for a broken file
-            raise unreadable("a file of the checkpoint", error) from error
-
-
-def overlap(one: Region, other: Region) -> Region | None:
+def _overlap(one: Region, other: Region) -> Region | None:
     """Return the region that two regions of a tensor have in common, if they have elements in common."""
     offsets = tuple(map(max, one.offsets, other.offsets))
     ends = [min(a + n, b + m) for a, n, b, m in zip(*one, *other, strict=True)]
@@ -361,16 +333,8 @@ def overlap(one: Region, other: Region) -> Region | None:
     return Region(offsets, sizes) if all(size > 0 for size in sizes) else None
 
 
-def copy_overlap(target: Tensor, region: Region, source: Tensor, of: Region) -> int:
-    """Copy the elements that two regions of a tensor have in common, and return their number."""
-    common = overlap(region, of)
-    if common is None:
-        return 0
-
-    def narrowed(tensor: Tensor, its: Region) -> Tensor:
-        for dim, (offset, begin, size) in enumerate(zip(common.offsets, its.offsets, common.sizes, strict=True)):
-            tensor = tensor.narrow(dim, offset - begin, size)
-        return tensor
-
-    narrowed(target, region).copy_(narrowed(source, of))
-    return prod(common.sizes)
+def _part(tensor: Tensor, its: Region, part: Region) -> Tensor:
+    """Return a part of a tensor, which has a region of a larger one."""
+    for dim, (offset, begin, size) in enumerate(zip(part.offsets, its.offsets, part.sizes, strict=True)):
+        tensor = tensor.narrow(dim, offset - begin, size)
+    return tensor

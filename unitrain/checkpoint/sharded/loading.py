@@ -3,33 +3,193 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from unitrain.checkpoint import fit
-from unitrain.checkpoint.names import GROUPS, STATE, in_order, keys_of, numbers_before
+from unitrain.checkpoint.names import GROUPS, PARAMS, STATE, in_order, keys_of, numbers_before
 from unitrain.checkpoint.run_state import RunState
-from unitrain.checkpoint.sharded.dcp import Region, copy_overlap
-from unitrain.checkpoint.sharded.opening import CheckpointView
+from unitrain.checkpoint.sharded.dcp import METADATA, Region, Stored
+from unitrain.checkpoint.sharded.opening import OpenCheckpoint
 from unitrain.checkpoint.sharded.saving import owners
-from unitrain.checkpoint.store.manifest import RUN, DamagedError
+from unitrain.checkpoint.store.located import RUN, DamagedError, Located, Manifest, store_at
 from unitrain.communication.communicator import Communicator
 from unitrain.communication.streaming import (
     Form,
     Keys,
     broadcast_tensors,
+    outline,
     own_rows,
     receive,
     receive_optimizer,
 )
 from unitrain.errors import CheckpointError
+from unitrain.url import parsed
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
+
+
+class CheckpointView(NamedTuple):
+    """An open checkpoint, as a rank sees it."""
+
+    communicator: Communicator
+    state: RunState
+    manifest: Manifest
+    outlines: dict[str, Any]
+    """The states by name, with the forms of the tensors in their places."""
+    saved: OpenCheckpoint | None
+    """The checkpoint itself; on rank 0 only."""
+    by_several: bool
+    """Whether several ranks have written tensors."""
+    stored: Stored | None
+    """Those tensors, if this rank sees them."""
+    each: bool
+    """Whether each rank reads its own parts of them; else rank 0 reads all, and sends the parts."""
+
+    def source(self, name: str) -> Any:
+        """Return a state with its tensors on rank 0, and None on the others."""
+        return None if self.saved is None else self.saved.parts[name]
+
+    def release(self) -> None:
+        """Release the memory of what has been read."""
+        if self.saved is not None:
+            self.saved.files.release()
+
+    def close(self) -> None:
+        """Remove what was downloaded."""
+        if self.stored is not None:
+            self.stored.close()
+
+    def verify(self) -> str | None:
+        """Have each rank verify some of the files, and return what is damaged, if anything is. Collective.
+
+        If there are as many ranks as when the files were written, they are those that the rank reads. It verifies
+        others that it reads when it opens them.
+
+        Raises:
+            CheckpointError: a rank can't read a file; on every rank.
+        """
+        if not self.by_several:
+            return None
+        ranks, damage, why = self.communicator, "", ""
+        names = [name for name in self.manifest.files if name.endswith(".distcp")]  # in the order of ranks
+        # As many, one after the other: what a rank needs of tensors that are divided anew is mostly in these.
+        mine = [name for n, name in enumerate(names) if n * ranks.world_size // len(names) == ranks.rank]
+        try:
+            if self.stored is not None:
+                self.stored.fetch(mine if self.each else names)
+        except DamagedError as error:
+            damage = str(error)
+        except CheckpointError as error:
+            why = str(error)
+        answers = ranks.all_gather_data([damage, why])
+        failures = [why for _, why in answers if why]
+        if failures:
+            raise CheckpointError(f"{failures[0]}. Nothing was loaded.")
+        return next((damage for damage, _ in answers if damage), None)
+
+    def fill(self, name: str, triples: Sequence[tuple[Keys, Form, Tensor]]) -> None:
+        """Overwrite tensors of an object, given their paths and forms. Collective. Raises CheckpointError."""
+        if not self.by_several:
+            return
+        ranks, reads, sent = self.communicator, {}, {}
+        owned: list[int | None] = []
+        if name in self.state.optimizers:
+            optimizer = self.state.optimizers[name]
+            count = sum(len(group[PARAMS]) for group in optimizer.param_groups)
+            owned = owners(ranks, optimizer.state_dict()[STATE], count)
+        for path, form, found in triples:
+            key, sharded = str(form.key), ranks.is_sharded(found)
+            owner = owned[path[1]] if owned and path[0] == STATE else None
+            if not self.each or (owner is None and not sharded):
+                sent[key] = found
+                if ranks.is_main and not sharded and not found.is_meta:
+                    reads[key] = found, Region.rows(0, found)
+            elif sharded:
+                local, first = own_rows(ranks, found)
+                reads[key] = local, Region.rows(first, local)
+            elif owner == ranks.rank:
+                reads[key] = found, Region.rows(0, found)
+        self._read(reads)
+        if ranks.world_size > 1:
+            # What rank 0 has only a part of, it reads when it is sent.
+            sources = (found if key in reads else self._whole(key) for key, found in sent.items())
+            broadcast_tensors(ranks, list(sent.values()), sources)
+
+    def _whole(self, key: str) -> Tensor:
+        assert self.stored is not None
+        return self.stored.whole(key)
+
+    def _read(self, reads: Mapping[str, tuple[Tensor, Region]]) -> None:
+        why = ""
+        try:
+            if self.stored is not None:
+                self.stored.read(reads)
+        except (DamagedError, CheckpointError) as error:
+            why = str(error)
+        failures = list(filter(None, self.communicator.all_gather_data(why)))
+        if failures:
+            raise CheckpointError(failures[0])
+        self.release()
+
+
+def open_on_all(
+    communicator: Communicator, state: RunState, opened: Callable[[], OpenCheckpoint | None]
+) -> CheckpointView | None:
+    """Return the checkpoint that ``opened`` returns on rank 0, as this rank sees it. Collective.
+
+    Errors of ``opened`` are raised on every rank.
+    """
+    saved: OpenCheckpoint | None = None
+
+    def described() -> tuple[dict[str, Any], dict[str, Any], str | None, str] | None:
+        nonlocal saved
+        saved = opened()
+        if saved is None:
+            return None
+        if not saved.found.manifest.files:  # another tool has written it
+            saved = _fitted(saved, state)
+        digest = None if saved.stored is None else saved.stored.digest
+        return saved.found.manifest.model_dump(), outline(saved.parts), digest, saved.found.place
+
+    description = communicator.on_main(described)
+    if description is None:
+        return None
+    dumped, outlines, digest, place = description
+    manifest = Manifest.model_validate(dumped)
+    stored = None if saved is None else saved.stored
+    if digest is not None and communicator.shards and not communicator.is_main:
+        stored = _seen(place, manifest, digest)
+    each = digest is not None and communicator.shards and all(communicator.all_gather_data(stored is not None))
+    return CheckpointView(communicator, state, manifest, outlines, saved, digest is not None, stored, each)
+
+
+def _seen(place: str, manifest: Manifest, digest: str) -> Stored | None:
+    """Return what rank 0 has found, on another rank; None if this rank does not see the same."""
+    store = store_at(parsed(place))
+    try:
+        stored = Stored(Located(store, "", manifest), store.get(METADATA))
+    except (OSError, CheckpointError):
+        return None
+    return stored if stored.digest == digest else None
+
+
+def _fitted(saved: OpenCheckpoint, state: RunState) -> OpenCheckpoint:
+    """Return what another tool has written with the objects of this run. A model may have been saved without name."""
+    parts, used = dict(saved.parts), (RUN, *state.modules, *state.optimizers)
+    missing = [name for name in (*state.modules, *state.optimizers) if name not in parts]
+    if "" in parts and len(missing) == 1 and missing[0] in state.modules:
+        parts[missing.pop()] = parts[""]
+    if missing:
+        raise CheckpointError(
+            f"{saved.found} has {', '.join(sorted(filter(None, saved.parts.keys() - {RUN})))}, but no {missing[0]}: "
+            "name modules and optimizers in strategy.checkpoint as their keys begin there. Nothing was loaded."
+        )
+    return saved._replace(parts={name: its for name, its in parts.items() if name in used})
 
 
 def order_by_name(state: RunState, opened: CheckpointView) -> None:
@@ -47,122 +207,13 @@ def order_by_name(state: RunState, opened: CheckpointView) -> None:
                 opened.saved.parts[name] = in_order(opened.saved.parts[name], before)
 
 
-def replaced_options(state: RunState, outlines: Mapping[str, Any]) -> list[str]:
-    """Return which options of the script's optimizers the outlines of a checkpoint replace, for a message."""
-    return [
-        option
-        for name, optimizer in state.optimizers.items()
-        for option in fit.replaced_options(name, optimizer.param_groups, outlines[name][GROUPS])
-    ]
-
-
-# ------------------------------------------------------------------------------------ what several ranks have written
-
-
-class Parts:
-    """Reads what several ranks have written of a checkpoint that fits the state of the run."""
-
-    def __init__(self, communicator: Communicator, state: RunState, opened: CheckpointView) -> None:
-        self._communicator = communicator
-        self._state = state
-        self._opened = opened
-        self._owners: dict[str, list[int | None]] = {}
-        if opened.by_several:
-            for name, optimizer in state.optimizers.items():
-                count = sum(len(group["params"]) for group in optimizer.param_groups)
-                self._owners[name] = owners(communicator, optimizer.state_dict()[STATE], count)
-
-    def verify(self) -> str | None:
-        """Have each rank verify some of the files, and return what is damaged, if anything is. Collective.
-
-        If there are as many ranks as when the files were written, they are those that the rank reads. It verifies
-        others that it reads when it opens them.
-
-        Raises:
-            CheckpointError: a rank can't read a file; on every rank.
-        """
-        ranks, damage, why = self._communicator, "", ""
-        names = [name for name in self._opened.manifest.files if name.endswith(".distcp")]  # in the order of ranks
-        # As many, one after the other: what a rank needs of tensors that are divided anew is mostly in these.
-        mine = [name for n, name in enumerate(names) if n * ranks.world_size // len(names) == ranks.rank]
-        if self._opened.stored is not None and self._opened.stored.files is not None:
-            try:
-                self._opened.stored.files.fetch(mine if self._opened.each else names)
-            except DamagedError as error:
-                damage = str(error)
-            except CheckpointError as error:
-                why = str(error)
-        answers = ranks.all_gather_data([damage, why]) if self._opened.by_several else []
-        failures = [why for _, why in answers if why]
-        if failures:
-            raise CheckpointError(f"{failures[0]}. Nothing was loaded.")
-        return next((damage for damage, _ in answers if damage), None)
-
-    def fill(self, name: str, triples: Sequence[tuple[Keys, Form, Tensor]]) -> None:
-        """Overwrite tensors of an object, given their paths and forms. Collective. Raises CheckpointError."""
-        ranks, each = self._communicator, self._opened.each
-        whole, divided, reads = [], [], {}
-        for path, form, found in triples:
-            key, owner = (
-                str(form.key),
-                self._owners[name][path[1]] if path[0] == STATE and name in self._owners else None,
-            )
-            sharded = ranks.is_sharded(found)
-            if not sharded and owner is None:
-                whole.append(found)
-                if ranks.is_main:
-                    reads[key] = found, Region.rows(0, found)
-            elif not each:
-                divided.append((key, found))
-            elif sharded:
-                local, first = own_rows(ranks, found)
-                reads[key] = local, Region.rows(first, local)
-            elif owner == ranks.rank:
-                reads[key] = found, Region.rows(0, found)
-        self._read(reads)
-        if ranks.world_size > 1:
-            broadcast_tensors(ranks, whole, whole)
-        if divided:
-            self._send(dict(divided))
-
-    def _read(self, reads: Mapping[str, tuple[Tensor, Region]]) -> None:
-        why = ""
-        try:
-            if self._opened.stored is not None:
-                self._opened.stored.read(reads)
-        except (DamagedError, CheckpointError) as error:
-            why = str(error)
-        failures = list(filter(None, self._communicator.all_gather_data(why)))
-        if failures:
-            raise CheckpointError(failures[0])
-        self._opened.release()
-
-    @torch.no_grad()
-    def _send(self, targets: Mapping[str, Tensor]) -> None:
-        """Have rank 0 read tensors, a piece at a time, and every rank copy its parts of them."""
-        ranks, stored = self._communicator, self._opened.stored
-
-        def regions() -> list[tuple[str, torch.dtype, tuple[Any, ...]]]:
-            assert stored is not None
-            entries = ((key, stored.layout[key]) for key in targets)
-            return [(key, entry.new("meta").dtype, tuple(one.region)) for key, entry in entries for one in entry.pieces]
-
-        for key, dtype, plain in ranks.on_main(regions):
-            region, target = Region(*plain), targets[key]
-            piece = torch.empty(region.sizes, dtype=dtype)
-            self._read({key: (piece, region)} if ranks.is_main else {})
-            piece = ranks.broadcast(piece)
-            local, first = own_rows(ranks, target) if ranks.is_sharded(target) else (target, 0)
-            copy_overlap(local, Region.rows(first, local), piece, region)
-
-
-def load(communicator: Communicator, state: RunState, opened: CheckpointView, parts: Parts) -> dict[str, Any]:
+def load(communicator: Communicator, state: RunState, opened: CheckpointView) -> dict[str, Any]:
     """Load the state of all objects, and return that of the run itself. Collective."""
     outlines, source, sent = opened.outlines, opened.source, opened.release
     objects = {name: value for name, value in state.objects.items() if name in outlines}  # another tool has no loaders
     # Loaders first: they refuse other data before the model is changed.
     for name in sorted(objects, key=lambda n: (isinstance(objects[n], (nn.Module, Optimizer)), n)):
-        value, fill = objects[name], partial(parts.fill, name)
+        value, fill = objects[name], partial(opened.fill, name)
         if isinstance(value, Optimizer):
             receive_optimizer(communicator, value, outlines[name], source(name), sent=sent, fill=fill)
             value._opt_called = True  # type: ignore[attr-defined]  # else schedulers warn that it never stepped

@@ -1,291 +1,98 @@
-"""Finds and opens the checkpoint to resume from: the newest intact one, the best, or one that is named."""
+"""Finds and opens a checkpoint to resume from, in one process: the newest intact one, the best, or one by its path."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
-from unitrain.checkpoint.names import GROUPS, LEGACY, Keys, joined, numbered
-from unitrain.checkpoint.run_state import RunState
-from unitrain.checkpoint.sharded import legacy
-from unitrain.checkpoint.sharded.dcp import METADATA, Region, Stored, from_bytes
+from unitrain.checkpoint.names import GROUPS, Keys, joined, numbered
+from unitrain.checkpoint.sharded.dcp import METADATA, Stored
 from unitrain.checkpoint.store.folder import Folder
-from unitrain.checkpoint.store.located import Located, NotACheckpointError, checkpoint_at, read, store_at, verified
-from unitrain.checkpoint.store.manifest import RUN, DamagedError, Manifest
-from unitrain.checkpoint.store.reading import MappedFiles
-from unitrain.communication.communicator import Communicator
-from unitrain.communication.streaming import Form, outline
+from unitrain.checkpoint.store.located import (
+    RUN,
+    DamagedError,
+    Located,
+    Manifest,
+    NotACheckpointError,
+    checkpoint_at,
+    read,
+    store_at,
+    verified,
+)
+from unitrain.checkpoint.store.store import NAME
+from unitrain.checkpoint.store.torch_files import MappedFiles
+from unitrain.communication.streaming import Form
+from unitrain.data.structure import rebuilt
 from unitrain.errors import CheckpointError
 from unitrain.process import print_stderr
 from unitrain.url import parsed
 
 T = TypeVar("T")
+_ROWS = "_shards-"
 BEST = "best"
 """What ``resume`` takes for the best checkpoint."""
 
 
-class OpenCheckpoint(NamedTuple):
-    """An open checkpoint, in the process that has opened it."""
-
-    found: Located
-    parts: dict[str, Any]
-    """The states by name. Their tensors are read from the disk when they are used; of those in ``stored``, forms."""
-    stored: Stored | None
-    """What several ranks have written."""
-    digest: str | None
-    """The SHA-256 of the metadata of that; empty if it has no metadata file."""
-    files: MappedFiles
-
-    def tensor(self, value: Tensor | Form) -> Tensor:
-        """Return a tensor of ``parts``, or read the one that a form there stands for."""
-        if isinstance(value, Tensor):
-            return value
-        assert self.stored is not None
-        whole = self.stored.layout[str(value.key)].new()
-        self.stored.read({str(value.key): (whole, Region.rows(0, whole))})
-        return whole
-
-
-def opened(found: Located) -> OpenCheckpoint:
-    """Open a checkpoint. What one rank has written is verified; what several have written, when it is read.
-
-    Raises:
-        DamagedError: a file is missing or changed, or lacks what a run needs to continue.
-        CheckpointError: a file contains more than tensors and plain data.
-    """
-    names, files = found.manifest.files, MappedFiles()
-    parts = read(found, [name for name in names if name.endswith(".pt")], files)
-    stored: Stored | None = None
-    digest: str | None = None
-    if METADATA in names or not names:
-        name = found.file_name(METADATA)
-        with found.store.file(name) if not names else verified(found, METADATA) as path:
-            content = path.read_bytes()
-        digest = hashlib.sha256(content).hexdigest()
-        stored = Stored.at(found, from_bytes(content, found.store.shown(name)))
-        states, keys = _states(stored)
-        run = parts.setdefault(RUN, {"steps": 0, "scaler": None, "random": []} if not names else {})
-        run["names"] = {**run.get("names", {}), **keys}
-        parts = {**states, **parts}
-    elif any(name.startswith(LEGACY) for name in parts):
-        digest = ""
-        try:
-            parts, stored = legacy.join(parts)
-        except Exception as error:  # files that were made by hand may contain anything
-            raise DamagedError(f"{found}: its shards do not fit its states: {error}") from error
-    run = parts.get(RUN)
-    if not isinstance(run, dict) or not {"steps", "scaler", "random"} <= set(run):
-        raise DamagedError(f"{found}: {RUN}.pt is missing, or lacks what a run needs to continue")
-    return OpenCheckpoint(found, parts, stored, digest, files)
-
-
-def _states(stored: Stored) -> tuple[dict[str, Any], dict[str, list[str]]]:
-    """Return the states of objects, with forms in place of tensors, and the keys of optimizers' parameters, by name.
-
-    What is under no name, as some tools save models, is returned under "".
-    """
-    by_name: dict[str, dict[Keys, str]] = {}
-    for key, entry in stored.layout.items():
-        name, rest = (entry.path[0], entry.path[1:]) if len(entry.path) > 1 else ("", entry.path)
-        by_name.setdefault(name, {})[rest] = key
-    for name, its in by_name.items():
-        if any(rest[0] == GROUPS for rest in its):  # the rest of the options are given again, for each parameter
-            by_name[name] = {rest: key for rest, key in its.items() if not rest[0].startswith(f"{GROUPS}.")}
-    states, keys = {}, {}
-    for name, its in by_name.items():
-        found = {rest: _value(stored, key) for rest, key in its.items()}
-        if any(rest[0].split(".")[0] == GROUPS for rest in its):
-            states[name], keys[name] = numbered(found)
-        else:
-            states[name] = {joined(rest): value for rest, value in found.items()}
-    return states, keys
-
-
-def _value(stored: Stored, key: str) -> Any:
-    entry = stored.layout[key]
-    return stored.value(key) if entry.dtype is None else Form(entry.new("meta"), key)
-
-
-# ------------------------------------------------------------------------------------------------------- on all ranks
-
-
-class CheckpointView(NamedTuple):
-    """An open checkpoint, as a rank sees it."""
-
-    manifest: Manifest
-    outlines: dict[str, Any]
-    """The states by name, with the forms of the tensors in their places."""
-    by_several: bool
-    """Whether several ranks have written tensors."""
-    stored: Stored | None
-    """The tensors that several ranks have written, if this rank sees them."""
-    each: bool
-    """Whether each rank reads its own parts of them; else rank 0 reads all, and sends the parts."""
-    saved: OpenCheckpoint | None
-    """The checkpoint itself; on rank 0 only."""
-
-    def source(self, name: str) -> Any:
-        """Return a state with its tensors on rank 0, and None on the others."""
-        return None if self.saved is None else self.saved.parts[name]
-
-    def release(self) -> None:
-        """Release the memory of what has been read."""
-        if self.saved is not None:
-            self.saved.files.release()
-
-    def close(self) -> None:
-        """Remove what was downloaded."""
-        if self.stored is not None and self.stored.files is not None:
-            self.stored.files.close()
+# --------------------------------------------------------------------------------------------------------- searching
 
 
 class Search:
-    """Looks for the checkpoint to resume from, as ``candidates`` does. Rank 0 chooses it; the others learn its outline.
+    """The checkpoints that ``resume(path)`` may resume from, in the order in which they are tried.
 
-    ``before`` is called first, on rank 0.
+    Raises:
+        CheckpointError: the best is wanted, and none is marked as the best.
     """
 
-    def __init__(
-        self,
-        communicator: Communicator,
-        state: RunState,
-        path: str | Path | None,
-        folder: Folder,
-        before: Callable[[], None],
-    ) -> None:
-        self._communicator = communicator
-        self._state = state
-        self._before = before
-        self._candidates = candidates(path, folder)
-        self._saved: OpenCheckpoint | None = None
+    def __init__(self, folder: Folder, path: str | Path | None = None) -> None:
+        self._folder = folder
+        self._wanted = ""  # what is wanted, if no other one will do
+        self._damage: list[str] = []
+        self._left: list[Callable[[], Located]] = []
+        if path is None:
+            for shown in folder.incomplete():
+                print_stderr(f"unitrain: skipping an incomplete checkpoint: {shown} has no {NAME}")
+            self._left = [partial(folder.find, step) for step in folder.steps()]
+        elif path != BEST:
+            self._wanted, self._left = "the checkpoint", [partial(_named, path, folder)]
+        else:
+            newest = Search(folder).next(lambda found: found)
+            if newest is None:
+                return
+            if newest.manifest.best is None:
+                raise CheckpointError(
+                    f"no checkpoint in {folder} is marked as the best: save(best=True) marks one. resume() takes the "
+                    "newest."
+                )
+            self._wanted, self._left = "the best checkpoint", [partial(folder.find, newest.manifest.best)]
 
-    def next(self, damage: str | None = None) -> CheckpointView | None:
-        """Open the first checkpoint, or the next one if that is damaged; None if there is none. Collective.
+    def next(self, attempt: Callable[[Located], T]) -> T | None:
+        """Return what ``attempt`` returns for the next checkpoint for which it raises no DamagedError, if there is one.
 
-        Raises CheckpointError on every rank if none is intact.
+        Raises CheckpointError if the one that is wanted, or each of them, is damaged.
         """
-        told = self._communicator.on_main(lambda: self._find(damage))
-        if told is None:
-            return None
-        dumped, outlines, digest, place = told
-        manifest = Manifest.model_validate(dumped)
-        stored = None if self._saved is None else self._saved.stored
-        each = False
-        if digest and self._communicator.shards:
-            if not self._communicator.is_main:
-                stored = _seen(place, manifest, digest)
-            each = all(self._communicator.all_gather_data(stored is not None))
-        return CheckpointView(manifest, outlines, digest is not None, stored, each, self._saved)
-
-    def _find(self, damage: str | None) -> tuple[dict[str, Any], dict[str, Any], str | None, str] | None:
-        self._before()
-        saved = intact(self._candidates, opened, damage)
-        if saved is None:
-            return None
-        if not saved.found.manifest.files:  # another tool has written it
-            saved = _fitted(saved, self._state)
-        self._saved = saved
-        return saved.found.manifest.model_dump(), outline(saved.parts), saved.digest, saved.found.place
-
-
-def _seen(place: str, manifest: Manifest, digest: str) -> Stored | None:
-    """Return what rank 0 has found, on another rank; None if this rank does not see the same."""
-    store = store_at(parsed(place))
-    try:
-        content = store.get(METADATA)
-    except (OSError, CheckpointError):
-        return None
-    if hashlib.sha256(content).hexdigest() != digest:
-        return None
-    return Stored.at(Located(store, "", manifest), from_bytes(content, store.shown(METADATA)))
-
-
-def _fitted(saved: OpenCheckpoint, state: RunState) -> OpenCheckpoint:
-    """Return what another tool has written with the objects of this run. A model may have been saved without name."""
-    parts, used = dict(saved.parts), (RUN, *state.modules, *state.optimizers)
-    missing = [name for name in (*state.modules, *state.optimizers) if name not in parts]
-    if "" in parts and len(missing) == 1 and missing[0] in state.modules:
-        parts[missing.pop()] = parts[""]
-    if missing:
-        raise CheckpointError(
-            f"{saved.found} has {', '.join(sorted(filter(None, saved.parts.keys() - {RUN})))}, but no {missing[0]}: "
-            "name modules and optimizers in strategy.checkpoint as their keys begin there. Nothing was loaded."
-        )
-    return saved._replace(parts={name: its for name, its in parts.items() if name in used})
-
-
-# ------------------------------------------------------------------------------------------------------- candidates
-
-Candidates = Generator[Located, str | None, None]
-"""Checkpoints in the order in which they are tried. It is sent what is damaged in one."""
-
-
-def intact(search: Candidates, attempt: Callable[[Located], T], damage: str | None = None) -> T | None:
-    """Return what ``attempt`` returns for the first checkpoint for which it raises no DamagedError, if there is one.
-
-    ``damage`` is what is damaged in the checkpoint that ``search`` yielded before.
-    """
-    while True:
-        try:
-            found = search.send(damage)
-        except StopIteration:
-            return None
-        try:
-            return attempt(found)
-        except DamagedError as error:
-            damage = str(error)
-
-
-def candidates(path: str | Path | None, folder: Folder) -> Candidates:
-    """Yield the checkpoints that ``resume(path)`` may resume from.
-
-    Raises CheckpointError if none is intact, is marked as the best or is in ``path``, or the one that is wanted is
-    damaged.
-    """
-    if path is None:
-        yield from _newest(folder)
-    elif path == BEST:
-        newest = next(_newest(folder), None)
-        if newest is None:
-            return
-        best = newest.manifest.best
-        if best is None:
+        while self._left:
+            try:
+                return attempt(self._left.pop(0)())
+            except DamagedError as error:
+                self.reject(str(error))
+        if self._damage:
             raise CheckpointError(
-                f"no checkpoint in {folder} is marked as the best: save(best=True) marks one. resume() takes the "
-                "newest."
+                f"all checkpoints in {self._folder} are damaged ({'; '.join(self._damage)}). To start a new run, use "
+                "another folder."
             )
-        yield from _only(lambda: folder.find(best), "the best checkpoint")
-    else:
-        yield from _only(lambda: _named(path, folder), "the checkpoint")
+        return None
 
-
-def _newest(folder: Folder) -> Candidates:
-    """Yield the checkpoints of a run, the newest first, and report those that are damaged."""
-    folder.recover()
-    damaged = []
-    for step in folder.steps():
-        try:
-            damage = yield folder.find(step)
-        except DamagedError as error:
-            damage = str(error)
-        damaged.append(str(damage))
+    def reject(self, damage: str) -> None:
+        """Report that the checkpoint that was tried last is damaged. Raises CheckpointError if it is wanted."""
+        if self._wanted:
+            raise CheckpointError(f"{self._wanted} is damaged: {damage}")
+        self._damage.append(damage)
         print_stderr(f"unitrain: skipping a damaged checkpoint: {damage}")
-    if damaged:
-        raise CheckpointError(
-            f"all checkpoints in {folder} are damaged ({'; '.join(damaged)}). To start a new run, use another folder."
-        )
-
-
-def _only(find: Callable[[], Located], what: str) -> Candidates:
-    try:
-        damage = yield find()
-    except DamagedError as error:
-        raise CheckpointError(f"{what} is damaged: {error}") from error
-    raise CheckpointError(f"{what} is damaged: {damage}")
 
 
 def _named(path: str | Path, folder: Folder) -> Located:
@@ -314,3 +121,95 @@ def best_beside(manifest: Manifest, folder: Folder) -> int | None:
     except DamagedError:
         return None
     return step if is_from_here else None
+
+
+# ----------------------------------------------------------------------------------------------------------- opening
+
+
+class OpenCheckpoint(NamedTuple):
+    """An open checkpoint, in the process that has opened it."""
+
+    found: Located
+    parts: dict[str, Any]
+    """The states by name. Their tensors are read from the disk when they are used; of those in ``stored``, forms."""
+    stored: Stored | None
+    """What several ranks have written."""
+    files: MappedFiles
+
+    def tensor(self, value: Tensor | Form) -> Tensor:
+        """Return a tensor of ``parts``, or read the one that a form there stands for."""
+        if isinstance(value, Tensor):
+            return value
+        assert self.stored is not None
+        return self.stored.whole(str(value.key))
+
+
+def opened(found: Located) -> OpenCheckpoint:
+    """Open a checkpoint. What one rank has written is verified; what several have written, when it is read.
+
+    Raises:
+        DamagedError: a file is missing or changed, or lacks what a run needs to continue.
+        CheckpointError: a file contains more than tensors and plain data.
+    """
+    names, files = found.manifest.files, MappedFiles()
+    parts = _with_whole_tensors(read(found, [name for name in names if name.endswith(".pt")], files))
+    stored: Stored | None = None
+    if METADATA in names or not names:
+        name = found.file_name(METADATA)
+        with found.store.file(name) if not names else verified(found, METADATA) as path:
+            stored = Stored(found, path.read_bytes())
+        states, keys = _states(stored)
+        run = parts.setdefault(RUN, {"steps": 0, "scaler": None, "random": []} if not names else {})
+        run["names"] = {**run.get("names", {}), **keys}
+        parts = {**states, **parts}
+    run = parts.get(RUN)
+    if not isinstance(run, dict) or not {"steps", "scaler", "random"} <= set(run):
+        raise DamagedError(f"{found}: {RUN}.pt is missing, or lacks what a run needs to continue")
+    return OpenCheckpoint(found, parts, stored, files)
+
+
+def _with_whole_tensors(parts: dict[str, Any]) -> dict[str, Any]:
+    """Return parts with whole tensors for those that ranks have written in files of their own, as UniTrain once did.
+
+    A tensor on the meta device stands for each of these. The file of a rank has its rows of them, in the order in which
+    they are found in an object's state.
+    """
+    ranks = [parts[name] for name in sorted(parts) if name.startswith(_ROWS)]
+    if not ranks:
+        return parts
+    whole = {}
+    for name in [name for name in parts if not name.startswith(_ROWS)]:
+        rows = zip(*(rank.get(name, []) for rank in ranks), strict=True)
+
+        def tensor(value: Any, rows: Iterator[tuple[Tensor, ...]] = rows) -> Any:
+            return torch.cat(next(rows)) if isinstance(value, Tensor) and value.is_meta else value
+
+        whole[name] = rebuilt(parts[name], tensor)
+    return whole
+
+
+def _states(stored: Stored) -> tuple[dict[str, Any], dict[str, list[str]]]:
+    """Return the states of objects, with forms in place of tensors, and the keys of optimizers' parameters, by name.
+
+    What is under no name, as some tools save models, is returned under "".
+    """
+    by_name: dict[str, dict[Keys, str]] = {}
+    for key, entry in stored.layout.items():
+        name, rest = (entry.path[0], entry.path[1:]) if len(entry.path) > 1 else ("", entry.path)
+        by_name.setdefault(name, {})[rest] = key
+    for name, its in by_name.items():
+        if any(rest[0] == GROUPS for rest in its):  # the rest of the options are given again, for each parameter
+            by_name[name] = {rest: key for rest, key in its.items() if not rest[0].startswith(f"{GROUPS}.")}
+    states, keys = {}, {}
+    for name, its in by_name.items():
+        found = {rest: _value(stored, key) for rest, key in its.items()}
+        if any(rest[0].split(".")[0] == GROUPS for rest in its):
+            states[name], keys[name] = numbered(found)
+        else:
+            states[name] = {joined(rest): value for rest, value in found.items()}
+    return states, keys
+
+
+def _value(stored: Stored, key: str) -> Any:
+    entry = stored.layout[key]
+    return stored.value(key) if entry.dtype is None else Form(entry.new("meta"), key)

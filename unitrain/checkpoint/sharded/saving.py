@@ -29,26 +29,19 @@ from unitrain.checkpoint.names import (
 from unitrain.checkpoint.run_state import RunState
 from unitrain.checkpoint.sharded.dcp import METADATA, Entry, Layout, Piece, Region, merged, to_bytes, write
 from unitrain.checkpoint.store.folder import Draft, Folder
-from unitrain.checkpoint.store.reading import reason
-from unitrain.checkpoint.store.writing import Writing, write_hashed
+from unitrain.checkpoint.store.located import store_at
+from unitrain.checkpoint.store.lock import holder_of
+from unitrain.checkpoint.store.store import Store
+from unitrain.checkpoint.store.torch_files import Writing, reason, write_part
 from unitrain.communication.communicator import Communicator
 from unitrain.communication.streaming import outline, own_rows, receive
 from unitrain.data.structure import rebuilt
 from unitrain.errors import CheckpointError
 from unitrain.process import print_stderr
+from unitrain.url import parsed
 
 _POLL_S, _LONGEST_POLL_S = 0.005, 1.0
 _CPU, _META = torch.device("cpu"), torch.device("meta")
-
-
-class Place(NamedTuple):
-    """Where a value is in a run's state."""
-
-    path: Keys
-    first: int | None = None
-    """The number of the first row of the tensor that this rank has; None for plain data."""
-    shape: tuple[int, ...] = ()
-    """The shape of the whole tensor."""
 
 
 class Shards(NamedTuple):
@@ -56,7 +49,10 @@ class Shards(NamedTuple):
 
     values: dict[str, Any]
     """Rows of a tensor, or plain data."""
-    places: dict[str, Place]
+    entries: dict[str, Entry]
+    """What they are parts of. None is written yet."""
+    first_rows: dict[str, int]
+    """The number of the first row of a tensor that this rank has."""
     aliases: dict[str, tuple[Keys, str]]
     """Further keys of values, with a path and the key in ``values``."""
 
@@ -105,18 +101,22 @@ def _with_states(communicator: Communicator, value: Any) -> Any:
     ranks = owners(communicator, states, sum(len(group[PARAMS]) for group in value[GROUPS]))
     for rank in sorted({one for one in ranks if one is not None}):
         mine = {n: states[n] for n, one in enumerate(ranks) if one == rank and n in states}
-        expected = communicator.broadcast_object(outline(mine), rank)
-        device = _CPU if communicator.is_main else _META
-        states.update(
-            receive(communicator, expected, mine, src=rank, own=mine, new=lambda path, form: form.empty(device))  # noqa: B023
-        )
+        states.update(of_rank(communicator, rank, mine))
     # Of a parameter that no rank has a state of, there is only the rank that would have it.
     return {**value, STATE: {number: its for number, its in states.items() if isinstance(its, dict)}}
 
 
+def of_rank(communicator: Communicator, rank: int, state: Any) -> Any:
+    """Return a rank's nested state on rank 0. Collective. The result of other ranks than these two can't be used."""
+    expected = communicator.broadcast_object(outline(state), rank)
+    own = state if rank == communicator.rank else None
+    device = _CPU if communicator.is_main else _META
+    return receive(communicator, expected, own, src=rank, own=own, new=lambda path, form: form.empty(device))
+
+
 def divided(communicator: Communicator, state: RunState, parts: Mapping[str, Any]) -> tuple[dict[str, Any], Shards]:
     """Return the states of objects that rank 0 writes alone, and what this rank writes of the others. Collective."""
-    shards = Shards({}, {}, {})
+    shards = Shards({}, {}, {}, {})
     plain: dict[Keys, Any] = {}
     for name in state.modules:
         _add(communicator, shards, plain, (((name, key), value) for key, value in parts[name].items()), {})
@@ -132,7 +132,7 @@ def divided(communicator: Communicator, state: RunState, parts: Mapping[str, Any
         for own in communicator.all_gather_object(plain):
             plain.update(own)
     for path, value in plain.items() if communicator.is_main else ():
-        shards.values[joined(path)], shards.places[joined(path)] = value, Place(path)
+        shards.values[joined(path)], shards.entries[joined(path)] = value, Entry(path, None, (), [])
     return {name: its for name, its in parts.items() if name not in (*state.modules, *state.names)}, shards
 
 
@@ -155,7 +155,9 @@ def _add(
         local, first = own_rows(communicator, value) if sharded else (value, 0)
         if local.numel() or (communicator.is_main and not value.numel()):
             key = joined(path)
-            shards.values[key], shards.places[key] = local.detach(), Place(path, first, tuple(value.shape))
+            dtype = str(value.dtype).removeprefix("torch.")
+            shards.values[key], shards.entries[key] = local.detach(), Entry(path, dtype, tuple(value.shape), [])
+            shards.first_rows[key] = first
 
 
 def write_shards(draft: Draft, rank: int, shards: Shards) -> tuple[dict[str, Any], Layout]:
@@ -165,14 +167,13 @@ def write_shards(draft: Draft, rank: int, shards: Shards) -> tuple[dict[str, Any
         return {}, layout
     name = f"__{rank}_0.distcp"  # as torch names it
 
-    def save(output: Writing) -> None:
-        for key, value in shards.values.items():
-            path, first, shape = shards.places[key]
-            dtype = None if first is None else str(value.dtype).removeprefix("torch.")
-            layout[key] = Entry(path, dtype, shape, list(write(output, name, value, first)))
+    def save(values: dict[str, Any], output: Writing) -> None:
+        for key, value in values.items():
+            pieces = list(write(output, name, value, shards.first_rows.get(key)))
+            layout[key] = shards.entries[key]._replace(pieces=pieces)
 
     with draft.store.draft(f"{draft.name}/{name}") as file:
-        described = write_hashed(file, shards.values, save, lambda: draft.store.put(f"{draft.name}/{name}", file))
+        described = write_part(file, shards.values, lambda: draft.store.put(f"{draft.name}/{name}", file), save)
     layout.update((alias, layout[key]._replace(path=to)) for alias, (to, key) in shards.aliases.items())
     return {name: described}, layout
 
@@ -180,29 +181,25 @@ def write_shards(draft: Draft, rank: int, shards: Shards) -> tuple[dict[str, Any
 # ------------------------------------------------------------------------------------------------------- together
 
 
-def begin(communicator: Communicator, folder: Folder, step: int) -> Draft | None:
-    """Begin a checkpoint, and return it as this rank sees it; None if rank 0 has to write it alone. Collective."""
-    draft: Draft | None = None
-
-    def place() -> list[str] | None:
-        nonlocal draft
-        draft = folder.begin(step)
-        return None if draft is None else draft.place
-
-    found = communicator.on_main(place)
+def shared_store(communicator: Communicator, folder: Folder) -> Store | None:
+    """Return the store that rank 0 saves to, as this rank sees it; None if rank 0 has to write alone. Collective."""
+    found = communicator.on_main(lambda: None if folder.store.few_writes else (folder.store.location, folder.token))
     if found is None:
         return None
-    why = ""
+    location, token = found
+    store, sees, why = folder.store, communicator.is_main, ""
     if not communicator.is_main:
+        store = store_at(parsed(location))
         try:
-            draft = folder.join(found)
+            holder = holder_of(store)
+            sees = holder is not None and holder.token == token
         except CheckpointError as error:
             why = str(error)
-    answers = communicator.all_gather_data([draft is not None, why])
+    answers = communicator.all_gather_data([sees, why])
     reasons = [f"rank {rank} can't write: {said}" for rank, (_, said) in enumerate(answers) if said]
     if reasons and communicator.is_main:
         print_stderr(f"unitrain: rank 0 gathers all shards and writes them alone, since {reasons[0]}")
-    return draft if all(sees for sees, _ in answers) else None
+    return store if all(one for one, _ in answers) else None
 
 
 def write_own(draft: Draft, rank: int, shards: Shards) -> None:
@@ -213,7 +210,7 @@ def write_own(draft: Draft, rank: int, shards: Shards) -> None:
     except Exception as error:  # pickling may raise any exception
         said = json.dumps({"error": reason(error)})
     with suppress(OSError, CheckpointError):  # nobody can be told: rank 0 waits in vain, and says so
-        draft.tell(rank, said)
+        draft.store.put(_message(draft, rank), said.encode())
 
 
 def write_all(draft: Draft, shards: Shards, writers: int, patience_s: float) -> dict[str, Any]:
@@ -234,16 +231,23 @@ def write_all(draft: Draft, shards: Shards, writers: int, patience_s: float) -> 
 
 def _told(draft: Draft, rank: int, patience_s: float) -> dict[str, Any]:
     """Return what another rank says of its file."""
-    until, pause = time.monotonic() + patience_s, _POLL_S
-    while (text := draft.told(rank)) is None:
+    until, pause, said = time.monotonic() + patience_s, _POLL_S, None
+    while said is None:
+        with suppress(FileNotFoundError):
+            said = json.loads(draft.store.get(_message(draft, rank)))
+            break
         if time.monotonic() > until:
             raise CheckpointError(f"rank {rank} has not written its shards within timeout_s ({patience_s:g} s)")
         time.sleep(pause)
         pause = min(1.1 * pause, _LONGEST_POLL_S)
-    said: dict[str, Any] = json.loads(text)
+    draft.store.remove(_message(draft, rank))
     if "error" in said:
         raise CheckpointError(f"rank {rank} could not write its shards: {said['error']}")
-    return said
+    return dict(said)
+
+
+def _message(draft: Draft, rank: int) -> str:
+    return f"{draft.name}/rank-{rank}.json"
 
 
 def _entry(path: list[Any], dtype: str | None, shape: list[int], pieces: list[Any]) -> Entry:

@@ -11,20 +11,24 @@ from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
 
-from unitrain.checkpoint.store.reading import open_regular
-from unitrain.checkpoint.store.store import Store
+from unitrain.checkpoint.store.store import NAME, Store
+from unitrain.checkpoint.store.torch_files import open_regular
 from unitrain.errors import CheckpointError
 
 _BLOCK = 2**20
 
 
 class Disk(Store):
-    """A folder on a disk, or on a file system that hosts share."""
+    """A folder on a disk, or on a file system that hosts share.
 
-    renames = True
+    Args:
+        root: the folder.
+        durable: whether files are synced, so that they outlast a failure of the host.
+    """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, durable: bool = True) -> None:
         self.root: Path = root
+        self._durable = durable
         self._device: int | None = None  # of the folder, when it was made
 
     def __str__(self) -> str:
@@ -53,7 +57,7 @@ class Disk(Store):
         """See ``Store.put``."""
         path = self.root / name
         if isinstance(content, Path):
-            _sync(content)
+            self._sync(content)
             os.replace(content, path)
         elif exclusive:
             with open(path, "xb") as file:
@@ -65,11 +69,7 @@ class Disk(Store):
 
     def remove(self, name: str) -> None:
         """See ``Store.remove``."""
-        path = self.root / name
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
+        (self.root / name).unlink(missing_ok=True)
 
     def modified(self, name: str) -> float:
         """See ``Store.modified``."""
@@ -151,18 +151,24 @@ class Disk(Store):
         (self.root / folder).mkdir(parents=True, exist_ok=True)
         self._device = self.root.stat().st_dev
 
-    def rename(self, old: str, new: str) -> None:
-        """See ``Store.rename``. The names in the folder and its new name are synced to the disk."""
-        source = self.root / old
-        if source.is_dir() and not source.is_symlink():
-            _sync(source)
-        os.rename(source, self.root / new)
-        _sync(self.root)
+    def unmake(self, folder: str) -> None:
+        """See ``Store.unmake``."""
+        path = self.root / folder
+        if path.is_symlink() or not path.is_dir():
+            path.unlink(missing_ok=True)
+        else:
+            (path / NAME).unlink(missing_ok=True)
+            shutil.rmtree(path)
 
+    def sync(self, folder: str) -> None:
+        """See ``Store.sync``."""
+        self._sync(self.root / folder)
+        self._sync(self.root)
 
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    def _sync(self, path: Path) -> None:
+        if self._durable:
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)

@@ -1,21 +1,96 @@
-"""``Located``: a checkpoint in a store, with its manifest, whose files any rank can verify and read by itself."""
+"""``Located``: a checkpoint in a store, with its manifest, whose files any rank can verify and read by itself.
+
+The manifest says what the checkpoint contains. It has the size and SHA-256 of every file, and a digest of itself.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+import json
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
-from unitrain.checkpoint.store import manifest as manifests
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+
 from unitrain.checkpoint.store.disk import Disk
-from unitrain.checkpoint.store.manifest import DamagedError, Manifest
-from unitrain.checkpoint.store.reading import MappedFiles, reason
-from unitrain.checkpoint.store.store import Store
+from unitrain.checkpoint.store.store import FOLDER, NAME, Store
+from unitrain.checkpoint.store.torch_files import MappedFiles, reason
 from unitrain.errors import CheckpointError
 
+SCHEMA = 1
+RUN = "_run"
+METRICS = "_metrics"
+"""Parts of a checkpoint that are not an object's state."""
+_LARGEST = 2**26  # bytes that are read of a manifest
 _BLOCK = 2**20
+FileName = Annotated[str, StringConstraints(pattern=r"^[^/\x00]+$")]
+
+
+class DamagedError(Exception):
+    """A checkpoint does not match its manifest; the message names the file and the reason."""
+
+
+class Described(BaseModel):
+    """A file of a checkpoint."""
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid")
+
+    size: Annotated[int, Field(ge=0)]
+    sha256: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+
+
+class Manifest(BaseModel):
+    """What ``resume`` needs of a manifest."""
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(strict=True)
+
+    step: Annotated[int, Field(ge=0)]
+    strategy: dict[str, Any]
+    """The strategy's settings."""
+    config: dict[str, Any]
+    """The script's settings."""
+    files: dict[FileName, Described]
+    best: Annotated[int, Field(ge=0)] | None = None
+    """The step of the best checkpoint, when this one was saved."""
+    emergency: bool = False
+    """Whether it is an emergency checkpoint."""
+
+
+def to_json(step: int, about: Mapping[str, Any], files: Mapping[str, Any]) -> str:
+    """Return the text of a manifest."""
+    manifest = {"schema": SCHEMA, "step": step, **about, "files": files}
+    return json.dumps({**manifest, "digest": _digest(manifest)}, indent=1)
+
+
+def _parsed(text: bytes, folder: str) -> Manifest:
+    """Return the manifest with this text, of a checkpoint at a path or URL.
+
+    Raises DamagedError if the text has changed, and CheckpointError if its format is that of another version.
+    """
+    path = f"{folder}/{NAME}"
+    try:
+        found = json.loads(text)
+        digest, schema = found.pop("digest"), found["schema"]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedError(f"{path}: {type(error).__name__}: {error}") from error
+    if digest != _digest(found):
+        raise DamagedError(f"{path}: its digest does not match its content")
+    if schema != SCHEMA:
+        raise CheckpointError(f"{folder} has schema {schema}, but this version of UniTrain reads schema {SCHEMA}.")
+    try:
+        return Manifest.model_validate(found)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise DamagedError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+
+
+def _digest(manifest: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+# ----------------------------------------------------------------------------------------------------------- reading
 
 
 def store_at(place: Path | str) -> Store:
@@ -54,12 +129,12 @@ class Located(NamedTuple):
 
 def locate(store: Store, folder: str) -> Located:
     """Return the checkpoint in a folder of a store. Raises DamagedError and CheckpointError as ``parsed`` does."""
-    name = f"{folder}/{manifests.NAME}" if folder else manifests.NAME
+    name = f"{folder}/{NAME}" if folder else NAME
     with _damage(store.shown(name)):
-        if store.size(name) > manifests.LARGEST:
+        if store.size(name) > _LARGEST:
             raise DamagedError(f"{store.shown(name)} is too large for a manifest")
         text = store.get(name)
-    return Located(store, folder, manifests.parsed(text, store.shown(folder)))
+    return Located(store, folder, _parsed(text, store.shown(folder)))
 
 
 def checkpoint_at(place: Path | str) -> Located:
@@ -79,8 +154,8 @@ def checkpoint_at(place: Path | str) -> Located:
         names = []
     except OSError as error:
         raise CheckpointError(f"{store} can't be listed: {store.reason(error)}") from error
-    if manifests.NAME not in names:
-        inside = max(filter(manifests.FOLDER.fullmatch, names), default=None)
+    if NAME not in names:
+        inside = max(filter(FOLDER.fullmatch, names), default=None)
         raise NotACheckpointError(
             "is no checkpoint" if inside is None else f"contains checkpoints, such as {inside}, but is none itself"
         )
@@ -136,23 +211,15 @@ def read(found: Located, names: Iterable[str], mapped: MappedFiles) -> dict[str,
 
     Tensors are read from the disk when they are used. Pickled code is refused, and never run.
 
-    Args:
-        found: the checkpoint.
-        names: names of the files.
-        mapped: loads the files.
-
     Raises:
         DamagedError: a file is missing, changed, or not one of torch's.
         CheckpointError: a file could not be downloaded, or contains more than tensors and plain data.
     """
-    names = list(names)
-    store, files = found.store, found.manifest.files
-    store.check_space(sum(files[name].size for name in names), f"{found} can't be read")
     contents = {}
     for name in names:
         with verified(found, name) as path:
             try:
                 contents[name.removesuffix(".pt")] = mapped.load(path)
             except Exception as error:  # torch.load raises many kinds of exceptions for a broken file
-                raise unreadable(store.shown(found.file_name(name)), error) from error
+                raise unreadable(found.store.shown(found.file_name(name)), error) from error
     return contents

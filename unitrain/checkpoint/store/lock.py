@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Annotated, ClassVar
 from uuid import uuid4
 
+import psutil
 from pydantic import BaseModel, ConfigDict, Field
 
 from unitrain.checkpoint.store.store import Store
 from unitrain.errors import CheckpointError
-from unitrain.process import print_stderr
+from unitrain.process import print_stderr, start_time
 
 NAME = ".lock"
 BEAT_S = 5.0
@@ -64,40 +65,20 @@ class Holder(BaseModel):
     def is_running(self) -> bool:
         """Return whether the process, which is on this host, is running."""
         try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return False
-        except PermissionError:
-            pass  # another user's
-        found = _state_and_start(self.pid)
-        return found is None or (found[0] not in "ZX" and found[1] == self.started)
-
-
-def _state_and_start(pid: int) -> tuple[str, int] | None:
-    """Return the state of a process and when it was started; None if it is gone, or of another user and hidden."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    fields = stat.rpartition(")")[2].split()  # the name of the program, in parentheses, may contain anything
-    return fields[0], int(fields[19])
+            return start_time(self.pid) == self.started and psutil.Process(self.pid).status() != psutil.STATUS_ZOMBIE
+        except (OSError, psutil.Error):
+            return psutil.pid_exists(self.pid)  # another user's may be hidden
 
 
 def _this_process() -> Holder:
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    _, started = _state_and_start(os.getpid()) or ("", 0)
     pids = f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    return Holder(host=socket.gethostname(), pids=pids, pid=os.getpid(), started=started, token=uuid4().hex)
+    pid = os.getpid()
+    return Holder(host=socket.gethostname(), pids=pids, pid=pid, started=start_time(pid), token=uuid4().hex)
 
 
 class Lock:
     """Holds the lock of a store until ``release``. A thread renews the file every few seconds meanwhile.
-
-    Args:
-        store: the folder of the checkpoints.
-
-    Attributes:
-        token: tells this lock from all others.
 
     Raises:
         CheckpointError: another process holds the lock, or the file can't be written.
@@ -121,11 +102,7 @@ class Lock:
         self._thread.start()
 
     def check(self) -> None:
-        """Check that this process still holds the lock, before it writes. A folder that is gone is made again.
-
-        Raises:
-            CheckpointError: another process has taken the folder, or it was on a disk that is no longer there.
-        """
+        """Raise CheckpointError unless this process still holds the lock. A folder that is gone is made again."""
         holder = holder_of(self._store)
         if holder == self._own:
             return

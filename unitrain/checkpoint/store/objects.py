@@ -20,8 +20,7 @@ from fsspec.core import url_to_fs
 from fsspec.exceptions import FSTimeoutError
 from fsspec.registry import known_implementations
 
-from unitrain.checkpoint.store.manifest import FOLDER
-from unitrain.checkpoint.store.store import Store
+from unitrain.checkpoint.store.store import FOLDER, NAME, Store
 from unitrain.errors import CheckpointError
 from unitrain.process import print_stderr
 
@@ -47,8 +46,6 @@ class Objects(Store):
     Args:
         url: such as ``s3://bucket/run``.
     """
-
-    renames = False
 
     def __init__(self, url: str) -> None:
         self._url = url.rstrip("/")
@@ -113,6 +110,12 @@ class Objects(Store):
         with self._explained("can't be removed", name), suppress(FileNotFoundError):
             self._files.rm_file(self._path(name), **self._limit())
 
+    def unmake(self, folder: str) -> None:
+        """See ``Store.unmake``."""
+        with suppress(FileNotFoundError):
+            for name in sorted(self.list(folder), key=lambda name: name != NAME):
+                self.remove(f"{folder}/{name}")
+
     def modified(self, name: str) -> float:
         """See ``Store.modified``."""
         with self._explained("could not be read", name, passes=FileNotFoundError):
@@ -158,7 +161,13 @@ class Objects(Store):
 
     def probe(self, needed: int) -> None:
         """See ``Store.probe``. A server that does not answer is reported before the library gives up."""
-        self.check_space(needed, f"checkpoints can't be written to {self}")
+        free = shutil.disk_usage(tempfile.gettempdir()).free
+        if free < needed:
+            raise CheckpointError(
+                f"checkpoints can't be written to {self}: one passes through temporary files in "
+                f"{tempfile.gettempdir()}, and needs at least {needed} bytes there, but {free} bytes are free. Free "
+                "some space, or set TMPDIR to a folder on another disk."
+            )
         silent = f"unitrain: {self} has not answered for {SILENT_S:g} s. It is tried again before this is an error."
         silence = threading.Timer(SILENT_S, lambda: print_stderr(silent))
         silence.daemon = True
@@ -168,15 +177,6 @@ class Objects(Store):
                 self.list()
         finally:
             silence.cancel()
-
-    def check_space(self, needed: int, what: str) -> None:
-        """See ``Store.check_space``."""
-        free = shutil.disk_usage(tempfile.gettempdir()).free
-        if free < needed:
-            raise CheckpointError(
-                f"{what}: it passes through temporary files in {tempfile.gettempdir()}, and needs at least {needed} "
-                f"bytes there, but {free} bytes are free. Free some space, or set TMPDIR to a folder on another disk."
-            )
 
     @property
     def _files(self) -> Any:

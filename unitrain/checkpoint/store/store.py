@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import ClassVar
+
+NAME = "manifest.json"
+FOLDER = re.compile(r"step-(\d{10})(?:\.(\d+))?")
+"""The names of the folders of checkpoints: the step, and how often it had been saved before."""
+
+
+def folder_name(step: int) -> str:
+    """Return the name of the folder of a step's checkpoint."""
+    return f"step-{step:010d}"
 
 
 class Store(ABC):
@@ -17,8 +26,6 @@ class Store(ABC):
     with a message that says what to do.
     """
 
-    renames: ClassVar[bool]
-    """Whether a folder can be renamed, so that it can appear and disappear as a whole."""
     few_writes: bool = False
     """Whether each write is a commit, so that only one process should write, and not often."""
 
@@ -53,7 +60,11 @@ class Store(ABC):
 
     @abstractmethod
     def remove(self, name: str) -> None:
-        """Remove a file or a link, or a folder of a disk with its content. A missing file is no error."""
+        """Remove a file. A missing one is no error."""
+
+    @abstractmethod
+    def unmake(self, folder: str) -> None:
+        """Remove the folder of a checkpoint, its manifest first, or a link to one. A missing one is no error."""
 
     @abstractmethod
     def modified(self, name: str) -> float:
@@ -94,14 +105,5 @@ class Store(ABC):
     def make(self, folder: str = "") -> None:
         """Make a folder of a disk, with the folders above it. An object store needs none."""
 
-    def rename(self, old: str, new: str) -> None:
-        """Rename a folder, if ``renames``."""
-        raise NotImplementedError
-
-    def check_space(self, needed: int, what: str) -> None:
-        """Raise CheckpointError unless ``needed`` bytes fit where files are downloaded to. A disk needs no download.
-
-        Args:
-            needed: the number of bytes.
-            what: what is not possible otherwise, for the message.
-        """
+    def sync(self, folder: str) -> None:
+        """Have the names in a folder, and its own, on the disk. What an object store has accepted is there."""

@@ -120,8 +120,7 @@ def _horovod() -> Finding:
     details = asdict(found)
     if not found.controllers:
         return Finding("error", f"{found.version}, without its C extension for torch", _INSTALL_HOROVOD, details)
-    operations = "CPU and NCCL" if found.nccl else "CPU"
-    summary = f"{found.version}; controllers: {', '.join(found.controllers)}; operations: {operations}"
+    summary = f"{found.version}; {found}"
     if find_mpi() is not None and "mpi" not in found.controllers:
         return Finding("warning", f"{summary}; does not work under mpirun", f"{_INSTALL_HOROVOD} --force", details)
     return Finding("ok", summary, details=details)

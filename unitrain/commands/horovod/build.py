@@ -7,25 +7,14 @@ import re
 import sys
 import sysconfig
 import tarfile
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import torch
-from packaging.version import Version
 
-from unitrain.commands.toolchain import (
-    Mpi,
-    find_cmake,
-    find_compiler,
-    find_cuda,
-    find_program,
-    output_of,
-    run_one,
-    running,
-    search_path,
-)
+from unitrain.commands.toolchain import Mpi, find_cuda, find_program, run_one, running, search_path
 from unitrain.errors import BackendError
 
 KNOWN_SDISTS = {"0.28.1": "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"}
@@ -34,13 +23,11 @@ KNOWN_SDISTS = {"0.28.1": "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e10
 GPU_VARIABLES = ("HOROVOD_CUDA_HOME", "HOROVOD_NCCL_HOME", "HOROVOD_BUILD_CUDA_CC_LIST")
 """Horovod's variables that a GPU build uses. All others are removed, so that the build can be cached."""
 
-_OLDEST_CMAKE = Version("3.13")
 _BYTES_PER_COMPILER = 2 * 2**30
 _SHOWN_LINES = 20
 
 
-@dataclass(frozen=True)
-class Edit:
+class Edit(NamedTuple):
     """One change of Horovod's source: replaces ``old``, which must occur exactly once, with ``new``."""
 
     file: str
@@ -98,63 +85,41 @@ def apply_edits(source: Path, edits: Sequence[Edit]) -> None:
 
 
 def check_tools(mpi: Mpi | None, gpu: str | None) -> None:
-    """Raise BackendError if tools for the build are missing, too old or broken; it says how to install all of them."""
-    problems = [*_compiler_problems(), *_cmake_problems(), *_mpi_problems(mpi), *(_gpu_problems() if gpu else [])]
+    """Raise BackendError if tools for the build are missing; it says how to install all of them."""
+    compilers = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
+    headers = sysconfig.get_path("include")
+    missing = {
+        f"no C++ compiler was found ({', '.join(compilers)}): apt-get install g++": not any(
+            map(find_program, compilers)
+        ),
+        "make was not found: apt-get install make": find_program("make") is None,
+        "CMake was not found: pip install cmake": find_program("cmake") is None,
+        f"Python.h is not in {headers}: apt-get install python3-dev": not Path(headers, "Python.h").is_file(),
+    }
+    problems = [problem for problem, is_missing in missing.items() if is_missing]
+    if mpi is not None:
+        succeeded, reason = run_one(mpi, "true")
+        if not succeeded:
+            problems.append(f"{mpi} ({mpi.mpirun}) can't start a process: {reason}")
+        if mpi.compiler is None:
+            problems.append(
+                f"{mpi} is installed ({mpi.mpirun}), but its mpicxx is missing: install its development package "
+                "(apt-get install libopenmpi-dev, or libmpich-dev), or use --without-mpi"
+            )
+    if gpu is not None and torch.version.cuda is None:
+        problems.append(f"torch {torch.__version__} was built without CUDA: install a CUDA build, or use --gpu none")
+    elif gpu is not None:
+        home, version = find_cuda() or ("", "")
+        major = str(torch.version.cuda).split(".")[0]
+        if version.split(".")[0] != major:
+            found = (
+                f"the toolkit in {home} is for CUDA {version}" if home else "no toolkit (nvcc and headers) was found"
+            )
+            problems.append(
+                f"torch was built with CUDA {torch.version.cuda}, but {found}: set CUDA_HOME to CUDA {major}"
+            )
     if problems:
-        listed = "\n".join(f"  - {problem}" for problem in problems)
-        raise BackendError(f"Horovod can't be built here:\n{listed}")
-
-
-def _compiler_problems() -> Iterator[str]:
-    compiler = find_compiler()
-    if compiler is None:
-        named = f" (CXX is {os.environ['CXX']!r})" if os.environ.get("CXX") else ""
-        yield f"no C++ compiler was found{named}: apt-get install g++"
-    elif (
-        output_of(compiler.path, "-std=c++20", "-fsyntax-only", "-include", "concepts", "-x", "c++", os.devnull) is None
-    ):
-        yield f"{compiler.path} ({compiler.version}) can't compile C++20, which torch needs: use g++ >= 10 (CXX=…)"
-    if find_program("make") is None:
-        yield "make was not found: apt-get install make"
-    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
-        yield f"Python.h is not in {sysconfig.get_path('include')}: apt-get install python3-dev"
-
-
-def _cmake_problems() -> Iterator[str]:
-    cmake = find_cmake()
-    if cmake is None:
-        yield "CMake was not found: pip install cmake"
-    elif Version(cmake.version) < _OLDEST_CMAKE:
-        yield f"CMake {cmake.version} ({cmake.path}) is older than {_OLDEST_CMAKE}: pip install cmake"
-
-
-def _mpi_problems(mpi: Mpi | None) -> Iterator[str]:
-    if mpi is None:
-        return
-    succeeded, reason = run_one(mpi, "true")
-    if not succeeded:
-        yield f"{mpi} ({mpi.mpirun}) can't start a process: {reason}"
-    if mpi.compiler is None:
-        yield (
-            f"{mpi} is installed ({mpi.mpirun}), but its mpicxx is missing: install its development package (apt-get "
-            "install libopenmpi-dev, or libmpich-dev), or use --without-mpi"
-        )
-
-
-def _gpu_problems() -> Iterator[str]:
-    if torch.version.cuda is None:
-        yield f"torch {torch.__version__} was built without CUDA: install a CUDA build of torch, or use --gpu none"
-        return
-    cuda = find_cuda()
-    if cuda is None:
-        yield f"no CUDA toolkit (nvcc and headers) was found: install CUDA {torch.version.cuda} and set CUDA_HOME"
-    elif cuda.version.split(".")[0] != torch.version.cuda.split(".")[0]:
-        yield (
-            f"the toolkit in {cuda.path} is for CUDA {cuda.version}, but torch was built with {torch.version.cuda}: "
-            f"set CUDA_HOME to the folder of a CUDA {torch.version.cuda.split('.')[0]} toolkit"
-        )
-    if not os.environ.get("HOROVOD_NCCL_HOME") and _torch_nccl() is None:
-        yield "NCCL's header was not found next to torch: set HOROVOD_NCCL_HOME to a folder with include/nccl.h and lib"
+        raise BackendError("\n  - ".join(["Horovod can't be built here:", *problems]))
 
 
 def fetch(version: str, folder: Path, log: Path) -> Path:
@@ -210,31 +175,21 @@ def _gpu_environment(gpu: str, folder: Path) -> dict[str, str]:
     environment = {name: os.environ[name] for name in GPU_VARIABLES if os.environ.get(name)}
     environment |= {"HOROVOD_GPU_OPERATIONS": gpu.upper(), "HOROVOD_NCCL_LINK": "SHARED"}
     if cuda := find_cuda():
-        environment["HOROVOD_CUDA_HOME"] = str(cuda.path)
-        environment["PATH"] = os.pathsep.join([str(cuda.path / "bin"), search_path()])
-    if "HOROVOD_NCCL_HOME" not in environment and (nccl := _torch_nccl()):
-        environment["HOROVOD_NCCL_HOME"] = str(_linkable(nccl, folder))
+        environment["HOROVOD_CUDA_HOME"] = str(cuda[0])
+        environment["PATH"] = os.pathsep.join([str(cuda[0] / "bin"), search_path()])
+    nccl = Path(torch.__file__).parent.parent / "nvidia" / "nccl"  # of torch's package nvidia-nccl-cu…
+    if "HOROVOD_NCCL_HOME" not in environment and (nccl / "include" / "nccl.h").is_file():
+        home = folder / "nccl"
+        (home / "lib").mkdir(parents=True)
+        (home / "include").symlink_to(nccl / "include")
+        (home / "lib" / "libnccl.so").symlink_to(nccl / "lib" / "libnccl.so.2")  # the name that linkers look for
+        environment["HOROVOD_NCCL_HOME"] = str(home)
     return environment
 
 
 def _compilers_at_once() -> int:
     """Return the number of parallel compilers: one per core and per 2 GB of free memory."""
     return max(1, min(len(os.sched_getaffinity(0)), psutil.virtual_memory().available // _BYTES_PER_COMPILER))
-
-
-def _torch_nccl() -> Path | None:
-    """Return the folder of torch's NCCL (package nvidia-nccl-cu…), or None if it has no headers."""
-    home = Path(torch.__file__).parent.parent / "nvidia" / "nccl"
-    return home if (home / "include" / "nccl.h").is_file() else None
-
-
-def _linkable(nccl: Path, folder: Path) -> Path:
-    """Return a folder of links to ``nccl`` that a linker can use: the package has no libnccl.so."""
-    home = folder / "nccl"
-    (home / "lib").mkdir(parents=True)
-    (home / "include").symlink_to(nccl / "include")
-    (home / "lib" / "libnccl.so").symlink_to(nccl / "lib" / "libnccl.so.2")
-    return home
 
 
 def pip(*arguments: str) -> list[str]:

@@ -49,6 +49,9 @@ class HorovodBuild:
     """mpi, gloo or both; empty if its C extension is missing."""
     nccl: bool
 
+    def __str__(self) -> str:
+        return f"controllers: {', '.join(self.controllers)}; operations: {'CPU and NCCL' if self.nccl else 'CPU'}"
+
 
 def find_horovod() -> HorovodBuild | None:
     """Return the features of the installed Horovod; None without one. Raises BackendError if it can't be imported."""

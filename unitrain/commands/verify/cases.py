@@ -49,8 +49,8 @@ class Case:
 # Under autocast each rank rounds the gradient of its rows to 8 (bf16) or 11 (fp16) bits before the sum, whereas one
 # device rounds once: by at most 2**-9 or 2**-12 of gradients that are below 0.35 here. SGD with momentum adds this to
 # the weights with a factor of lr / (1 - momentum) = 0.5 in each of 20 steps: 2**-9 * 0.35 * 0.5 * 20 = 7e-3.
-_BF16_TOLERANCE = 7e-3
-_FP16_TOLERANCE = 9e-4
+BF16_TOLERANCE = 7e-3
+FP16_TOLERANCE = 9e-4
 
 CASES = (
     Case("plain"),
@@ -64,8 +64,8 @@ CASES = (
     Case("adamw", optimizer="adamw"),
     Case("shard_optimizer", {"shard_optimizer": True, "clip_norm": 0.05}, optimizer="adamw", tied=True),
     Case("tied_and_frozen", tied=True),
-    Case("bf16", {"precision": "bf16"}, tolerance=_BF16_TOLERANCE),
-    Case("fp16_overflow", {"precision": "fp16"}, overflow_at=5, tolerance=_FP16_TOLERANCE),
+    Case("bf16", {"precision": "bf16"}, tolerance=BF16_TOLERANCE),
+    Case("fp16_overflow", {"precision": "fp16"}, overflow_at=5, tolerance=FP16_TOLERANCE),
 )
 
 

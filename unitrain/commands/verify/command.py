@@ -6,10 +6,12 @@ import argparse
 import json
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import torch
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -18,8 +20,8 @@ from unitrain.commands.arguments import path
 from unitrain.commands.launchers import launch_command, launch_environment
 from unitrain.commands.toolchain import run_to_end
 from unitrain.commands.verify import plain, recipe
-from unitrain.commands.verify.cases import CASES, EXACT, STEPS, Case
-from unitrain.commands.verify.comparison import Verdict, compare
+from unitrain.commands.verify.cases import CASES, EXACT, STEPS
+from unitrain.commands.verify.comparison import Verdict, cause, compare
 from unitrain.commands.verify.trace import Trace
 from unitrain.commands.verify.worlds import World, find_worlds, works
 from unitrain.communication.backend import backend_names, load_backend
@@ -65,7 +67,7 @@ def verify(
         )
     _print(verdicts, console)
     if output is not None:
-        output.write_text(json.dumps([v.as_dict() for v in verdicts], indent=1) + "\n")
+        output.write_text(json.dumps([{**asdict(v), "passed": v.passed} for v in verdicts], indent=1) + "\n")
         console.print(f"written: {output}")
     failed = sum(not v.passed for v in verdicts)
     reference = "one process" if script else "the plain loop"
@@ -101,27 +103,17 @@ def _trials(worlds: Sequence[World], device: str, folders: Path, progress: Progr
         folder.mkdir()
         # DataParallel on several GPUs has no synchronised BatchNorm.
         cases = [case for case in CASES if works(world, device, case.settings)]
-        failure = _run(world, device, folder, cases)
+        program = ["-m", "unitrain.commands.verify.trial", str(folder), world.backend, device]
+        command = launch_command(world.launcher, world.size, [*program, *(case.name for case in cases)])
+        code, output = run_to_end(*command, environment=launch_environment())
         for case in cases:
-            ranks = _read(folder, case.name, world, failure)
-            yield compare(str(world), world.backend, case, expected[case.name], ranks)
-
-
-def _run(world: World, device: str, folder: Path, cases: Sequence[Case]) -> str:
-    """Start the world to train cases. Return an empty string, or the end of its output if it failed."""
-    arguments = ["-m", "unitrain.commands.verify.trial", str(folder), world.backend, device]
-    arguments += [case.name for case in cases]
-    command = launch_command(world.launcher, world.size, arguments)
-    code, output = run_to_end(*command, environment=launch_environment())
-    return f"{world}: exit code {code}: {output.strip()[-2000:]}" if code else ""
-
-
-def _read(folder: Path, case: str, world: World, failure: str) -> list[Trace]:
-    failed = sorted(folder.glob(f"{case}.failed*.pt"))
-    paths = [folder / f"{case}.{rank}.pt" for rank in range(world.size)]
-    if not failed and not all(path.exists() for path in paths):
-        return [Trace(error=failure or "a rank wrote no record")]
-    return [Trace.load(path) for path in failed or paths]
+            paths = [folder / f"{case.name}.{rank}.pt" for rank in range(world.size)]
+            if all(path.exists() for path in paths):
+                ranks = [Trace(**torch.load(path, weights_only=True)) for path in paths]
+                yield compare(str(world), world.backend, case, expected[case.name], ranks)
+            else:
+                failure = f"exit code {code}: {cause(output)}"
+                yield Verdict(str(world), world.backend, case.name, case.tolerance, problems=(failure,))
 
 
 def _print(verdicts: Sequence[Verdict], console: Console) -> None:

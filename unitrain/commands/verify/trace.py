@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,8 +25,6 @@ class Trace:
     """Norm of the gradients of each step before clipping, in cases that clip by norm."""
     weights: dict[str, Tensor] = field(default_factory=dict)
     """Parameters and buffers at the end."""
-    error: str | None = None
-    """Why the case was not finished."""
 
     def watch(self, optimizer: Optimizer, full: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> None:
         """Record the gradients of every step of ``optimizer`` from now on; ``full`` gathers one that is sharded."""
@@ -41,13 +38,3 @@ class Trace:
     def finish(self, model: nn.Module) -> None:
         """Record the weights."""
         self.weights = {name: t.detach().double().cpu().clone() for name, t in model.state_dict().items()}
-
-    def save(self, path: Path) -> None:
-        """Save the trace to a file."""
-        torch.save(self.__dict__, path)
-
-    @staticmethod
-    def load(path: Path) -> Trace:
-        """Load a trace from a file."""
-        values: Mapping[str, Any] = torch.load(path, weights_only=True)
-        return Trace(**values)

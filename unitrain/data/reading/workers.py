@@ -105,39 +105,32 @@ def with_deaths_explained(loader: DataLoader[T]) -> Iterator[T]:
         except StopIteration:
             return
         except (RuntimeError, ConnectionError, EOFError) as error:
-            explained = _explained(error if isinstance(error, RuntimeError) else _death_of(error, loader), loader)
-            if explained is None:
+            reason = _death(error, loader)
+            if reason is None:
                 raise
-            raise explained from error
+            raise DataError(reason) from error
         yield batch
 
 
-def _death_of(error: Exception, loader: DataLoader[Any]) -> Exception:
-    """Return torch's error for a worker that died while it sent a batch, after the error of the connection."""
-    if not loader.num_workers or str(error).startswith("Caught "):
-        return error
-    try:
-        time.sleep(_SIGNAL_WAIT_S)  # until SIGCHLD, whose handler raises
-    except RuntimeError as death:
-        return death
-    return error
-
-
-def _explained(error: Exception, loader: DataLoader[Any]) -> DataError | None:
-    """Return the DataError for an error that a DataLoader raised, or None if it is not about workers."""
+def _death(error: Exception, loader: DataLoader[Any]) -> str | None:
+    """Return what to say of an error of a DataLoader about its workers; None for an exception of the dataset."""
     message = str(error)
     if message.startswith("DataLoader timed out"):
-        return DataError(
+        return (
             f"the loader's workers returned no batch for {loader.timeout:g} s: a worker hangs, or a batch takes "
             "longer than that. If it does, pass a larger timeout=. Otherwise find out what the dataset waits for."
         )
-    if not loader.num_workers or message.startswith("Caught "):  # an exception of the dataset
+    if not loader.num_workers or message.startswith("Caught "):
         return None
-    if isinstance(error, RuntimeError) and not message.startswith("DataLoader worker (pid"):
+    if not isinstance(error, RuntimeError):  # the connection to a worker that was killed while it sent a batch
+        message = f"a DataLoader worker died: {message}"
+        try:
+            time.sleep(_SIGNAL_WAIT_S)  # until SIGCHLD, whose handler raises, here or wherever it finds the process
+        except RuntimeError as death:
+            message = str(death)
+    elif not message.startswith("DataLoader worker (pid"):
         return None
-    told = error.__cause__ if isinstance(error.__cause__, RuntimeError) else error
-    reason = str(told) if isinstance(told, RuntimeError) else f"a DataLoader worker died: {message}"
-    return DataError(
-        f"{reason.rstrip('. ')}. The usual reason for a killed worker is that the host or /dev/shm ran out of memory: "
+    return (
+        f"{message.rstrip('. ')}. The usual reason for a killed worker is that the host or /dev/shm ran out of memory: "
         "use fewer workers, smaller batches or a larger /dev/shm."
     )

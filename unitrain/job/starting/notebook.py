@@ -8,15 +8,8 @@ import os
 import pickle
 import sys
 import tempfile
-from codecs import getincrementaldecoder
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnContext, SpawnProcess
-from multiprocessing.process import BaseProcess
+from collections.abc import Callable
 from pathlib import Path
-from threading import Thread
-from types import ModuleType
 from typing import Any, TypeVar
 
 from unitrain.errors import CommunicationError, UsageError
@@ -24,16 +17,12 @@ from unitrain.job.starting.spawn import run_processes, spawn_environments
 
 T = TypeVar("T")
 
-# How long to wait for the end of a rank's output: a process that it has left behind may keep its pipe open.
-_LEAVE_S = 0.5
-_READ_BYTES = 2**16
-
 
 def notebook_launch(fn: Callable[..., T], *args: Any, processes: int = 2) -> T:
     """Start ``processes`` ranks on this host from a notebook, run ``fn(*args)`` in each, and return rank 0's result.
 
-    ``fn`` calls ``unitrain.init`` itself. What the ranks print appears below the cell, the lines of ranks other than 0
-    with the rank in front. Interrupting the kernel stops the ranks; an open checkpoint is saved first.
+    ``fn`` calls ``unitrain.init`` itself. What the ranks print appears below the cell. Interrupting the kernel stops
+    the ranks; an open checkpoint is saved first.
 
     ``fn``, its arguments, and all functions, classes and variables of the notebook that it uses are copied into new
     processes, with cloudpickle. So it does not matter what the notebook did before, and nothing in it changes. A fork
@@ -72,38 +61,15 @@ def notebook_launch(fn: Callable[..., T], *args: Any, processes: int = 2) -> T:
         path = Path(folder, "work")
         path.write_bytes(work)
         try:
-            with _shown(processes) as pipes:
-                result, *_ = run_processes(_run_rank, (path, pipes), environments, _Context())
+            result, *_ = run_processes(_run_rank, (path,), environments, multiprocessing.get_context("spawn"))
         except SystemExit as error:  # IPython would hide where it came from, and say how to leave the notebook
             raise CommunicationError(f"a rank has called sys.exit({error.code!r}); its output may say why.") from error
     return pickle.loads(result)  # type: ignore[no-any-return]
 
 
-class _Process(SpawnProcess):
-    """A process that does not run the notebook again, as multiprocessing has it do with a main module from a file.
-
-    So a notebook that was exported as a script needs no ``if __name__ == "__main__"``.
-    """
-
-    @staticmethod
-    def _Popen(process_obj: BaseProcess) -> Any:  # noqa: N802
-        main = sys.modules["__main__"]
-        sys.modules["__main__"] = ModuleType("__main__")
-        try:
-            return SpawnProcess._Popen(process_obj)
-        finally:
-            sys.modules["__main__"] = main
-
-
-class _Context(SpawnContext):
-    Process = _Process
-
-
-def _run_rank(path: Path, pipes: Sequence[Sequence[Connection]]) -> bytes:
+def _run_rank(path: Path) -> bytes:
     """Run the function on one rank, and return the pickled result if it is rank 0."""
-    rank = int(os.environ["RANK"])
-    for descriptor, stream, pipe in zip((1, 2), (sys.stdout, sys.stderr), pipes[rank], strict=True):
-        os.dup2(pipe.fileno(), descriptor)
+    for stream in (sys.stdout, sys.stderr):  # which the kernel reads, and shows below the cell
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     # Otherwise the workers of a DataLoader would import the class of its dataset, which stands in a notebook.
     multiprocessing.set_start_method("fork", force=True)
@@ -116,7 +82,7 @@ def _run_rank(path: Path, pipes: Sequence[Sequence[Connection]]) -> bytes:
         names = {name: value for name, value in getattr(fn, "__globals__", {}).items() if not name.startswith("__")}
         vars(sys.modules["__main__"]).update(names)
     result = fn(*args)
-    if rank:
+    if os.environ["RANK"] != "0":
         return b""
     try:
         pickled: bytes = cloudpickle.dumps(result)
@@ -126,45 +92,3 @@ def _run_rank(path: Path, pipes: Sequence[Sequence[Connection]]) -> bytes:
             "tensors, or what strategy.export(model) returns."
         ) from error
     return pickled
-
-
-@contextmanager
-def _shown(processes: int) -> Iterator[list[list[Connection]]]:
-    """Yield pipes for stdout and stderr of each rank, and show what the ranks write, until the end of the block."""
-    pipes: list[list[Connection]] = [[] for _ in range(processes)]
-    threads = []
-    for rank, writers in enumerate(pipes):
-        for name in ("stdout", "stderr"):
-            reader, writer = multiprocessing.Pipe(duplex=False)
-            writers.append(writer)
-            threads.append(Thread(target=_show, args=(reader, rank, name), name="unitrain output", daemon=True))
-            threads[-1].start()
-    try:
-        yield pipes
-    finally:
-        for writer in (writer for writers in pipes for writer in writers):
-            writer.close()
-        for thread in threads:
-            thread.join(_LEAVE_S)
-
-
-def _show(reader: Connection, rank: int, name: str) -> None:
-    """Write what a rank writes to the notebook's stream of the same name: whole lines with the rank, if it is not 0."""
-    decoder, line = getincrementaldecoder("utf-8")(errors="replace"), ""
-    with reader:
-        while written := os.read(reader.fileno(), _READ_BYTES):
-            line += decoder.decode(written)
-            if rank:
-                *lines, line = line.split("\n")
-                _write(name, "".join(f"[rank {rank}] {one}\n" for one in lines))
-            else:
-                _write(name, line)
-                line = ""
-    if line:
-        _write(name, f"[rank {rank}] {line}\n")
-
-
-def _write(name: str, text: str) -> None:
-    stream = getattr(sys, name)
-    stream.write(text)
-    stream.flush()

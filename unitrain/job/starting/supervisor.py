@@ -4,9 +4,9 @@ Signals go directly to the ranks, not to their launcher. mpirun would kill the r
 horovodrun after 5 s and torchrun after 30 s, which may be too short for a checkpoint. A SIGUSR1 kills torchrun and
 horovodrun.
 
-There are two processes, and each cleans up if the other is killed. The one that the user has started, which may have
-children of an earlier life (``exec unitrain run`` in a shell), passes signals on. The other, the supervisor, has no
-children but the command, and adopts what the command leaves behind.
+There are two processes. The one that the user has started, which may have children of an earlier life (``exec unitrain
+run`` in a shell), passes signals on. The other, the supervisor, has no children but the command. It adopts what the
+command leaves behind, and cleans up if the first is killed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import signal
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -28,9 +27,6 @@ from unitrain.errors import ConfigError, LaunchError
 from unitrain.process import end_with_parent, print_stderr
 
 _PR_SET_CHILD_SUBREAPER = 36
-# All processes of a run inherit this variable: the runs that they are part of.
-_MARK = "_UNITRAIN_RUN"
-
 # With this process's path: "python -m" would look for modules in the current folder first.
 _SUPERVISOR = """import sys
 sys.path[:] = {}
@@ -69,15 +65,12 @@ def run(command: Sequence[str], *, max_restarts: int = 0) -> int:
         raise ConfigError(f"--max-restarts is {max_restarts}, but must be an integer >= 0.")
     if not command:
         raise LaunchError("no command was given: write it after --, as in unitrain run -- mpirun -np 2 ...")
-    mark = uuid.uuid4().hex
-    marks = f"{os.environ.get(_MARK, '')} {mark}".strip()
     # nohup has SIGHUP ignored; if it were blocked, it would be received.
     forwarded = _STOPS if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else _SIGNALS
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*_SIGNALS, signal.SIGCHLD})  # the supervisor inherits this
     try:
         supervisor = subprocess.Popen(
             [sys.executable, "-c", _SUPERVISOR.format(sys.path), str(os.getpid()), str(max_restarts), *command],
-            env={**os.environ, _MARK: marks},
             start_new_session=True,  # it receives Ctrl-C from this process only, once
         )
         while (code := supervisor.poll()) is None:
@@ -85,8 +78,7 @@ def run(command: Sequence[str], *, max_restarts: int = 0) -> int:
             if got is not None and got.si_signo != signal.SIGCHLD:
                 supervisor.send_signal(got.si_signo)
         if code < 0:
-            _print(f"its supervisor (pid {supervisor.pid}) {_describe(code)}; ending what it has started.")
-            _kill_marked(mark)
+            _print(f"its supervisor (pid {supervisor.pid}) {_describe(code)}; the command gets a SIGTERM.")
         return code if code >= 0 else 128 - code
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -258,21 +250,6 @@ def _kill_all() -> None:
             os.waitpid(-1, 0)  # an orphan is a child of this process as soon as its parent has died
         except ChildProcessError:
             return
-
-
-def _kill_marked(mark: str) -> None:
-    """Kill all processes of a run whose supervisor has been killed: this process did not adopt them."""
-    while marked := [process for process in psutil.process_iter() if _has_mark(process, mark)]:
-        for process in marked:
-            _send(process, signal.SIGKILL)
-        psutil.wait_procs(marked, _CHECK_S)
-
-
-def _has_mark(process: psutil.Process, mark: str) -> bool:
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE and mark in process.environ().get(_MARK, "")
-    except (psutil.Error, OSError):  # it has ended, or is another user's
-        return False
 
 
 def _describe(code: int) -> str:

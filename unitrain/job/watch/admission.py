@@ -7,14 +7,13 @@ is never sent.
 
 from __future__ import annotations
 
-import errno
+import asyncio
 import hmac
 import secrets
-import selectors
 import socket
 import time
-from collections.abc import Sequence
-from itertools import takewhile
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 from unitrain.errors import CommunicationError
 from unitrain.job.watch.link import close_in_children
@@ -29,142 +28,88 @@ _ANSWER_BYTES = _CLAIM_BYTES + _PROOF_BYTES
 _ANSWER_S = 2.0
 _MOST_NEWCOMERS = 128
 _RETRY_S = 0.1
-_OUT_OF_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
-class _RefusedError(Exception):
-    """A connection does not come from a rank of this job."""
-
-
-class _Newcomer:
-    """A connection that has not answered its challenge yet."""
-
-    def __init__(self, connection: socket.socket, now: float) -> None:
-        self._connection = connection
-        self._challenge = secrets.token_bytes(_CHALLENGE_BYTES)
-        self._answer = b""
-        self.refused_at = now + _ANSWER_S
-        connection.send(self._challenge)
-
-    def read(self, key: bytes) -> int | None:
-        """Read what has arrived, and return the rank once all of its answer has.
-
-        Raises:
-            _RefusedError: the answer is wrong.
-            OSError: the connection has ended.
-        """
-        received = self._connection.recv(_ANSWER_BYTES - len(self._answer))
-        if not received:
-            raise _RefusedError
-        self._answer += received
-        if len(self._answer) < _ANSWER_BYTES:
-            return None
-        claim, proof = self._answer[:_CLAIM_BYTES], self._answer[_CLAIM_BYTES:]
-        if not hmac.compare_digest(proof, _proof(key, b"rank", self._challenge, claim)):
-            raise _RefusedError
-        self._connection.send(_proof(key, b"hub", self._challenge, claim))
-        return int.from_bytes(claim[:_RANK_BYTES], "big")
-
-
-def admit_ranks(
+async def admit_ranks(
     listener: socket.socket, key: bytes, world_size: int, timeout_s: float
-) -> dict[int, socket.socket] | None:
-    """Return a connection to every rank, which does not block; None if not all have connected in time.
+) -> dict[int, socket.socket]:
+    """Return a connection to every rank, which does not block; none if not all have connected in time.
 
     The listener is closed in the end.
     """
-    deadline = time.monotonic() + timeout_s
-    admission = _Admission(listener, key, world_size)
-    try:
-        while len(admission.admitted) < world_size:
-            if time.monotonic() > deadline:
-                for connection in admission.admitted.values():
-                    connection.close()
-                return None
-            admission.proceed(deadline)
-    finally:
-        admission.close()
-    return admission.admitted
+    admitted: dict[int, socket.socket] = {}
+    complete, room = asyncio.Event(), asyncio.Semaphore(_MOST_NEWCOMERS)
 
-
-class _Admission:
-    """The connections that a hub accepts until every rank has one."""
-
-    def __init__(self, listener: socket.socket, key: bytes, world_size: int) -> None:
-        self._listener = listener
-        self._key = key
-        self._world_size = world_size
-        self._newcomers: dict[socket.socket, _Newcomer] = {}  # in the order in which their time is up
-        self._selector = selectors.DefaultSelector()
-        self._accepts = False
-        self.admitted: dict[int, socket.socket] = {}
-        listener.setblocking(False)
-
-    def proceed(self, deadline: float) -> None:
-        """Wait for something to happen, at most until ``deadline``, and process it."""
-        self._accept_while(len(self._newcomers) < _MOST_NEWCOMERS)
-        next_refusal = next((newcomer.refused_at for newcomer in self._newcomers.values()), deadline)
-        ready = self._selector.select(max(0.0, min(next_refusal, deadline) - time.monotonic()))
-        now = time.monotonic()
-        for connection in [entry.fileobj for entry, _ in ready]:
-            assert isinstance(connection, socket.socket)
-            if connection is self._listener:
-                self._accept(now)
+    async def meet(newcomer: socket.socket) -> None:
+        rank = world_size
+        try:
+            rank = await asyncio.wait_for(_rank_of(newcomer, key), _ANSWER_S)
+        except (OSError, asyncio.TimeoutError):
+            pass
+        finally:
+            room.release()
+            if rank < world_size and rank not in admitted:
+                admitted[rank] = newcomer
             else:
-                self._read(connection)
-        for connection in list(takewhile(lambda one: self._newcomers[one].refused_at < now, self._newcomers)):
-            self._refuse(connection)
+                newcomer.close()
+        if len(admitted) == world_size:
+            complete.set()
 
-    def _accept_while(self, has_room: bool) -> None:
-        """Accept connections only while there is room: the others wait in the listener's backlog."""
-        if has_room and not self._accepts:
-            self._selector.register(self._listener, selectors.EVENT_READ)
-        elif self._accepts and not has_room:
-            self._selector.unregister(self._listener)
-        self._accepts = has_room
-
-    def _accept(self, now: float) -> None:
-        try:
-            connection, _ = self._listener.accept()
-        except OSError as error:
-            if error.errno in _OUT_OF_FILES:
-                time.sleep(_RETRY_S)
-            return  # otherwise it has ended already
-        close_in_children(connection)
-        connection.setblocking(False)
-        try:
-            self._newcomers[connection] = _Newcomer(connection, now)
-        except OSError:
+    accepting = asyncio.create_task(_accept(listener, room, meet))
+    try:
+        await asyncio.wait_for(complete.wait(), timeout_s)
+    except asyncio.TimeoutError:
+        for connection in admitted.values():
             connection.close()
-            return
-        self._selector.register(connection, selectors.EVENT_READ)
+        return {}
+    finally:
+        accepting.cancel()
+        await asyncio.wait([accepting])
+        listener.close()
+    return admitted
 
-    def _read(self, connection: socket.socket) -> None:
-        try:
-            rank = self._newcomers[connection].read(self._key)
-        except (OSError, _RefusedError):
-            self._refuse(connection)
-            return
-        if rank is None:
-            return
-        if rank >= self._world_size or rank in self.admitted:
-            self._refuse(connection)
-            return
-        self._selector.unregister(connection)
-        del self._newcomers[connection]
-        self.admitted[rank] = connection
 
-    def _refuse(self, connection: socket.socket) -> None:
-        self._selector.unregister(connection)
-        del self._newcomers[connection]
-        connection.close()
+async def _accept(
+    listener: socket.socket, room: asyncio.Semaphore, meet: Callable[[socket.socket], Coroutine[Any, Any, None]]
+) -> None:
+    """Meet newcomers while there is room for them: the others wait in the listener's backlog. Until cancelled."""
+    listener.setblocking(False)
+    meetings: set[asyncio.Task[None]] = set()
+    try:
+        while True:
+            await room.acquire()
+            try:
+                newcomer, _ = await asyncio.get_running_loop().sock_accept(listener)
+            except OSError:  # it has ended already, or this process may open no more files
+                room.release()
+                await asyncio.sleep(_RETRY_S)
+                continue
+            close_in_children(newcomer)
+            meeting = asyncio.create_task(meet(newcomer))
+            meetings.add(meeting)
+            meeting.add_done_callback(meetings.discard)
+    finally:
+        for meeting in meetings:
+            meeting.cancel()
+        await asyncio.gather(*meetings, return_exceptions=True)
 
-    def close(self) -> None:
-        """Close the listener, and all connections that have not been admitted."""
-        for connection in list(self._newcomers):
-            self._refuse(connection)
-        self._selector.close()
-        self._listener.close()
+
+async def _rank_of(newcomer: socket.socket, key: bytes) -> int:
+    """Challenge a connection, and return its rank. OSError is raised if it has ended, or its answer is wrong."""
+    loop = asyncio.get_running_loop()
+    challenge = secrets.token_bytes(_CHALLENGE_BYTES)
+    await loop.sock_sendall(newcomer, challenge)
+    answer = b""
+    while len(answer) < _ANSWER_BYTES:
+        part = await loop.sock_recv(newcomer, _ANSWER_BYTES - len(answer))
+        if not part:
+            raise ConnectionError
+        answer += part
+    claim, proof = answer[:_CLAIM_BYTES], answer[_CLAIM_BYTES:]
+    if not hmac.compare_digest(proof, _proof(key, b"rank", challenge, claim)):
+        raise ConnectionError
+    await loop.sock_sendall(newcomer, _proof(key, b"hub", challenge, claim))
+    return int.from_bytes(claim[:_RANK_BYTES], "big")
 
 
 def introduce(addresses: Sequence[str], port: int, key: bytes, rank: int, timeout_s: float) -> socket.socket:

@@ -1,11 +1,8 @@
-"""The thread on rank 0 that runs the hub: moves messages between the hub and its connections.
-
-One selector watches all connections, so that the work depends on what has arrived and not on the number of ranks.
-"""
+"""The thread on rank 0 that runs the hub: moves messages between the hub and its connections, with asyncio."""
 
 from __future__ import annotations
 
-import selectors
+import asyncio
 import socket
 import threading
 import time
@@ -19,11 +16,7 @@ from unitrain.job.watch.link import LENGTH, MOST_BYTES, close_in_children
 from unitrain.job.watch.messages import Message, decode, encode
 from unitrain.launch.network.open_files import allow_connections
 
-_READ_BYTES = 2**16
 _CHECKS_PER_HEARTBEAT = 4
-# A larger job is looked after so many times a second, and not for each message: to wake up costs more than a message.
-_SMALL_JOB = 125
-_PAUSE_S = 0.05
 
 
 def _listen(one_host: bool, backlog: int) -> socket.socket:
@@ -32,55 +25,6 @@ def _listen(one_host: bool, backlog: int) -> socket.socket:
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", 0), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
     return socket.create_server(("", 0), backlog=backlog)
-
-
-class _Connection:
-    """The hub's end of the connection to a rank. Never blocks."""
-
-    def __init__(self, rank: int, connection: socket.socket) -> None:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.rank = rank
-        self.socket = connection
-        self.unsent = bytearray()
-        self._received = b""
-
-    def send(self, data: bytes) -> None:
-        """Send bytes; what the rank does not take now is kept in ``unsent``."""
-        self.unsent += data
-        try:
-            sent = self.socket.send(self.unsent)
-        except BlockingIOError:
-            sent = 0
-        except OSError:
-            sent = len(self.unsent)  # the rank has gone; reading notices it too
-        del self.unsent[:sent]
-
-    def receive(self) -> list[Message] | None:
-        """Return the messages that have arrived; None if the connection has ended, or a message is invalid."""
-        try:
-            data = self.socket.recv(_READ_BYTES)
-        except BlockingIOError:
-            return []
-        except OSError:
-            return None
-        if not data:
-            return None
-        data, at = self._received + data, 0
-        received: list[Message] = []
-        while len(data) - at >= LENGTH.size:
-            [length] = LENGTH.unpack_from(data, at)
-            if not 0 <= length <= MOST_BYTES:
-                return None
-            end = at + LENGTH.size + length
-            if len(data) < end:
-                break
-            message = decode(data[at + LENGTH.size : end])
-            if message is None:
-                return None
-            received.append(message)
-            at = end
-        self._received = data[at:]
-        return received
 
 
 class HubServer(threading.Thread):
@@ -115,8 +59,7 @@ class HubServer(threading.Thread):
         self.port: int = self._listener.getsockname()[1]
         self._admit = partial(admit_ranks, self._listener, key, len(members), timeout_s)
         self._interval_s = heartbeat_interval_s(heartbeat_timeout_s, len(members))
-        self._selector = selectors.DefaultSelector()
-        self._connections: dict[int, _Connection] = {}
+        self._writers: dict[int, asyncio.StreamWriter] = {}
         self._make_hub = partial(
             Hub, members, send=self._send,
             timeout_s=timeout_s, heartbeat_timeout_s=heartbeat_timeout_s, election_s=election_s,
@@ -124,62 +67,62 @@ class HubServer(threading.Thread):
 
     def run(self) -> None:
         """Connect to all ranks, and run the hub until all have left."""
-        admitted = self._admit() or {}
-        try:
-            # To this process last: a verdict ends it, and the others would not receive theirs.
-            for rank in sorted(admitted, reverse=True):
-                connection = self._connections[rank] = _Connection(rank, admitted[rank])
-                self._selector.register(connection.socket, selectors.EVENT_READ, connection)
-            if admitted:
-                self._serve(self._make_hub(now=time.monotonic()))
-                self._send(None, messages.Leave())
-        finally:
-            for connection in self._connections.values():
-                connection.socket.close()
-            self._selector.close()
+        asyncio.run(self._serve())
 
-    def _serve(self, hub: Hub) -> None:
-        next_beat = next_check = time.monotonic()
-        while not hub.finished and self._connections:
-            ready = self._selector.select(max(0.0, next_check - time.monotonic()))
-            now = time.monotonic()
-            if len(self._connections) > _SMALL_JOB:
-                time.sleep(_PAUSE_S)
-                ready = self._selector.select(0.0)
-            for entry, events in ready:
-                if events & selectors.EVENT_WRITE:
-                    self._write(entry.data, b"")
-                if events & selectors.EVENT_READ:
-                    self._read(entry.data, hub, now)
-            if now >= next_check:
-                next_check = now + self._interval_s / _CHECKS_PER_HEARTBEAT
-                hub.check(now)
-            if now >= next_beat:
-                next_beat = now + self._interval_s
-                self._send(None, messages.HubHeartbeat())
+    async def _serve(self) -> None:
+        admitted = await self._admit()
+        if not admitted:
+            return
+        readers = {}
+        # To this process last: a verdict ends it, and the others would not receive theirs.
+        for rank in sorted(admitted, reverse=True):
+            readers[rank], self._writers[rank] = await asyncio.open_connection(sock=admitted[rank])
+        hub = self._make_hub(now=time.monotonic())
+        running = {asyncio.create_task(self._read(rank, reader, hub)) for rank, reader in readers.items()}
+        running.add(asyncio.create_task(self._check(hub)))
+        while not hub.finished:
+            ended, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            for task in ended:
+                task.result()
+        self._send(None, messages.Leave())
+        for rank in list(self._writers):
+            self._hang_up(rank)
 
-    def _read(self, connection: _Connection, hub: Hub, now: float) -> None:
-        received = connection.receive()
-        for message in received or ():
-            hub.receive(connection.rank, message, now)
-        if received is None:
-            self._selector.unregister(connection.socket)
-            connection.socket.close()
-            del self._connections[connection.rank]
-            hub.disconnected(connection.rank)
+    async def _check(self, hub: Hub) -> None:
+        """Have the hub check its ranks, and send them heartbeats. Until cancelled."""
+        while True:
+            self._send(None, messages.HubHeartbeat())
+            for _ in range(_CHECKS_PER_HEARTBEAT):
+                hub.check(time.monotonic())
+                await asyncio.sleep(self._interval_s / _CHECKS_PER_HEARTBEAT)
+
+    async def _read(self, rank: int, reader: asyncio.StreamReader, hub: Hub) -> None:
+        """Pass a rank's messages on until the connection ends, a message is invalid, or all ranks have left."""
+        while (message := await _next(reader)) is not None:
+            hub.receive(rank, message, time.monotonic())
+            if hub.finished:
+                return
+        self._hang_up(rank)
+        hub.disconnected(rank)
+
+    def _hang_up(self, rank: int) -> None:
+        writer = self._writers.pop(rank)
+        writer.transport.abort()  # closing it would wait for a rank that has stopped reading
 
     def _send(self, rank: int | None, message: Message) -> None:
-        """Send a message to a rank, or to all (None)."""
+        """Send a message to a rank, or to all (None). What a rank does not take now is kept."""
         content = encode(message)
         data = LENGTH.pack(len(content)) + content
-        for connection in self._connections.values() if rank is None else [self._connections.get(rank)]:
+        for writer in self._writers.values() if rank is None else [self._writers.get(rank)]:
             # A rank that has stopped reading gets no heartbeats, which would pile up.
-            if connection is not None and not (connection.unsent and isinstance(message, messages.HubHeartbeat)):
-                self._write(connection, data)
+            if writer and not (isinstance(message, messages.HubHeartbeat) and writer.transport.get_write_buffer_size()):
+                writer.write(data)
 
-    def _write(self, connection: _Connection, data: bytes) -> None:
-        had_unsent = bool(connection.unsent)
-        connection.send(data)
-        if bool(connection.unsent) != had_unsent:
-            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unsent else 0)
-            self._selector.modify(connection.socket, events, connection)
+
+async def _next(reader: asyncio.StreamReader) -> Message | None:
+    """Return the next message, or None if the connection has ended, or the message is invalid."""
+    try:
+        [length] = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+        return decode(await reader.readexactly(length)) if 0 <= length <= MOST_BYTES else None
+    except (OSError, asyncio.IncompleteReadError):
+        return None

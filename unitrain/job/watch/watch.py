@@ -24,7 +24,6 @@ from unitrain.job.watch.hub import SILENT_END, Member, heartbeat_interval_s
 from unitrain.job.watch.hub_server import HubServer
 from unitrain.job.watch.link import Link
 from unitrain.job.watch.messages import Message, StopReason, Verdict
-from unitrain.job.watch.reaper import Reaper
 from unitrain.job.watch.stopping import Boundaries
 from unitrain.launch.detect import Launch
 from unitrain.launch.network.addresses import own_addresses
@@ -34,8 +33,6 @@ A = TypeVar("A", messages.Answer, messages.CallsAgree)
 
 _CLOSE_S = 5.0
 _ANSWER_S = 2.0
-# The reaper leaves this much time to the verdict on a stalled rank, which says what the rank was doing.
-_REAP_AFTER_S = 3.0
 # What a process does for longer than this is reported with its line in the script.
 _LONG_S = 1.0
 # How often the end of an emergency checkpoint is looked for.
@@ -51,6 +48,7 @@ class Watch:
 
     Attributes:
         members: all processes of the job, by rank.
+        saver: writes an emergency checkpoint when the job fails; None if none is to be written.
 
     Raises:
         CommunicationError: rank 0 can't be reached, or not all ranks reached it within ``timeout_s``.
@@ -65,7 +63,7 @@ class Watch:
         launch: Launch,
         key: bytes,
     ) -> None:
-        self._saver: Saver | None = None
+        self.saver: Saver | None = None
         self._launch = launch
         self._one_host = launch.local_world_size == communicator.world_size
         self._grace_s = grace_s(launch)  # that an emergency checkpoint may take
@@ -86,9 +84,6 @@ class Watch:
         self._left = False
         self._script_thread = threading.get_ident()
         self._state, self._since, self._blocked_since = ("", 0, 0), 0.0, 0.0
-        # Several ranks of a host kill the one that stalls; see _decide.
-        alone = not self._one_host and sum(member.host == self._me.host for member in members) == 1
-        self._reaper = Reaper(str(self._me), self._heartbeat_timeout_s + _REAP_AFTER_S) if alone else None
         self._thread = threading.Thread(target=self._run, name="unitrain watch", daemon=True)
         self._thread.start()
 
@@ -148,15 +143,6 @@ class Watch:
         self.wait_for_end()
         return self._verdict
 
-    @property
-    def saver(self) -> Saver | None:
-        """What writes an emergency checkpoint when the job fails; None if none is to be written."""
-        return self._saver
-
-    def save_by(self, saver: Saver | None) -> None:
-        """Have an emergency checkpoint written when the job fails, or none from now on."""
-        self._saver = saver
-
     def wait_for_end(self, patience_s: float = 0.0) -> None:
         """Wait until the job has ended, if it is ending: this process, or another one, may save its state meanwhile.
 
@@ -165,7 +151,7 @@ class Watch:
         with self._changed:
             if not self._changed.wait_for(lambda: self._verdict is not None, patience_s):
                 return
-        if self._saver is not None:
+        if self.saver is not None:
             self._over.wait(self._grace_s + _AFTER_THE_OTHERS_S)
 
     def whereabouts(self) -> str:
@@ -205,8 +191,6 @@ class Watch:
         self._thread.join(_CLOSE_S)
         if self._server is not None:
             self._server.join(_CLOSE_S)
-        if self._reaper is not None:
-            self._reaper.close()
         self._link.close()
 
     # --------------------------------------------------------------------------------------------- in the thread
@@ -217,8 +201,6 @@ class Watch:
             if now >= beat_at:
                 beat_at = now + self._interval_s
                 self._send_heartbeat()
-                if self._reaper is not None:
-                    self._reaper.beat()
             ready = wait([self._link.fileno()], beat_at - now)
             now = time.monotonic()
             if now - checked_at > self._heartbeat_timeout_s / 2:
@@ -271,10 +253,10 @@ class Watch:
         with self._changed:
             self._verdict = verdict
             self._changed.notify_all()
-        if self._saver is not None and not verdict.on_all_ranks:
-            self._survive(verdict, self._saver, has_hub=has_hub)
-        if self._saver is not None and self._launch.elastic:
-            self._saver.release()
+        if self.saver is not None and not verdict.on_all_ranks:
+            self._survive(verdict, self.saver, has_hub=has_hub)
+        if self.saver is not None and self._launch.elastic:
+            self.saver.release()
         ending = self._ending
         self._over.set()
         if verdict.stalled and culprit.host == self._me.host and rank != self._me.rank:
@@ -297,8 +279,6 @@ class Watch:
         if verdict.rank != self._me.rank:
             emergency = Emergency(saver, self._link.send, self._grace_s, lambda: self._own_error, verdict)
         while time.monotonic() < until:
-            if self._reaper is not None:
-                self._reaper.beat()
             if not has_hub:
                 # It was rank 0's. Without it, each rank that has a whole state tries, and the first to begin goes on.
                 if emergency is None or emergency.over.wait(_POLL_S):

@@ -6,7 +6,7 @@ from unitrain.testing.duty import Duty, registered
 
 STARTS = (
     ("lifecycle", "verbs", "collectives"),
-    ("parity", "precisions"),
+    ("parity",),
     ("gradients", "optimizers"),
     ("nonfinite", "preparation", "evaluation", "files"),
     ("failures",),

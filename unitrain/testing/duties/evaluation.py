@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from functools import partial
 
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 
 from unitrain.testing.duty import duty
-from unitrain.testing.models import EXACT, Net, Twins, assert_same, samples, sgd, train_plainly
+from unitrain.testing.models import EXACT, Net, Twins, samples, sgd, train_plainly
 from unitrain.testing.worlds import World
 
 
@@ -34,27 +33,12 @@ def evaluation_of_batch_norm(world: World) -> None:
 
 
 @duty()
-def what_was_trained_is_evaluated_and_exported(world: World) -> None:
-    """The evaluated model and the exported one have the trained weights."""
-    with world.open(sync_batchnorm=True) as strategy:
-        twins = Twins(strategy, partial(Net, norm=True))
-        twins.train()
-        inputs, _ = samples().tensors
-        wanted = twins.expected.eval()(inputs)
-        with strategy.evaluation(twins.prepared):
-            torch.testing.assert_close(twins.prepared(inputs), wanted, rtol=0, atol=EXACT)
-        exported = strategy.export(twins.prepared)
-        assert type(exported) is Net
-        torch.testing.assert_close(exported(inputs), wanted, rtol=0, atol=EXACT)
-        assert_same(exported, twins.expected)
-
-
-@duty()
 def evaluation_of_uneven_batches(world: World) -> None:
-    """Ranks without samples of the last batch don't keep the others waiting, and each sample counts once."""
+    """Trained weights are evaluated, each sample counts once, and ranks without samples keep no other waiting."""
     with world.open(timeout_s=10) as strategy:
-        model, expected = Net(), Net()
-        prepared = strategy.prepare(model)
+        twins = Twins(strategy)
+        twins.train()
+        prepared, expected = twins.prepared, twins.expected
         data = samples(2 * strategy.world_size + 1)
         test = strategy.dataloader(data, batch_size=1)
         error, gathered = strategy.meter(), []

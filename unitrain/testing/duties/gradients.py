@@ -1,4 +1,4 @@
-"""Duties of gradients, with unused, tied, frozen, complex and sparse parameters."""
+"""Duties of gradients, with unused, complex and sparse parameters."""
 
 from __future__ import annotations
 
@@ -72,34 +72,6 @@ def unused_parameters_beside_batch_norm(world: World, settings: dict[str, Any]) 
                 outputs = torch.cat([outputs, expected.right(trunk[2:])])
             step_by_hand(mse_loss(outputs, targets), twins.by_hand)
         assert_same(twins.model, expected)
-
-
-class _Tied(nn.Module):
-    """The second and third layer share a weight; the first is frozen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(6)
-        self.first = nn.Linear(4, 4).requires_grad_(False)
-        self.middle = nn.Linear(4, 4)
-        self.last = nn.Linear(4, 4)
-        self.last.weight = self.middle.weight
-        self.double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.last(torch.tanh(self.middle(torch.tanh(self.first(x)))))
-        return out[:, :2]
-
-
-@duty()
-def tied_and_frozen(world: World) -> None:
-    """A weight that two layers share is averaged once, and a frozen one stays as it was."""
-    with world.open() as strategy:
-        twins = Twins(strategy, _Tied)
-        assert twins.model.last.weight is twins.model.middle.weight
-        twins.train()
-        twins.assert_same()
-        assert torch.equal(whole(twins.model.first.weight), _Tied().first.weight)
 
 
 class _Turns(nn.Module):

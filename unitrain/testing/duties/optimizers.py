@@ -193,7 +193,7 @@ def _muon(model: Net) -> list[Optimizer]:
 
 
 @duty(
-    needs=lambda world: world.processes > 1 and not world.shards,
+    needs=lambda world, _: world.processes > 1 and not world.shards,
     each={"lamb": _lamb, "muon": _muon, "adafactor": _adafactor},
 )
 def sharded_optimizers(world: World, make: Callable[[Net], list[Optimizer]]) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import cast
+
 import pytest
 import torch
 
-from unitrain.communication.object_codec import ObjectCodec
+from unitrain.communication.communicator import Communicator
+from unitrain.communication.objects import ObjectTransport
 from unitrain.communication.plain_data import NotPlainError
 from unitrain.errors import CommunicationError, UsageError
 
@@ -16,16 +20,23 @@ class Thing:
     """No plain data."""
 
 
-def received(codec: ObjectCodec, header: bytes, tensors: list[torch.Tensor], sender: int, exchange: int) -> object:
-    load, parts = codec.decode(header, sender, exchange)
+def transport(rank: int, key: bytes | None, exchange: int = 5) -> ObjectTransport:
+    """Return what sends a rank's objects, in one exchange."""
+    made = ObjectTransport(cast(Communicator, SimpleNamespace(rank=rank)), key)
+    made._exchanges = exchange
+    return made
+
+
+def received(at: ObjectTransport, header: bytes, tensors: list[torch.Tensor], sender: int) -> object:
+    load, parts = at.decode(header, sender)
     for part, its in zip(parts, tensors, strict=True):
         part.copy_(its)
     return load()
 
 
 def test_a_signed_pickle_is_opened_once() -> None:
-    header, tensors = ObjectCodec(1, KEY).encode(Thing(), 5, pickles=True)
-    assert isinstance(received(ObjectCodec(0, KEY), header, tensors, 1, 5), Thing)
+    header, tensors = transport(1, KEY).encode(Thing(), pickles=True)
+    assert isinstance(received(transport(0, KEY), header, tensors, 1), Thing)
 
 
 @pytest.mark.parametrize(
@@ -33,28 +44,28 @@ def test_a_signed_pickle_is_opened_once() -> None:
     ids=["replayed", "of another rank", "of another job", "in a job without a secret"],
 )  # fmt: skip
 def test_other_pickles_are_not(key: bytes | None, sender: int, exchange: int) -> None:
-    header, tensors = ObjectCodec(1, KEY).encode(Thing(), 5, pickles=True)
+    header, tensors = transport(1, KEY).encode(Thing(), pickles=True)
     with pytest.raises(CommunicationError, match=f"rank {sender} sent a pickled object .* without the signature"):
-        received(ObjectCodec(0, key), header, tensors, sender, exchange)
+        received(transport(0, key, exchange), header, tensors, sender)
 
 
 def test_a_pickle_that_was_changed_on_its_way() -> None:
-    header, tensors = ObjectCodec(1, KEY).encode(Thing(), 5, pickles=True)
+    header, tensors = transport(1, KEY).encode(Thing(), pickles=True)
     tensors[0][-1] ^= 1
     with pytest.raises(CommunicationError, match="without the signature"):
-        received(ObjectCodec(0, KEY), header, tensors, 1, 5)
+        received(transport(0, KEY), header, tensors, 1)
 
 
 def test_without_a_key_none_is_made() -> None:
     with pytest.raises(
         UsageError, match=r"Thing is not plain data, so .*export UNITRAIN_JOB_SECRET=\$\(openssl rand -hex 32\)"
     ):
-        ObjectCodec(0, None).encode([Thing()], 1, pickles=True)
+        transport(0, None).encode([Thing()], pickles=True)
     with pytest.raises(NotPlainError):
-        ObjectCodec(0, KEY).encode([Thing()], 1, pickles=False)
+        transport(0, KEY).encode([Thing()], pickles=False)
 
 
 @pytest.mark.parametrize("header", [b"", b"d", b"p1", b"p[]", b'p[{"bytes":""},{"tensor":["float32",[1]]}]', b"x1"])
 def test_headers_that_are_none(header: bytes) -> None:
     with pytest.raises(CommunicationError, match=r"rank 3 sent|what rank 3 sent \(.*SECURITY\.md"):
-        received(ObjectCodec(0, KEY), header, [torch.zeros(1)] * header.count(b"tensor"), 3, 1)
+        received(transport(0, KEY), header, [torch.zeros(1)] * header.count(b"tensor"), 3)

@@ -1,0 +1,220 @@
+"""Files of torch: hashed while they are written, and mapped when they are read.
+
+Mapped files are read where their tensors are used, and give their memory back afterwards.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import hashlib
+import os
+import pickle
+import re
+import stat
+import zipfile
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from unitrain.data.structure import tensors
+
+_libc = ctypes.CDLL(None)
+_MADV_DONTNEED = 4  # Linux: the pages are read from the file again if they are needed
+_SMALL = 2**16  # bytes; to pass on fewer takes longer than to copy and hash them
+_JOINED = 2**20
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file for reading. A pipe would be waited for, and a device may be read for ever: both are refused.
+
+    Raises:
+        OSError: it can't be opened, or is a pipe, a socket or a device.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would wait for a writer
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file")
+    return os.fdopen(descriptor, "rb")
+
+
+def reason(error: Exception) -> str:
+    """Return why a file could not be written or read, without torch's advice to allow code in it."""
+    if isinstance(error, pickle.UnpicklingError):
+        kind = re.search(r"GLOBAL (\S+)", str(error))
+        found = f"{kind[1]} is" if kind else "it contains an object that is"
+        return f"{found} neither a tensor nor plain data (int, float, str, list, dict), and pickled code is never run."
+    return f"{type(error).__name__}: {error}"
+
+
+def viewed(raw: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    """Return a tensor, given its bytes: in place, if they are aligned."""
+    if raw.data_ptr() % dtype.itemsize or raw.storage_offset() % dtype.itemsize:
+        raw = raw.clone()
+    return raw.view(dtype).view(shape)
+
+
+class MappedFiles:
+    """Loads files, and releases their pages on demand. They stay mapped as long as this object lives."""
+
+    def __init__(self) -> None:
+        self._paths: set[str] = set()
+        self._addresses: list[int] = []  # in files whose mappings have not been looked for yet
+        self._ranges: set[tuple[int, int]] = set()
+        # Where a file was mapped, something else may be: to release its pages would overwrite it by zeros.
+        self._contents: list[Any] = []
+
+    def load(self, path: Path) -> Any:
+        """Return the content of a file of torch, with tensors on the CPU. Raises any exception of ``torch.load``."""
+        with open_regular(path) as file:
+            is_mappable = zipfile.is_zipfile(file)  # and not of a torch before 1.6
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_mappable)
+        if is_mappable:
+            strided = [one for one in tensors(content) if one.layout == torch.strided and not one.is_meta]
+            self._keep(path, content, [one.untyped_storage() for one in strided])
+        return content
+
+    def map(self, path: Path) -> torch.UntypedStorage:
+        """Return the bytes of a file."""
+        size = path.stat().st_size
+        mapped = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8).untyped_storage()
+        self._keep(path, mapped, [mapped])
+        return mapped
+
+    def _keep(self, path: Path, content: Any, storages: Iterable[torch.UntypedStorage]) -> None:
+        self._contents.append(content)
+        self._paths.add(str(path.resolve()))
+        self._addresses += [storage.data_ptr() for storage in storages]
+
+    def release(self) -> None:
+        """Release the pages that have been read so far."""
+        if self._addresses:
+            # Once, and not for each file: the list of mappings grows with them.
+            self._ranges.update(_mappings(self._paths, sorted(self._addresses)))
+            self._addresses.clear()
+        for start, end in self._ranges:
+            _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_DONTNEED)
+
+
+def _mappings(paths: set[str], addresses: list[int]) -> Iterator[tuple[int, int]]:
+    """Yield where files are mapped at one of these addresses, which are sorted.
+
+    A script may have mapped a file itself, elsewhere, and have changed its copy.
+    """
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        found, *fields = line.split(maxsplit=5)
+        if fields[-1].removesuffix(" (deleted)") in paths:
+            start, end = (int(address, 16) for address in found.split("-"))
+            at = bisect_left(addresses, start)
+            if at < len(addresses) and addresses[at] < end:
+                yield start, end
+
+
+# ----------------------------------------------------------------------------------------------------------- writing
+
+
+def write_part(
+    path: Path,
+    value: Any,
+    written: Callable[[], object] = lambda: None,
+    save: Callable[..., object] = torch.save,
+) -> dict[str, Any]:
+    """Write a file of a checkpoint, and return what its manifest says of it. Raises any exception of pickling.
+
+    Args:
+        path: the file, which is not synced to the disk.
+        value: tensors and plain data. The memory of the tensors does not change.
+        written: called when the file is complete. It may not be hashed to its end yet, which takes longer.
+        save: writes the value.
+    """
+    with ThreadPoolExecutor(1, "checkpoint digest") as thread:
+        writing = _write(path, value, save, thread)
+        written()
+        return {"size": writing.size, "sha256": writing.hexdigest()}
+
+
+def write_file(path: Path, value: Any) -> None:
+    """Write a file that is not synced to the disk. Raises any exception of pickling."""
+    _write(path, value, torch.save, None)
+
+
+def _write(path: Path, value: Any, save: Callable[..., object], thread: ThreadPoolExecutor | None) -> Writing:
+    with open(path, "wb") as file:
+        writing = Writing(file, value, thread)
+        try:
+            save(value, writing)
+        except RuntimeError as error:
+            raise writing.error or error from error
+        writing.end()
+    return writing
+
+
+def check_part(path: Path) -> None:
+    """Report now, and not when it is needed, that a part can't be loaded. This does not read the tensors' data."""
+    MappedFiles().load(path)
+
+
+class Writing:
+    """The file object that ``torch.save`` is given. It joins small writes, of which an archive has about 40.
+
+    A thread, if there is one, computes the SHA-256 of what is written. The tensors' memory is used until that is done.
+    """
+
+    def __init__(self, file: BinaryIO, value: Any, thread: ThreadPoolExecutor | None) -> None:
+        self._file = file
+        self._thread = thread
+        self._sha256 = hashlib.sha256()
+        found = (one for one in tensors(value) if one.device.type == "cpu" and one.layout == torch.strided)
+        self._lasting = {tensor.untyped_storage().data_ptr() for tensor in found}
+        self._small = bytearray()
+        self.size: int = 0
+        self.error: OSError | None = None
+        """The error of a write, which torch's writer replaces by another."""
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Write data, which are hashed meanwhile."""
+        size = len(data)
+        self.size += size
+        if size < _SMALL:
+            self._small += data
+        if size >= _SMALL or len(self._small) >= _JOINED:
+            self.end()
+        if size >= _SMALL:
+            lasts = np.frombuffer(data, np.uint8).ctypes.data in self._lasting
+            self._put(data, lasts=lasts)
+        return size
+
+    def tell(self) -> int:
+        """Return how many bytes were written."""
+        return self.size
+
+    def flush(self) -> None:
+        """Do nothing: torch calls this after each archive."""
+
+    def end(self) -> None:
+        """Write what has been joined so far."""
+        if self._small:
+            joined, self._small = self._small, bytearray()
+            self._put(joined, lasts=True)
+
+    def hexdigest(self) -> str:
+        """Return the digest of what was written."""
+        assert self._thread is not None
+        return self._thread.submit(self._sha256.hexdigest).result()
+
+    def _put(self, data: bytes | bytearray | memoryview, *, lasts: bool) -> None:
+        hashed = None if self._thread is None else self._thread.submit(self._sha256.update, data)
+        try:
+            self._file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+        finally:
+            if hashed is not None and not lasts:
+                hashed.result()

@@ -1,0 +1,255 @@
+"""``strategy.load_weights``: fills a prepared model from files of safetensors, of which no rank holds all.
+
+A file has a header in JSON, and the bytes of tensors. The library safetensors can't read parts from an object store.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from unitrain.checkpoint.store.disk import Disk
+from unitrain.checkpoint.store.located import store_at
+from unitrain.checkpoint.store.store import Store
+from unitrain.checkpoint.store.torch_files import MappedFiles, viewed
+from unitrain.communication.communicator import Communicator
+from unitrain.communication.streaming import BUFFER_BYTES, Form, broadcast_tensors, own_rows
+from unitrain.errors import CheckpointError, UsageError
+from unitrain.training.models.prepared import PreparedModules
+from unitrain.url import parsed
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+_INDEX = ".safetensors.index.json"
+_LARGEST_HEADER = 10**8  # bytes, as in the library safetensors
+_BEGINNING = 2**20  # bytes, in which most headers fit: one request for each file
+_REQUEST = 2**25  # bytes: a request takes as long as a few MB
+
+
+def load_weights(communicator: Communicator, prepared: PreparedModules, module: nn.Module, path: str | Path) -> None:
+    """See ``Strategy.load_weights``."""
+    place = parsed(path)
+    if module not in prepared:
+        raise UsageError("load_weights needs a prepared model: call it after prepare().")
+    plain = prepared.unwrap(module)
+    files: WeightFiles | None = None
+
+    def read() -> tuple[str, list[str], list[str], dict[str, Form]]:
+        nonlocal files
+        files = WeightFiles.at(place)
+        return files.store.location, files.names, files.digests, files.forms()
+
+    location, names, digests, forms = communicator.on_main(read)
+    targets = _targets(plain, forms, path)
+    if communicator.shards_parameters:
+        if files is None:
+            files = _seen(location, names, digests)
+        if all(communicator.all_gather_data(files is not None)):
+            assert files is not None
+            # Each reads its own part. What every rank needs whole is sent instead: a disk serves one reader faster.
+            for name, target in targets.items():
+                if communicator.is_sharded(target):
+                    _copy_rows(communicator, target, files, name)
+            targets = {name: target for name, target in targets.items() if not communicator.is_sharded(target)}
+    sources = map(files.whole, targets) if files is not None else iter(())
+    release = files.release if files is not None else lambda: None
+    broadcast_tensors(communicator, list(targets.values()), sources, sent=release)
+    prepared.allow_calls(plain)
+
+
+def _seen(location: str, names: list[str], digests: list[str]) -> WeightFiles | None:
+    """Return the files that rank 0 has found, on another rank; None if it does not see the same."""
+    try:
+        files = WeightFiles(store_at(parsed(location)), names)
+        return files if files.digests == digests else None
+    except CheckpointError:
+        return None
+
+
+@torch.no_grad()
+def _copy_rows(communicator: Communicator, target: Tensor, files: WeightFiles, name: str) -> None:
+    """Overwrite this rank's shard of a tensor, a piece at a time. Not collective."""
+    shard, first = own_rows(communicator, target)
+    if not shard.numel():
+        return
+    step = max(1, files.piece_bytes * len(shard) // shard.nbytes)
+    for start in range(0, len(shard), step):
+        part = shard[start : start + step]
+        part.copy_(files.rows(name, first + start, first + start + len(part)))
+        files.release()
+
+
+def _targets(module: nn.Module, saved: Mapping[str, Form], path: str | Path) -> dict[str, Tensor]:
+    """Return the tensors to fill, by their names in the file. Raises CheckpointError if names or shapes differ."""
+    own = {name: value for name, value in module.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
+    aliases: dict[int, list[str]] = {}  # of a weight that is tied, the file may have one name
+    for name, tensor in own.items():
+        aliases.setdefault(id(tensor), []).append(name)
+    targets, wrong = {}, [f"{name} is not in the model" for name in saved if name not in own]
+    for names in aliases.values():
+        name = next((name for name in names if name in saved), names[0])
+        tensor = own[name]
+        if name not in saved:
+            wrong.append(f"{name} is missing")
+        elif tuple(tensor.shape) != saved[name].shape:
+            wrong.append(f"{name} is {saved[name].shape}, but {tuple(tensor.shape)} in the model")
+        else:
+            targets[name] = tensor
+    if wrong:
+        more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise CheckpointError(f"{path} has weights of another model: {'; '.join(wrong[:3])}{more}. Nothing was loaded.")
+    return targets
+
+
+# -------------------------------------------------------------------------------------------------------------- files
+
+
+class _Stored(NamedTuple):
+    """A tensor in a file."""
+
+    file: str
+    dtype: torch.dtype
+    shape: list[int]
+    start: int
+    """The first of its bytes in the file."""
+    end: int
+
+
+class WeightFiles:
+    """Files in a store, which are read when their tensors are. Each rank reads the rows that it needs.
+
+    Attributes:
+        digests: a digest of each file's size and beginning, which has its header.
+        piece_bytes: how much to read of a tensor at a time.
+
+    Raises:
+        CheckpointError: a file can't be read, or is not one of safetensors.
+    """
+
+    def __init__(self, store: Store, names: Sequence[str]) -> None:
+        self.store: Store = store
+        self.names: list[str] = list(names)
+        self.digests: list[str] = []
+        self.piece_bytes: int = BUFFER_BYTES if isinstance(store, Disk) else _REQUEST
+        self._mapped = MappedFiles()
+        self._contents: dict[str, Tensor] = {}  # of files on a disk
+        self._stored: dict[str, _Stored] = {}
+        for name in names:
+            self._read_header(name)
+
+    @staticmethod
+    def at(place: Path | str) -> WeightFiles:
+        """Return the files of a model: the one at a path or URL, or in a folder there, or those that an index names.
+
+        Raises CheckpointError if no file was found, or the index or a file is invalid.
+        """
+        if isinstance(place, Path):
+            store, name = (store_at(place), "") if place.is_dir() else (store_at(place.parent), place.name)
+        elif place.rstrip("/").endswith((".safetensors", _INDEX)):
+            folder, _, name = place.rstrip("/").rpartition("/")
+            store = store_at(folder)
+        else:
+            store, name = store_at(place), ""
+        if not name:
+            found: list[str] = []
+            with _readable(str(store)), suppress(FileNotFoundError):
+                found = store.list()
+            name = next((one for one in ("model.safetensors", f"model{_INDEX}") if one in found), "")
+            if not name:
+                raise CheckpointError(f"{store} has neither model.safetensors nor model{_INDEX}: name the file.")
+        if not name.endswith(_INDEX):
+            return WeightFiles(store, [name])
+        with _readable(store.shown(name)):
+            text = store.get(name)
+        try:
+            names = sorted(set(json.loads(text)["weight_map"].values()))
+            if any("/" in one for one in names):
+                raise ValueError("it names a file in another folder")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            shown = store.shown(name)
+            raise CheckpointError(f"{shown} is no index of safetensors: {type(error).__name__}: {error}") from error
+        return WeightFiles(store, names)
+
+    def forms(self) -> dict[str, Form]:
+        """Return the forms of the tensors, by name."""
+        stored = self._stored.items()
+        return {name: Form(torch.empty(one.shape, dtype=one.dtype, device="meta")) for name, one in stored}
+
+    def rows(self, name: str, first: int, last: int) -> Tensor:
+        """Return some rows of a tensor. Raises CheckpointError."""
+        whole = self._stored[name]
+        row, shape = (whole.end - whole.start) // max(1, whole.shape[0]), [last - first, *whole.shape[1:]]
+        return self._read(whole._replace(shape=shape, start=whole.start + first * row, end=whole.start + last * row))
+
+    def whole(self, name: str) -> Tensor:
+        """Return a tensor. Raises CheckpointError."""
+        return self._read(self._stored[name])
+
+    def release(self) -> None:
+        """Give back the memory of what has been read."""
+        self._mapped.release()
+
+    def _read_header(self, file: str) -> None:
+        shown = self.store.shown(file)
+        with _readable(shown):
+            size = self.store.size(file)
+        beginning = self._bytes(file, 0, min(size, _BEGINNING))
+        self.digests.append(hashlib.sha256(f"{size} ".encode() + beginning).hexdigest())
+        try:
+            end = 8 + int.from_bytes(beginning[:8], "little")
+            if end > 8 + _LARGEST_HEADER:
+                raise ValueError(f"its header would have {end - 8} bytes")
+            header = json.loads((beginning + self._bytes(file, len(beginning), min(size, end)))[8:end])
+            header.pop("__metadata__", None)
+            for name, about in header.items():
+                self._stored[name] = _stored(file, end, size, about)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            message = f"{shown} is no whole file of safetensors: {type(error).__name__}: {error}"
+            raise CheckpointError(message) from error
+
+    def _read(self, stored: _Stored) -> Tensor:
+        file, dtype, shape, start, end = stored
+        if isinstance(self.store, Disk):  # mapped, so that it is read when it is used
+            if file not in self._contents:
+                self._contents[file] = torch.empty(0, dtype=torch.uint8).set_(self._mapped.map(self.store.root / file))
+            raw = self._contents[file][start:end]
+        else:
+            content = bytearray(self._bytes(file, start, end))
+            raw = torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+        if raw.numel() != end - start:
+            raise CheckpointError(f"{self.store.shown(file)} has changed or was cut while it was read.")
+        return viewed(raw, dtype, shape)
+
+    def _bytes(self, file: str, start: int, end: int) -> bytes:
+        with _readable(self.store.shown(file)):
+            return self.store.get(file, start, end) if start < end else b""
+
+
+def _stored(file: str, begin: int, size: int, about: Any) -> _Stored:
+    """Return where a tensor is, given what a header says, where that ends, and the size of the file."""
+    dtype, shape = DTYPES[about["dtype"]], [int(length) for length in about["shape"]]
+    start, end = (begin + int(offset) for offset in about["data_offsets"])
+    if not (begin <= start <= end <= size and end - start == math.prod(shape) * dtype.itemsize):
+        raise ValueError(f"{about} does not fit into {size} bytes")
+    return _Stored(file, dtype, shape, start, end)
+
+
+@contextmanager
+def _readable(shown: str) -> Iterator[None]:
+    """Raise errors of reading as CheckpointError."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{shown} does not exist.") from error
+    except OSError as error:
+        raise CheckpointError(f"{shown} could not be read: {error.strerror or error}.") from error
