@@ -127,12 +127,7 @@ class StrategyConfig(Section):
     """Load batches into pinned memory, for faster copies to a GPU; null: on a GPU, for what workers read."""
 
     def section(self, backend: str, kind: type[SectionType]) -> SectionType:
-        """Return the settings of one backend, or the defaults if this configuration has no section for it.
-
-        Args:
-            backend: name of the backend.
-            kind: its class of settings.
-        """
+        """Return the settings of a backend, of class ``kind``, or the defaults if there is no section for it."""
         found = getattr(self, backend, None)
         return found if isinstance(found, kind) else kind()
 

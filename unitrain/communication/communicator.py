@@ -52,7 +52,7 @@ class Communicator:
         pulse: as given.
         compares: as given; False in a world of one.
         closed: whether communication has ended.
-        waits: what is called around waits for collectives of the core.
+        waits: what is called around waits for collectives of the core, with ``shares: auto``.
         all_reduce_async: the backend's ``all_reduce``, for the core: in place, without checks.
         all_gather_async: the backend's ``all_gather``, for the core: without checks.
         broadcast_async: the backend's ``broadcast``, for the core: in place, without checks.
@@ -87,10 +87,14 @@ class Communicator:
         self.compares: bool = compares and peers is not None
         self._refusal = ""
         self._objects = ObjectTransport(self, key)
-        self.waits: Waits = Waits(measures=backend.config.shares == "auto")
-        self.all_reduce_async: Callable[[Tensor, str, str], Wait] = self.waits.of(backend.all_reduce)
-        self.all_gather_async: Callable[[Tensor, str], Callable[[], Tensor]] = self.waits.of(backend.all_gather)
-        self.broadcast_async: Callable[[Tensor, int, str], Wait] = self.waits.of(backend.broadcast)
+        self.waits: Waits = Waits()
+        self.all_reduce_async: Callable[[Tensor, str, str], Wait] = backend.all_reduce
+        self.all_gather_async: Callable[[Tensor, str], Callable[[], Tensor]] = backend.all_gather
+        self.broadcast_async: Callable[[Tensor, int, str], Wait] = backend.broadcast
+        if backend.config.shares == "auto":
+            self.all_reduce_async = self.waits.of(backend.all_reduce)
+            self.all_gather_async = self.waits.of(backend.all_gather)
+            self.broadcast_async = self.waits.of(backend.broadcast)
         self.owners: dict[Parameter, int] = {}
         several = self.world_size > 1
         self.shards_parameters: bool = backend.shards and several

@@ -290,7 +290,6 @@ def test_what_can_not_be_found_is_refused() -> None:
         find: Any = strategy.find_micro_batch_size
         for arguments, said in [
             (([1], loss, optimizer), "takes a loader made by strategy.dataloader, not list"),
-            ((train, 3, optimizer), "takes a function that returns the loss of a batch, not int"),
             ((train, loss, net), "takes a torch optimizer, or a non-empty list of them"),
             ((train, loss, []), "takes a torch optimizer, or a non-empty list of them"),
             ((train, lambda batch: model(batch[0]), optimizer), r"must be a scalar, but has shape \(4, 2\)"),

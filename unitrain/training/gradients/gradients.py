@@ -88,7 +88,7 @@ class GradientReducer:
 
     Args:
         parameters: in the order of registration; backward computes their gradients in roughly the reverse order.
-        all_reduce: asynchronous in-place sum.
+        all_reduce: starts an in-place all-reduce.
         armed: returns whether the running backward communicates.
         name: prefix of the buckets' names, the same on all ranks.
         wire_device: the device on which gradients are reduced; theirs may be another.

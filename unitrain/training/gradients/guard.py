@@ -24,11 +24,7 @@ from unitrain.errors import UsageError
 class GuardedStep:
     """Clips gradients and steps an optimizer. Changes neither weights nor state if one is non-finite.
 
-    Args:
-        device: device of the gradients, or of the first of them.
-        clip_norm: maximum 2-norm of all gradients together.
-        clip_value: maximum absolute value of the gradients' elements; clamped before the norm is computed.
-        measure_norm: return the 2-norm even if ``clip_norm`` is None.
+    Elements are clamped to ``clip_value`` before the norm is computed. ``device`` is that of the first gradient.
 
     Attributes:
         all_plain: whether torch's kernel may be given all gradients at once: they are dense, and on ``device``.

@@ -76,16 +76,8 @@ def run_backward(
 ) -> None:
     """Run backward, and record in ``windows`` whether the loss is finite.
 
-    On a GPU the host does not know that yet: if the loss is non-finite, the device adds NaN to a gradient.
-
-    Args:
-        loss: scalar.
-        scale: gradient scale; None means 1.
-        inputs: the leaves of the graph that get gradients; None means all.
-        windows: the accumulation windows that the gradients belong to.
-        weight: weight of the loss; with 0 it has no effect on the gradients.
-        on_host: whether the loss can be read without waiting for a GPU.
-        distributed: whether there are other ranks.
+    On a GPU (not ``on_host``) the host does not know that yet: if the loss is non-finite, the device adds NaN to a
+    gradient. ``inputs`` are the leaves of the graph that get gradients; None means all.
     """
     if isinstance(weight, Tensor):
         if weight.is_cuda:

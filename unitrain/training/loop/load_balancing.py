@@ -17,7 +17,6 @@ import torch
 
 from unitrain.communication.communicator import Communicator
 from unitrain.data.loop import Batches
-from unitrain.data.order.sharding import MicroBatch
 from unitrain.data.order.shares import Shares, proportional
 from unitrain.process import print_stderr
 from unitrain.training.hooks import StepHook
@@ -41,36 +40,27 @@ class LoadBalancer(StepHook):
         self._seen = step.global_step
         self._worked = 0.0  # on the batch that was yielded last, in seconds
         self._since: float | None = None  # when the script began to work on it, or went on; None: it does not
-        self._measured = False  # whether that batch is measured
         self._seconds: list[float] = []  # for a sample of each measured batch
-        self._measuring = True
 
     def batches(self, batches: Batches) -> Batches:
         """Yield from an iterator of training batches, and measure what the script does with them."""
         for micro_batch, batch in batches:
-            if self._measuring and self._steps >= _SKIPPED and micro_batch.count:
-                if not self._seconds:
-                    self._communicator.waits.measure(self._timed)
-                self._measured, self._worked, self._since = True, 0.0, self._now()
+            self._worked = 0.0
+            self.after_call()
             yield micro_batch, batch
-            if self._measuring:
-                self._end(micro_batch)
-            if not self._measuring:
+            if self._worked and micro_batch.count:
+                self._seconds.append(self._worked / micro_batch.count)
+            self._since = None  # what follows a step is not work on a batch
+            if micro_batch.last and self._step.global_step != self._seen:
+                self._seen = self._step.global_step
+                self._steps += 1
+                if self._steps == _SKIPPED:
+                    self._communicator.waits.around = self._timed
+                elif self._steps == _SKIPPED + _MEASURED:
+                    self._settle()
+            if self._steps >= _SKIPPED + _MEASURED:
                 break
         yield from batches
-
-    def _end(self, micro_batch: MicroBatch) -> None:
-        if self._measured:
-            # What follows a step is not work on a batch, unless the next one is taken ahead of the step.
-            if self._step.batches.following is not None:
-                self.before_call()
-            self._seconds.append(self._worked / micro_batch.count)
-            self._measured, self._since = False, None
-        if micro_batch.last and self._step.global_step != self._seen:
-            self._seen = self._step.global_step
-            self._steps += 1
-            if self._steps == _SKIPPED + _MEASURED:
-                self._settle(ahead=self._step.batches.following is not None)
 
     def before_call(self) -> None:
         """``backward`` or ``update`` was called: the script does not work on its batch until it returns."""
@@ -80,7 +70,7 @@ class LoadBalancer(StepHook):
 
     def after_call(self) -> None:
         """It has returned. The script may go on to work on the batch, for another optimizer."""
-        if self._measured:
+        if self._steps >= _SKIPPED:
             self._since = self._now()
 
     def _timed(self, wait: Callable[[], T]) -> T:
@@ -98,11 +88,11 @@ class LoadBalancer(StepHook):
             torch.cuda.synchronize(self._communicator.device)
         return perf_counter()
 
-    def _settle(self, *, ahead: bool) -> None:
+    def _settle(self) -> None:
         """Set the shares, unless the script takes batches ahead, as these have the old ones. Collective."""
-        self._measuring = False
         self._step.hooks.remove_hook(self)
-        self._communicator.waits.end()
+        self._communicator.waits.around = None
+        ahead = self._step.batches.following is not None
         seconds = float(np.median(self._seconds)) if self._seconds else 0.0
         own = torch.tensor(seconds, dtype=torch.float64, device=self._communicator.device)
         everyone: list[float] = self._communicator.all_gather_alike(own).tolist()

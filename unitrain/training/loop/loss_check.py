@@ -27,10 +27,6 @@ _OF_MEAN, _OF_SUM = 1, 2  # what torch saves for reduction="mean" and "sum"
 class LossCheck:
     """Warns once of a loss that was divided by hand, scaled by a GradScaler, or is a mean over part of its targets.
 
-    Args:
-        accumulate: the setting.
-        world_size: number of ranks.
-
     Attributes:
         next_step: the first step whose loss is to be looked at.
     """
@@ -41,13 +37,7 @@ class LossCheck:
         self.next_step: int = 0
 
     def look(self, loss: Tensor, step: int, *, weighted: bool) -> None:
-        """Look at one loss.
-
-        Args:
-            loss: scalar, before its backward.
-            step: number of steps before this one.
-            weighted: whether the script gives the loss's weight.
-        """
+        """Look at one loss. ``step`` is the number of steps before it; ``weighted``: the script gives its weight."""
         self.next_step = max(1, 2 * step)
         message = self._leftover(loss) or ("" if weighted else self._mean_over_some(loss))
         if message:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import nn
 
 from unitrain.config import StrategyConfig
-from unitrain.errors import ConfigError, nearest
 
 
 def compile_in_place(module: nn.Module, config: StrategyConfig) -> None:
@@ -19,18 +18,8 @@ def compile_in_place(module: nn.Module, config: StrategyConfig) -> None:
     """
     if is_compiled(module):
         return
-    # Importing the compiler takes a second or more.
-    from torch.compiler import list_backends
-
-    backend = config.compile_backend
-    known = list_backends(exclude_tags=())
-    if backend not in known:
-        raise ConfigError(
-            f"compile_backend is {backend!r}, which torch.compile does not have.{nearest(backend, known)} It has "
-            f"{', '.join(known)}."
-        )
     mode = config.compile if isinstance(config.compile, str) else None
-    module.compile(backend=backend, mode=mode)
+    module.compile(backend=config.compile_backend, mode=mode)
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -30,13 +30,7 @@ _FACTOR = 6364136223846793005  # odd; of a linear congruential generator (Knuth)
 
 
 class InSyncCheck(StepHook):
-    """Checks all prepared models, and the options of all optimizers, at the end of each training epoch.
-
-    Args:
-        communicator: the communicator of this process.
-        prepared: the prepared modules.
-        optimizers: returns the optimizers of the run.
-    """
+    """Checks all prepared models, and the options of all optimizers, at the end of each training epoch."""
 
     def __init__(
         self, communicator: Communicator, prepared: PreparedModules, optimizers: Callable[[], list[Optimizer]]
@@ -55,13 +49,7 @@ class InSyncCheck(StepHook):
 
 
 class FrequentCheck(StepHook):
-    """Checks all prepared models every few steps (``check_in_sync_every``).
-
-    Args:
-        communicator: the communicator of this process.
-        prepared: the prepared modules.
-        every: number of steps from one check to the next.
-    """
+    """Checks all prepared models every few steps (``check_in_sync_every``)."""
 
     def __init__(self, communicator: Communicator, prepared: PreparedModules, every: int) -> None:
         self._communicator = communicator
@@ -77,13 +65,7 @@ class FrequentCheck(StepHook):
 
 @torch.no_grad()
 def check_in_sync(communicator: Communicator, module: nn.Module, tolerance: float = 0.0) -> None:
-    """See ``Strategy.check_in_sync``. A shard is on no other rank, so there is nothing to compare it with.
-
-    Args:
-        communicator: the communicator of this process.
-        module: an original module.
-        tolerance: warn of tensors that differ by no more than this share of their largest element.
-    """
+    """See ``Strategy.check_in_sync``. Tensors that differ by at most ``tolerance`` of their maximum get a warning."""
     local = [f"{name}.{key}" if name else key for name, layer in module.named_modules() if is_unsynchronised(layer)
              for key, _ in layer.named_buffers()]  # fmt: skip
     named = [(n, t) for n, t in (*module.named_parameters(), *module.named_buffers())

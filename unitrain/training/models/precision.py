@@ -37,9 +37,6 @@ class _AutocastForward:
         self._enter = torch.compiler.disable(self._enter_untraced)  # type: ignore[no-untyped-call]
         self._leave = torch.compiler.disable(self._leave_untraced)  # type: ignore[no-untyped-call]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _AutocastForward:
-        return _AutocastForward(*self._arguments)
-
     def __reduce__(self) -> tuple[type[_AutocastForward], tuple[tuple[str, ...], torch.dtype]]:
         return _AutocastForward, self._arguments
 

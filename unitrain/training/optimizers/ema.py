@@ -30,15 +30,7 @@ class EMA(nn.Module, StepHook):
     statistics of BatchNorm are averaged. Other buffers are the model's own.
 
     It is a module so that checkpoints treat it as they do the model. Its state dict has the keys of the model's.
-
-    Args:
-        prepared: the prepared modules.
-        model: the model, as ``prepare`` returned it.
-        decay: share of the average that a step keeps.
-        to_local: returns this rank's part of a weight, in the same memory.
-
-    Raises:
-        UsageError: the model was not prepared, its weights can't be averaged, or ``decay`` is not in [0, 1).
+    ``to_local`` returns this rank's part of a weight, in the same memory.
     """
 
     def __init__(

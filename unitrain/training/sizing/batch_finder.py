@@ -169,11 +169,6 @@ def _check(
             f"find_micro_batch_size takes a loader made by strategy.dataloader, not {type(loader).__name__}."
         )
     loader.check_splits()
-    if not callable(compute_loss):
-        raise UsageError(
-            "find_micro_batch_size takes a function that returns the loss of a batch, not "
-            f"{type(compute_loss).__name__}: pass lambda batch: criterion(model(batch[0]), batch[1]), for example."
-        )
     if not optimizers or not all(isinstance(one, Optimizer) for one in optimizers):
         raise UsageError("find_micro_batch_size takes a torch optimizer, or a non-empty list of them.")
     if communicator.shards_parameters:
