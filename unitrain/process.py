@@ -20,7 +20,7 @@ _ABORT_S = 1.0
 _WRITE_S = 2.0
 _FLUSH_S = 2.0
 _PR_SET_PDEATHSIG = 1  # Linux: the signal that this process gets when its parent dies
-_libc = ctypes.CDLL(None)  # glibc, which torch's builds for Linux need
+_libc = ctypes.CDLL(None)
 # Parameters of glibc's mallopt, from malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _NEVER = 2**31 - 1
@@ -164,10 +164,10 @@ def retain_freed_memory() -> None:
 
     Gradients are freed at the end of a step, when activations are gone too, and glibc would return the top of its heap
     to the system. The next step then had to fault in thousands of pages, which took a fifth of a small ResNet's time.
-    Blocks of more than 32 MiB are still returned.
+    Blocks of more than 32 MiB are still returned. Does nothing with other C libraries.
     """
-    _libc.mallopt(_M_TRIM_THRESHOLD, _NEVER)
-    _libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_FROM_HEAP)
+    _glibc("mallopt", _M_TRIM_THRESHOLD, _NEVER)
+    _glibc("mallopt", _M_MMAP_THRESHOLD, _LARGEST_FROM_HEAP)
 
 
 def return_freed_memory(smallest: int = 64 * 2**10) -> None:
@@ -176,9 +176,14 @@ def return_freed_memory(smallest: int = 64 * 2**10) -> None:
     Until glibc 2.38, no block of torch's fits into the gap that one of the same size has left (its bug 14581): where
     large blocks of a few sizes come and go among others that stay, the heap grows to several times of what is in use.
     """
-    _libc.mallopt(_M_MMAP_THRESHOLD, smallest)
+    _glibc("mallopt", _M_MMAP_THRESHOLD, smallest)
 
 
 def trim_heap() -> None:
     """Have glibc return the memory that it keeps to the system."""
-    _libc.malloc_trim(0)
+    _glibc("malloc_trim", 0)
+
+
+def _glibc(name: str, *arguments: int) -> None:
+    """Call a function that other C libraries lack, if it is there."""
+    getattr(_libc, name, lambda *_: None)(*arguments)

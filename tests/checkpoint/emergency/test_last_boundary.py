@@ -39,6 +39,8 @@ def train(folder: Path, fault: Fault | None, settings: dict[str, Any], how: str 
                 nn.init.zeros_(next(model.parameters()))
             elif how == "scheduler":
                 scheduler.step()
+            elif how == "list":
+                seen["steps"].clear()
             if fault[0] in (strategy.rank, ALL):
                 if how == "raise":
                     raise ValueError("an error of a rank")
@@ -173,6 +175,12 @@ def test_a_state_that_is_not_that_of_a_boundary_is_not_saved(
     said = fail(tmp_path, (1, place, 7), capfd, how)
     assert f"unitrain: no emergency checkpoint: rank 0: {why}.\n" in said
     assert saved(tmp_path) == 5
+
+
+def test_what_a_script_has_removed_is_not_brought_back(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    said = fail(tmp_path, (1, "batch", 18), capfd, "list")
+    assert "emergency checkpoint could not be written: a long list was shortened after the last step" in said
+    assert saved(tmp_path) == 15
 
 
 class Hub:

@@ -21,6 +21,7 @@ from unitrain.checkpoint.emergency.epoch_end import EpochEnd, EpochEndHook
 from unitrain.checkpoint.run_state import RunState
 from unitrain.data import Loader
 from unitrain.data.structure import rebuilt
+from unitrain.errors import CheckpointError
 from unitrain.pulse import USER_CODE, Pulse
 from unitrain.training.hooks import StepHook
 
@@ -29,7 +30,7 @@ _POLL_S = 0.005
 _LEAVE_S = 0.2
 # Larger tensors are not copied: that would take time in each step.
 _MOST_BYTES = 2**22
-# The items of longer lists are not copied.
+# Of longer lists, only the length is recorded: they may be appended to.
 _LONG = 16
 
 
@@ -45,7 +46,7 @@ class Recorded(NamedTuple):
     positions: list[dict[str, int]]
     """Positions of the loaders."""
     dicts: list[Any] | None
-    """Copies of the dicts; None if one is too large."""
+    """Copies of the dicts, with a ``_Beginning`` in place of each long list; None if a tensor is too large."""
     scheduled: list[int]
     """How often each scheduler was stepped."""
 
@@ -157,7 +158,7 @@ class LastBoundary(StepHook):
         earlier = {name: rebuilt(state, before) for name, state in parts.items()}
         for name, position in zip(self._loaders, last.positions, strict=True):
             earlier[name] = {**earlier[name], **position}
-        earlier.update(zip(self._dicts, last.dicts or [], strict=False))
+        earlier.update(zip(self._dicts, map(_restored, last.dicts or []), strict=False))
         return earlier if last.ended is None else last.ended.applied_to(earlier)
 
 
@@ -212,14 +213,32 @@ class _LargeTensorError(Exception):
     """A tensor is too large to be copied at each step."""
 
 
+class _Beginning(NamedTuple):
+    """The beginning of a long list."""
+
+    items: list[Any]
+    length: int
+
+
 def _copied(value: Any) -> Any:
     """Return a copy of plain values and tensors. Raises _LargeTensorError."""
     if isinstance(value, dict):
         return {key: _copied(item) for key, item in value.items()}
     if isinstance(value, list):
-        return value[:] if len(value) > _LONG else [_copied(item) for item in value]
+        return _Beginning(value, len(value)) if len(value) > _LONG else [_copied(item) for item in value]
     if isinstance(value, Tensor):
         if value.nbytes > _MOST_BYTES:
             raise _LargeTensorError
         return value.detach().clone()
     return value
+
+
+def _restored(copied: Any) -> Any:
+    """Return what was copied. Raises CheckpointError if a long list has lost items since."""
+    if isinstance(copied, _Beginning):
+        if len(copied.items) < copied.length:
+            raise CheckpointError("a long list was shortened after the last step")
+        return copied.items[: copied.length]
+    if isinstance(copied, dict):
+        return {key: _restored(item) for key, item in copied.items()}
+    return list(map(_restored, copied)) if isinstance(copied, list) else copied
