@@ -41,13 +41,12 @@ import torch.distributed as dist
 from places import TESTS
 from torch import nn
 
-import unitrain
 from unitrain.job.job import current
 from unitrain.job.starting.spawn import collect, end, join, run_rank
 from unitrain.launch import rendezvous
 
 _FORKSERVER = multiprocessing.get_context("forkserver")
-_KEPT = 3
+_KEPT = 6
 # Threads that may outlive a function, by the start of their names. fsspec keeps an event loop from the first use on.
 _STAYING = ("unitrain exit watch", "fsspecIO", "asyncio_")
 _worlds: dict[tuple[str, int], World] = {}  # the one that was used last comes last
@@ -153,7 +152,6 @@ class World:
 
 def _serve(work: Connection, reports: Connection) -> None:
     """Run functions in this process until there are no more, or one has left what can't be put back."""
-    unitrain._freeze_once()  # else each function's end would look through all modules of the forkserver (0.4 s)
     weakref.finalize(work, int)  # registers an exit handler, with the first
     atexit._clear()  # what is there comes from the modules of the forkserver
     rank = _Rank()
@@ -221,6 +219,8 @@ class _Rank:
         rendezvous._stores.clear()
         rendezvous._secrets.clear()
         rendezvous._calls = itertools.count()
+        if horovod := sys.modules.get("horovod.torch"):
+            horovod.shutdown()  # its thread would talk to the other ranks' a thousand times a second
         for filesystem in fsspec.registry.values():
             filesystem.clear_instance_cache()  # a test's server has ended with the test
         random.seed()

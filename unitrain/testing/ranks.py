@@ -41,7 +41,7 @@ _PRELOADED = [
 
 def preload(modules: Sequence[str]) -> None:
     """Have the server import modules, so that not every rank has to. Has no effect after the first rank is started."""
-    _FORKSERVER.set_forkserver_preload([*_PRELOADED, *modules])
+    _FORKSERVER.set_forkserver_preload([*_PRELOADED, *modules, "unitrain.testing.preloaded"])
 
 
 preload([])
