@@ -12,12 +12,12 @@
 # make docs    build the documentation into site/
 # make clean   remove the virtual environment and what tools left (not runs/)
 #
-# Settings: PYTHON makes the virtual environment VENV; WORKERS is the number of processes that run tests;
+# Settings: PYTHON makes the virtual environment VENV; WORKERS is the number of processes that run tests (many wait);
 # ARGS is added to the command of the recipe, of pytest, of each benchmark (--short, say) or of the build.
 
 PYTHON ?= python3
 VENV ?= .venv
-WORKERS ?= 2
+WORKERS ?= 3
 ARGS ?=
 
 BIN := $(abspath $(VENV))/bin

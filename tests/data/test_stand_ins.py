@@ -285,7 +285,7 @@ def alone() -> dict[str, Trained]:
 @pytest.mark.xdist_group("stand_ins")
 @pytest.mark.parametrize(
     ("backends", "launcher"),
-    [(["ddp", "fsdp"], "spawn"), pytest.param(["horovod"], "horovodrun", marks=HOROVOD)],
+    [(["ddp", "fsdp"], "spawn"), pytest.param(["horovod"], "horovodrun", marks=[HOROVOD, pytest.mark.soak])],
     ids=["ddp, fsdp", "horovod"],
 )
 def test_an_uneven_end_trains_like_one_process(

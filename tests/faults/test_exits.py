@@ -59,12 +59,12 @@ def test_leaving_while_the_others_wait_for_it_to_join(world: World, tmp_path: Pa
         assert re.match(r"rank 1 has ended before it joined the job", end.said(0))
 
 
-@worlds(FORKED, soak=[PLAIN, TORCHRUN, MPIRUN, MPIRUN_DDP, HOROVODRUN])
+@worlds(soak=[FORKED, PLAIN, TORCHRUN, MPIRUN, MPIRUN_DDP, HOROVODRUN])
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
         ("thread", "threads that are not daemons: uploader"),
-        pytest.param("exit-handler", "an exit handler, or the reader of its", marks=pytest.mark.soak),
+        ("exit-handler", "an exit handler, or the reader of its"),
     ],
 )
 def test_a_process_that_does_not_exit(world: World, kind: str, reason: str, tmp_path: Path) -> None:

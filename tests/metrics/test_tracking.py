@@ -131,6 +131,7 @@ def test_a_run_and_its_continuation_are_one_run_in_each_tracker(offline: Path) -
     assert status_in_mlflow(offline.parent) == 3, "FINISHED"
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("forked")
 def test_a_run_that_fails_is_recorded_so_and_says_why(offline: Path, tmp_path: Path) -> None:
     """Its last metrics are not lost, and W&B's own hook for exceptions does not hide ours."""

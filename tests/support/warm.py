@@ -219,8 +219,8 @@ class _Rank:
         rendezvous._stores.clear()
         rendezvous._secrets.clear()
         rendezvous._calls = itertools.count()
-        if horovod := sys.modules.get("horovod.torch"):
-            horovod.shutdown()  # its thread would talk to the other ranks' a thousand times a second
+        # Horovod's thread would talk to the other ranks' a thousand times a second.
+        getattr(sys.modules.get("horovod.torch"), "shutdown", int)()
         for filesystem in fsspec.registry.values():
             filesystem.clear_instance_cache()  # a test's server has ended with the test
         random.seed()

@@ -46,7 +46,8 @@ def ended(ranks: Sequence[subprocess.Popen[str]]) -> tuple[list[int], str]:
             rank.communicate()
 
 
-@pytest.mark.parametrize("frozen", [1, pytest.param(0, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("frozen", [1, 0])
 def test_a_frozen_rank_that_is_alone_on_its_host(tmp_path: Path, frozen: int) -> None:
     """The others can't kill it from their hosts, and nobody who starts ranks by hand does. It ends when it can."""
     with joined_hosts("10.99.0.1/24", "10.99.0.2/24") as hosts:

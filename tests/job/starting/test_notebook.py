@@ -124,6 +124,7 @@ def test_an_error_is_raised_in_the_cell(kernel: Kernel, tmp_path: Path) -> None:
     assert kernel.ranks() == []
 
 
+@pytest.mark.soak
 @pytest.mark.launcher
 def test_interrupting_the_kernel_saves_and_stops(kernel: Kernel, tmp_path: Path) -> None:
     code = f"unitrain.notebook_launch(stops, {str(tmp_path)!r}, processes=2)"

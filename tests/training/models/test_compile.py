@@ -140,7 +140,7 @@ def _as_eager_in_turn(several: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize(
     ("launcher", "synchronized"),
-    [("spawn", [False, True]), pytest.param("horovodrun", [True], marks=HOROVOD)],
+    [("spawn", [False, True]), pytest.param("horovodrun", [True], marks=[HOROVOD, pytest.mark.soak])],
     ids=["spawn", "horovodrun"],
 )
 def test_ranks_train_as_eager_with_stand_ins_and_bounded_recompilation(launcher: Any, synchronized: list[bool]) -> None:
