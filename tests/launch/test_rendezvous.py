@@ -133,6 +133,7 @@ def test_a_failing_rank_ends_the_job_of_mpirun(of_mpirun: subprocess.CompletedPr
     assert of_mpirun.returncode == 7, of_mpirun.stderr  # MPI_Finalize would wait for it without end
 
 
+@pytest.mark.soak
 @pytest.mark.launcher
 @pytest.mark.skipif(shutil.which("mpiexec.mpich") is None, reason="MPICH is not installed: apt-get install mpich")
 def test_another_mpi_than_that_of_mpi4py_and_horovod(tmp_path: Path) -> None:

@@ -192,6 +192,7 @@ def test_mpirun_starts_the_ranks() -> None:
     assert run_ranks(horovod_sum, launcher="mpirun") == [1.0, 1.0]
 
 
+@pytest.mark.soak
 @pytest.mark.launcher
 def test_mpirun_with_a_failing_rank(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(RuntimeError, match="mpirun exited with code 1"):
