@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -88,8 +89,9 @@ class LastBoundary(StepHook):
         if self._held and not was_changing:  # what was recorded is being saved
             self._changing = False
             return
-        for buffer in self._buffers:
-            buffer.record()
+        if pairs := [pair for buffer in self._buffers if (pair := buffer.record()) is not None]:
+            copies, changed = zip(*pairs, strict=True)
+            torch._foreach_copy_(copies, changed)
         try:
             dicts = [_copied(value) for value in self._dicts.values()]
         except _LargeTensorError:
@@ -191,18 +193,19 @@ class _Buffer:
         """Whether it has changed since the last boundary, and there is no copy."""
         return self.copy is None and (self.now is not self.seen or _version(self.now) != self.version)
 
-    def record(self) -> None:
-        """Copy it, at a boundary, if a step has changed it."""
+    def record(self) -> tuple[Tensor, Tensor] | None:
+        """Copy it, at a boundary, if a step has changed it; or return a copy, and what is to be copied to it."""
         now, version = self.now, _version(self.now)
         if now is self.seen and version == self.version:
-            return
+            return None
+        unseen, self.seen, self.version = now is not self.seen, now, version
         if now is None or now.nbytes > _MOST_BYTES:
             self.copy = None
-        elif self.copy is None or now is not self.seen or now.shape != self.copy.shape:
+        elif self.copy is None or unseen or now.shape != self.copy.shape:
             self.copy = now.detach().clone()
         else:
-            self.copy.copy_(now.detach())
-        self.seen, self.version = now, version
+            return self.copy, now.detach()
+        return None
 
 
 def _version(tensor: Tensor | None) -> int:
