@@ -132,10 +132,15 @@ class Strategy:
     ) -> Any:
         """Prepare modules, optimizers and schedulers for this run, and return them in the same order. Collective.
 
-        A module is moved to the device, unless the script has put its layers on several, and all ranks get rank 0's
-        parameters and buffers. Parameters stay the same objects, unless the backend shards them: then the module and
-        its optimizers get shards in their place. Parameters on the meta device get memory, and values that are the same
-        on any number of ranks and any backend. An optimizer gets rank 0's state; it may be prepared after its module.
+        A module is moved to the device, unless the script has put its layers on several, where they stay. Its BatchNorm
+        layers are converted (with ``sync_batchnorm``), rank 0's parameters and buffers are copied to all ranks, its
+        forward runs under autocast (with ``bf16`` or ``fp16``), and the backend wraps it if it needs to. Parameters
+        stay the same objects, unless the backend shards them: then the module and its optimizers get shards in their
+        place. An optimizer is returned as it is, with rank 0's state, so that loaded state and existing schedulers stay
+        valid. A module may be prepared before its optimizer exists.
+
+        Parameters on the meta device get memory, and values that follow from the seed and the names of the modules.
+        They are the same on any number of ranks and any backend.
 
         Args:
             first: a module, an optimizer or a scheduler.
@@ -148,6 +153,9 @@ class Strategy:
         Raises:
             UsageError: an argument is of another type, or was prepared before; or a parameter is not initialised.
             CommunicationError: the ranks' models or optimizers differ.
+
+        Example:
+            >>> model, optimizer, scheduler = strategy.prepare(model, optimizer, scheduler)
         """
         prepared = self._preparation.prepare((first, *more), initialise)
         return prepared if more else prepared[0]
@@ -155,8 +163,16 @@ class Strategy:
     def deferred(self) -> AbstractContextManager[None]:
         """Return a context manager in which a model's parameters are built on the meta device. Buffers take memory.
 
-        ``prepare`` then initialises the parameters with ``reset_parameters`` of each module. It refuses a model whose
-        constructor changes weights in another way, unless ``initialise`` is passed.
+        ``prepare`` then initialises the parameters with ``reset_parameters`` of each module. What a constructor does to
+        weights in another way has no effect: ``prepare`` refuses such a model, unless ``initialise`` is passed.
+
+        A model that is built under ``torch.device("meta")`` has no buffers either, and waits for ``load_weights`` or a
+        checkpoint.
+
+        Example:
+            >>> with strategy.deferred():
+            ...     model = Transformer(config)
+            >>> model = strategy.prepare(model)
         """
         from unitrain.training.models.deferred import deferred  # few scripts need it
 
@@ -245,7 +261,8 @@ class Strategy:
     def ema(self, model: nn.Module, decay: float = 0.999) -> EMA:
         """Return an exponential moving average of a prepared model's weights, updated after each optimizer step.
 
-        Pass it to ``evaluation``, ``checkpoint``, ``export`` and ``save``.
+        Pass it to ``evaluation`` to evaluate the model with the averaged weights, to ``checkpoint`` to save and resume
+        it, and to ``export`` or ``save`` for the averaged model.
 
         Args:
             model: the model, as ``prepare`` returned it.
@@ -253,6 +270,11 @@ class Strategy:
 
         Raises:
             UsageError: the model was not prepared, its weights can't be averaged, or ``decay`` is not in [0, 1).
+
+        Example:
+            >>> ema = strategy.ema(model, decay=0.999)
+            >>> with strategy.evaluation(ema):
+            ...     logits = model(images)
         """
         average = EMA(self._prepared, model, decay, self._communicator.to_local)
         self._hooks.add_hook(average)
@@ -268,6 +290,12 @@ class Strategy:
 
         Raises:
             UsageError: an argument is out of range.
+
+        Example:
+            >>> stopping = strategy.early_stopping(mode="max", patience=5)
+            >>> improved = stopping.update(accuracy.value())
+            >>> if stopping.should_stop:
+            ...     break
         """
         return EarlyStopping(self._communicator, mode, patience, min_delta)
 
@@ -279,8 +307,11 @@ class Strategy:
     ) -> int:
         """Find a micro-batch that fits into memory on every rank, and let ``loader`` use it. Collective.
 
-        A rank's share of the global batch is halved until steps on the first samples of the epoch fit on every rank.
-        Then everything that these steps have changed is put back. Call it right before the loop.
+        A rank's share of the global batch is halved until steps on the first samples of the epoch fit on every rank, so
+        the training stays the same. Each rank makes these steps alone: gradients are not averaged. Weights, buffers,
+        optimizer state, random numbers and the position in the data are as before at the end.
+
+        Call it after ``prepare``, ``ema`` and ``checkpoint.resume``, and before the loop.
 
         Args:
             loader: the loader of the training, on a map-style dataset. If its samples differ in size, pass one of the
@@ -294,6 +325,12 @@ class Strategy:
         Raises:
             DataError: not even a single sample per process fits; on every rank.
             UsageError: an argument is wrong, ``accumulate`` is set, or gradients have been accumulated.
+
+        Example:
+            >>> def compute_loss(batch):
+            ...     images, labels = batch
+            ...     return criterion(model(images), labels)
+            >>> strategy.find_micro_batch_size(train, compute_loss, optimizer)
         """
         from unitrain.training.sizing.batch_finder import BatchFinder  # few scripts need it
 
@@ -341,7 +378,11 @@ class Strategy:
     # ---------------------------------------------------------------------------------------- data and measurement
 
     def dataloader(self, dataset: Any, **options: Unpack[LoaderOptions]) -> Loader:
-        """Return a loader of this rank's part of ``dataset``. See ``LoaderOptions`` for the options."""
+        """Return a loader of this rank's part of ``dataset``. See ``LoaderOptions`` for the options.
+
+        Example:
+            >>> train = strategy.dataloader(train_set, global_batch_size=256, shuffle=True, num_workers=4)
+        """
         return Loader(self._communicator, self._loop, self.config, self.launch.local_world_size, dataset, **options)
 
     @property
@@ -381,6 +422,10 @@ class Strategy:
         Raises:
             ConfigError: a library is not installed, or a new run could not be started; on every rank.
             UsageError: the folder is a URL.
+
+        Example:
+            >>> trackers = strategy.trackers(["tensorboard", "wandb"], "runs/a")
+            >>> trackers.log({"loss": losses.value()}, strategy.global_step)
         """
         from unitrain.tracking import Trackers  # few scripts need it
 
@@ -391,7 +436,8 @@ class Strategy:
     def check_in_sync(self, module: nn.Module) -> None:
         """Check that a model's parameters and buffers have the same bits on all ranks. Collective.
 
-        Running statistics of BatchNorm layers that are not synchronised are left out, and so are shards.
+        Running statistics of BatchNorm layers that are not synchronised differ between ranks, and are left out, as are
+        shards, since each rank has another one.
 
         Raises:
             CommunicationError: on every rank, naming the first tensor that differs and the ranks where it does.
@@ -448,19 +494,28 @@ class Strategy:
     def gather(self, value: Any, *, differentiable: bool = False) -> Any:
         """Return the rows of all ranks, in rank order, though ranks may have different numbers of rows. Collective.
 
-        Tensors are concatenated along their first dimension (of scalars, each is a row), and so are lists. Dicts and
-        tuples keep their structure. Any other object becomes a list with one element of each rank. A rank whose batch
-        is a stand-in (``Loader.stand_in``) adds no rows.
+        Tensors are concatenated along their first dimension; of scalars, each is a row. Lists are rows, too: the lists
+        of all ranks are concatenated. Dicts and tuples keep their structure. Any other object becomes a list with one
+        element of each rank.
+
+        A rank whose batch is a stand-in (``Loader.stand_in``) adds no rows. An evaluation that gathers in its loop gets
+        stand-ins as training does, so that all ranks take part for each batch.
 
         Args:
             value: a tensor, a list, or a structure of them, the same on all ranks except for the number of rows.
                 Elements of lists are sent as by ``communicator.all_gather_object``.
             differentiable: pass gradients back to each rank's rows, summed over the ranks. The backward is collective
-                then.
+                then. As ``step`` weighs each rank's loss by its share of the batch, a loss over gathered rows has the
+                gradient that one process computes for the global batch.
 
         Raises:
             UsageError: structures, dtypes or other dimensions differ, on all ranks; or the first batch of an evaluation
                 for which this is called has too few samples for all ranks.
+
+        Example:
+            >>> with strategy.evaluation(model):
+            ...     parts = [strategy.gather((model(images), labels)) for images, labels in val]
+            >>> scores, labels = (torch.cat(part) for part in zip(*parts))
         """
         self._loop.gathers()
         has_rows = not self._step.batches.current_batch.is_stand_in
@@ -505,7 +560,8 @@ class Strategy:
         """Save ``value`` to a file on rank 0, atomically. The path may be a URL, as in ``checkpoint``. Collective.
 
         Modules, optimizers and schedulers, in dicts and lists too, are saved as their state dicts, without the prefixes
-        that wrappers add to keys.
+        that wrappers add to keys. Running statistics of BatchNorm layers that are not synchronised are averaged over
+        the ranks first.
 
         Raises:
             CheckpointError: the file could not be written, or holds objects that ``load`` would refuse; on every rank.
@@ -526,7 +582,8 @@ class Strategy:
     def load_weights(self, module: nn.Module, path: str | Path) -> None:
         """Fill a prepared model with the weights in files of safetensors. Collective.
 
-        Of a sharded model, each rank reads its own part, if all ranks see the files. Else rank 0 reads them.
+        Of a sharded model, each rank reads its own part, if all ranks see the files. Else rank 0 reads them, a piece
+        at a time. Values are converted to the dtypes of the model.
 
         Args:
             module: the model, as ``prepare`` returned it. It may have been built on the meta device.
@@ -536,6 +593,12 @@ class Strategy:
         Raises:
             CheckpointError: a file can't be read, or names or shapes are not the model's; on every rank.
             UsageError: the model is not prepared.
+
+        Example:
+            >>> with torch.device("meta"):
+            ...     model = Transformer(config)
+            >>> model = strategy.prepare(model)
+            >>> strategy.load_weights(model, "models/llama")
         """
         from unitrain.checkpoint.weights import load_weights  # few scripts need it
 
@@ -591,8 +654,9 @@ class Strategy:
     def export(self, module: nn.Module) -> nn.Module:
         """Return a plain copy on the CPU in eval mode, without wrappers, hooks or synchronised BatchNorm.
 
-        Of an EMA, it is a copy of its model with the averaged weights. Collective if the module is sharded: every rank
-        gets a whole copy.
+        Collective if the module is sharded: every rank gets a whole copy.
+
+        Of an EMA, it is a copy of its model with the averaged weights.
         """
         if isinstance(module, EMA):
             with module.swapped() as averaged:

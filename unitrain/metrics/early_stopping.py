@@ -20,6 +20,9 @@ class EarlyStopping:
     Attributes:
         best: the best value so far; None before the first one that is a number.
         waited: number of updates since then.
+
+    Raises:
+        UsageError: an argument is out of range.
     """
 
     def __init__(self, communicator: Communicator, mode: Mode, patience: int, min_delta: float) -> None:

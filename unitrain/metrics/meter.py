@@ -48,6 +48,10 @@ class Meter:
 
         Raises:
             UsageError: the value was passed by position, or not exactly one of ``total`` and ``mean`` was passed.
+
+        Example:
+            >>> losses.add(mean=loss, count=len(labels))
+            >>> accuracy.add(total=(logits.argmax(1) == labels).sum(), count=len(labels))
         """
         if unnamed or (total is None) == (mean is None):
             raise UsageError(
