@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ import kubeflow.training
 import kubernetes_validate
 import pytest
 import yaml
+from free_ports import free_port
 from host_commands import blocks_for
 from slurm import Slurm
 from trained import TRAINS, Weights, assert_trained, expected
@@ -30,12 +30,6 @@ ODD = ["--name", 'it\'s $HOME $(PWD) ${x} %d "q" #1: a\\b']
 def path() -> str:
     """Return PATH with the programs of this environment first, as those of an activated one."""
     return f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def template(

@@ -6,7 +6,6 @@ import itertools
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from free_ports import free_port
 from harness import (
     FORKED,
     HEARTBEAT_S,
@@ -128,9 +128,7 @@ MPICH = pytest.mark.skipif(
 @MPICH
 @worlds(soak=[World("mpich", "auto")])
 def test_another_mpi_is_not_needed_with_an_address(world: World, tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     end = run(world, tmp_path, steps=STEPS, environ=master)
     assert end.job.code == 0, end.job.output
 

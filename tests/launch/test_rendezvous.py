@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import forked_python
+import free_ports
 import psutil
 import pytest
 from hosts import two_hosts
@@ -106,7 +107,7 @@ def of_mpirun(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedP
     """Start two ranks with mpirun, once for all tests."""
     script = tmp_path_factory.mktemp("mpirun") / "script.py"
     script.write_text(SCRIPT_OF_MPIRUN)
-    return run([*MPIRUN, sys.executable, str(script), str(find_free_port())])
+    return run([*MPIRUN, sys.executable, str(script), str(free_ports.free_port())])
 
 
 @pytest.mark.launcher
@@ -211,15 +212,9 @@ def test_horovodrun_on_two_hosts(script: list[str], two_hosts: tuple[str, str]) 
 # --------------------------------------------------------------------------------------------------- one process
 
 
-def find_free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.fixture
 def free_port() -> int:
-    return find_free_port()
+    return free_ports.free_port()
 
 
 def test_alone_each_call_gives_an_empty_store() -> None:

@@ -46,7 +46,7 @@ from unitrain.job.starting.spawn import collect, end, join, run_rank
 from unitrain.launch import rendezvous
 
 _FORKSERVER = multiprocessing.get_context("forkserver")
-_KEPT = 6
+_KEPT = 3
 # Threads that may outlive a function, by the start of their names. fsspec keeps an event loop from the first use on.
 _STAYING = ("unitrain exit watch", "fsspecIO", "asyncio_")
 _worlds: dict[tuple[str, int], World] = {}  # the one that was used last comes last
@@ -219,8 +219,6 @@ class _Rank:
         rendezvous._stores.clear()
         rendezvous._secrets.clear()
         rendezvous._calls = itertools.count()
-        # Horovod's thread would talk to the other ranks' a thousand times a second.
-        getattr(sys.modules.get("horovod.torch"), "shutdown", int)()
         for filesystem in fsspec.registry.values():
             filesystem.clear_instance_cache()  # a test's server has ended with the test
         random.seed()

@@ -21,6 +21,7 @@ import forked_python
 import psutil
 import pytest
 import torch
+from free_ports import free_port
 from jobs import Job, run_job
 from places import TESTS
 from slurm import slurm_missing
@@ -50,9 +51,9 @@ class World:
         script = [str(program), *arguments]
         count = str(ranks)
         if self.launcher == "forked":
-            return [sys.executable, str(BY_HAND), count, *forked_python.command(*script)]
+            return [sys.executable, str(BY_HAND), str(free_port()), count, *forked_python.command(*script)]
         starts: dict[str, list[str]] = {
-            "plain": [sys.executable, str(BY_HAND), count, sys.executable],
+            "plain": [sys.executable, str(BY_HAND), str(free_port()), count, sys.executable],
             "torchrun": ["torchrun", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", count],
             "mpirun": ["mpirun", "--oversubscribe", "-np", count, sys.executable],
             "mpich": ["mpiexec.mpich", "-n", count, sys.executable],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from uuid import uuid4
 
 import fsspec
 import pytest
+from free_ports import free_port
 
 _STARTS_S = 60
 
@@ -27,9 +27,7 @@ class S3Server:
     """
 
     def __init__(self) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.environ = {
             "AWS_ENDPOINT_URL": self.url,

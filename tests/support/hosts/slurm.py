@@ -20,6 +20,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from free_ports import free_ports
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
 START_S = 60.0
@@ -115,7 +116,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
 def local_slurm(folder: Path) -> Iterator[Slurm]:
     """Run SLURM with all its files in ``folder``, and end its processes afterwards."""
     user = pwd.getpwuid(os.geteuid()).pw_name
-    controller_port, *node_ports = _free_ports(1 + len(NODES))
+    controller_port, *node_ports = free_ports(1 + len(NODES))
     config = folder / "slurm.conf"
     config.write_text(
         CONFIG.format(
@@ -150,15 +151,6 @@ def local_slurm(folder: Path) -> Iterator[Slurm]:
 
 def _which(program: str) -> str | None:
     return shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin:/usr/local/sbin")
-
-
-def _free_ports(count: int) -> list[int]:
-    """Return ports that were free a moment ago, since SLURM can't use open sockets."""
-    with ExitStack() as opened:
-        sockets = [opened.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
 
 
 def _start(running: ExitStack, folder: Path, env: dict[str, str], program: str, *args: str) -> subprocess.Popen[bytes]:
