@@ -8,11 +8,13 @@ import sys
 import sysconfig
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from bare_environment import BareEnvironment
 
+from unitrain.commands import toolchain
 from unitrain.commands.cli import main
 
 
@@ -79,6 +81,26 @@ def test_a_termination_ends_what_was_started_too(tmp_path: Path) -> None:
         process.communicate()
     assert process.returncode == 128 + signal.SIGTERM
     assert not mpirun.is_running()
+
+
+def test_a_program_ends_where_a_signal_comes_before_its_start_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[str]] = []
+
+    class Interrupted(subprocess.Popen[str]):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            started.append(self)
+            raise SystemExit(128 + signal.SIGTERM)
+
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    with pytest.raises(SystemExit), toolchain.running(["sleep", "600"]):
+        pass
+    [process] = started
+    with process:  # closes its pipe
+        try:
+            process.wait(10)
+        finally:
+            process.kill()
 
 
 def test_the_command_line_imports_no_subcommand() -> None:

@@ -7,6 +7,7 @@ that it sets as ``run``.
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import signal
 import sys
@@ -79,9 +80,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print_stderr(f"unitrain {command}: interrupted")
         return _INTERRUPTED
-    except BrokenPipeError:  # the reader has what it wanted: | head
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC):
+            raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes what is left at exit
-        return 128 + signal.SIGPIPE
+        if error.errno == errno.EPIPE:
+            return 128 + signal.SIGPIPE  # the reader has what it wanted: | head
+        print_stderr(f"unitrain {command}: its output can't be written: {error.strerror}")
+        return 1
     finally:
         signal.signal(signal.SIGTERM, before)
 

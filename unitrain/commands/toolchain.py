@@ -114,26 +114,36 @@ def run_one(mpi: Mpi, *program: str) -> tuple[bool, str]:
 @contextmanager
 def running(command: Sequence[str], environment: Mapping[str, str] | None = None) -> Iterator[subprocess.Popen[str]]:
     """Run ``command``, with stdout and stderr as one pipe. An exception in the block ends it and its descendants."""
-    with subprocess.Popen(
-        command,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-    ) as process:
-        try:
-            yield process
-        except BaseException:
-            with suppress(psutil.NoSuchProcess):
-                root = psutil.Process(process.pid)
-                family = [root, *root.children(recursive=True)]
-                root.terminate()  # a launcher forwards it to its processes
-                _, alive = psutil.wait_procs(family, timeout=_GRACE_SECONDS)
-                for one in alive:
-                    one.kill()
-            raise
+    before = set(psutil.Process().children())
+    try:
+        with subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        ) as process:
+            try:
+                yield process
+            except BaseException:
+                _end_tree(process)
+                raise
+    except BaseException:
+        # A signal may have raised it after the process was started and before Popen returned.
+        for child in set(psutil.Process().children()) - before:
+            _end_tree(child)
+        raise
+
+
+def _end_tree(root: psutil.Process | subprocess.Popen[str]) -> None:
+    with suppress(psutil.NoSuchProcess):
+        family = [psutil.Process(root.pid), *psutil.Process(root.pid).children(recursive=True)]
+        root.terminate()  # a launcher forwards it to its processes
+        _, alive = psutil.wait_procs(family, timeout=_GRACE_SECONDS)
+        for one in alive:
+            one.kill()
 
 
 def find_cuda() -> tuple[Path, str] | None:
