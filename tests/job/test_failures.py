@@ -173,6 +173,24 @@ def test_the_others_end_too_where_no_launcher_ends_them(tmp_path: Path) -> None:
     assert re.fullmatch(rf"unitrain: rank 0 on \S+ \(pid \d+\): stopped because {cause}\n", ends[0].err)
 
 
+def test_a_failing_rank_keeps_its_verdict_when_rank_0_has_ended(tmp_path: Path) -> None:
+    script = """
+        import time, psutil, unitrain.job.job
+        strategy = unitrain.init(backend="ddp", device="cpu")
+        watch = unitrain.job.job.current().watch
+        if strategy.rank == 1:
+            first = watch.fail("the disk is on fire")
+            while psutil.pid_exists(watch.members[0].pid) and psutil.Process(watch.members[0].pid).status() != "zombie":
+                time.sleep(0.05)
+            time.sleep(0.3)
+            print(first == watch.fail("again"), first.text, flush=True)
+        else:
+            time.sleep(60)
+    """
+    _, end = run(tmp_path, script, world_size=2)
+    assert end.out.startswith("True rank 1 on ") and end.out.endswith(": the disk is on fire\n"), end
+
+
 def test_an_error_in_the_context_of_a_strategy_waits_for_nobody(tmp_path: Path) -> None:
     script = """
         import time

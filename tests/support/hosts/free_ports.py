@@ -1,10 +1,10 @@
 """Ports for programs that have to be told one.
 
 They are below the range from which Linux gives ports to sockets by itself: from there, a test that runs beside could
-get the port before the program listens.
+get the port before the program listens. They don't come from ``random``, which tests seed: workers would get the same.
 """
 
-import random
+import secrets
 import socket
 from contextlib import ExitStack, suppress
 
@@ -16,7 +16,7 @@ def free_ports(count: int) -> list[int]:
     found: list[int] = []
     with ExitStack() as opened:
         while len(found) < count:
-            probe, port = opened.enter_context(socket.socket()), random.choice(_PORTS)
+            probe, port = opened.enter_context(socket.socket()), secrets.choice(_PORTS)
             with suppress(OSError):
                 probe.bind(("127.0.0.1", port))
                 found.append(port)

@@ -193,7 +193,8 @@ class Watch:
 
     def _run(self) -> None:
         heard_at = checked_at = beat_at = now = time.monotonic()
-        while not self._left:
+        # A verdict is the last that counts: the end of rank 0's connection follows it.
+        while not self._left and self._verdict is None:
             if now >= beat_at:
                 beat_at = now + self._interval_s
                 self._send_heartbeat()
