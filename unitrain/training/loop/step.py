@@ -176,11 +176,13 @@ class TrainingStep:
         armed, is_stand_in = self._reduction.armed, self.batches.current_batch.is_stand_in
         self._reduction.arm(False)
         self.batches.current_batch.is_stand_in = False
+        self.batches.in_trial = True
         if self._direct_steps is not None:
             self._direct_steps.allowed = True
         try:
             yield
         finally:
+            self.batches.in_trial = False
             if self._direct_steps is not None:
                 self._direct_steps.allowed = False
             for window in windows:
@@ -337,6 +339,7 @@ class TrainingStep:
         if self._scaler is not None:
             self._update_scale(self._scaler)
         if self._distributed:
+            self._pulse.trained = self._pulse.step, self.batches.position
             self._pulse.phase = USER_CODE
             self.expect_next(window)
         if stepped and scheduler is not None:
