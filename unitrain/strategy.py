@@ -612,6 +612,7 @@ class Strategy:
         config: Mapping[str, Any] | None = None,
         keep: int = 3,
         background: bool = True,
+        partial: bool = False,
         **objects: Any,
     ) -> Checkpoint:
         """Return a ``unitrain.checkpoint.Checkpoint``, which saves and resumes objects together. Collective.
@@ -624,6 +625,8 @@ class Strategy:
             config: the script's settings, as plain data (JSON types). Resuming with other values is refused.
             keep: number of checkpoints to keep, beside the best.
             background: write checkpoints while training continues.
+            partial: the checkpoints lack something that the run trains with on purpose. Otherwise, the first one warns
+                of an optimizer, a scheduler, a loader or an EMA that is missing.
             **objects: modules, optimizers, schedulers, loaders and dicts of plain values, by name.
 
         Raises:
@@ -643,6 +646,7 @@ class Strategy:
             folder,
             keep=keep,
             background=background,
+            partial=partial,
             restored=self._preparation.keep_random_states,
         )
         return self._checkpoint

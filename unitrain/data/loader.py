@@ -45,6 +45,7 @@ class Loader:
         dataset: the dataset.
         epoch: the epoch of the next iteration, or of the current one.
         global_batch_size: number of samples per optimizer step over all processes; None with a batch sampler.
+        identity: an object that stands for the loader in its iterations.
 
     Raises:
         ConfigError: arguments are unknown or contradict each other.
@@ -72,7 +73,7 @@ class Loader:
         self._config = config
         self._seed = config.seed
         self._compared = False
-        self._identity = object()
+        self.identity: object = object()
         self._iteration: Iteration | None = None
         self._resumed_unasked = False  # in a later epoch, which the script has not asked for
         self.epoch = 0
@@ -213,7 +214,7 @@ class Loader:
             if self._communicator.world_size > 1 and self._source.readers() is None:
                 self._check_same_data()
         self._compared = True
-        iteration = self._iteration = Iteration(self._identity)
+        iteration = self._iteration = Iteration(self.identity)
         complete = False
         try:
             yield from self._batches(iteration)

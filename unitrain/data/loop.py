@@ -29,7 +29,9 @@ class Iteration:
         gathers: whether ``gather`` was called for a batch of it, in an evaluation.
     """
 
-    __slots__ = ("gathers", "loader", "micro_batch", "open_at_once", "trained", "trained_to", "yielded_to")
+    __slots__ = (
+        "__weakref__", "gathers", "loader", "micro_batch", "open_at_once", "trained", "trained_to", "yielded_to",
+    )  # fmt: skip
 
     def __init__(self, loader: object) -> None:
         self.loader: object = loader

@@ -11,6 +11,7 @@ no backward follows.
 from __future__ import annotations
 
 from collections import deque
+from weakref import WeakSet
 
 from unitrain.data.loop import CurrentBatch, Iteration
 from unitrain.data.order.sharding import MicroBatch
@@ -34,6 +35,7 @@ class OpenBatches:
         self.between_epochs: bool = False
         self._open: deque[tuple[MicroBatch, Iteration]] = deque()
         self._ended: Iteration | None = None  # last
+        self._begun: WeakSet[Iteration] = WeakSet()
         self._awaited: tuple[MicroBatch, Iteration] | None = None  # was open when a loop over a loader had ended
         self._left_out = False  # whether that one was closed without a backward
         self._uneven = False  # whether the losses of some that are open may weigh differently
@@ -42,6 +44,11 @@ class OpenBatches:
     def following(self) -> MicroBatch | None:
         """The micro-batch of the next backward; None if the script has to take it from a loader first."""
         return self._open[0][0] if self._open else None
+
+    @property
+    def trained_loaders(self) -> list[object]:
+        """What stands for the loaders whose latest iterations were trained on."""
+        return [iteration.loader for iteration in self._begun if iteration.trained]
 
     @property
     def last_is_open(self) -> bool:
@@ -59,6 +66,7 @@ class OpenBatches:
         Of the iteration before it over the same loader, a batch may still be open. If that has trained on none of its
         batches, it was no training, unless it had a single one.
         """
+        self._begun.add(iteration)
         before = [its for _, its in self._open if its.loader is iteration.loader and not its.trained]
         if len(before) > 1:
             self._forget(before)
