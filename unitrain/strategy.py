@@ -221,7 +221,7 @@ class Strategy:
         own = getattr(scheduler, "optimizer", None)
         number = next((i for i, one in enumerate(optimizer) if one is own), 0)
         if scheduler is not None and results[number].stepped:
-            scheduler.step()
+            self._step.step_scheduler(scheduler)
         # An overflow, say, may be in the gradients of one of them only.
         return results[0]._replace(skipped=any(result.skipped for result in results))
 

@@ -24,7 +24,7 @@ from unitrain.training.gradients.sharded_guard import ShardedGuardedStep
 from unitrain.training.hooks import Hooks
 from unitrain.training.loop.backward import Weight, checked, refuse_reentrant_checkpointing, run_backward
 from unitrain.training.loop.batches import OpenBatches
-from unitrain.training.loop.checks import CopyCheck, DirectStepCheck
+from unitrain.training.loop.checks import CopyCheck, DirectStepCheck, SchedulerCheck
 from unitrain.training.loop.loss_check import LossCheck
 from unitrain.training.loop.nonfinite import NonFinitePolicy
 from unitrain.training.loop.weights import Weights
@@ -94,6 +94,7 @@ class TrainingStep:
         )
         self._copies = CopyCheck(communicator)
         self._loss_check = LossCheck(config.accumulate, communicator.world_size)
+        self._schedulers = SchedulerCheck(pending=communicator.is_main)
         self._direct_steps = DirectStepCheck(prepared.has) if self._distributed else None
         self._at_window_end: list[Callable[[], None]] = []
 
@@ -340,11 +341,17 @@ class TrainingStep:
             self._pulse.phase = USER_CODE
             self.expect_next(window)
         if stepped and scheduler is not None:
-            scheduler.step()
+            self.step_scheduler(scheduler)
         self._end_windows()
         if stepped and norm is None:
             return _PLAIN_STEP
         return StepResult(stepped, norm, not stepped)
+
+    def step_scheduler(self, scheduler: Any) -> None:
+        """Step a scheduler after its optimizer."""
+        if self._schedulers.pending:
+            self._schedulers.look(scheduler)
+        scheduler.step()
 
     def _average_and_step(self, window: Window) -> tuple[bool, Tensor | None]:
         """Finish averaging and make the step. Return whether the optimizer stepped, and the norm of the gradients."""
