@@ -114,6 +114,8 @@ class Strategy:
             self._step.batches.current_batch,
             config,
         )
+        self._metric_check = torchmetric.MetricCheck(self.world_size)
+        self._metric_check.begin()
         self._checkpoint: Checkpoint | None = None
         self._throughput: Throughput | None = None
 
@@ -360,6 +362,7 @@ class Strategy:
         """
         if not modules:
             raise UsageError("evaluation() needs the model or models to evaluate: strategy.evaluation(model).")
+        self._metric_check.begin()
         with ExitStack() as swaps:
             modules = tuple(swaps.enter_context(one.swapped()) if isinstance(one, EMA) else one for one in modules)
             modes = [(layer, layer.training) for module in modules for layer in module.modules()]
@@ -690,6 +693,7 @@ class Strategy:
                 self._checkpoint.abandon()  # if the run fails
                 self._checkpoint = None  # it has wrapped models, with what they communicate by
             self._step.close()
+            self._metric_check.close()
             self._prepared.release()
             self._communicator.close(failed=job.failed)
 
