@@ -222,6 +222,9 @@ class Loader:
         finally:
             if not complete and iteration is self._iteration and not iteration.trained:
                 self._drop(iteration)
+        sampled = self._source.drawn(self._seed, self._epoch)
+        if sampled and self._communicator.world_size > 1 and self._loop.is_training():
+            self._check_same_order()  # not before the epoch, where one rank alone may look at a batch
         self._loop.end(iteration, complete=True)
         self.epoch += 1
 
@@ -280,6 +283,14 @@ class Loader:
         if not isinstance(self._source, MapStyle):
             return
         self._source.plan(self._seed, self._epoch)
+        self._check_same_order()
+
+    def _check_same_order(self) -> None:
+        """Check that a sampler has drawn the same indices for this epoch on all ranks. Collective.
+
+        Raises:
+            DataError: it has not; on every rank.
+        """
         if not are_identical(self._communicator, {"order": self._source.drawn(self._seed, self._epoch)}):
             raise DataError(
                 "a loader's sampler yields other indices on one rank than on another, so samples would be left out and "
