@@ -246,7 +246,7 @@ def prepared_data(script: Script) -> None:
     script.strategy.prepare(script.model, DataLoader(DATA))
 
 
-@mistake("passes a `DataLoader` to `strategy.dataloader`: its `batch_size` is that of each process")
+@mistake("passes a `DataLoader` to `strategy.dataloader`: its `batch_size` is per process")
 def data_loader_given(script: Script) -> None:
     script.prepare()
     loader = script.strategy.dataloader(DataLoader(DATA, 6, shuffle=True))
