@@ -120,6 +120,8 @@ class Strategy:
             randomness,
             config,
         )
+        self._metric_check = torchmetric.MetricCheck(self.world_size)
+        self._metric_check.begin()
         self._checkpoint: Checkpoint | None = None
         self._throughput: Throughput | None = None
 
@@ -227,7 +229,7 @@ class Strategy:
         own = getattr(scheduler, "optimizer", None)
         number = next((i for i, one in enumerate(optimizer) if one is own), 0)
         if scheduler is not None and results[number].stepped:
-            scheduler.step()
+            self._step.step_scheduler(scheduler)
         # An overflow, say, may be in the gradients of one of them only.
         return results[0]._replace(skipped=any(result.skipped for result in results))
 
@@ -366,6 +368,7 @@ class Strategy:
         """
         if not modules:
             raise UsageError("evaluation() needs the model or models to evaluate: strategy.evaluation(model).")
+        self._metric_check.begin()
         with ExitStack() as swaps:
             modules = tuple(swaps.enter_context(one.swapped()) if isinstance(one, EMA) else one for one in modules)
             modes = [(layer, layer.training) for module in modules for layer in module.modules()]
@@ -618,6 +621,7 @@ class Strategy:
         config: Mapping[str, Any] | None = None,
         keep: int = 3,
         background: bool = True,
+        partial: bool = False,
         **objects: Any,
     ) -> Checkpoint:
         """Return a ``unitrain.checkpoint.Checkpoint``, which saves and resumes objects together. Collective.
@@ -630,6 +634,8 @@ class Strategy:
             config: the script's settings, as plain data (JSON types). Resuming with other values is refused.
             keep: number of checkpoints to keep, beside the best.
             background: write checkpoints while training continues.
+            partial: the checkpoints lack something that the run trains with on purpose. Otherwise, the first one warns
+                of an optimizer, a scheduler, a loader or an EMA that is missing.
             **objects: modules, optimizers, schedulers, loaders and dicts of plain values, by name.
 
         Raises:
@@ -649,6 +655,7 @@ class Strategy:
             folder,
             keep=keep,
             background=background,
+            partial=partial,
             restored=self._preparation.keep_random_states,
         )
         return self._checkpoint
@@ -692,6 +699,7 @@ class Strategy:
                 self._checkpoint.abandon()  # if the run fails
                 self._checkpoint = None  # it has wrapped models, with what they communicate by
             self._step.close()
+            self._metric_check.close()
             self._prepared.release()
             self._communicator.close(failed=job.failed)
 

@@ -33,7 +33,8 @@ class Iteration:
     """
 
     __slots__ = (
-        "gathers", "loader", "micro_batch", "open_at_once", "order", "reached", "trained", "trained_to", "yielded_to",
+        "__weakref__", "gathers", "loader", "micro_batch", "open_at_once", "order", "reached", "trained", "trained_to",
+        "yielded_to",
     )  # fmt: skip
 
     def __init__(self, loader: object, order: tuple[int, int] | None = None) -> None:

@@ -11,6 +11,7 @@ no backward follows.
 from __future__ import annotations
 
 from collections import deque
+from weakref import WeakSet
 
 from unitrain.data.loop import CurrentBatch, Iteration
 from unitrain.data.order.sharding import MicroBatch
@@ -41,6 +42,7 @@ class OpenBatches:
         self._open: deque[tuple[MicroBatch, Iteration]] = deque()
         self._trained: tuple[MicroBatch, Iteration] | None = None  # last
         self._ended: Iteration | None = None  # last
+        self._begun: WeakSet[Iteration] = WeakSet()
         self._awaited: tuple[MicroBatch, Iteration] | None = None  # was open when a loop over a loader had ended
         self._left_out = False  # whether that one was closed without a backward
         self._uneven = False  # whether the losses of some that are open may weigh differently
@@ -54,6 +56,11 @@ class OpenBatches:
     def current(self) -> tuple[MicroBatch, Iteration] | None:
         """The micro-batch that a forward is of: the next one of a backward, or else the one trained on last."""
         return self._open[0] if self._open else self._trained
+
+    @property
+    def trained_loaders(self) -> list[object]:
+        """What stands for the loaders whose latest iterations were trained on."""
+        return [iteration.loader for iteration in self._begun if iteration.trained]
 
     @property
     def last_is_open(self) -> bool:
@@ -71,6 +78,7 @@ class OpenBatches:
         Of the iteration before it over the same loader, a batch may still be open. If that has trained on none of its
         batches, it was no training, unless it had a single one.
         """
+        self._begun.add(iteration)
         before = [its for _, its in self._open if its.loader is iteration.loader and not its.trained]
         if len(before) > 1:
             self._forget(before)
