@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakSet
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -30,10 +31,11 @@ class CopyCheck:
         self._checks_left = _LOSSES
         self.pending: bool = True
 
-    def compare(self, loss: Tensor) -> None:
-        """Compare one loss. Collective."""
-        losses = self._communicator.all_gather(loss.detach().double())
-        equal = bool((losses == losses[0]).all())
+    def compare(self, losses: Sequence[Tensor]) -> None:
+        """Compare the losses of a step. Collective."""
+        device = self._communicator.device
+        ranks = self._communicator.all_gather(torch.stack([loss.detach().to(device, torch.float64) for loss in losses]))
+        equal = bool((ranks == ranks[0]).all())
         self._checks_left -= 1
         self.pending = equal and self._checks_left > 0
         if equal and not self.pending and self._communicator.is_main:

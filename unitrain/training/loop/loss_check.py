@@ -38,7 +38,7 @@ class LossCheck:
 
     def look(self, loss: Tensor, step: int, *, weighted: bool) -> None:
         """Look at one loss. ``step`` is the number of steps before it; ``weighted``: the script gives its weight."""
-        self.next_step = max(1, 2 * step)
+        self.next_step = max(self.next_step, 1, 2 * step)
         message = self._leftover(loss) or ("" if weighted else self._mean_over_some(loss))
         if message:
             self.next_step = sys.maxsize
