@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ class LossCheck:
     """Warns once of a loss that was divided by hand, scaled by a GradScaler, or is a mean over part of its targets.
 
     Attributes:
-        next_step: the first step whose loss is to be looked at.
+        next_step: the first step with a loss that is to be looked at.
     """
 
     def __init__(self, accumulate: int, world_size: int) -> None:
@@ -39,7 +40,9 @@ class LossCheck:
     def look(self, loss: Tensor, step: int, *, weighted: bool) -> None:
         """Look at one loss. ``step`` is the number of steps before it; ``weighted``: the script gives its weight."""
         self.next_step = max(self.next_step, 1, 2 * step)
-        message = self._leftover(loss) or ("" if weighted else self._mean_over_some(loss))
+        message = ""
+        with suppress(RuntimeError):  # a backward has freed the graph, as this one will say
+            message = self._leftover(loss) or ("" if weighted else self._mean_over_some(loss))
         if message:
             self.next_step = sys.maxsize
             call_site.warn(message)
