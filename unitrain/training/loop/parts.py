@@ -28,7 +28,7 @@ def parts_of(loss: Any, weight: Any) -> tuple[list[Tensor], list[Weight]]:
 
     Losses that have names are sorted by them, as ranks may have them in another order.
     """
-    if weight is None and not isinstance(loss, (Sequence, Mapping)):
+    if weight is None and (isinstance(loss, Tensor) or not isinstance(loss, (Sequence, Mapping))):
         return [checked(loss)], []
     losses, weights = loss, weight
     if isinstance(weight, Tensor):
