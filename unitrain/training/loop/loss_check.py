@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -39,7 +40,9 @@ class LossCheck:
     def look(self, loss: Tensor, step: int, *, weighted: bool) -> None:
         """Look at one loss. ``step`` is the number of steps before it; ``weighted``: the script gives its weight."""
         self.next_step = max(1, 2 * step)
-        message = self._leftover(loss) or ("" if weighted else self._mean_over_some(loss))
+        message = ""
+        with suppress(RuntimeError):  # a backward has freed the graph, as this one will say
+            message = self._leftover(loss) or ("" if weighted else self._mean_over_some(loss))
         if message:
             self.next_step = sys.maxsize
             call_site.warn(message)
