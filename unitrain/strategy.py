@@ -39,6 +39,7 @@ from unitrain.training.loop.loop import TrainingLoop
 from unitrain.training.loop.step import StepResult, TrainingStep
 from unitrain.training.models import preparation
 from unitrain.training.models.buffers import BufferSync
+from unitrain.training.models.exact_randomness import ExactRandomness
 from unitrain.training.models.in_sync import FrequentCheck, InSyncCheck, check_in_sync
 from unitrain.training.models.materialising import Initialise
 from unitrain.training.models.precision import Precision
@@ -105,6 +106,10 @@ class Strategy:
             self._hooks.add_hook(InSyncCheck(self._communicator, self._prepared, self._step.optimizers))
             if config.check_in_sync_every:
                 self._hooks.add_hook(FrequentCheck(self._communicator, self._prepared, config.check_in_sync_every))
+        randomness = None
+        if config.exact_randomness:
+            randomness = ExactRandomness(self._step.batches, self._communicator, shares)
+            self._hooks.add_hook(randomness)
         self._preparation = preparation.Preparation(
             self._communicator,
             made,
@@ -112,6 +117,7 @@ class Strategy:
             self._prepared,
             self._step.register,
             self._step.batches.current_batch,
+            randomness,
             config,
         )
         self._metric_check = torchmetric.MetricCheck(self.world_size)

@@ -214,7 +214,8 @@ class Loader:
             if self._communicator.world_size > 1 and self._source.readers() is None:
                 self._check_same_data()
         self._compared = True
-        iteration = self._iteration = Iteration(self.identity)
+        order = (self._seed, self._epoch) if self._source.readers() is None else None
+        iteration = self._iteration = Iteration(self.identity, order)
         complete = False
         try:
             yield from self._batches(iteration)

@@ -16,6 +16,7 @@ from weakref import WeakSet
 from unitrain.data.loop import CurrentBatch, Iteration
 from unitrain.data.order.sharding import MicroBatch
 from unitrain.errors import UsageError
+from unitrain.pulse import ITERATION
 
 _MOST_OPEN = 2**16  # of a loop that never trains
 
@@ -26,14 +27,20 @@ class OpenBatches:
     Attributes:
         current_batch: tells whether the batch that the script works on is a stand-in.
         micro_batch: the micro-batch that was yielded for training, or trained on, last; None without a loader.
+        position: how far the training has come in its data: the samples that were trained on, on all ranks, or left out
+            by the script, and ``ITERATION`` for each iteration. It only grows.
+        in_trial: whether steps are made on other batches, as a trial, and undone.
         between_epochs: whether a training iteration has ended, and what follows it in the script is not done yet.
     """
 
     def __init__(self) -> None:
         self.current_batch: CurrentBatch = CurrentBatch()
         self.micro_batch: MicroBatch | None = None
+        self.position: int = 0
+        self.in_trial: bool = False
         self.between_epochs: bool = False
         self._open: deque[tuple[MicroBatch, Iteration]] = deque()
+        self._trained: tuple[MicroBatch, Iteration] | None = None  # last
         self._ended: Iteration | None = None  # last
         self._begun: WeakSet[Iteration] = WeakSet()
         self._awaited: tuple[MicroBatch, Iteration] | None = None  # was open when a loop over a loader had ended
@@ -44,6 +51,11 @@ class OpenBatches:
     def following(self) -> MicroBatch | None:
         """The micro-batch of the next backward; None if the script has to take it from a loader first."""
         return self._open[0][0] if self._open else None
+
+    @property
+    def current(self) -> tuple[MicroBatch, Iteration] | None:
+        """The micro-batch that a forward is of: the next one of a backward, or else the one trained on last."""
+        return self._open[0] if self._open else self._trained
 
     @property
     def trained_loaders(self) -> list[object]:
@@ -113,8 +125,8 @@ class OpenBatches:
             self._leave_out()
             if self._uneven:
                 self._check_weights(weighted)
-        micro_batch, iteration = self._open.popleft()
-        iteration.train(micro_batch)
+        micro_batch, iteration = self._trained = self._open.popleft()
+        self._train(micro_batch, iteration)
         if self._open:
             self._close_others(iteration)
         self.micro_batch = micro_batch
@@ -133,9 +145,16 @@ class OpenBatches:
             self._close(one)
 
     def _close(self, one: tuple[MicroBatch, Iteration]) -> None:
-        micro_batch, iteration = one
-        iteration.train(micro_batch)
+        self._train(*one)
         self._open.remove(one)
+
+    def _train(self, micro_batch: MicroBatch, iteration: Iteration) -> None:
+        if not iteration.trained:
+            self.position += ITERATION
+            iteration.reached = micro_batch.start
+        self.position += micro_batch.stop - iteration.reached
+        iteration.reached = micro_batch.stop
+        iteration.train(micro_batch)
 
     def _close_others(self, iteration: Iteration) -> None:
         """Close the first batch of each other loader: the loss is of one of each."""

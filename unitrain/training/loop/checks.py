@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 from torch import Tensor
@@ -19,6 +19,7 @@ from unitrain.communication.communicator import Communicator
 from unitrain.data.reading.fingerprint import fingerprint, sample_digest
 from unitrain.errors import UsageError
 from unitrain.rng import generators_restored, seed_generators
+from unitrain.training.loop.loss_check import LossCheck
 
 _LOSSES = 3
 _STEPS = 3
@@ -107,6 +108,14 @@ class SchedulerCheck:
             )
         self._steps += 1
         self._due = count + 1
+
+
+class FirstSteps(NamedTuple):
+    """What looks at the first steps of a run, and warns of what is probably a mistake."""
+
+    copies: CopyCheck
+    losses: LossCheck
+    schedulers: SchedulerCheck
 
 
 class DirectStepCheck:

@@ -24,7 +24,7 @@ from unitrain.training.gradients.sharded_guard import ShardedGuardedStep
 from unitrain.training.hooks import Hooks
 from unitrain.training.loop.backward import Weight, checked, refuse_reentrant_checkpointing, run_backward
 from unitrain.training.loop.batches import OpenBatches
-from unitrain.training.loop.checks import CopyCheck, DirectStepCheck, SchedulerCheck
+from unitrain.training.loop.checks import CopyCheck, DirectStepCheck, FirstSteps, SchedulerCheck
 from unitrain.training.loop.loss_check import LossCheck
 from unitrain.training.loop.nonfinite import NonFinitePolicy
 from unitrain.training.loop.weights import Weights
@@ -92,9 +92,11 @@ class TrainingStep:
         self._windows = Windows(
             communicator, backend, prepared, self._reduction, self._guard, sharded, debug=config.debug
         )
-        self._copies = CopyCheck(communicator)
-        self._loss_check = LossCheck(config.accumulate, communicator.world_size)
-        self._schedulers = SchedulerCheck(pending=communicator.is_main)
+        self._first_steps = FirstSteps(
+            CopyCheck(communicator),
+            LossCheck(config.accumulate, communicator.world_size),
+            SchedulerCheck(pending=communicator.is_main),
+        )
         self._direct_steps = DirectStepCheck(prepared.has) if self._distributed else None
         self._at_window_end: list[Callable[[], None]] = []
 
@@ -177,11 +179,13 @@ class TrainingStep:
         armed, is_stand_in = self._reduction.armed, self.batches.current_batch.is_stand_in
         self._reduction.arm(False)
         self.batches.current_batch.is_stand_in = False
+        self.batches.in_trial = True
         if self._direct_steps is not None:
             self._direct_steps.allowed = True
         try:
             yield
         finally:
+            self.batches.in_trial = False
             if self._direct_steps is not None:
                 self._direct_steps.allowed = False
             for window in windows:
@@ -221,8 +225,9 @@ class TrainingStep:
         if self._communicator.closed:
             raise UsageError("backward() was called after strategy.close().")
         loss = checked(loss)
-        if self._pulse.step >= self._loss_check.next_step and self._communicator.is_main:
-            self._loss_check.look(loss, self._pulse.step, weighted=weight is not None)
+        losses = self._first_steps.losses
+        if self._pulse.step >= losses.next_step and self._communicator.is_main:
+            losses.look(loss, self._pulse.step, weighted=weight is not None)
         windows = self._windows.of(optimizers)
         micro_batch = self.batches.of_backward(weighted=weight is not None)
         if weight is not None and micro_batch is not None and not micro_batch.count:
@@ -274,8 +279,8 @@ class TrainingStep:
         self._pulse.phase = _WAITING
         if last and self._communicator.compares:
             self._communicator.compare_calls(f"backward for {' and '.join(window.name for window in windows)}")
-        if last and self._copies.pending and self.batches.micro_batch is None:
-            self._copies.compare(loss)
+        if last and self._first_steps.copies.pending and self.batches.micro_batch is None:
+            self._first_steps.copies.compare(loss)
 
     def _enter(self, window: Window, micro_batch: MicroBatch | None, weight: Weight | None, last: bool) -> None:
         """Check that a micro-batch belongs to the open window, and record its weight."""
@@ -338,6 +343,7 @@ class TrainingStep:
         if self._scaler is not None:
             self._update_scale(self._scaler)
         if self._distributed:
+            self._pulse.trained = self._pulse.step, self.batches.position
             self._pulse.phase = USER_CODE
             self.expect_next(window)
         if stepped and scheduler is not None:
@@ -349,8 +355,8 @@ class TrainingStep:
 
     def step_scheduler(self, scheduler: Any) -> None:
         """Step a scheduler after its optimizer."""
-        if self._schedulers.pending:
-            self._schedulers.look(scheduler)
+        if self._first_steps.schedulers.pending:
+            self._first_steps.schedulers.look(scheduler)
         scheduler.step()
 
     def _average_and_step(self, window: Window) -> tuple[bool, Tensor | None]:
