@@ -366,6 +366,13 @@ def metric_unpassed(script: Script) -> None:
     metric.compute()
 
 
+@mistake("reads a meter or computes a metric in a function passed to `strategy.on_main`")
+def collective_on_main(script: Script) -> None:
+    meter = script.strategy.meter()
+    meter.add(mean=1.0, count=2)
+    script.strategy.on_main(meter.value)
+
+
 @mistake("saves checkpoints without the optimizer, the scheduler, the loader or the EMA")
 def checkpoint_of_a_model(script: Script) -> None:
     checkpoint = script.strategy.checkpoint(script.folder, model=script.model)
