@@ -168,6 +168,11 @@ def loss_per_sample(script: Script) -> None:
     loss_of(script, lambda out, y: cross_entropy(out, y, reduction="none"))
 
 
+@mistake('passes a loss that is a sum (`reduction="sum"`)')
+def loss_that_is_a_sum(script: Script) -> None:
+    loss_of(script, lambda out, y: cross_entropy(out, y, reduction="sum"))
+
+
 @mistake("passes `loss.item()`")
 def loss_as_float(script: Script) -> None:
     loss_of(script, lambda out, y: cross_entropy(out, y).item())
