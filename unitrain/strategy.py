@@ -33,9 +33,9 @@ from unitrain.metrics.throughput import Throughput
 from unitrain.pulse import CLOSING
 from unitrain.training.batch_norm import layers as batch_norm
 from unitrain.training.hooks import Hooks
-from unitrain.training.loop.backward import Weight
 from unitrain.training.loop.load_balancing import LoadBalancer
 from unitrain.training.loop.loop import TrainingLoop
+from unitrain.training.loop.parts import Losses, LossWeights
 from unitrain.training.loop.step import StepResult, TrainingStep
 from unitrain.training.models import preparation
 from unitrain.training.models.buffers import BufferSync
@@ -192,11 +192,11 @@ class Strategy:
 
     def step(
         self,
-        loss: Tensor,
+        loss: Losses,
         optimizer: Optimizer | Sequence[Optimizer],
         scheduler: Any = None,
         *,
-        weight: Weight | None = None,
+        weight: LossWeights | None = None,
     ) -> StepResult:
         """Run backward, average, unscale, check and clip the gradients, step, and clear the gradients. Collective.
 
@@ -204,17 +204,22 @@ class Strategy:
         is the gradient of the mean loss over all samples of the window on all ranks.
 
         Args:
-            loss: scalar; the mean over this rank's samples of the batch.
+            loss: scalar; the mean over this rank's samples of the batch. Or a list or dict of several, each a mean over
+                something else, with ``weight``: the gradient is the sum of theirs.
             optimizer: the optimizer to step, or several that share the loss.
             scheduler: stepped when its optimizer is.
             weight: weight of this rank's mean, the number of its tokens, say. Default: the number of samples in the
-                batch that the strategy's loader yielded last; without such a loader all ranks weigh the same.
+                batch that the strategy's loader yielded last; without such a loader all ranks weigh the same. Of
+                several losses, a list or dict of their weights. A loss of weight 0 may be NaN.
 
         Raises:
-            UsageError: the loss is not a scalar that requires grad, a micro-batch was left out, or the scheduler needs
-                a metric.
+            UsageError: the loss is not a scalar that requires grad, losses and weights don't match, a micro-batch was
+                left out, or the scheduler needs a metric.
             NonFiniteError: a loss or gradient is not finite, with ``on_nonfinite="raise"``.
             Stopped: a loss or gradient is not finite, with ``on_nonfinite="stop"``.
+
+        Example:
+            >>> strategy.step([class_loss, box_loss], optimizer, weight=[number_of_anchors, number_of_boxes])
         """
         if scheduler is not None:
             check_scheduler(scheduler)
@@ -235,11 +240,11 @@ class Strategy:
 
     def backward(
         self,
-        loss: Tensor,
+        loss: Losses,
         optimizer: Optimizer | None = None,
         *,
         sync: bool | None = None,
-        weight: Weight | None = None,
+        weight: LossWeights | None = None,
     ) -> None:
         """Run the first half of ``step``, for several losses with one optimizer, or several optimizers. Collective.
 
