@@ -53,7 +53,7 @@ def by_the_trainer(folder: str) -> tuple[State, Trained]:
     from torch.utils.data import SequentialSampler
     from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, set_seed
 
-    class InOrder(Trainer):
+    class InOrder(Trainer):  # type: ignore[misc]
         def _get_train_sampler(self, *_: object) -> Any:
             return SequentialSampler(self.train_dataset)
 
