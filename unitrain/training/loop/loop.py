@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from unitrain.data.loop import Batches, Iteration
+from unitrain.data.loop import Batches, Iteration, optimizer_steps
 from unitrain.data.order.sharding import MicroBatch
 from unitrain.data.order.shares import Shares
 from unitrain.errors import UsageError
@@ -29,6 +29,7 @@ class TrainingLoop:
         self._batches = step.batches
         self._prepared = prepared
         self._pass_boundary = pass_boundary
+        self._optimizer_steps = optimizer_steps()
         self._evaluations: list[Iteration] = []  # in progress
         self._latest: Iteration | None = None  # has yielded the last batch
         self.shares: Shares = prepared.shares
@@ -36,14 +37,15 @@ class TrainingLoop:
 
     def begin(self, iteration: Iteration, batches: Batches) -> Batches:
         """Record that an iteration begins. Return its batches, measured by hooks if they are trained on."""
-        if self._is_training():
+        if self.is_training():
             self.follows()
             self._batches.begin(iteration)
+            iteration.began_at = self._optimizer_steps.count
             for measured in self._step.hooks.batches:
                 batches = measured(batches)
         return batches
 
-    def _is_training(self) -> bool:
+    def is_training(self) -> bool:
         """Return whether batches are used for training, and not for an evaluation."""
         return torch.is_grad_enabled() and not self.evaluating
 
@@ -51,7 +53,7 @@ class TrainingLoop:
         """Record that what follows the previous training iteration is done, and check what is trained from now on."""
         self._step.check_modules()
         self._batches.between_epochs = False
-        if self._is_training():
+        if self.is_training():
             self._reach_boundary()
 
     def hand_out(self, micro_batch: MicroBatch, iteration: Iteration) -> bool:
@@ -60,7 +62,7 @@ class TrainingLoop:
         The run may be stopped here.
         """
         # Checked for each batch: an evaluation may begin and end within a training epoch.
-        training = self._is_training()
+        training = self.is_training()
         if not training or (micro_batch.first and self._reach_boundary()):
             self._pass_boundary()
         iteration.take(micro_batch)
@@ -98,6 +100,14 @@ class TrainingLoop:
             reached()
         return True
 
+    def leave(self, iteration: Iteration) -> bool:
+        """Record that an iteration is left before its end. Return whether it counts, since it was trained on."""
+        if iteration.trained:
+            return True
+        iteration.end_early(self._optimizer_steps.count)
+        self.end(iteration, complete=False)
+        return iteration.trained
+
     def gathers(self) -> None:
         """Record a gather. For the rest of an evaluation, ranks without samples of a batch get stand-ins.
 
@@ -114,7 +124,7 @@ class TrainingLoop:
 
     def end(self, iteration: Iteration, *, complete: bool) -> None:
         """Record the end of an iteration. If it is not complete, its batches are forgotten: it does not count."""
-        if complete and self._is_training():
+        if complete and self.is_training():
             self._batches.end(iteration)
             for ended in self._step.hooks.at_epoch_end:
                 ended()
