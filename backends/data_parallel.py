@@ -85,13 +85,18 @@ class DataParallelBackend(LocalBackend):
 
     @classmethod
     def check(cls, config: StrategyConfig, launch: Launch) -> None:
-        """Refuse GPUs that are not available, and ``sync_batchnorm``, which DataParallel does not support."""
+        """Refuse GPUs that are not available, and what DataParallel does not support."""
         devices = _devices(config)
         if len(devices) > 1 and config.sync_batchnorm:
             raise ConfigError(
                 f"sync_batchnorm is not supported by backend data_parallel on {len(devices)} devices: each replica "
                 "normalises its own part of the batch. Use backend ddp, one process per GPU (torchrun --nproc-per-node "
                 f"{len(devices)} ...)."
+            )
+        if len(devices) > 1 and config.exact_randomness:
+            raise ConfigError(
+                f"exact_randomness is not supported by backend data_parallel on {len(devices)} devices: use backend "
+                f"ddp, one process per GPU (torchrun --nproc-per-node {len(devices)} ...)."
             )
 
     def __init__(self, config: StrategyConfig, launch: Launch, device: torch.device) -> None:

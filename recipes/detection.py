@@ -15,13 +15,14 @@ By default, it finds squares, circles and triangles: no download, no GPU, about 
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from typing import Annotated, ClassVar
 
 import torch
 from pydantic import Field
 from tqdm import tqdm
 
-from unitrain import init, parse_command_line
+from unitrain import Meter, init, parse_command_line
 from unitrain.recipes.object_detection import data as detection_data
 from unitrain.recipes.object_detection import models as detection_models
 from unitrain.recipes.object_detection.metrics import AveragePrecision, mean_boxes
@@ -36,7 +37,7 @@ class Settings(TrainingSettings):
     MAY_CHANGE: ClassVar[frozenset[str]] = TrainingSettings.MAY_CHANGE | {"baselines"}
 
     model: detection_models.ModelName = "ssdlite96"
-    """One of torchvision's SSDLites, the same on MobileNetV2, or ssdlite96, which is small enough for a CPU."""
+    """torchvision's SSDLite or Faster R-CNN, SSDLite on MobileNetV2, or ssdlite96, which is small enough for a CPU."""
     data: detection_data.DataName = "shapes"
     """N images of shapes (1000), COCO 2017 or VOC; PATH is the folder that has annotations/ or VOCdevkit/."""
     epochs: Annotated[int, Field(ge=1)] = 15
@@ -93,23 +94,23 @@ def main() -> None:
         strategy.print(f"mAP of the untrained network {untrained:.2%}, of each class's mean box {mean_boxes(data):.2%}")
     throughput, profile, last_step = strategy.throughput(), folder.profile(settings.profile), settings.last_step
     for epoch in train.epochs(settings.epochs) if strategy.global_step < last_step else ():
-        train_loss = strategy.meter()
+        meters: defaultdict[str, Meter] = defaultdict(strategy.meter)
         with tqdm(train, f"epoch {epoch}", leave=False, mininterval=1, disable=not strategy.is_main or None) as bar:
             for pictures, targets in bar:
                 with strategy.autocast():
                     losses = model(pictures, targets)
-                # The losses are means over default boxes, of which each process has another number.
-                matched = losses.pop("matched")
-                loss = sum(losses.values())
-                train_loss.add(mean=loss, count=matched)
-                strategy.step(loss, optimizer, scheduler, weight=matched)
+                # Each loss is a mean over something else, of which each process has another number.
+                counts = losses.pop("counts")
+                for name, loss in losses.items():
+                    meters[name].add(mean=loss, count=counts[name])
+                strategy.step(losses, optimizer, scheduler, weight=counts)
                 profile.step()
                 if settings.checkpoint_every and strategy.global_step % settings.checkpoint_every == 0:
                     checkpoint.save()
                 if strategy.global_step >= last_step:
                     break
         metrics = {
-            "epoch": epoch, "step": strategy.global_step, "train_loss": train_loss.value(),
+            "epoch": epoch, "step": strategy.global_step, "train_loss": sum(meter.value() for meter in meters.values()),
             **precision.of(model, val), "learning_rate": rate.at(strategy.global_step - 1), **throughput.read(),
         }  # fmt: skip
         folder.add(metrics)

@@ -22,6 +22,7 @@ from unitrain.errors import BackendError, ConfigError, LaunchError, UsageError
 from unitrain.job import excepthook
 from unitrain.job.elastic import start_again
 from unitrain.job.job import current
+from unitrain.launch.copies import refuse_copies
 from unitrain.launch.detect import Launch, detect
 from unitrain.process import (
     exit_now,
@@ -48,7 +49,8 @@ def init(config: StrategyConfig | None = None, **settings: Unpack[StrategySettin
 
     Raises:
         ConfigError: a setting is unknown, malformed, or not supported here.
-        LaunchError: the launcher's variables are missing or wrong, or the backend would not see the launcher's world.
+        LaunchError: the launcher's variables are missing or wrong, or the backend would not see the launcher's world,
+            or an unknown launcher seems to have started copies of this process.
         BackendError: the backend's library is missing.
         UsageError: another strategy is still open.
     """
@@ -59,6 +61,8 @@ def init(config: StrategyConfig | None = None, **settings: Unpack[StrategySettin
     if job is not None and not job.ended:
         raise UsageError("unitrain.init() was called while another strategy is open: call its close() first.")
     launch = _adopted(detect(os.environ))
+    if launch.launcher == "python":
+        refuse_copies()
     resolved = resolve_strategy(config, settings, os.environ)
     if resolved.backend == "auto":
         resolved = resolved.model_copy(update={"backend": choose_backend(launch, resolved)})

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 
 USER_CODE = "user code"
 CLOSING = "close"
+ITERATION = 2**48
+"""What an iteration over a loader counts for in a position: more than all samples of a run."""
 
 
 class Pulse:
@@ -17,13 +19,16 @@ class Pulse:
         calls: number of waits so far, which distinguishes two consecutive waits from a long one.
         step: number of optimizer steps so far.
         boundary: number of boundaries passed so far, at which a run can be stopped.
+        trained: the last step that was made, and the position in the data at its end. Of two ranks, the one that has
+            made more steps is further.
     """
 
-    __slots__ = ("_failed", "boundary", "calls", "phase", "step")
+    __slots__ = ("_failed", "boundary", "calls", "phase", "step", "trained")
 
     def __init__(self) -> None:
         self.step: int = 0
         self.boundary: int = 0
+        self.trained: tuple[int, int] = (0, 0)
         self.phase: str = USER_CODE
         self.calls: int = 0
         self._failed = False

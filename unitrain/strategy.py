@@ -33,12 +33,13 @@ from unitrain.metrics.throughput import Throughput
 from unitrain.pulse import CLOSING
 from unitrain.training.batch_norm import layers as batch_norm
 from unitrain.training.hooks import Hooks
-from unitrain.training.loop.backward import Weight
 from unitrain.training.loop.load_balancing import LoadBalancer
 from unitrain.training.loop.loop import TrainingLoop
+from unitrain.training.loop.parts import Losses, LossWeights
 from unitrain.training.loop.step import StepResult, TrainingStep
 from unitrain.training.models import preparation
 from unitrain.training.models.buffers import BufferSync
+from unitrain.training.models.exact_randomness import ExactRandomness
 from unitrain.training.models.in_sync import FrequentCheck, InSyncCheck, check_in_sync
 from unitrain.training.models.materialising import Initialise
 from unitrain.training.models.precision import Precision
@@ -105,6 +106,10 @@ class Strategy:
             self._hooks.add_hook(InSyncCheck(self._communicator, self._prepared, self._step.optimizers))
             if config.check_in_sync_every:
                 self._hooks.add_hook(FrequentCheck(self._communicator, self._prepared, config.check_in_sync_every))
+        randomness = None
+        if config.exact_randomness:
+            randomness = ExactRandomness(self._step.batches, self._communicator, shares)
+            self._hooks.add_hook(randomness)
         self._preparation = preparation.Preparation(
             self._communicator,
             made,
@@ -112,8 +117,11 @@ class Strategy:
             self._prepared,
             self._step.register,
             self._step.batches.current_batch,
+            randomness,
             config,
         )
+        self._metric_check = torchmetric.MetricCheck(self.world_size)
+        self._metric_check.begin()
         self._checkpoint: Checkpoint | None = None
         self._throughput: Throughput | None = None
 
@@ -184,11 +192,11 @@ class Strategy:
 
     def step(
         self,
-        loss: Tensor,
+        loss: Losses,
         optimizer: Optimizer | Sequence[Optimizer],
         scheduler: Any = None,
         *,
-        weight: Weight | None = None,
+        weight: LossWeights | None = None,
     ) -> StepResult:
         """Run backward, average, unscale, check and clip the gradients, step, and clear the gradients. Collective.
 
@@ -196,17 +204,22 @@ class Strategy:
         is the gradient of the mean loss over all samples of the window on all ranks.
 
         Args:
-            loss: scalar; the mean over this rank's samples of the batch.
+            loss: scalar; the mean over this rank's samples of the batch. Or a list or dict of several, each a mean over
+                something else, with ``weight``: the gradient is the sum of theirs.
             optimizer: the optimizer to step, or several that share the loss.
             scheduler: stepped when its optimizer is.
             weight: weight of this rank's mean, the number of its tokens, say. Default: the number of samples in the
-                batch that the strategy's loader yielded last; without such a loader all ranks weigh the same.
+                batch that the strategy's loader yielded last; without such a loader all ranks weigh the same. Of
+                several losses, a list or dict of their weights. A loss of weight 0 may be NaN.
 
         Raises:
-            UsageError: the loss is not a scalar that requires grad, a micro-batch was left out, or the scheduler needs
-                a metric.
+            UsageError: the loss is not a scalar that requires grad, losses and weights don't match, a micro-batch was
+                left out, or the scheduler needs a metric.
             NonFiniteError: a loss or gradient is not finite, with ``on_nonfinite="raise"``.
             Stopped: a loss or gradient is not finite, with ``on_nonfinite="stop"``.
+
+        Example:
+            >>> strategy.step([class_loss, box_loss], optimizer, weight=[number_of_anchors, number_of_boxes])
         """
         if scheduler is not None:
             check_scheduler(scheduler)
@@ -221,17 +234,17 @@ class Strategy:
         own = getattr(scheduler, "optimizer", None)
         number = next((i for i, one in enumerate(optimizer) if one is own), 0)
         if scheduler is not None and results[number].stepped:
-            scheduler.step()
+            self._step.step_scheduler(scheduler)
         # An overflow, say, may be in the gradients of one of them only.
         return results[0]._replace(skipped=any(result.skipped for result in results))
 
     def backward(
         self,
-        loss: Tensor,
+        loss: Losses,
         optimizer: Optimizer | None = None,
         *,
         sync: bool | None = None,
-        weight: Weight | None = None,
+        weight: LossWeights | None = None,
     ) -> None:
         """Run the first half of ``step``, for several losses with one optimizer, or several optimizers. Collective.
 
@@ -360,6 +373,7 @@ class Strategy:
         """
         if not modules:
             raise UsageError("evaluation() needs the model or models to evaluate: strategy.evaluation(model).")
+        self._metric_check.begin()
         with ExitStack() as swaps:
             modules = tuple(swaps.enter_context(one.swapped()) if isinstance(one, EMA) else one for one in modules)
             modes = [(layer, layer.training) for module in modules for layer in module.modules()]
@@ -612,6 +626,7 @@ class Strategy:
         config: Mapping[str, Any] | None = None,
         keep: int = 3,
         background: bool = True,
+        partial: bool = False,
         **objects: Any,
     ) -> Checkpoint:
         """Return a ``unitrain.checkpoint.Checkpoint``, which saves and resumes objects together. Collective.
@@ -624,6 +639,8 @@ class Strategy:
             config: the script's settings, as plain data (JSON types). Resuming with other values is refused.
             keep: number of checkpoints to keep, beside the best.
             background: write checkpoints while training continues.
+            partial: the checkpoints lack something that the run trains with on purpose. Otherwise, the first one warns
+                of an optimizer, a scheduler, a loader or an EMA that is missing.
             **objects: modules, optimizers, schedulers, loaders and dicts of plain values, by name.
 
         Raises:
@@ -643,6 +660,7 @@ class Strategy:
             folder,
             keep=keep,
             background=background,
+            partial=partial,
             restored=self._preparation.keep_random_states,
         )
         return self._checkpoint
@@ -686,6 +704,7 @@ class Strategy:
                 self._checkpoint.abandon()  # if the run fails
                 self._checkpoint = None  # it has wrapped models, with what they communicate by
             self._step.close()
+            self._metric_check.close()
             self._prepared.release()
             self._communicator.close(failed=job.failed)
 

@@ -1,8 +1,9 @@
-"""Refuses a forward that changes weights: they are whole copies, which are dropped after it, and the shards stay."""
+"""Refuses what a sharded model can't do: to change weights in a forward, to tie them, and to save or generate alone."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -10,18 +11,23 @@ from torch import Tensor, nn
 
 from unitrain.errors import UsageError
 
+_eager: Callable[[Any], Any] = torch.compiler.disable
+
 
 class ForwardChanges:
-    """Finds which of a unit's whole weights were changed between the hooks of a user's forward.
+    """Refuses a forward that changes weights: they are whole copies, which are dropped after it, and the shards stay.
+
+    Finds which of a unit's whole weights were changed between the hooks of a user's forward.
 
     Its hooks must run within the hooks of fully_shard, which gather the weights and drop them: create it just before.
     """
 
     def __init__(self, unit: nn.Module) -> None:
         self._weights: dict[str, Tensor] = {}
-        self._before: list[tuple[int, int]] | None = None  # None outside a forward, and where one is compiled
-        unit.register_forward_pre_hook(self._note)
-        unit.register_forward_hook(self._check)
+        self._before: list[tuple[int, int]] | None = None  # None outside a forward
+        # As the hooks of fully_shard, they are not compiled: compiled code changes weights in place, too.
+        unit.register_forward_pre_hook(_eager(self._note))
+        unit.register_forward_hook(_eager(self._check))
 
     def watch(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Set what the unit gathers: names and whole parameters."""
@@ -32,11 +38,11 @@ class ForwardChanges:
         return [(weight._version, weight.data_ptr()) for weight in self._weights.values()]
 
     def _note(self, module: nn.Module, args: Any) -> None:
-        self._before = None if torch.compiler.is_compiling() else self._state()
+        self._before = self._state()
 
     def _check(self, module: nn.Module, args: Any, output: Any) -> None:
         before, self._before = self._before, None
-        if before is None or torch.compiler.is_compiling() or before == (after := self._state()):
+        if before is None or before == (after := self._state()):
             return
         pairs = zip(self._weights, before, after, strict=True)
         # A call within this one, of a method that FSDP gathers the weights for, has dropped them at its end.
@@ -49,3 +55,48 @@ class ForwardChanges:
             "weights after strategy.step, under torch.no_grad(), where each rank changes its shard, or compute with a "
             "changed copy (weight = renorm(self.weight)), or use backend ddp."
         )
+
+
+def refuse_tied(module: nn.Module) -> None:
+    """Refuse the first forward of a sharded module if weights were tied since: FSDP would silently untie them."""
+    names = {name for name, _ in module.named_parameters()}
+
+    def check(module: nn.Module, args: Any) -> None:
+        missing = names - {name for name, _ in module.named_parameters()}
+        tied = [name for name, _ in module.named_parameters(remove_duplicate=False) if name in missing]
+        if tied:
+            raise UsageError(
+                f"{', '.join(tied[:3])} was tied to another weight after prepare(), when each has its own shard: FSDP "
+                "would untie them in this forward. Tie weights before prepare()."
+            )
+        hook.remove()
+
+    # Before the hooks of fully_shard, which untie them.
+    hook = module.register_forward_pre_hook(_eager(check), prepend=True)
+
+
+def explain_methods(module: nn.Module) -> None:
+    """Make methods of Hugging Face's models that need whole weights raise an error with a remedy."""
+    for layer in module.modules():
+        for name in ("save_pretrained", "generate"):
+            method = getattr(layer, name, None)
+            if callable(method):
+                setattr(layer, name, functools.partial(_explained, method, saves=name == "save_pretrained"))
+
+
+def _explained(method: Callable[..., Any], /, *args: Any, saves: bool, **kwargs: Any) -> Any:
+    if saves and kwargs.get("state_dict") is None:
+        raise UsageError(
+            "save_pretrained() of a sharded model would write this rank's shards. Save a whole copy: copy = strategy."
+            "export(model) on all ranks, and then strategy.on_main(lambda: copy.save_pretrained(folder))."
+        )
+    try:
+        return method(*args, **kwargs)
+    except RuntimeError as error:
+        if "DTensor" not in str(error):
+            raise
+        raise UsageError(
+            "generate() used weights that are sharded. Have them gathered for it: call torch.distributed.fsdp."
+            'register_fsdp_forward_method(strategy.unwrap(model), "generate") after prepare(), and then generate() of '
+            "strategy.unwrap(model) on all ranks, for the same number of tokens. Or use strategy.export(model)."
+        ) from error

@@ -25,7 +25,7 @@ from unitrain.errors import UsageError
 from unitrain.module_copy import without_memory
 from unitrain.training.models.materialising import add_hooks, give_memory
 
-from .changes import ForwardChanges
+from .changes import ForwardChanges, explain_methods, refuse_tied
 from .settings import FSDPSettings
 from .shards import full_tensor, to_local
 from .units import converted_by_autocast, not_divisible, units
@@ -105,6 +105,8 @@ class ShardedModule:
         if not settings.reshard_after_forward:
             module.register_forward_hook(self._reshard_without_grad)
         module.set_reduce_scatter_unused_params(True)  # ranks that use different parameters reduce the same ones
+        refuse_tied(module)
+        explain_methods(module)
 
     def _divide(self, unit: nn.Module, shard: Callable[[nn.Module], object]) -> None:
         """Shard the parameters of a unit that are not sharded yet."""

@@ -1,4 +1,4 @@
-"""Models of the detection recipe: torchvision's SSDLite on MobileNets, and a small one that trains on a CPU."""
+"""Models of the detection recipe: torchvision's SSDLite and Faster R-CNN on MobileNets, and a small SSDLite."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
-from torchvision.models.detection import ssdlite320_mobilenet_v3_large
+from torchvision.models.detection import (
+    FasterRCNN,
+    fasterrcnn_mobilenet_v3_large_320_fpn,
+    ssdlite320_mobilenet_v3_large,
+)
 from torchvision.models.detection.anchor_utils import DefaultBoxGenerator
 from torchvision.models.detection.ssd import SSD
 from torchvision.models.detection.ssdlite import SSDLiteHead
@@ -16,7 +20,9 @@ from torchvision.ops import Conv2dNormActivation
 from unitrain import ConfigError, Strategy
 from unitrain.recipes.image_classification import models
 
-ModelName = Literal["ssdlite96", "ssdlite320_mobilenet_v2", "ssdlite320_mobilenet_v3_large"]
+ModelName = Literal[
+    "ssdlite96", "ssdlite320_mobilenet_v2", "ssdlite320_mobilenet_v3_large", "fasterrcnn_mobilenet_v3_large_320_fpn"
+]
 SMALL: ModelName = "ssdlite96"
 
 # Expansion, channels, number and stride of MobileNetV2's blocks, in the small one.
@@ -24,12 +30,12 @@ _SMALL_BLOCKS = [[1, 16, 1, 2], [4, 32, 1, 2], [4, 64, 1, 2], [4, 64, 1, 1]]
 
 
 class _Detector(SSD):
-    """torchvision's SSD, whose losses come with the number that they are means over.
+    """torchvision's SSD, whose loss comes with the number that it is a mean over.
 
     It takes images of any size, each (3, height, width) from 0 to 1, and resizes them to its own. In training it also
-    takes the targets, and returns a dict: ``classification`` and ``bbox_regression``, each a mean over the default
-    boxes that match an object, and ``matched``, their number. In eval mode it returns a list of dicts of ``boxes``,
-    ``scores`` and ``labels``.
+    takes the targets, and returns a dict: ``matches``, a mean over the default boxes that match an object, and
+    ``counts``, a dict with their number. In eval mode it returns a list of dicts of ``boxes``, ``scores`` and
+    ``labels``.
     """
 
     def compute_loss(
@@ -39,9 +45,10 @@ class _Detector(SSD):
         anchors: list[Tensor],
         matched_idxs: list[Tensor],
     ) -> dict[str, Any]:
-        """Return the losses of SSD, and ``matched``."""
+        """Return the sum of SSD's losses, and the number of matches."""
         losses = super().compute_loss(targets, _at_least_float32(head_outputs), anchors, matched_idxs)
-        return {**losses, "matched": sum(int((matched >= 0).sum()) for matched in matched_idxs)}
+        matches = sum(int((matched >= 0).sum()) for matched in matched_idxs)
+        return {"matches": sum(losses.values()), "counts": {"matches": matches}}
 
     def postprocess_detections(
         self, head_outputs: dict[str, Tensor], image_anchors: list[Tensor], image_shapes: list[tuple[int, int]]
@@ -54,6 +61,43 @@ class _Detector(SSD):
 def _at_least_float32(outputs: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return outputs as float32, if autocast made them less precise: coordinates need more digits."""
     return {name: value.to(torch.promote_types(value.dtype, torch.float32)) for name, value in outputs.items()}
+
+
+class TwoStageDetector(FasterRCNN):
+    """torchvision's Faster R-CNN, whose losses come with the numbers that they are means over.
+
+    As ``_Detector``, but for the losses: ``anchors`` is a mean over the anchors that were sampled in all images, and
+    ``proposals`` over the sampled proposals.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.anchors: _CountingSampler = _CountingSampler(self.rpn.fg_bg_sampler)
+        self.proposals: _CountingSampler = _CountingSampler(self.roi_heads.fg_bg_sampler)
+        self.rpn.fg_bg_sampler, self.roi_heads.fg_bg_sampler = self.anchors, self.proposals
+
+    def eager_outputs(self, losses: dict[str, Tensor], detections: list[dict[str, Tensor]]) -> Any:
+        """Return the losses and their numbers in training, and otherwise the detections."""
+        if not self.training:
+            return detections
+        return {
+            "anchors": losses["loss_objectness"] + losses["loss_rpn_box_reg"],
+            "proposals": losses["loss_classifier"] + losses["loss_box_reg"],
+            "counts": {"anchors": self.anchors.count, "proposals": self.proposals.count},
+        }
+
+
+class _CountingSampler:
+    """Samples what a loss is a mean over, as another sampler does, and counts it."""
+
+    def __init__(self, sampler: Any) -> None:
+        self._sampler = sampler
+        self.count: int = 0
+
+    def __call__(self, labels: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        chosen: tuple[list[Tensor], list[Tensor]] = self._sampler(labels)
+        self.count = sum(int(mask.sum()) for masks in chosen for mask in masks)
+        return chosen
 
 
 class _FeatureMaps(nn.Module):
@@ -104,6 +148,12 @@ def build(name: ModelName, classes: int) -> nn.Module:
     if name == "ssdlite320_mobilenet_v3_large":
         ssd = ssdlite320_mobilenet_v3_large(weights=None, weights_backbone=None, num_classes=classes + 1)
         return _detector(ssd.backbone, ssd.anchor_generator, 320, classes, ssd.head)
+    if name == "fasterrcnn_mobilenet_v3_large_320_fpn":
+        theirs = fasterrcnn_mobilenet_v3_large_320_fpn(weights=None, weights_backbone=None)
+        return TwoStageDetector(
+            theirs.backbone, classes + 1, rpn_anchor_generator=theirs.rpn.anchor_generator, fixed_size=(320, 320),
+            rpn_pre_nms_top_n_test=150, rpn_post_nms_top_n_test=150, rpn_score_thresh=0.05,
+        )  # fmt: skip
     if name == "ssdlite320_mobilenet_v2":
         backbone, size = _FeatureMaps(MobileNetV2(), extra=[512, 256, 256, 128]), 320
         boxes = DefaultBoxGenerator([[2, 3]] * 6, min_ratio=0.2, max_ratio=0.95)
@@ -131,7 +181,7 @@ def load_pretrained(model: nn.Module, name: ModelName, source: str, strategy: St
         model: a model that ``build`` returned.
         name: name of the model.
         source: a file with the state dict of a detector or of torchvision's ``mobilenet_v2``, or ``torchvision``: its
-            ``ssdlite320_mobilenet_v3_large``, trained on COCO, or its ``mobilenet_v2``, trained on ImageNet.
+            detector of this name, trained on COCO, or its ``mobilenet_v2``, trained on ImageNet.
         strategy: the strategy of this run; its rank 0 reads the file.
 
     Raises:

@@ -1,13 +1,18 @@
-"""Forwards that do more than compute, under the backend fsdp: change weights, or are differentiated twice."""
+"""Forwards that do more than compute, under the backend fsdp: change weights, or are differentiated twice.
+
+And what is used beside a forward: tied weights, Hugging Face's methods.
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from ranks import run_ranks
 from torch import Tensor, nn
+from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.optim import SGD
 from torch.utils.data import TensorDataset
 
@@ -121,3 +126,80 @@ def train_what_is_refused() -> None:
 
 def test_what_would_be_lost_or_is_freed_is_refused() -> None:
     run_ranks(train_what_is_refused)
+
+
+def compiled_change(backend: str) -> None:
+    with unitrain.init(backend="fsdp", device="cpu", precision="fp64", timeout_s=60) as strategy:
+        model = net("in place")
+        model, optimizer = strategy.prepare(model, SGD(model.parameters(), lr=0.1))
+        compiled: Any = torch.compile(model, backend=backend)
+        with pytest.raises(UsageError, match=r"changed (0\.)?weight, but under fsdp"):
+            strategy.step(compiled(torch.ones(2, 4, dtype=torch.float64)).mean(), optimizer)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_forwards_can_t_change_weights_either(backend: str) -> None:
+    run_ranks(compiled_change, backend, timeout=120)
+
+
+class Tied(nn.Module):
+    """A model with the methods of Hugging Face's, which use weights outside of the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(6, 4), nn.Linear(4, 6, bias=False)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.generate(words)
+
+    def generate(self, words: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.words(words))
+        return logits
+
+    def save_pretrained(self, folder: Path, state_dict: dict[str, Tensor] | None = None) -> None:
+        torch.save(state_dict or self.state_dict(), folder / "model.pt")
+
+
+WORDS = torch.arange(4)
+
+
+def tie() -> None:
+    with unitrain.init(backend="fsdp", device="cpu", timeout_s=60) as strategy:
+        model = Tied()
+        model = strategy.prepare(model)
+        model.head.weight = model.words.weight
+        for _ in range(2):
+            with pytest.raises(UsageError, match=r"head\.weight was tied to another weight after prepare\(\)"):
+                model(WORDS)
+        before = Tied()
+        before.head.weight = before.words.weight
+        before = strategy.prepare(before)
+        before.head.weight = before.words.weight  # as tie_weights() of a model does that is tied
+        before(WORDS)
+        assert len(list(before.parameters())) == 1
+
+
+def test_weights_are_not_tied_after_prepare() -> None:
+    run_ranks(tie)
+
+
+def use_methods(folder: Path) -> None:
+    with unitrain.init(backend="fsdp", device="cpu", timeout_s=60) as strategy:
+        model = strategy.prepare(Tied())
+        with pytest.raises(
+            UsageError, match=r"strategy\.export\(model\) on all ranks, .*copy\.save_pretrained\(folder"
+        ):
+            strategy.unwrap(model).save_pretrained(folder)  # type: ignore[operator]
+        assert not list(folder.iterdir())
+        with torch.no_grad(), pytest.raises(UsageError, match=r"register_fsdp_forward_method\(strategy\.unwrap\(model"):
+            strategy.unwrap(model).generate(WORDS)  # type: ignore[operator]
+        register_fsdp_forward_method(strategy.unwrap(model), "generate")  # the remedies
+        copy: Any = strategy.export(model)
+        with torch.no_grad():
+            assert torch.equal(strategy.unwrap(model).generate(WORDS), copy.generate(WORDS))  # type: ignore[operator]
+        strategy.on_main(lambda: copy.save_pretrained(folder))
+        assert torch.load(folder / "model.pt").keys() == {"words.weight", "head.weight"}
+
+
+def test_methods_that_need_whole_weights_name_the_remedy(tmp_path: Path) -> None:
+    run_ranks(use_methods, tmp_path)

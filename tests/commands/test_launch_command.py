@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import shutil
 import subprocess
@@ -82,6 +83,52 @@ def test_mpirun_passes_settings_to_other_hosts(
     monkeypatch.setenv("UNITRAIN_BACKEND", "ddp")
     [line] = printed(capsys, "--launcher", "mpirun", *HOSTS)
     assert line.startswith("mpirun -np 5 -H node0:2,node1:3 --bind-to none -x PATH -x UNITRAIN_BACKEND python train.py")
+
+
+LINES = "node1.site\nnode1.site\nnode2.site\nnode2.site\n"
+HOSTLIST = "#!/bin/sh\n[ \"$*\" = 'hostlist --expand' ] && echo node1.site node2.site\n"
+IN_JOBS = {
+    "PBS": ({"PBS_NODEFILE": "file"}, LINES),
+    "LSF": ({"LSB_DJOB_HOSTFILE": "file", "LSB_MCPU_HOSTS": "node9 1"}, LINES.replace("\n", " 0,1\n")),
+    "LSF without a file": ({"LSB_MCPU_HOSTS": "node1.site 2 node2.site 2 "}, ""),
+    "Flux": ({"FLUX_URI": "local:///run/flux/local"}, HOSTLIST),
+    "SLURM": ({"SLURM_JOB_NODELIST": "node[1-2].site", "SLURM_TASKS_PER_NODE": "2(x2)"}, ""),
+}
+
+
+@pytest.fixture
+def in_job(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    """Stand in a job of a scheduler on two hosts, by the variables and the file that its documentation names."""
+    variables, text = IN_JOBS[request.param]
+    file = tmp_path / "flux"
+    file.write_text(text)
+    file.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, str(file) if value == "file" else value)
+    return str(request.param)
+
+
+@pytest.mark.parametrize("in_job", IN_JOBS, indirect=True)
+def test_the_hosts_of_the_job_are_the_default(in_job: str, capsys: pytest.CaptureFixture[str]) -> None:
+    each = 1 if in_job == "Flux" else 2
+    [line] = printed(capsys, "--launcher", "mpirun")
+    assert line.startswith(f"mpirun -np {2 * each} -H node1.site:{each},node2.site:{each} ")
+    [line] = printed(capsys, "--launcher", "mpirun", "--processes", "8")
+    assert line.startswith("mpirun -np 16 -H node1.site:8,node2.site:8 ")
+    assert printed(capsys, "--hosts", "a:2,b:2")[0] == "# on a"
+    if in_job != "SLURM":
+        assert printed(capsys, "--processes", "8") == [line]
+
+
+@pytest.mark.parametrize("in_job", ["PBS"], indirect=True)
+def test_a_job_on_one_host_or_without_its_file(in_job: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = Path(os.environ["PBS_NODEFILE"])
+    file.write_text("node1\n" * 4)
+    assert printed(capsys) == ["torchrun --standalone --nproc-per-node 4 train.py --name 'a b'"]
+    file.unlink()
+    assert main(["launch", "--dry-run", "train.py"]) == 1
+    assert f"PBS_NODEFILE is '{file}', which can't be read: No such file or directory" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "mpirun", "horovodrun"])

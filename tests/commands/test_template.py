@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -213,6 +214,54 @@ def test_slurm_takes_odd_flags(slurm: Slurm, tmp_path: Path) -> None:
         ["sbatch", "--wait", f"--output={log}", str(script)], env=environ, cwd=tmp_path, check=True, timeout=120
     )
     assert log.read_text().strip() == str(ODD)
+
+
+# ------------------------------------------------------------------------------------------------- PBS, LSF and Flux
+
+# As its documentation says: it gives each task these variables.
+FLUX = """#!/bin/bash
+while [[ $1 == run || $1 == --* ]]; do
+    [[ $1 == --ntasks=* ]] && tasks=${1#*=}
+    shift
+done
+for ((rank = 0; rank < tasks; rank++)); do
+    FLUX_TASK_RANK=$rank FLUX_JOB_SIZE=$tasks FLUX_TASK_LOCAL_ID=$rank FLUX_JOB_NNODES=1 "$@" &
+done
+wait -n && wait -n
+"""
+
+
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize("kind", ["pbs", "lsf", "flux"])
+def test_a_script_for_a_scheduler(kind: str, expected: Weights, tmp_path: Path) -> None:
+    """The scheduler's lines are comments here. Below them, the script does what it does in a job on this host."""
+    script, hosts, flux = tmp_path / "job.sh", tmp_path / "hosts", tmp_path / "flux"
+    text = template(kind, TRAINS, str(tmp_path), hosts=1, processes=2)
+    script.write_text(text.replace("29400", str(free_port())).replace("$(hostname)", "127.0.0.1"))
+    hosts.write_text("localhost\n" * 2)
+    flux.write_text(FLUX)
+    flux.chmod(0o755)
+    told = {
+        "pbs": {"PBS_NODEFILE": str(hosts), "PBS_O_WORKDIR": str(tmp_path)},
+        "lsf": {"LSB_DJOB_HOSTFILE": str(hosts)},
+    }
+    environ = {**os.environ, **told.get(kind, {}), "UNITRAIN_BACKEND": "ddp", "PATH": f"{tmp_path}:{path()}"}
+    subprocess.run(["bash", str(script)], env=environ, check=True, timeout=120)
+    assert_trained(tmp_path, expected, world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "lines"),
+    [
+        ("pbs", ["#PBS -l select=2:ncpus=32:mpiprocs=8:ngpus=8"]),
+        ("lsf", ["#BSUB -n 16", '#BSUB -R "span[ptile=8]"', '#BSUB -gpu "num=8"']),
+        ("flux", ["#flux: --nodes=2 --nslots=16 --cores-per-slot=4 --gpus-per-slot=1"]),
+    ],
+)
+def test_what_a_script_asks_its_scheduler_for(kind: str, lines: list[str]) -> None:
+    text = template(kind, Path("a b.py"), *ODD, processes=8, gpus=True)
+    assert set(lines) <= set(text.splitlines())
+    assert shlex.split(text.splitlines()[-1])[-len(ODD) :] == ODD
 
 
 # ---------------------------------------------------------------------------------------------------------------- Ray

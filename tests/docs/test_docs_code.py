@@ -29,7 +29,7 @@ BLOCKS = {page: found for page in PAGES if (found := list(blocks(page)))}
 NOT_RUN = [block for page in PAGES for block in BLOCKS.get(page, ()) if block.not_run]
 
 
-def names(*, makes_strategy: bool, prepares: bool) -> dict[str, Any]:
+def names(*, makes_strategy: bool, prepares: bool, schedules: bool) -> dict[str, Any]:
     """Return what a section takes for granted: a model, an optimizer, data and, if it does not make one, a strategy."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 10))
@@ -42,6 +42,8 @@ def names(*, makes_strategy: bool, prepares: bool) -> dict[str, Any]:
             strategy.prepare(model, optimizer)
         given["train"] = strategy.dataloader(train_set, global_batch_size=8)
         given["test"] = given["val"] = strategy.dataloader(test_set, batch_size=4)
+    if schedules:  # else it would be missing in checkpoints
+        given["scheduler"] = torch.optim.lr_scheduler.StepLR(optimizer, 100)
     return {
         **given,
         "__name__": "page",
@@ -52,7 +54,6 @@ def names(*, makes_strategy: bool, prepares: bool) -> dict[str, Any]:
         "model": model,
         "criterion": nn.CrossEntropyLoss(),
         "optimizer": optimizer,
-        "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 100),
         "train_set": train_set,
         "test_set": test_set,
     }
@@ -115,7 +116,9 @@ def run_page(page: Path, folder: Path, *, python_only: bool = False) -> None:
         python = [block for block in run_here if block.language == "python" and not block.title]
         makes_strategy = any("unitrain.init(" in block.text for block in python)
         prepares = any(".prepare(model" in block.text for block in python)
-        shared = names(makes_strategy=makes_strategy, prepares=prepares) if python else {}
+        schedules = any("scheduler" in block.text for block in python)
+        given = {"makes_strategy": makes_strategy, "prepares": prepares, "schedules": schedules}
+        shared = names(**given) if python else {}
         for block in python if python_only else run_here:
             printed = run(block, shared, printed)
         if "strategy" in shared:

@@ -188,7 +188,32 @@ def test_a_failing_rank_keeps_its_verdict_when_rank_0_has_ended(tmp_path: Path) 
             time.sleep(60)
     """
     _, end = run(tmp_path, script, world_size=2)
-    assert end.out.startswith("True rank 1 on ") and end.out.endswith(": the disk is on fire\n"), end
+    assert re.fullmatch(r"True rank 1 on .*: the disk is on fire\n", end.out), end
+
+
+@pytest.mark.parametrize("mistake", ["continue", "break"])
+def test_a_rank_that_trains_on_other_batches_ends_the_job(tmp_path: Path, mistake: str) -> None:
+    script = f"""
+        import time, torch
+        strategy = unitrain.init(backend="ddp", device="cpu")
+        model = torch.nn.Linear(1, 1)
+        model, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        loader = strategy.dataloader(torch.utils.data.TensorDataset(torch.ones(40_000, 1)), global_batch_size=4)
+        if strategy.is_main:
+            next(iter(loader))  # a look at a batch is no mistake
+        for epoch in loader.epochs(3):
+            for i, (x,) in enumerate(loader):
+                if strategy.rank == 1 and i == 30 and epoch == 0:
+                    {mistake}
+                strategy.step(model(x).mean(), optimizer)
+                time.sleep(0.005)
+    """
+    ends = run(tmp_path, script, world_size=2)
+    assert all(end.code == 1 for end in ends)
+    said = "".join(end.err for end in ends)
+    assert re.search(
+        r"rank 1 on \S+ \(pid \d+\) has left out a batch, or has left an epoch early: .*, but rank 0", said
+    )
 
 
 def test_an_error_in_the_context_of_a_strategy_waits_for_nobody(tmp_path: Path) -> None:

@@ -66,6 +66,34 @@ def classify(backend: str, counts: list[int]) -> list[dict[str, Any]]:
         return values
 
 
+def compute_unpassed(backend: str) -> tuple[list[str], list[float]]:
+    """Compute a metric that the strategy does not know: on every rank, and on rank 0. Then what is meant so."""
+    said, values = [], []
+    with unitrain.init(backend=backend, device="cpu", timeout_s=30) as strategy:
+        metric = torchmetrics.SumMetric()
+        metric.update(strategy.rank + 1.0)
+        for compute in (metric.compute, lambda: strategy.on_main(metric.compute)):
+            with pytest.raises(UsageError) as refused:
+                compute()
+            said.append(str(refused.value))
+        alone = torchmetrics.SumMetric(sync_on_compute=False)
+        explicit = torchmetrics.SumMetric(distributed_available_fn=lambda: False)
+        for one in (alone, explicit, passed := strategy.metric(torchmetrics.SumMetric())):
+            one.update(strategy.rank + 1.0)
+        values = [float(one.compute()) for one in (alone, explicit, passed)]
+        values.append(float(strategy.on_main(alone.compute)))
+    values.append(float(metric.compute()))  # the strategy is closed
+    return said, values
+
+
+@pytest.mark.parametrize("backend", ["ddp", pytest.param("horovod", marks=HOROVOD)])
+def test_a_metric_that_was_not_passed_is_refused_on_every_rank(backend: str) -> None:
+    for rank, (said, values) in enumerate(run_ranks(compute_unpassed, backend, launcher=LAUNCHERS[backend])):
+        assert len(said) == 2
+        assert all(one.startswith("SumMetric was not passed to strategy.metric") for one in said)
+        assert values == [rank + 1, rank + 1, 3, 1, rank + 1]
+
+
 @FEW_ROWS
 @pytest.mark.parametrize("backend", ["ddp", pytest.param("horovod", marks=HOROVOD)])
 def test_ranks_with_few_rows_or_none_give_the_values_of_one_process(backend: str) -> None:

@@ -34,6 +34,7 @@ from unitrain.recipes.object_detection.data import Boxes
 RECIPE = ROOT / "recipes" / "detection.py"
 V2: detection_models.ModelName = "ssdlite320_mobilenet_v2"
 V3: detection_models.ModelName = "ssdlite320_mobilenet_v3_large"
+TWO_STAGE: detection_models.ModelName = "fasterrcnn_mobilenet_v3_large_320_fpn"
 FLAGS = (
     "model", "data", "epochs", "max-steps", "batch-size", "lr", "warmup-epochs", "checkpoint-every", "profile",
     "momentum", "weight-decay", "workers", "pretrained", "baselines", "output-dir", "resume", "force", "config",
@@ -132,7 +133,7 @@ def overfitted(images: list[detection_data.Labelled]) -> dict[str, Tensor]:
     pictures, targets = detection_data.collate([Boxes(images)[index] for index in range(len(images))])
     for _ in range(40):
         losses = model(pictures, targets)
-        (losses["classification"] + losses["bbox_regression"]).backward()
+        losses["matches"].backward()
         optimizer.step()
         optimizer.zero_grad()
     return {name: value.detach() for name, value in model.state_dict().items()}
@@ -211,14 +212,14 @@ def test_without_pycocotools_it_says_what_to_install(here: Path, monkeypatch: py
 
 def test_models_find_boxes_in_images_of_different_sizes() -> None:
     images, targets = detection_data.collate([detection_data.load("shapes:2").train[index] for index in range(2)])
-    for name in (detection_models.SMALL, V2, V3):
+    for name in (detection_models.SMALL, V2, V3, TWO_STAGE):
         model = detection_models.build(name, 3)
         losses = model(images, targets)
-        matched = losses.pop("matched")
-        assert set(losses) == {"classification", "bbox_regression"}
+        counts = losses.pop("counts")
+        assert losses.keys() == counts.keys() == ({"anchors", "proposals"} if name == TWO_STAGE else {"matches"})
         sum(losses.values()).backward()
         assert all(p.grad is not None for p in model.parameters())
-        assert matched >= sum(len(target["boxes"]) for target in targets) > 0
+        assert min(counts.values()) >= sum(len(target["boxes"]) for target in targets) > 0
         with torch.no_grad():
             found = model.eval()(images)
         for image, boxes in zip(images, found, strict=True):
@@ -230,8 +231,8 @@ def test_models_find_boxes_in_images_of_different_sizes() -> None:
 def test_a_batch_without_boxes_trains_nothing() -> None:
     model = detection_models.build("ssdlite96", 3)
     losses = model([torch.rand(3, 90, 80)], [{"boxes": torch.zeros(0, 4), "labels": torch.zeros(0).long()}])
-    assert (losses["matched"], losses["classification"].item(), losses["bbox_regression"].item()) == (0, 0, 0)
-    (losses["classification"] + losses["bbox_regression"]).backward()
+    assert (losses["counts"]["matches"], losses["matches"].item()) == (0, 0)
+    losses["matches"].backward()
     assert all(not p.grad.any() for p in model.parameters() if p.grad is not None)
 
 
@@ -241,8 +242,8 @@ def test_the_v3_model_is_torchvision_s() -> None:
     images = [torch.rand(3, 200, 300), torch.rand(3, 100, 90)]
     targets = [{"boxes": torch.tensor([[10.0, 20, 60, 90]]), "labels": torch.tensor([7])}] * 2
     losses = ours(images, targets)
-    assert losses.pop("matched") > 0
-    assert losses == theirs(images, targets)
+    assert losses["counts"]["matches"] > 0
+    assert losses["matches"] == sum(theirs(images, targets).values())
     with torch.no_grad():
         for mine, its in zip(ours.eval()(images), theirs.eval()(images), strict=True):
             assert all(torch.equal(mine[name], its[name]) for name in ("boxes", "scores", "labels"))
@@ -303,7 +304,7 @@ def test_it_trains_on_a_folder_and_goes_on(
     [
         (("--data", "digits"), r"--data is 'digits', but must be shapes\[:N\], coco:PATH, voc2007:PATH or voc2012"),
         (("--data", "coco:nowhere"), "data coco:nowhere can't be used: .*instances_train2017.json can't be read"),
-        (("--model", "ssd300"), "--model is 'ssd300', but must be ssdlite96, ssdlite320_mobilenet_v2 or ssdlite320"),
+        (("--model", "ssd300"), "--model is 'ssd300', but must be ssdlite96, ssdlite320_mobilenet_v2, ssdlite320_m"),
         (("--pretrained", "torchvision"), "torchvision has no weights for ssdlite96: pass a file"),
         (("--pretrained", "nowhere.pt"), "pretrained nowhere.pt can't be used: .*does not exist"),
         (("--pretrained", "other.pt"), "other.pt has no layer with the name and shape of one of ssdlite96"),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import forked_python
@@ -134,6 +136,21 @@ def test_first_failing_rank_is_the_one_reported(
         assert "in fail_on_rank_1" in str(raised.value.__cause__)
     if kind != "SIGKILL":
         assert "---- rank 1 ----\nrank 1 says something first\n" in capfd.readouterr().out
+
+
+def crash_on_rank_1() -> None:
+    if detect(os.environ).rank == 1:
+        ctypes.string_at(0)
+    time.sleep(60)
+
+
+@pytest.mark.parametrize("start", [run_ranks, start_ranks])
+def test_a_crash_shows_where_it_was(start: Callable[..., object], capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(CommunicationError, match=r"rank 1 \(pid \d+\) was killed by SIGSEGV"):
+        start(crash_on_rank_1)
+    out = capfd.readouterr().out
+    assert "Fatal Python error: Segmentation fault" in out
+    assert "in crash_on_rank_1" in out
 
 
 def leave() -> None:

@@ -589,6 +589,7 @@ SECTIONS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "compile_backend": TEXT.filter(len),
         "broadcast_buffers": st.booleans(),
         "seed": st.integers(0, 2**32 - 1),
+        "exact_randomness": st.just(False),
         "deterministic": st.booleans(),
         "accumulate": st.integers(1),
         "shares": or_none(st.lists(st.integers(1, 1000), min_size=1).map(tuple)),

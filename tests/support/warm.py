@@ -185,6 +185,7 @@ class _Rank:
         fn, args = pickle.loads(packed)
         self._watched.note()
         known = set(threading.enumerate())
+        faulthandler.enable()
         faulthandler.dump_traceback_later(0.9 * timeout, file=sys.stderr)
         with warnings.catch_warnings():  # also forgets which warnings were shown
             result = fn(*args)
@@ -233,7 +234,6 @@ class _Rank:
         logging.root.handlers[:] = self._loggers[1]
         torch.use_deterministic_algorithms(False)
         torch.backends.cudnn.benchmark = False
-        faulthandler.disable()
 
 
 def _send_output_to(log: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from unitrain import rng
 from unitrain.checkpoint import metric_states
+from unitrain.checkpoint.completeness import warn_of_missing
 from unitrain.checkpoint.emergency.emergency import EmergencyCheckpoint
 from unitrain.checkpoint.emergency.epoch_end import EpochEnd, EpochEndHook
 from unitrain.checkpoint.emergency.last_boundary import LastBoundary
@@ -56,6 +57,7 @@ class Checkpoint:
         *,
         keep: int,
         background: bool,
+        partial: bool,
         restored: Callable[[], None],
     ) -> None:
         if keep < 1:
@@ -75,6 +77,7 @@ class Checkpoint:
             patience_s=state.settings.timeout_s,
             failed=lambda: stopping.request(StopReason()),  # all ranks raise the error at their next boundary
         )
+        self._is_complete = partial  # or incomplete on purpose, or told
         self._looked = False
         self._shared: Store | None = None  # where all ranks write, if they do
         self._unclaimed: int | None = None  # the step of another run's newest checkpoint, until resume or discard
@@ -145,6 +148,10 @@ class Checkpoint:
             if self._boundary is not None and ended is None:
                 self._boundary.at_boundary()
             self.wait()
+            if not self._is_complete and self._step.global_step:
+                self._is_complete = True
+                if ranks.is_main:
+                    warn_of_missing(state, self._step)
             modules = state.modules
             batch_norm.average_statistics(list(modules.values()), ranks, state.prepared.shares)
             random = rng.capture() if ended is None else ended.random

@@ -40,7 +40,13 @@ def load_weights(communicator: Communicator, prepared: PreparedModules, module: 
     """See ``Strategy.load_weights``."""
     place = parsed(path)
     if module not in prepared:
-        raise UsageError("load_weights needs a prepared model: call it after prepare().")
+        why = "load_weights needs a prepared model: call it after prepare()."
+        if any(module is part for one in prepared for part in prepared.unwrap(one).modules()):
+            why = (
+                f"load_weights fills a whole model, and this {type(module).__name__} is a part of a prepared one: pass "
+                "what prepare() returned. If a library such as PEFT wraps a model, its names change: load it before."
+            )
+        raise UsageError(why)
     plain = prepared.unwrap(module)
     files: WeightFiles | None = None
 

@@ -91,7 +91,7 @@ def open_checkpoint(path: Path) -> OpenCheckpoint:
 def _verified(found: Located) -> OpenCheckpoint:
     saved = opened(found)
     if saved.stored is not None:
-        saved.stored.fetch(name for name in found.manifest.files if not name.endswith(".pt"))
+        saved.stored.check(name for name in found.manifest.files if not name.endswith(".pt"))
     return saved
 
 

@@ -9,10 +9,13 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from unitrain.commands.allocation import allocated_hosts
 from unitrain.commands.arguments import AfterDashes, path
 from unitrain.commands.launchers import Host, launcher_options
 from unitrain.commands.toolchain import search_path
 from unitrain.errors import UsageError
+
+_PROCESSES = 2
 
 
 def parse_hosts(text: str) -> list[Host]:
@@ -37,21 +40,28 @@ def parse_hosts(text: str) -> list[Host]:
 
 
 def launch(
-    target: Path, flags: Sequence[str], *, launcher: str, hosts: str | None, processes: int, dry_run: bool
+    target: Path, flags: Sequence[str], *, launcher: str | None, hosts: str | None, processes: int | None, dry_run: bool
 ) -> int:
     """Run a job, which replaces this process, or print the command that starts it, and return the exit code.
 
-    torchrun has a command for each host. ``processes`` counts only if there are no hosts.
+    torchrun has a command for each host. Without ``hosts``, they are those of the scheduler's job.
 
     Raises:
         UsageError: an argument is wrong, or this launcher must be started on each host.
         BackendError: the launcher is not installed here.
     """
-    if processes < 1:
+    if processes is not None and processes < 1:
         raise UsageError(f"--processes is {processes}, but must be at least 1.")
     listed = parse_hosts(hosts) if hosts is not None else []
+    in_job = allocated_hosts(os.environ) if hosts is None else []
+    if len(in_job) == 1:  # this one
+        processes = processes or in_job[0].processes
+    elif in_job:
+        listed = [Host(host.name, processes or host.processes) for host in in_job]
+        launcher = launcher or ("srun" if "SLURM_JOB_ID" in os.environ else "mpirun")
+    launcher = launcher or "torchrun"
     script = [*([] if launcher == "torchrun" else ["python"]), str(target), *flags]
-    commands = [[*options, *script] for options in launcher_options(launcher, listed, processes)]
+    commands = [[*options, *script] for options in launcher_options(launcher, listed, processes or _PROCESSES)]
     if not dry_run:
         if len(commands) > 1:
             raise UsageError(
@@ -72,14 +82,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--launcher",
         choices=["torchrun", "mpirun", "horovodrun", "srun"],
-        default="torchrun",
         metavar="NAME",
-        help="torchrun, mpirun, horovodrun or srun (default: %(default)s)",
+        help="torchrun, mpirun, horovodrun or srun (default: torchrun; mpirun or srun in a scheduler's job on several "
+        "hosts)",
     )
     place = parser.add_mutually_exclusive_group()
-    place.add_argument("--hosts", metavar="LIST", help="hosts and their numbers of processes: node1:8,node2:8")
     place.add_argument(
-        "--processes", type=int, default=2, metavar="N", help="number of processes on this host (default: %(default)s)"
+        "--hosts",
+        metavar="LIST",
+        help="hosts and their numbers of processes: node1:8,node2:8 (default: those of the job of SLURM, PBS, LSF or "
+        "Flux)",
+    )
+    place.add_argument(
+        "--processes",
+        type=int,
+        metavar="N",
+        help=f"number of processes on this host, or on each host of the job (default: the job's, or {_PROCESSES})",
     )
     parser.add_argument("--dry-run", action="store_true", help="print the command, and start nothing")
     parser.add_argument("target", type=path, metavar="TARGET", help="path of the script, the same on every host")

@@ -17,7 +17,10 @@ from unitrain.errors import UsageError
 
 KINDS = {
     "compose": "compose.yaml",
+    "flux": "flux.sh",
+    "lsf": "lsf.sh",
     "mpijob": "mpijob.yaml",
+    "pbs": "pbs.sh",
     "pytorchjob": "pytorchjob.yaml",
     "ray": "ray.py",
     "slurm": "slurm.sh",
@@ -70,9 +73,16 @@ def job_file(
         "name": name,
         "hosts": hosts,
         "processes": processes,
+        "ranks": hosts * processes,
+        "cpus": 4 * processes,
         "image": json.dumps(image),
+        "python_command": shlex.join(["python", *script]),
+        "launch_command": shlex.join(["unitrain", "launch", target.as_posix(), *(["--", *flags] if flags else [])]),
         "slurm_gpus": f"#SBATCH --gpus-per-node={processes}\n" if gpus else "",
-        "slurm_command": shlex.join(["python", *script]),
+        "pbs_gpus": f":ngpus={processes}" if gpus else "",
+        "lsf_gpus": f'#BSUB -gpu "num={processes}"\n' if gpus else "",
+        "flux_gpus_per_slot": " --gpus-per-slot=1" if gpus else "",
+        "flux_gpus_per_task": " --gpus-per-task=1" if gpus else "",
         "pod_limits": json.dumps({"nvidia.com/gpu": processes} if gpus else {}),
         "pytorchjob_command": _in_pod(["torchrun", *script]),
         "pytorchjob_worker": worker if hosts > 1 else "",
@@ -81,7 +91,6 @@ def job_file(
         "compose_services": "".join(_compose_service(host, processes, gpus) for host in range(hosts)),
         "ray_script": json.dumps(target.as_posix()),
         "ray_flags": json.dumps(list(flags)),
-        "ray_workers": hosts * processes,
         "ray_use_gpu": gpus,
     }
     text = (files("unitrain.commands") / "templates" / f"{KINDS[kind]}.template").read_text()

@@ -47,6 +47,7 @@ class Loader:
         dataset: the dataset.
         epoch: the epoch of the next iteration, or of the current one.
         global_batch_size: number of samples per optimizer step over all processes; None with a batch sampler.
+        identity: an object that stands for the loader in its iterations.
 
     Raises:
         ConfigError: arguments are unknown or contradict each other.
@@ -74,7 +75,7 @@ class Loader:
         self._config = config
         self._seed = config.seed
         self._compared = False
-        self._identity = object()
+        self.identity: object = object()
         self._iteration: Iteration | None = None
         self._resumed_unasked = False  # in a later epoch, which the script has not asked for
         self._uncounted = 0  # samples of an iteration that was left, did not count, and was no mere look
@@ -218,7 +219,8 @@ class Loader:
             if self._communicator.world_size > 1 and self._source.readers(self._epoch) is None:
                 self._check_same_data()
         self._compared = True
-        iteration = self._iteration = Iteration(self._identity)
+        order = (self._seed, self._epoch) if self._source.readers(self._epoch) is None else None
+        iteration = self._iteration = Iteration(self.identity, order)
         complete = False
         try:
             yield from self._batches(iteration)
@@ -226,6 +228,9 @@ class Loader:
         finally:
             if not complete and iteration is self._iteration and not self._loop.leave(iteration):
                 self._drop(iteration)
+        sampled = self._source.drawn(self._seed, self._epoch)
+        if sampled and self._communicator.world_size > 1 and self._loop.is_training():
+            self._check_same_order()  # not before the epoch, where one rank alone may look at a batch
         self._loop.end(iteration, complete=True)
         self.epoch += 1
 
@@ -294,6 +299,14 @@ class Loader:
         if not isinstance(self._source, MapStyle):
             return
         self._source.plan(self._seed, self._epoch)
+        self._check_same_order()
+
+    def _check_same_order(self) -> None:
+        """Check that a sampler has drawn the same indices for this epoch on all ranks. Collective.
+
+        Raises:
+            DataError: it has not; on every rank.
+        """
         if not are_identical(self._communicator, {"order": self._source.drawn(self._seed, self._epoch)}):
             raise DataError(
                 "a loader's sampler yields other indices on one rank than on another, so samples would be left out and "

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import sys
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from types import MethodType
@@ -46,6 +48,47 @@ def synchronise(metric: M, communicator: Communicator, current_batch: CurrentBat
             one.update = _unless_stand_in(one.update, current_batch)
     modules[0].to(communicator.device)
     return metric
+
+
+class MetricCheck:
+    """Refuses, on several ranks, to compute metrics of torchmetrics that were not passed to ``strategy.metric``.
+
+    torchmetrics would synchronise them if the backend happens to use torch.distributed, and wait for ranks that don't
+    compute. Otherwise each rank would silently compute its own value.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self._several = world_size > 1
+        self._undo: Callable[[], None] | None = None
+
+    def begin(self) -> None:
+        """Begin to check, if torchmetrics has been imported by now."""
+        library = sys.modules.get("torchmetrics.metric")
+        base = getattr(library, "Metric", None)
+        if not self._several or self._undo is not None or base is None:
+            return
+        default, sync = getattr(library, "jit_distributed_available", None), base.sync
+
+        @functools.wraps(sync)
+        def checked(metric: Any, *args: Any, should_sync: bool = True, **chosen: Any) -> None:
+            unknown = metric.distributed_available_fn is default and not args and not any(chosen.values())
+            if should_sync and unknown:
+                raise UsageError(
+                    f"{type(metric).__name__} was not passed to strategy.metric, so that its value would be of one "
+                    "rank or of all, by backend, or this rank would wait for the others. Pass it once it is made: "
+                    "metric = strategy.metric(metric). For a value of what this rank alone was given, such as gathered "
+                    "rows, make it with sync_on_compute=False."
+                )
+            sync(metric, *args, should_sync=should_sync, **chosen)
+
+        base.sync = checked
+        self._undo = functools.partial(setattr, base, "sync", sync)
+
+    def close(self) -> None:
+        """End the check."""
+        if self._undo is not None:
+            self._undo()
+            self._undo = None
 
 
 def _is_metric(module: Any) -> bool:

@@ -22,6 +22,7 @@ class StrategySettings(TypedDict, total=False):
     compile_backend: str
     broadcast_buffers: bool
     seed: int
+    exact_randomness: bool
     deterministic: bool
     accumulate: int
     shares: Literal["auto"] | tuple[int, ...] | None

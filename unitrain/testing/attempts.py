@@ -17,6 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 from unitrain.job.excepthook import summary
 from unitrain.launch.detect import detect
@@ -25,7 +26,7 @@ from unitrain.testing.worlds import World
 
 LIMIT_S = 60.0
 """Time limit of one duty, in seconds. Most take a tenth of a second."""
-_SHOWN_CHARACTERS = 8000
+_SHOWN_CHARACTERS = 30_000  # a crash prints the stacks of all threads
 # The last line that Python prints when a process crashes. It is long, and no help.
 _EXTENSION_MODULES = re.compile(r"^Extension modules: .*\(total: \d+\)$", re.MULTILINE)
 
@@ -98,6 +99,7 @@ def _do_in_turn(
     world: World, work: Sequence[tuple[str, Callable[..., Any], tuple[Any, ...]]], folder: Path, limit_s: float
 ) -> None:
     rank = detect(os.environ).rank
+    torch._C._set_print_stack_traces_on_fatal_signal(True)  # those of C++, too
     for name, function, arguments in work:
         report = folder / name / f"report {rank}"
         with _output_to(_log(report)):

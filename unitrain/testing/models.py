@@ -107,6 +107,7 @@ class Twins:
 
     Attributes:
         inputs: the rows of all ranks.
+        mine: which of them are this rank's.
         rows: the rows of this rank.
     """
 
@@ -125,9 +126,10 @@ class Twins:
         self.prepared, self.optimizer = strategy.prepare(wrap(self.model), optimize(self.model))
         self.by_hand: Optimizer = optimize(self.expected)
         self.inputs: Tensor
-        self.inputs, self._targets, mine = two_rows_each(strategy)
-        self.rows: Tensor = self.inputs[mine]
-        self._own_targets: Tensor = self._targets[mine]
+        self.mine: slice
+        self.inputs, self._targets, self.mine = two_rows_each(strategy)
+        self.rows: Tensor = self.inputs[self.mine]
+        self._own_targets: Tensor = self._targets[self.mine]
 
     def loss(self, *arguments: Any, scale: float = 1.0) -> Tensor:
         """Return the loss of the prepared model for this rank's rows."""

@@ -104,6 +104,7 @@ def _rank(timeout: float, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         os.dup2(log.fileno(), 2)
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115  (for the rest of this process)
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    faulthandler.enable()  # unitrain.init does, but a rank may crash before
     faulthandler.dump_traceback_later(0.9 * timeout, file=sys.stderr)
     result = fn(*args)
     # A forked process skips its exit handlers, which close what a script did not.
@@ -115,7 +116,7 @@ def _run_under(launcher: str, fn: Callable[..., Any], args: tuple[Any, ...], npr
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "work").write_bytes(pickle.dumps(sys.path) + pickle.dumps((fn, args)))
         command = launch_command(launcher, nprocs, ["-m", "unitrain.testing.ranks", folder])
-        with running(command, small_mpi_environment()) as process:
+        with running(command, {**small_mpi_environment(), "PYTHONFAULTHANDLER": "1"}) as process:
             try:
                 printed, _ = process.communicate(timeout=timeout)
             except subprocess.TimeoutExpired as expired:

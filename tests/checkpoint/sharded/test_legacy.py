@@ -7,6 +7,7 @@ saved, after 2 of an epoch's 4 steps, and ``continued`` the state after the epoc
 
 from __future__ import annotations
 
+import shutil
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,12 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
+from saved_run import described, folder_of
 from torch import Tensor, nn
 from torch.optim import Adam
 
 import unitrain
-from unitrain import Strategy
+from unitrain import CheckpointError, Strategy
 from unitrain.commands.cli import main
 
 
@@ -106,3 +108,36 @@ def test_a_changed_bit_in_it_is_noticed(legacy: Path, tmp_path: Path, capsys: py
     part.write_bytes(content)
     assert main(["checkpoint", "inspect", str(legacy / "rows")]) != 0
     assert "_shards-00001.pt: its SHA-256 does not match the manifest" in capsys.readouterr().err
+
+
+def resume_the_one_before(folder: str, damaged: str) -> str:
+    """Resume from the newest intact checkpoint, and return what is said of a damaged one."""
+    with unitrain.init(backend="fsdp", device="cpu", precision="fp64", timeout_s=30, sync_batchnorm=True) as strategy:
+        model = Net().double()
+        model, optimizer = strategy.prepare(model, Adam(model.parameters(), lr=0.5))
+        data = torch.randn(24, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        loader = strategy.dataloader(torch.utils.data.TensorDataset(data), global_batch_size=6)
+        notes: dict[str, Any] = {}
+        checkpoint = strategy.checkpoint(folder, model=model, optimizer=optimizer, loader=loader, notes=notes)
+        before = state(strategy, model, optimizer)
+        with pytest.raises(CheckpointError) as refused:
+            checkpoint.resume(damaged)
+        for key, value in state(strategy, model, optimizer).items():
+            assert torch.equal(value, before[key])
+        assert checkpoint.resume()
+        assert strategy.global_step == 2
+        return str(refused.value)
+
+
+@pytest.mark.parametrize("odd", [None, [1.0], torch.ones(2), {}, "one left out", "all left out"], ids=str)
+def test_odd_content_with_right_digests_is_damage(legacy: Path, odd: Any, tmp_path: Path) -> None:
+    shutil.copytree(legacy / "fsdp" / "step-0000000002", folder_of(tmp_path, 2))
+    newest = shutil.copytree(legacy / "fsdp" / "step-0000000002", folder_of(tmp_path, 3))
+    for part in sorted(newest.glob("_shards-*.pt"))[1:2] if odd != "all left out" else newest.glob("_shards-*.pt"):
+        if isinstance(odd, str):
+            described(newest, step=3, without=part.name)
+        else:
+            torch.save(odd, part)
+            described(newest, step=3)
+    for said in run_ranks(resume_the_one_before, str(tmp_path), str(newest)):
+        assert said.startswith(f"the checkpoint is damaged: {newest}: its files are no checkpoint: ")

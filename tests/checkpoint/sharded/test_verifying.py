@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import random
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from saved_run import folder_of, steps_in
+from saved_run import described, folder_of, steps_in
 from torch import Tensor, nn
 from torch.optim import Adam
 
@@ -158,6 +159,37 @@ def test_the_checkpoint_before_is_resumed_if_another_rank_finds_damage(tmp_path:
         assert "the checkpoint is damaged: " in said[1]
         assert "__1_0.distcp: " in said[1]
         assert "does not exist, so it can't be resumed from" in said[2]
+
+
+def put(folder: Path, odd: Any) -> None:
+    """Put an object in the place of a piece of a tensor in rank 1's file, and say so in metadata and manifest."""
+    metadata = folder / dcp.METADATA
+    layout = dcp.from_bytes(metadata.read_bytes(), "")
+    name = "__1_0.distcp"
+    key, entry = next((key, one) for key, one in layout.items() if one.dtype and one.pieces[-1].file == name)
+    content = io.BytesIO()
+    torch.save(odd, content)
+    with open(folder / name, "ab") as file:
+        start = file.tell()
+        file.write(content.getvalue())
+    piece = entry.pieces[-1]._replace(start=start, length=len(content.getvalue()))
+    layout[key] = entry._replace(pieces=[*entry.pieces[:-1], piece])
+    metadata.write_bytes(dcp.to_bytes(layout))
+    described(folder)
+
+
+@pytest.mark.parametrize("odd", [None, [1.0], torch.ones(3), torch.ones(3).double(), "left out"], ids=str)
+def test_odd_content_with_right_digests_is_damage_that_all_ranks_see_before_they_load(odd: Any, tmp_path: Path) -> None:
+    run_ranks(save, str(tmp_path))
+    newest = folder_of(tmp_path, 2)
+    if odd == "left out":
+        described(newest, without="__1_0.distcp")
+    else:
+        put(newest, odd)
+    for said in run_ranks(resume_damaged, str(tmp_path)):
+        assert said[0] == "1"
+        assert "the checkpoint is damaged: " in said[1]
+        assert "__1_0.distcp" in said[1]
 
 
 def averages(folder: str, *, turned: bool) -> list[Tensor]:

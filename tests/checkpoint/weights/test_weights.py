@@ -94,6 +94,10 @@ def load_wrong(folders: list[str]) -> list[str]:
             strategy.load_weights(Model(), folders[0])
         except UnitrainError as error:
             said.append(str(error))
+        try:
+            strategy.load_weights(strategy.unwrap(model).get_submodule("norm"), folders[0])
+        except UnitrainError as error:
+            said.append(str(error))
         assert all(map(torch.equal, strategy.export(model).state_dict().values(), before.values()))
         return said
 
@@ -110,7 +114,7 @@ def test_what_can_t_be_loaded_is_one_message_on_every_rank(tmp_path: Path) -> No
     (folders[3] / "model.safetensors.index.json").write_text('{"weight_map": {"words.weight": "../a.safetensors"}}')
     places = [*map(str, folders), str(tmp_path / "no"), str(folders[1] / "alone.safetensors"), "s3://bucket/model"]
     for said in run_ranks(load_wrong, places):
-        empty, other, short, away, no, alone, url, unprepared = said
+        empty, other, short, away, no, alone, url, unprepared, part = said
         assert "has neither model.safetensors nor model.safetensors.index.json" in empty
         assert "weights of another model: norm.bias is missing. Nothing was loaded" in other
         assert "model-1.safetensors is no whole file of safetensors: ValueError" in short
@@ -120,6 +124,7 @@ def test_what_can_t_be_loaded_is_one_message_on_every_rank(tmp_path: Path) -> No
         assert "and 11 more. Nothing was loaded" in alone
         assert "s3://bucket/model" in url
         assert "load_weights needs a prepared model" in unprepared
+        assert "this BatchNorm1d is a part of a prepared one: pass what prepare() returned" in part
 
 
 def test_a_changed_header_is_an_error_and_nothing_else(tmp_path: Path) -> None:

@@ -202,6 +202,44 @@ def test_a_sampler_that_differs_between_ranks_is_refused_on_all() -> None:
         assert all("yields other indices on one rank than on another" in one for one in said)
 
 
+class Drifting(Sampler[int]):
+    """Draws the same order on all ranks in the first epoch, and another one on each from then on."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.epoch = rank, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(np.random.default_rng(self.epoch and self.rank).permutation(20).tolist())
+
+
+def with_drifting_samplers() -> list[str]:
+    with unitrain.init(device="cpu", timeout_s=20) as strategy:
+        said = []
+        batches = BatchSampler(Drifting(strategy.rank), 4, False)
+        given: list[dict[str, Any]] = [
+            {"sampler": Drifting(strategy.rank), "batch_size": 2},
+            {"batch_sampler": batches},
+        ]
+        for one in given:
+            loader = strategy.dataloader(DATA, **one)
+            assert sorted(strategy.gather([i for batch in loader for i in batch.tolist()])) == DATA
+            if strategy.is_main:
+                next(iter(loader))  # to look at a batch is nothing that other ranks must do
+            with pytest.raises(DataError) as refused:
+                list(loader)
+            said.append(str(refused.value))
+        return said
+
+
+def test_a_sampler_that_differs_from_the_second_epoch_on_is_refused_on_all() -> None:
+    for said in run_ranks(with_drifting_samplers):
+        assert len(said) == 2
+        assert all("yields other indices on one rank than on another" in one for one in said)
+
+
 def test_an_epoch_does_not_continue_in_another_order() -> None:
     def loader(seed: int) -> Loader:
         return pretended_rank().dataloader(DATA, sampler=Own(seed), global_batch_size=4)

@@ -57,6 +57,11 @@ SURVIVED = (
     "help, with 1 to 3 ranks in each start, and repeated at most {} step after each kill. Each sample was used once an "
     "epoch, and the weights equalled one process's, to 1e-9."
 )
+WALKS = (
+    "Random walks changed launcher, backend (ddp, horovod, fsdp, ZeRO-1) and the number of ranks (1 to 4) at each "
+    "start, and were ended by SIGKILL, SIGTERM, a frozen rank, a killed launcher or a full disk: {} starts in {} "
+    "walks. Each sample was used once, and the final weights equalled those of an undisturbed process, to 1e-9."
+)
 
 
 def survived(ends: list[dict[str, Any]]) -> str:
@@ -89,6 +94,8 @@ def main(file: Path) -> None:
     kills = [f"{end['kills']} times under {end['world']}" for end in ends if "kills" in end]
     print(f"{HEAD}\n{fill(KILLS.format(', '.join(kills)), 120, break_on_hyphens=False)}\n")
     print(f"{survived(ends)}\n")
+    walks = {end["walk"]: end["starts"] for end in ends if "walk" in end}
+    print(f"{fill(WALKS.format(sum(walks.values()), len(walks)), 120, break_on_hyphens=False)}\n")
     print(f"Run on {os.cpu_count()} cores ({platform.machine()}), torch {version('torch')}.\n")
     print("Seconds until the job ended, and its exit code; the message is the shortest under any launcher.\n")
     print(table(ends))

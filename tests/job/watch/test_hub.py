@@ -11,7 +11,7 @@ from unitrain.job.watch import messages
 from unitrain.job.watch.hub import Hub, Member
 from unitrain.job.watch.messages import Message, StopReason
 from unitrain.job.watch.stopping import Boundaries, Stopping
-from unitrain.pulse import CLOSING, USER_CODE, Pulse
+from unitrain.pulse import CLOSING, ITERATION, USER_CODE, Pulse
 
 TIMEOUT_S, HEARTBEAT_S = 60.0, 10.0
 
@@ -341,3 +341,32 @@ def test_a_long_wait_is_told_once(job: Job) -> None:
         "(pid 1001) is in user code after step 5, for 31 s, at train.py:9"
     )
     assert notice.text.endswith("The job ends after 60 s (timeout_s).")
+
+
+def position(epoch: int, sample: int) -> int:
+    return epoch * ITERATION + sample
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "ahead"),
+    [
+        ((7, position(1, 56)), (7, position(1, 64)), 2),
+        ((7, position(1, 64)), (9, position(1, 72)), None),
+        ((7, position(1, 64)), (9, position(1, 64)), None),
+        ((7, position(1, 64)), (9, position(1, 56)), 1),
+        ((40, position(2, 320)), (41, position(1, 328)), 1),
+    ],
+)
+def test_ranks_that_train_on_other_batches_end_the_job(
+    job: Job, one: tuple[int, int], other: tuple[int, int], ahead: int | None
+) -> None:
+    job.hear(0, messages.Heartbeat("step", 5, 0.0, trained=(3, position(1, 24))))
+    job.hear(1, messages.Heartbeat("step", 7, 0.0, trained=one))
+    job.hear(2, messages.Heartbeat("step", 7, 0.0, trained=other))
+    job.hub.check(job.now)
+    assert (job.hub.verdict and job.hub.verdict.rank) == ahead
+    if ahead == 2:
+        assert job.verdict.startswith(
+            "rank 2 on host2 (pid 1002) has left out a batch, or has left an epoch early: it had come to sample 64 and "
+            "epoch 1 of its training after step 7, but rank 1 to sample 56 and epoch 1 of its training after step 7."
+        )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from unitrain.checkpoint.store import located
 from unitrain.checkpoint.store.disk import Disk
 from unitrain.checkpoint.store.folder import Folder
 from unitrain.checkpoint.store.located import Manifest
-from unitrain.checkpoint.store.store import folder_name
+from unitrain.checkpoint.store.store import NAME, folder_name
 
 
 def steps_in(folder: str | Path) -> list[int]:
@@ -40,6 +42,18 @@ def verify(found: located.Located) -> None:
     for name in found.manifest.files:
         with located.verified(found, name):
             pass
+
+
+def described(folder: Path, *, step: int | None = None, without: str = "") -> None:
+    """Write the manifest of a checkpoint anew, for its files as they are now."""
+    about = json.loads((folder / NAME).read_text())
+    del about["digest"], about["schema"]
+    files, before = about.pop("files"), about.pop("step")
+    now = {}
+    for name in files.keys() - {without}:
+        content = (folder / name).read_bytes()
+        now[name] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (folder / NAME).write_text(located.to_json(before if step is None else step, about, now))
 
 
 class SavedRun:

@@ -1,16 +1,19 @@
-"""A warning for ranks that train on the same samples, and errors for ``optimizer.step()`` on prepared parameters."""
+"""Warnings for ranks that train on the same samples and schedulers stepped twice; errors for ``optimizer.step()``."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from ranks import run_ranks
-from torch import nn, ones
+from torch import Tensor, nn, ones
 from torch.nn import Parameter
 from torch.optim import SGD
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, TensorDataset
 
 import unitrain
 from unitrain import UsageError
@@ -36,6 +39,79 @@ def test_ranks_that_train_on_the_same_samples_are_warned_of() -> None:
     assert first[0].startswith(f"{__file__}: the first 3 losses are equal on all 2 ranks")
     assert other == []
     assert run_ranks(train_on, True) == [[], []]
+
+
+class Augmented(Dataset[Tensor]):
+    """Data of a class that the library does not know, with random numbers in each sample."""
+
+    def __init__(self, first: int = 0) -> None:
+        self.first = first
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.full((2,), float(self.first + index)) + torch.rand(2)
+
+
+def loaders(strategy: unitrain.Strategy) -> dict[str, Any]:
+    rank, world = strategy.rank, strategy.world_size
+    known = TensorDataset(torch.randn(24, 2, generator=torch.Generator().manual_seed(0)))
+    own = torch.Generator().manual_seed(rank)
+    return {
+        "shuffled": DataLoader(known, 4, shuffle=True),
+        "in order": DataLoader(known, 4),
+        "unknown": DataLoader(Augmented(), 4, shuffle=True),
+        "a part": DataLoader(Subset(known, range(rank, 24, world)), 4, shuffle=True),
+        "an unknown part": DataLoader(Augmented(24 * rank), 4, shuffle=True),
+        "a generator": DataLoader(known, 4, shuffle=True, generator=own),
+        "a sampler": DataLoader(known, 4, sampler=DistributedSampler(known, world, rank)),
+        "the strategy's": strategy.dataloader(known, global_batch_size=8, shuffle=True),
+    }
+
+
+def train_by(name: str) -> list[str]:
+    with unitrain.init(backend="ddp") as strategy, warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        model = nn.Linear(2, 1)
+        model, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for batch in loaders(strategy)[name]:
+            x = batch[0] if isinstance(batch, (list, tuple)) else batch
+            strategy.step(model(x).mean(), optimizer)
+    return [f"{one.filename}: {one.message}" for one in seen]
+
+
+def train_by_each() -> dict[str, list[str]]:
+    with unitrain.init(backend="ddp") as strategy:
+        names = list(loaders(strategy))
+    return {name: train_by(name) for name in names}
+
+
+def test_a_data_loader_that_shards_nothing_is_warned_of_once() -> None:
+    first, other = run_ranks(train_by_each)
+    assert len(other) == 8
+    assert not any(other.values())
+    said = {name: messages for name, messages in first.items() if messages}
+    assert list(said) == ["shuffled", "in order", "unknown"]
+    for [message] in said.values():
+        assert message.startswith(f"{__file__}: each of 2 ranks trains on the whole dataset, by a torch DataLoader")
+
+
+@pytest.mark.parametrize(("every", "doubled"), [(1, True), (2, False), (0, False)])
+def test_a_scheduler_that_is_stepped_by_hand_as_well_is_warned_of_once(every: int, doubled: bool) -> None:
+    with unitrain.init(backend="single", device="cpu") as strategy, warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        model = nn.Linear(2, 1)
+        optimizer = SGD(model.parameters(), lr=0.1)
+        scheduler = StepLR(optimizer, 100)
+        model, optimizer, scheduler = strategy.prepare(model, optimizer, scheduler)
+        for step in range(1, 9):
+            strategy.step(model(ones(1, 2)).mean(), optimizer, scheduler)
+            if every and step % every == 0:
+                scheduler.step()
+    messages = [f"{one.filename}: {one.message}" for one in seen]
+    assert len(messages) == doubled
+    assert all(one.startswith(f"{__file__}: StepLR is stepped twice: by strategy.step") for one in messages)
 
 
 @pytest.fixture

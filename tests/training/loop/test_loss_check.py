@@ -10,12 +10,14 @@ import pytest
 import torch
 from ranks import run_ranks
 from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy as bce
 from torch.nn.functional import cross_entropy, mse_loss
 
 import unitrain
 from unitrain.training.loop.loss_check import LossCheck
 
 LABELS = torch.tensor([0, 1, 2, -100, 1])
+LOGITS = torch.ones(5, 3)
 CLASS_WEIGHTS = torch.tensor([1.0, 2.0, 3.0])
 
 
@@ -42,6 +44,8 @@ def messages(loss: Tensor, *, accumulate: int = 1, world: int = 1, weighted: boo
         (lambda: logits().mean() * torch.tensor(65536.0), {}, "multiplied by 65536, as by a GradScaler"),
         (lambda: torch.GradScaler("cpu").scale(logits().mean()), {}, "multiplied by 65536, as by a GradScaler"),
         (lambda: cross_entropy(logits(), LABELS), {"world": 2}, r"a mean over 4, .* 5 targets \(some have ignore_i"),
+        (lambda: mse_loss(logits(), LOGITS, reduction="sum"), {"world": 2}, "a sum over samples .* Divide the loss by"),
+        (lambda: bce(logits().sigmoid(), LOGITS, reduction="sum") + logits().sum(), {"accumulate": 2}, "a sum over"),
         (lambda: cross_entropy(logits(), LABELS).double() + 1, {"accumulate": 2}, "mean over 4"),
         (
             lambda: cross_entropy(logits(), LABELS.abs() % 3, CLASS_WEIGHTS),
@@ -77,6 +81,10 @@ def test_a_loss_that_trains_another_model_is_warned_of_once(loss: Any, settings:
         (lambda: cross_entropy(logits(), LABELS.abs() % 3), {"world": 2, "accumulate": 2}),
         (lambda: mse_loss(logits(), logits().detach()), {"world": 2}),
         (lambda: logits().reshape(-1)[0], {"world": 2}),
+        (lambda: mse_loss(logits(), LOGITS, reduction="sum"), {}),
+        (lambda: mse_loss(logits(), LOGITS, reduction="sum"), {"world": 2, "weighted": True}),
+        (lambda: mse_loss(logits(), LOGITS, reduction="sum") * 0.2, {"world": 2}),
+        (lambda: mse_loss(logits()[:1], LOGITS[:1], reduction="sum"), {"world": 2}),  # of a single sample
     ],
 )
 def test_other_losses_are_not(loss: Any, settings: dict[str, Any]) -> None:

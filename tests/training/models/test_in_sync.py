@@ -99,6 +99,29 @@ def test_ranks_that_drifted_apart_are_noticed_at_the_end_of_an_epoch(change: str
     assert other == first
 
 
+def plateau() -> str:
+    """Step a ReduceLROnPlateau with another metric on each rank: rank 1's gets worse. Return the error."""
+    with unitrain.init(backend="ddp") as strategy:
+        model = nn.Linear(2, 1)
+        model, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        loader = strategy.dataloader(torch.utils.data.TensorDataset(torch.eye(8, 2)), global_batch_size=4)
+        try:
+            for epoch in loader.epochs(4):
+                for (x,) in loader:
+                    strategy.step(model(x).mean(), optimizer)
+                scheduler.step(epoch if strategy.rank else -epoch)
+        except unitrain.CommunicationError as error:
+            return f"epoch {epoch}: {error}"
+    return "nothing"
+
+
+def test_a_plateau_of_one_rank_is_noticed() -> None:
+    for said in run_ranks(plateau):
+        assert said.startswith("epoch 2: the optimizers of rank 0 and rank 1 differ: lr of parameter group 0 is 0.1 on")
+        assert said.endswith("and step a ReduceLROnPlateau with the same metric, such as a meter's value().")
+
+
 def test_ranks_that_round_differently_train_on() -> None:
     """Processors of different makes do, which is no reason to end a job."""
     first, other = run_ranks(drifting, "1e-6")

@@ -89,9 +89,7 @@ class LastBoundary(StepHook):
         if self._held and not was_changing:  # what was recorded is being saved
             self._changing = False
             return
-        if pairs := [pair for buffer in self._buffers if (pair := buffer.record()) is not None]:
-            copies, changed = zip(*pairs, strict=True)
-            torch._foreach_copy_(copies, changed)
+        self._copy_buffers()
         try:
             dicts = [_copied(value) for value in self._dicts.values()]
         except _LargeTensorError:
@@ -105,6 +103,19 @@ class LastBoundary(StepHook):
             [scheduler.last_epoch for scheduler in self._schedulers],
         )
         self._changing = False
+
+    def _copy_buffers(self) -> None:
+        # In a call for several dtypes, torch copies one tensor after another.
+        by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+        for buffer in self._buffers:
+            pair = buffer.record()
+            if pair is not None:
+                copies, changed = by_dtype.setdefault(pair[0].dtype, ([], []))
+                copies.append(pair[0])
+                changed.append(pair[1])
+        with torch.no_grad():
+            for copies, changed in by_dtype.values():
+                torch._foreach_copy_(copies, changed)
 
     def before_update(self, optimizer: Optimizer, parameters: Sequence[Parameter]) -> None:
         """Record that weights are about to change. Does not return while the state is being saved."""
@@ -195,7 +206,8 @@ class _Buffer:
 
     def record(self) -> tuple[Tensor, Tensor] | None:
         """Copy it, at a boundary, if a step has changed it; or return a copy, and what is to be copied to it."""
-        now, version = self.now, _version(self.now)
+        now = self.layer.get(self.name)
+        version = 0 if now is None else now._version
         if now is self.seen and version == self.version:
             return None
         unseen, self.seen, self.version = now is not self.seen, now, version
@@ -204,7 +216,7 @@ class _Buffer:
         elif self.copy is None or unseen or now.shape != self.copy.shape:
             self.copy = now.detach().clone()
         else:
-            return self.copy, now.detach()
+            return self.copy, now
         return None
 
 

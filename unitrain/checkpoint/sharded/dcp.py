@@ -230,6 +230,15 @@ class Stored:
                 path = self._open.enter_context(verified(self._found, name))
             self._contents[name] = torch.empty(0, dtype=torch.uint8).set_(self._mapped.map(path))
 
+    def check(self, names: Iterable[str]) -> None:
+        """Fetch files, and check that each piece in them is what the metadata say. Raises the errors of ``read``."""
+        wanted = set(names)
+        self.fetch(wanted)
+        for entry in self.layout.values():
+            for piece in entry.pieces:
+                if piece.file in wanted:
+                    self._loaded(entry, piece)
+
     def close(self) -> None:
         """Remove what was downloaded."""
         self._open.close()
@@ -280,6 +289,9 @@ class Stored:
             if form is not None and form.describes(content):
                 return form.tensor_in(content)
             found = torch.load(io.BytesIO(content.numpy().data), map_location="cpu", weights_only=True)
+            if entry.dtype is not None and _described(found) != kind:
+                wanted, its = (f"{dtype} {tuple(shape)}" for dtype, shape in (kind, _described(found)))
+                raise DamagedError(f"{piece.file} has {its} where the metadata say {wanted}")
             form = None if entry.dtype is None else _Form.of(content, found)
             if form is not None:
                 self._forms[kind] = form
@@ -288,6 +300,12 @@ class Stored:
             raise
         except Exception as error:  # torch.load raises many kinds of exceptions for a broken file
             raise unreadable("a file of the checkpoint", error) from error
+
+
+def _described(found: Any) -> tuple[str, tuple[int, ...]]:
+    """Return the dtype and the shape of a tensor, or the class of another object."""
+    is_tensor = isinstance(found, Tensor)
+    return (str(found.dtype).removeprefix("torch."), tuple(found.shape)) if is_tensor else (type(found).__name__, ())
 
 
 class _Form(NamedTuple):

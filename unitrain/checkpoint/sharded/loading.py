@@ -81,7 +81,7 @@ class CheckpointView(NamedTuple):
         mine = [name for n, name in enumerate(names) if n * ranks.world_size // len(names) == ranks.rank]
         try:
             if self.stored is not None:
-                self.stored.fetch(mine if self.each else names)
+                self.stored.check(mine if self.each else names)
         except DamagedError as error:
             damage = str(error)
         except CheckpointError as error:

@@ -27,7 +27,7 @@ from unitrain.checkpoint.store.located import (
 from unitrain.checkpoint.store.store import NAME
 from unitrain.checkpoint.store.torch_files import MappedFiles
 from unitrain.communication.streaming import Form
-from unitrain.data.structure import rebuilt
+from unitrain.data.structure import rebuilt, tensors
 from unitrain.errors import CheckpointError
 from unitrain.process import print_stderr
 from unitrain.url import parsed
@@ -151,6 +151,15 @@ def opened(found: Located) -> OpenCheckpoint:
         DamagedError: a file is missing or changed, or lacks what a run needs to continue.
         CheckpointError: a file contains more than tensors and plain data.
     """
+    try:
+        return _opened(found)
+    except (DamagedError, CheckpointError):
+        raise
+    except Exception as error:  # what is not as it was written ends in many kinds of exceptions
+        raise DamagedError(f"{found}: its files are no checkpoint: {type(error).__name__}: {error}") from error
+
+
+def _opened(found: Located) -> OpenCheckpoint:
     names, files = found.manifest.files, MappedFiles()
     parts = _with_whole_tensors(read(found, [name for name in names if name.endswith(".pt")], files))
     stored: Stored | None = None
@@ -158,6 +167,9 @@ def opened(found: Located) -> OpenCheckpoint:
         name = found.file_name(METADATA)
         with found.store.file(name) if not names else verified(found, METADATA) as path:
             stored = Stored(found, path.read_bytes())
+        unlisted = {piece.file for entry in stored.layout.values() for piece in entry.pieces} - names.keys()
+        if names and unlisted:
+            raise DamagedError(f"{found}: its manifest lacks {min(unlisted)}")
         states, keys = _states(stored)
         run = parts.setdefault(RUN, {"steps": 0, "scaler": None, "random": []} if not names else {})
         run["names"] = {**run.get("names", {}), **keys}
@@ -176,7 +188,11 @@ def _with_whole_tensors(parts: dict[str, Any]) -> dict[str, Any]:
     """
     ranks = [parts[name] for name in sorted(parts) if name.startswith(_ROWS)]
     if not ranks:
+        if any(tensor.is_meta for tensor in tensors(parts)):
+            raise ValueError(f"the manifest lacks the files {_ROWS}*.pt")
         return parts
+    if f"{_ROWS}{len(ranks) - 1:05}" not in parts or len(parts[RUN]["random"]) % len(ranks):
+        raise ValueError(f"the manifest lacks some of the files {_ROWS}*.pt")
     whole = {}
     for name in [name for name in parts if not name.startswith(_ROWS)]:
         rows = zip(*(rank.get(name, []) for rank in ranks), strict=True)

@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from heapq import nsmallest
-from itertools import islice
+from itertools import islice, pairwise
 
 from unitrain.job.watch import messages
 from unitrain.job.watch.emergency import Election
 from unitrain.job.watch.messages import Message, StopReason, Verdict
-from unitrain.pulse import CLOSING
+from unitrain.pulse import CLOSING, ITERATION
 
 # How long one rank is in close() and another waits in another call before this is a deadlock, and not a late heartbeat.
 _DEADLOCK_S = 3.0
@@ -24,6 +24,12 @@ _MOST_NAMED = 4
 # Heartbeats that the hub receives each second: the ranks of a larger job send fewer.
 _MOST_HEARTBEATS = 125
 SILENT_END = "ended without reporting an error: it was killed, crashed, or called os._exit()"
+
+
+def _position(beat: messages.Heartbeat) -> str:
+    step, position = beat.trained
+    iterations, samples = divmod(position, ITERATION)
+    return f"sample {samples} and epoch {iterations} of its training after step {step}"
 
 
 @dataclass(frozen=True)
@@ -179,7 +185,9 @@ class Hub:
                 self._decide(
                     rank, f" sent no heartbeat for {silence:.0f} s; it was {self._activity(rank)}", stalled=True
                 )
-        waits = {rank: beat for rank, beat in self._heartbeats.items() if rank in self._present and beat.waits}
+        beats = {rank: beat for rank, beat in self._heartbeats.items() if rank in self._present}
+        waits = {rank: beat for rank, beat in beats.items() if beat.waits}
+        self._check_positions(beats)
         self._check_for_deadlock(waits)
         longest = max(waits, key=lambda rank: waits[rank].seconds, default=None)
         waited = 0.0 if longest is None else waits[longest].seconds
@@ -206,6 +214,22 @@ class Hub:
             self._decide(culprit, f" did not reach the call that rank {rank} waited in: {others}. Rank {rank}: {text}")
         else:
             self._decide(rank, f": {text}; {others}")
+
+    def _check_positions(self, beats: Mapping[int, messages.Heartbeat]) -> None:
+        """Check that the ranks make their steps on the same batches.
+
+        A heartbeat may be older than another. But a rank that has made more steps must have come further in the data.
+        """
+        ordered = sorted((*beat.trained, rank) for rank, beat in beats.items())
+        for (steps, position, rank), (more_steps, other_position, other) in pairwise(ordered):
+            if position > other_position or (steps == more_steps and position != other_position):
+                ahead, behind = (rank, other) if position > other_position else (other, rank)
+                self._decide(
+                    ahead,
+                    f" has left out a batch, or has left an epoch early: it had come to {_position(beats[ahead])}, but "
+                    f"rank {behind} to {_position(beats[behind])}. All ranks must call step() for the same batches. To "
+                    "leave out a batch on one rank, multiply its loss by 0",
+                )
 
     def _check_for_deadlock(self, waits: Mapping[int, messages.Heartbeat]) -> None:
         """Check for a rank that is in ``close`` while another waits for it in another call."""

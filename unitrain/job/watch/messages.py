@@ -33,6 +33,8 @@ class Heartbeat:
     """The line of the script, if that is long."""
     blocked_s: float = 0.0
     """How long no thread of the process has run."""
+    trained: tuple[int, int] = (0, 0)
+    """As in ``Pulse``."""
 
     @property
     def waits(self) -> bool:

@@ -225,7 +225,8 @@ class Watch:
             place = call_site.of_thread(self._script_thread)
             if is_busy():
                 self._blocked_since = now
-        self._link.send(messages.Heartbeat(pulse.phase, pulse.step, lasted, place, now - self._blocked_since))
+        blocked_s = now - self._blocked_since
+        self._link.send(messages.Heartbeat(pulse.phase, pulse.step, lasted, place, blocked_s, pulse.trained))
 
     def _receive(self, message: Message) -> None:
         match message:

@@ -112,6 +112,29 @@ def losses_of_one_optimizer(world: World) -> None:
         twins.assert_same()
 
 
+@duty(each={"accumulate=1": 1, "accumulate=2": 2})
+def losses_with_separate_weights(world: World, accumulate: int) -> None:
+    """Several losses have separate weights, which are exact over ranks and micro-batches, and may be 0 on a rank."""
+    with world.open(accumulate=accumulate, clip_norm=1.0, on_nonfinite="raise") as strategy:
+        twins = Twins(strategy)
+        clip_by_hand(twins.by_hand, 1.0)
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(3):
+            chosen = torch.rand(accumulate, 2, 2 * strategy.world_size, generator=generator) < 0.7
+            chosen[0, 1, :2] = False  # rank 0 has none of the second: its mean is NaN
+            sums: list[Any] = [0.0, 0.0]
+            for number, masks in enumerate(chosen, 1):
+                out, own = twins.prepared(number * twins.rows).pow(2).sum(1), masks[:, twins.mine]
+                losses = {name: out[mask].sum() / mask.sum() for name, mask in zip("ab", own, strict=True)}
+                counts = {name: mask.sum() for name, mask in zip("ab", own, strict=True)}
+                assert strategy.step(losses, twins.optimizer, weight=counts).stepped == (number == accumulate)
+                by_hand = twins.expected(number * twins.inputs).pow(2).sum(1)
+                sums = [total + by_hand[mask].sum() for total, mask in zip(sums, masks, strict=True)]
+            totals = chosen.sum((0, 2)).clamp(min=1)
+            step_by_hand(sums[0] / totals[0] + sums[1] / totals[1], twins.by_hand)
+        twins.assert_same()
+
+
 @duty()
 def optimizers_of_one_loss(world: World) -> None:
     """One loss of two models steps the optimizers of both, with the ranks weighted by ``weight``."""

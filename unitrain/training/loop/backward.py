@@ -28,6 +28,10 @@ _CAUSES = {
         "(torch.autograd.grad with create_graph=True, as gradient penalties do), keep them until the step: set "
         "fsdp.reshard_after_backward to false."
     ),
+    "donated buffers": (
+        "several losses with accumulate go backward one after the other, but torch.compile frees what they share: set "
+        "torch._functorch.config.donated_buffer = False before the model is compiled."
+    ),
 }
 
 
@@ -73,6 +77,7 @@ def run_backward(
     weight: Weight,
     on_host: bool,
     distributed: bool,
+    keep_graph: bool = False,
 ) -> None:
     """Run backward, and record in ``windows`` whether the loss is finite.
 
@@ -82,28 +87,28 @@ def run_backward(
     if isinstance(weight, Tensor):
         if weight.is_cuda:
             with _replaced(windows, partial(_zero_unless_weighted, weight=weight)):
-                _on_device(loss, scale, inputs, windows, distributed)
+                _on_device(loss, scale, inputs, windows, distributed, keep_graph)
             return
         weight = weight.item()
     if weight and on_host and math.isfinite(loss.item()):  # the usual case
-        _run(loss, scale, inputs)
+        _run(loss, scale, inputs, keep_graph)
     elif not weight:
         # Zeros instead of a product with 0, which would be NaN for a loss of NaN.
         with _replaced(windows, torch.zeros_like):
-            _run(loss, scale, inputs)
+            _run(loss, scale, inputs, keep_graph)
     elif not on_host:
-        _on_device(loss, scale, inputs, windows, distributed)
+        _on_device(loss, scale, inputs, windows, distributed, keep_graph)
     else:
         # The gradient alone may not show it: if all labels are ignored, the loss is NaN and its gradient 0.
         for window in windows:
             window.loss_is_finite = False
         with _replaced(windows, partial(torch.full_like, fill_value=math.nan)):
-            _run(loss, scale, inputs)
+            _run(loss, scale, inputs, keep_graph)
 
 
-def _run(loss: Tensor, scale: Tensor | None, inputs: Sequence[Tensor] | None) -> None:
+def _run(loss: Tensor, scale: Tensor | None, inputs: Sequence[Tensor] | None, keep_graph: bool) -> None:
     try:
-        loss.backward(scale, inputs=inputs)  # type: ignore[no-untyped-call]
+        loss.backward(scale, keep_graph, inputs=inputs)  # type: ignore[no-untyped-call]
     except RuntimeError as error:
         for part, message in _CAUSES.items():
             if part in str(error):
@@ -117,12 +122,13 @@ def _on_device(
     inputs: Sequence[Tensor] | None,
     windows: Sequence[Window],
     distributed: bool,
+    keep_graph: bool,
 ) -> None:
     for window in windows:
         window.losses.append(loss.detach() if scale is None else torch.where(scale == 0, 0.0, loss.detach()))
         if distributed:
             window.local_gradients.add_nan_unless_finite(window.losses[-1])
-    _run(loss, scale, inputs)
+    _run(loss, scale, inputs, keep_graph)
 
 
 @contextmanager

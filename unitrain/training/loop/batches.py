@@ -11,10 +11,12 @@ no backward follows.
 from __future__ import annotations
 
 from collections import deque
+from weakref import WeakSet
 
 from unitrain.data.loop import CurrentBatch, Iteration
 from unitrain.data.order.sharding import MicroBatch
 from unitrain.errors import UsageError
+from unitrain.pulse import ITERATION
 
 _MOST_OPEN = 2**16  # of a loop that never trains
 
@@ -25,15 +27,22 @@ class OpenBatches:
     Attributes:
         current_batch: tells whether the batch that the script works on is a stand-in.
         micro_batch: the micro-batch that was yielded for training, or trained on, last; None without a loader.
+        position: how far the training has come in its data: the samples that were trained on, on all ranks, or left out
+            by the script, and ``ITERATION`` for each iteration. It only grows.
+        in_trial: whether steps are made on other batches, as a trial, and undone.
         between_epochs: whether a training iteration has ended, and what follows it in the script is not done yet.
     """
 
     def __init__(self) -> None:
         self.current_batch: CurrentBatch = CurrentBatch()
         self.micro_batch: MicroBatch | None = None
+        self.position: int = 0
+        self.in_trial: bool = False
         self.between_epochs: bool = False
         self._open: deque[tuple[MicroBatch, Iteration]] = deque()
+        self._trained: tuple[MicroBatch, Iteration] | None = None  # last
         self._ended: Iteration | None = None  # last
+        self._begun: WeakSet[Iteration] = WeakSet()
         self._awaited: tuple[MicroBatch, Iteration] | None = None  # was open when a loop over a loader had ended
         self._left_out = False  # whether that one was closed without a backward
         self._uneven = False  # whether the losses of some that are open may weigh differently
@@ -42,6 +51,16 @@ class OpenBatches:
     def following(self) -> MicroBatch | None:
         """The micro-batch of the next backward; None if the script has to take it from a loader first."""
         return self._open[0][0] if self._open else None
+
+    @property
+    def current(self) -> tuple[MicroBatch, Iteration] | None:
+        """The micro-batch that a forward is of: the next one of a backward, or else the one trained on last."""
+        return self._open[0] if self._open else self._trained
+
+    @property
+    def trained_loaders(self) -> list[object]:
+        """What stands for the loaders whose latest iterations were trained on."""
+        return [iteration.loader for iteration in self._begun if iteration.trained]
 
     @property
     def last_is_open(self) -> bool:
@@ -59,6 +78,7 @@ class OpenBatches:
         Of the iteration before it over the same loader, a batch may still be open. If that has trained on none of its
         batches, it was no training, unless it had a single one.
         """
+        self._begun.add(iteration)
         before = [its for _, its in self._open if its.loader is iteration.loader and not its.trained]
         if len(before) > 1:
             self._forget(before)
@@ -105,8 +125,8 @@ class OpenBatches:
             self._leave_out()
             if self._uneven:
                 self._check_weights(weighted)
-        micro_batch, iteration = self._open.popleft()
-        iteration.train(micro_batch)
+        micro_batch, iteration = self._trained = self._open.popleft()
+        self._train(micro_batch, iteration)
         if self._open:
             self._close_others(iteration)
         self.micro_batch = micro_batch
@@ -125,9 +145,16 @@ class OpenBatches:
             self._close(one)
 
     def _close(self, one: tuple[MicroBatch, Iteration]) -> None:
-        micro_batch, iteration = one
-        iteration.train(micro_batch)
+        self._train(*one)
         self._open.remove(one)
+
+    def _train(self, micro_batch: MicroBatch, iteration: Iteration) -> None:
+        if not iteration.trained:
+            self.position += ITERATION
+            iteration.reached = micro_batch.start
+        self.position += micro_batch.stop - iteration.reached
+        iteration.reached = micro_batch.stop
+        iteration.train(micro_batch)
 
     def _close_others(self, iteration: Iteration) -> None:
         """Close the first batch of each other loader: the loss is of one of each."""

@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
-from typing import Any
+from contextlib import suppress
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from unitrain import call_site
 from unitrain.communication.communicator import Communicator
+from unitrain.data.reading.fingerprint import fingerprint, sample_digest
 from unitrain.errors import UsageError
+from unitrain.rng import generators_restored, seed_generators
+from unitrain.training.loop.loss_check import LossCheck
 
 _LOSSES = 3
+_STEPS = 3
 
 
 class CopyCheck:
-    """Compares the ranks' first losses, and warns if they are equal bit for bit: N copies of one job.
+    """Warns of ranks that all train on the same data without a loader of the strategy.
+
+    At the first step, it looks for a torch DataLoader that reads the whole dataset on each rank. Then it compares the
+    ranks' first losses: if they are equal bit for bit, these are N copies of one job.
 
     Attributes:
         pending: whether further losses need to be compared.
@@ -31,16 +41,81 @@ class CopyCheck:
         self.pending: bool = True
 
     def compare(self, loss: Tensor) -> None:
-        """Compare one loss. Collective."""
+        """Compare one loss, and before the first the datasets of torch's DataLoaders. Collective."""
+        if self._checks_left == _LOSSES:
+            first, *others = self._communicator.all_gather_data(_plainly_read())
+            if first and all(other == first for other in others):
+                self.pending = False
+                self._warn(
+                    f"each of {self._communicator.world_size} ranks trains on the whole dataset, by a torch DataLoader "
+                    "that shards nothing, so that an epoch repeats each sample on every rank. Use strategy.dataloader("
+                    "dataset, global_batch_size=..., shuffle=True), which gives each rank its part. If it is meant, "
+                    "pass a generator or a sampler of yours to the DataLoader."
+                )
+                return
         losses = self._communicator.all_gather(loss.detach().double())
         equal = bool((losses == losses[0]).all())
         self._checks_left -= 1
         self.pending = equal and self._checks_left > 0
-        if equal and not self.pending and self._communicator.is_main:
-            call_site.warn(
+        if equal and not self.pending:
+            self._warn(
                 f"the first {_LOSSES} losses are equal on all {self._communicator.world_size} ranks, which seem to "
                 "train on the same samples, at no gain in speed. Use strategy.dataloader, which shards the dataset."
             )
+
+    def _warn(self, message: str) -> None:
+        if self._communicator.is_main:
+            call_site.warn(message)
+
+
+def _plainly_read() -> str:
+    """Return what is the same on all ranks if torch DataLoaders read the same dataset on each; "" without one."""
+    for one in gc.get_objects():
+        kind = type(one)
+        if getattr(kind, "__module__", "") != DataLoader.__module__ or not hasattr(kind, "__next__"):
+            continue
+        for part in vars(one).values():
+            sampler: Any = part.sampler if type(part) is BatchSampler else part
+            drawn = type(sampler) is RandomSampler and sampler.generator is None
+            if drawn or type(sampler) is SequentialSampler:
+                with suppress(Exception), generators_restored():  # a dataset may raise any exception
+                    seed_generators(0)
+                    data = sampler.data_source
+                    return f"{len(data)} {fingerprint(data) or sample_digest(data[0])}"
+    return ""
+
+
+class SchedulerCheck:
+    """Warns of a scheduler that the script steps as well after each of the first steps of the strategy.
+
+    Attributes:
+        pending: whether further steps need to be looked at.
+    """
+
+    def __init__(self, *, pending: bool) -> None:
+        self.pending: bool = pending
+        self._steps = 0
+        self._due = 0
+
+    def look(self, scheduler: Any) -> None:
+        """Look at a scheduler before the strategy steps it."""
+        count = getattr(scheduler, "last_epoch", 0)
+        self.pending = not self._steps or (count > self._due and self._steps < _STEPS)
+        if self._steps == _STEPS and count > self._due:
+            call_site.warn(
+                f"{type(scheduler).__name__} is stepped twice: by strategy.step, which it was passed to, and by the "
+                "script. Remove scheduler.step() from the loop, or don't pass it to strategy.step."
+            )
+        self._steps += 1
+        self._due = count + 1
+
+
+class FirstSteps(NamedTuple):
+    """What looks at the first steps of a run, and warns of what is probably a mistake."""
+
+    copies: CopyCheck
+    losses: LossCheck
+    schedulers: SchedulerCheck
 
 
 class DirectStepCheck:

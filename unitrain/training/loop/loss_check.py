@@ -8,7 +8,8 @@ nothing.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -18,17 +19,18 @@ from unitrain import call_site
 
 _NODES = 16  # that are looked at, from the loss on
 _SMALLEST_SCALE = 1024.0  # of a GradScaler, which has it as a float32 tensor
-# What may stand between a loss and the operation that is looked for.
-_PASSED = ("AddBackward0", "DivBackward0", "MulBackward0", "ToCopyBackward0", "ViewBackward0", "CloneBackward0")
+# What may stand between a loss and the operation that is looked for; scalings may turn a sum into a mean.
+_UNSCALED = ("AddBackward0", "ToCopyBackward0", "ViewBackward0", "CloneBackward0")
+_PASSED = (*_UNSCALED, "DivBackward0", "MulBackward0")
 _MEANS = ("NllLossBackward0", "NllLoss2DBackward0")
 _OF_MEAN, _OF_SUM = 1, 2  # what torch saves for reduction="mean" and "sum"
 
 
 class LossCheck:
-    """Warns once of a loss that was divided by hand, scaled by a GradScaler, or is a mean over part of its targets.
+    """Warns once of a loss that was scaled by hand or a GradScaler, is a sum, or is a mean over part of its targets.
 
     Attributes:
-        next_step: the first step whose loss is to be looked at.
+        next_step: the first step with a loss that is to be looked at.
     """
 
     def __init__(self, accumulate: int, world_size: int) -> None:
@@ -38,8 +40,10 @@ class LossCheck:
 
     def look(self, loss: Tensor, step: int, *, weighted: bool) -> None:
         """Look at one loss. ``step`` is the number of steps before it; ``weighted``: the script gives its weight."""
-        self.next_step = max(1, 2 * step)
-        message = self._leftover(loss) or ("" if weighted else self._mean_over_some(loss))
+        self.next_step = max(self.next_step, 1, 2 * step)
+        message = ""
+        with suppress(RuntimeError):  # a backward has freed the graph, as this one will say
+            message = self._leftover(loss) or ("" if weighted else self._sum(loss) or self._mean_over_some(loss))
         if message:
             self.next_step = sys.maxsize
             call_site.warn(message)
@@ -64,11 +68,22 @@ class LossCheck:
             return ""
         return f"the loss is {what} itself. Pass the mean loss of the batch."
 
+    def _sum(self, loss: Tensor) -> str:
+        """Return a message if a function of torch sums over samples, and nothing divides, where that matters."""
+        if self._world_size > 1 or self._accumulate > 1:
+            for node in _nodes(loss, _UNSCALED):
+                if getattr(node, "_saved_reduction", 0) == _OF_SUM and node._saved_target.shape[:1].numel() > 1:
+                    return (
+                        "the loss is a sum over samples (reduction='sum'), and UniTrain averages over ranks and "
+                        "micro-batches: gradients shrink as these are added. Divide the loss by the number of samples."
+                    )
+        return ""
+
     def _mean_over_some(self, loss: Tensor) -> str:
         """Return a message if the loss's mean leaves targets out or weighs them, where that matters."""
         if self._world_size == 1 and self._accumulate == 1:
             return ""
-        for node in _nodes(loss):
+        for node in _nodes(loss, _PASSED):
             if node.name() not in _MEANS or node._saved_reduction != _OF_MEAN:
                 continue
             total, targets = float(node._saved_total_weight), node._saved_target.numel()
@@ -88,8 +103,8 @@ def _adds(node: Any) -> bool:
     return "Add" in node.name() or "Sum" in node.name() or getattr(node, "_saved_reduction", 0) == _OF_SUM
 
 
-def _nodes(loss: Tensor) -> Iterator[Any]:
-    """Yield the last nodes of a loss's graph, through sums, scalings and casts."""
+def _nodes(loss: Tensor, passed: Sequence[str]) -> Iterator[Any]:
+    """Yield the last nodes of a loss's graph, through operations of these names."""
     waiting: list[Any] = [loss.grad_fn]
     for _ in range(_NODES):
         if not waiting:
@@ -98,5 +113,5 @@ def _nodes(loss: Tensor) -> Iterator[Any]:
         if node is None:
             continue
         yield node
-        if node.name() in _PASSED:
+        if node.name() in passed:
             waiting += [following for following, _ in node.next_functions]

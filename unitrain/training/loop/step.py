@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -22,11 +23,12 @@ from unitrain.training.gradients.guard import GuardedStep
 from unitrain.training.gradients.reduction import Reduction
 from unitrain.training.gradients.sharded_guard import ShardedGuardedStep
 from unitrain.training.hooks import Hooks
-from unitrain.training.loop.backward import Weight, checked, refuse_reentrant_checkpointing, run_backward
+from unitrain.training.loop.backward import Weight, refuse_reentrant_checkpointing, run_backward
 from unitrain.training.loop.batches import OpenBatches
-from unitrain.training.loop.checks import CopyCheck, DirectStepCheck
+from unitrain.training.loop.checks import CopyCheck, DirectStepCheck, FirstSteps, SchedulerCheck
 from unitrain.training.loop.loss_check import LossCheck
 from unitrain.training.loop.nonfinite import NonFinitePolicy
+from unitrain.training.loop.parts import Losses, LossWeights, parts_of, run_parts
 from unitrain.training.loop.weights import Weights
 from unitrain.training.loop.window import Window, Windows
 from unitrain.training.models.prepared import PreparedModules
@@ -92,8 +94,11 @@ class TrainingStep:
         self._windows = Windows(
             communicator, backend, prepared, self._reduction, self._guard, sharded, debug=config.debug
         )
-        self._copies = CopyCheck(communicator)
-        self._loss_check = LossCheck(config.accumulate, communicator.world_size)
+        self._first_steps = FirstSteps(
+            CopyCheck(communicator),
+            LossCheck(config.accumulate, communicator.world_size),
+            SchedulerCheck(pending=communicator.is_main),
+        )
         self._direct_steps = DirectStepCheck(prepared.has) if self._distributed else None
         self._at_window_end: list[Callable[[], None]] = []
 
@@ -176,11 +181,13 @@ class TrainingStep:
         armed, is_stand_in = self._reduction.armed, self.batches.current_batch.is_stand_in
         self._reduction.arm(False)
         self.batches.current_batch.is_stand_in = False
+        self.batches.in_trial = True
         if self._direct_steps is not None:
             self._direct_steps.allowed = True
         try:
             yield
         finally:
+            self.batches.in_trial = False
             if self._direct_steps is not None:
                 self._direct_steps.allowed = False
             for window in windows:
@@ -191,7 +198,7 @@ class TrainingStep:
 
     # ------------------------------------------------------------------------------------------------- backward
 
-    def step(self, loss: Tensor, optimizer: Optimizer, scheduler: Any, weight: Weight | None) -> StepResult:
+    def step(self, loss: Losses, optimizer: Optimizer, scheduler: Any, weight: LossWeights | None) -> StepResult:
         """Run ``backward`` and ``update`` for one optimizer."""
         if self.hooks.before_call:
             self.backward(loss, (optimizer,), weight=weight)
@@ -201,11 +208,11 @@ class TrainingStep:
 
     def backward(
         self,
-        loss: Tensor,
+        loss: Losses,
         optimizers: Sequence[Optimizer] | None,
         *,
         sync: bool | None = None,
-        weight: Weight | None = None,
+        weight: LossWeights | None = None,
     ) -> None:
         """See ``Strategy.backward``. None means all prepared optimizers."""
         if not self.hooks.before_call:
@@ -215,32 +222,41 @@ class TrainingStep:
             self._backward(loss, optimizers, sync, weight)
 
     def _backward(
-        self, loss: Tensor, optimizers: Sequence[Optimizer] | None, sync: bool | None, weight: Weight | None
+        self, loss: Losses, optimizers: Sequence[Optimizer] | None, sync: bool | None, weight: LossWeights | None
     ) -> None:
         if self._communicator.closed:
             raise UsageError("backward() was called after strategy.close().")
-        loss = checked(loss)
-        if self._pulse.step >= self._loss_check.next_step and self._communicator.is_main:
-            self._loss_check.look(loss, self._pulse.step, weighted=weight is not None)
+        losses, weights = parts_of(loss, weight)
+        check = self._first_steps.losses
+        if self._pulse.step >= check.next_step and self._communicator.is_main:
+            for one in losses:
+                check.look(one, self._pulse.step, weighted=bool(weights))
         windows = self._windows.of(optimizers)
-        micro_batch = self.batches.of_backward(weighted=weight is not None)
-        if weight is not None and micro_batch is not None and not micro_batch.count:
-            weight = 0.0  # a stand-in
+        micro_batch = self.batches.of_backward(weighted=bool(weights))
+        if weights and micro_batch is not None and not micro_batch.count:
+            weights = [0.0] * len(weights)  # a stand-in
+        own = self._weights.vector(weights) if len(weights) > 1 else weights[0] if weights else None
         last, share = self._place_in_window(windows[0], micro_batch, sync)
         for window in windows:
             if window.witness is not None:
                 self._check_gradients(window)
-            self._enter(window, micro_batch, weight, last)
-        own_weight: Weight = share if weight is None else weight
-        scale = None
-        if weight is not None or share != 1.0 or self._scaler is not None:
-            scale = self._weights.scale(loss, own_weight)
+            self._enter(window, micro_batch, own, last)
         if self._distributed:
-            self._prepare_ranks(loss, windows, last)
+            self._prepare_ranks(losses, windows, last)
         inputs = None
         if len(windows) < len(self._windows):
-            inputs = self._leaves(loss, windows)
-        run_backward(loss, scale, inputs, windows, own_weight, self._on_host, self._distributed)
+            inputs = self._leaves(losses, windows)
+        if len(losses) > 1:
+            run = partial(
+                run_backward, inputs=inputs, windows=windows, on_host=self._on_host, distributed=self._distributed
+            )
+            run_parts(losses, weights, windows, self._weights, run, last=last)
+        else:
+            own_weight: Weight = share if own is None else own
+            scale = None
+            if own is not None or share != 1.0 or self._scaler is not None:
+                scale = self._weights.scale(losses[0], own_weight)
+            run_backward(losses[0], scale, inputs, windows, own_weight, self._on_host, self._distributed)
         for window in windows:
             window.fresh = False
             window.complete = window.reduced = last
@@ -249,10 +265,11 @@ class TrainingStep:
         if self._distributed:
             self._pulse.phase = USER_CODE
 
-    def _leaves(self, loss: Tensor, windows: list[Window]) -> list[Tensor]:
+    def _leaves(self, losses: list[Tensor], windows: list[Window]) -> list[Tensor]:
         """Return the leaves of the graph that a backward for some of the optimizers is limited to."""
         if not all(window.looked_at for window in windows):
-            refuse_reentrant_checkpointing(loss)
+            for loss in losses:
+                refuse_reentrant_checkpointing(loss)
             for window in windows:
                 window.looked_at = True
         return [window.leaf(p) for window in windows for p in window.trained]
@@ -267,22 +284,26 @@ class TrainingStep:
         last = micro_batch.last if sync is None else sync
         return last, micro_batch.count * self._weights.unit / micro_batch.window
 
-    def _prepare_ranks(self, loss: Tensor, windows: list[Window], last: bool) -> None:
+    def _prepare_ranks(self, losses: list[Tensor], windows: list[Window], last: bool) -> None:
         """Prepare a backward on several ranks. Check that they are in the same call, and train on other samples."""
         self._reduction.arm(last)  # the core's buckets can still be armed here
         self._pulse.phase = _WAITING
         if last and self._communicator.compares:
-            self._communicator.compare_calls(f"backward for {' and '.join(window.name for window in windows)}")
-        if last and self._copies.pending and self.batches.micro_batch is None:
-            self._copies.compare(loss)
+            several = f" of {len(losses)} losses" if len(losses) > 1 else ""
+            names = " and ".join(window.name for window in windows)
+            self._communicator.compare_calls(f"backward{several} for {names}")
+        if last and self._first_steps.copies.pending and self.batches.micro_batch is None:
+            self._first_steps.copies.compare(torch.stack([loss.detach() for loss in losses]))
 
     def _enter(self, window: Window, micro_batch: MicroBatch | None, weight: Weight | None, last: bool) -> None:
-        """Check that a micro-batch belongs to the open window, and record its weight."""
+        """Check that a micro-batch belongs to the open window, and record its weight, or its losses' weights."""
         if micro_batch is not None and window.fresh:
             window.check_order(micro_batch)
         if not window.fresh or window.micro_batches > 0:
             if (weight is None) != (window.weight is None):
                 raise UsageError("pass weight= to every backward of an accumulation window, or to none.")
+            if window.weight is not None and window.weight.shape != getattr(weight, "shape", ()):
+                raise UsageError("pass the same losses to every backward of an accumulation window.")
             if self._distributed and window.reduced and self._weights.unit == 1:
                 # These gradients have been summed over the ranks, and will be summed again.
                 self._finish(window)
@@ -337,14 +358,21 @@ class TrainingStep:
         if self._scaler is not None:
             self._update_scale(self._scaler)
         if self._distributed:
+            self._pulse.trained = self._pulse.step, self.batches.position
             self._pulse.phase = USER_CODE
             self.expect_next(window)
         if stepped and scheduler is not None:
-            scheduler.step()
+            self.step_scheduler(scheduler)
         self._end_windows()
         if stepped and norm is None:
             return _PLAIN_STEP
         return StepResult(stepped, norm, not stepped)
+
+    def step_scheduler(self, scheduler: Any) -> None:
+        """Step a scheduler after its optimizer."""
+        if self._first_steps.schedulers.pending:
+            self._first_steps.schedulers.look(scheduler)
+        scheduler.step()
 
     def _average_and_step(self, window: Window) -> tuple[bool, Tensor | None]:
         """Finish averaging and make the step. Return whether the optimizer stepped, and the norm of the gradients."""

@@ -6,6 +6,8 @@ unknown beforehand (``weight=``), the weights are summed over the ranks, and the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -63,11 +65,9 @@ class Weights:
     def rescale(self, window: Window, gradients: list[Tensor]) -> None:
         """Turn gradients of weighted losses into gradients of the window's mean loss."""
         if window.weight is not None:
-            self._sum(window)
-            if window.total_wait is not None:
-                window.total_wait()
-            factor = self.unit / window.weight
-            factor = torch.where(torch.isfinite(factor), factor, 0.0)  # all weights are 0: so are the gradients
+            factor = self.shares(window, 1.0)
+            if factor.dim():
+                return  # the backward knew the total
             for dtype in {gradient.dtype for gradient in gradients}:
                 for same in by_device(g for g in gradients if g.dtype == dtype):
                     torch._foreach_mul_(same, factor.to(same[0].device, dtype))
@@ -75,6 +75,20 @@ class Weights:
             # A window ended early by sync=True: each backward was scaled by 1 / accumulate.
             for same in by_device(gradients):
                 torch._foreach_mul_(same, self._accumulate / window.micro_batches)
+
+    def shares(self, window: Window, weight: Weight) -> Tensor:
+        """Return a weight divided by the total of the window, on all ranks, which this waits for."""
+        assert window.weight is not None
+        self._sum(window)
+        if window.total_wait is not None:
+            window.total_wait()
+            window.total_wait = lambda: None
+        share = weight * self.unit / window.weight
+        return torch.where(torch.isfinite(share), share, 0.0)  # all weights are 0: so are the gradients
+
+    def vector(self, weights: Sequence[Weight]) -> Tensor:
+        """Return the weights of several losses as a vector."""
+        return torch.stack([self._as_tensor(weight) for weight in weights])
 
     def _as_tensor(self, weight: Weight) -> Tensor:
         """Return a weight as a new tensor on the device, without synchronising with a GPU if it is a float."""

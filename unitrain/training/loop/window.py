@@ -31,9 +31,9 @@ class Window:
     """
 
     __slots__ = (
-        "complete", "drop_gradients", "finishers", "fresh", "groups", "late", "leaf", "local_gradients", "looked_at",
-        "loss_is_finite", "losses", "micro_batch", "micro_batches", "name", "optimizer", "parameters", "reduced",
-        "total_wait", "trained", "weight", "witness",
+        "complete", "drop_gradients", "finishers", "fresh", "groups", "kept", "late", "leaf", "local_gradients",
+        "looked_at", "loss_is_finite", "losses", "micro_batch", "micro_batches", "name", "optimizer", "parameters",
+        "reduced", "total_wait", "trained", "weight", "witness",
     )  # fmt: skip
 
     def __init__(self, optimizer: Optimizer, name: str, local_gradients: LocalGradients, backend: Backend) -> None:
@@ -62,7 +62,8 @@ class Window:
         self.reduced: bool = False  # its gradients are being reduced, or have been
         # A library that must be armed before the forward can't have reduced some of them.
         self.late: bool = False
-        self.weight: Tensor | None = None
+        self.weight: Tensor | None = None  # of the losses so far; a vector if they have separate weights
+        self.kept: dict[int, dict[Parameter, Tensor]] = {}  # by the number of a loss: gradients that are not in grad
         self.total_wait: Callable[[], None] | None = None
         self.witness: tuple[Parameter, Tensor, int] | None = None
 

@@ -14,6 +14,10 @@ from unitrain.job.joining.handshake import are_identical
 from unitrain.training.models.prepared import PreparedModules
 
 _MISSING = "missing"
+_SAME = (
+    "Make the same optimizer with the same options on every rank, and step a ReduceLROnPlateau with the same metric, "
+    "such as a meter's value()."
+)
 
 
 def check_models(communicator: Communicator, named: Iterable[tuple[str, Tensor]]) -> None:
@@ -41,7 +45,7 @@ def check_optimizers(
             facts.update(
                 {f"{key} of parameter group {i}": _plain(group[key]) for key in sorted(group) if key != "params"}
             )
-    _check(communicator, facts, "optimizers", "Make the same optimizer with the same options on every rank.")
+    _check(communicator, facts, "optimizers", _SAME)
 
 
 def _plain(value: Any) -> str:

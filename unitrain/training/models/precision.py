@@ -16,7 +16,7 @@ from unitrain.config import Precision as PrecisionName
 from unitrain.device import HALF_DTYPES, devices_of
 from unitrain.training.gradients.sharded_scaler import ShardedScaler
 
-_HANDLES = "unitrain_precision"  # an attribute of modules: a deep copy has handles of its own hooks
+_HANDLES = "unitrain_hooks"  # an attribute of modules: a deep copy has handles of its own hooks
 
 
 class _AutocastForward:
@@ -106,7 +106,7 @@ class Precision:
 
     def apply(self, module: nn.Module) -> None:
         """Make the module's forward compute in this precision, in any thread."""
-        handles: list[RemovableHandle] = []
+        handles = hook_handles(module)
         if self._dtype is not None:
             autocast = _AutocastForward(self._device_types(module), self._dtype)
             handles.append(module.register_forward_pre_hook(autocast.enter, prepend=True))
@@ -114,10 +114,15 @@ class Precision:
         elif self._name == "fp64":
             module.double()
             handles.append(module.register_forward_pre_hook(_inputs_to_double, prepend=True, with_kwargs=True))
-        vars(module)[_HANDLES] = handles
+
+
+def hook_handles(module: nn.Module) -> list[RemovableHandle]:
+    """Return the handles of the hooks that ``prepare`` has registered on a module, as a list to append to."""
+    handles: list[RemovableHandle] = vars(module).setdefault(_HANDLES, [])
+    return handles
 
 
 def remove_hooks(module: nn.Module) -> None:
-    """Remove the hooks that ``Precision.apply`` registered on a module, or on the module that it is a copy of."""
+    """Remove the hooks that ``prepare`` registered on a module, or on the module that it is a copy of."""
     for handle in vars(module).pop(_HANDLES, ()):
         handle.remove()

@@ -22,6 +22,7 @@ from unitrain.rng import derived_seed, seed_rank
 from unitrain.training.batch_norm import layers as batch_norm
 from unitrain.training.models import activation_checkpointing, comparison, supported
 from unitrain.training.models.compile import compile_in_place
+from unitrain.training.models.exact_randomness import ExactRandomness
 from unitrain.training.models.materialising import Initialise, Values, WithoutWeights, give_memory
 from unitrain.training.models.precision import Precision, remove_hooks
 from unitrain.training.models.prepared import PreparedModules
@@ -38,6 +39,7 @@ class Preparation:
         prepared: PreparedModules,
         register: Callable[[Optimizer], object],
         current_batch: CurrentBatch,
+        randomness: ExactRandomness | None,
         config: StrategyConfig,
     ) -> None:
         self._communicator = communicator
@@ -46,6 +48,7 @@ class Preparation:
         self._prepared = prepared
         self._register = register
         self._current_batch = current_batch
+        self._randomness = randomness
         self._config = config
         self._ranks_differ = False  # in the random numbers that they draw
 
@@ -91,6 +94,8 @@ class Preparation:
         for block in set(blocks).intersection(module.modules()):
             activation_checkpointing.apply(block)
         self._precision.apply(module)
+        if self._randomness is not None:
+            self._randomness.apply(module)
         self._check_alike(module)
         if values is None:
             self._copy_from_rank_0(module)

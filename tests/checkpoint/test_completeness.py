@@ -1,0 +1,73 @@
+"""A warning of what a run trains with and its checkpoints lack."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import TensorDataset
+
+import unitrain
+
+EVERYTHING = ("optimizer", "scheduler", "loader", "ema")
+
+
+def messages(
+    folder: Path, *passed: str, made: tuple[str, ...] = EVERYTHING, momentum: float = 0.9, partial: bool = False
+) -> list[str]:
+    """Train two epochs with ``made``, and save after each epoch, and before. Return the warnings."""
+    with unitrain.init(backend="single", device="cpu") as strategy, warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        model = nn.Linear(2, 1)
+        model, optimizer = strategy.prepare(model, SGD(model.parameters(), lr=0.1, momentum=momentum))
+        data = TensorDataset(torch.ones(8, 2))
+        loader, val = (strategy.dataloader(data, global_batch_size=4) for _ in range(2))
+        objects: dict[str, Any] = {"optimizer": optimizer, "loader": loader}
+        if "scheduler" in made:
+            objects["scheduler"] = StepLR(optimizer, 1)
+        if "ema" in made:
+            objects["ema"] = strategy.ema(model)
+        checkpoint = strategy.checkpoint(
+            folder, background=False, partial=partial, model=model, **{name: objects[name] for name in passed}
+        )
+        checkpoint.save()  # nothing has trained yet
+        for _ in loader.epochs(2):
+            for (x,) in loader:
+                strategy.step(model(x).mean(), optimizer, objects.get("scheduler"))
+            with strategy.evaluation(model):
+                assert sum(len(x) for (x,) in val) == 8
+            checkpoint.save()
+    return [f"{one.filename}: {one.message}" for one in seen]
+
+
+@pytest.mark.parametrize(
+    ("missing", "said"),
+    [
+        ("optimizer", r"an optimizer \(SGD\)"),
+        ("scheduler", "a scheduler"),
+        ("loader", "a loader"),
+        ("ema", "an EMA"),
+    ],
+)
+def test_what_a_checkpoint_lacks_is_said_once(missing: str, said: str, tmp_path: Path) -> None:
+    [message] = messages(tmp_path, *(name for name in EVERYTHING if name != missing))
+    assert message.startswith(f"{__file__}: this run trains with ")
+    assert re.search(rf"with {said} that its checkpoints don't contain: .* or partial=True if that is meant", message)
+
+
+def test_all_of_it_is_one_message(tmp_path: Path) -> None:
+    [message] = messages(tmp_path)
+    assert "an optimizer (SGD), a scheduler, a loader, an EMA that its checkpoints" in message
+
+
+def test_what_is_complete_or_meant_or_would_lose_nothing_says_nothing(tmp_path: Path) -> None:
+    assert messages(tmp_path / "complete", *EVERYTHING) == []
+    assert messages(tmp_path / "meant", partial=True) == []
+    assert messages(tmp_path / "plain", "loader", made=(), momentum=0) == []

@@ -1,0 +1,30 @@
+"""Warns of what a run trains with and its checkpoints lack: a resumed run would silently begin anew with it."""
+
+from __future__ import annotations
+
+from unitrain import call_site
+from unitrain.checkpoint.run_state import RunState
+from unitrain.data import Loader
+from unitrain.training.loop.step import TrainingStep
+from unitrain.training.optimizers.ema import EMA
+
+
+def warn_of_missing(state: RunState, step: TrainingStep) -> None:
+    """Warn if the objects of a checkpoint lack an optimizer, a scheduler, a loader or an average of weights."""
+    saved, missing = list(state.objects.values()), []
+    for one in step.optimizers():
+        if one.state and not any(value is one for value in saved):  # plain SGD has nothing to lose
+            missing.append(f"an optimizer ({type(one).__name__})")
+        scheduled = any("initial_lr" in group for group in one.param_groups)  # which a scheduler sets
+        if scheduled and not any(getattr(value, "optimizer", None) is one for value in saved):
+            missing.append("a scheduler")
+    loaders = [value.identity for value in saved if isinstance(value, Loader)]
+    missing += ["a loader" for one in step.batches.trained_loaders if one not in loaders]
+    hooks = [getattr(hook, "__self__", None) for hook in step.hooks.after_update]
+    missing += ["an EMA" for one in hooks if isinstance(one, EMA) and not any(value is one for value in saved)]
+    if missing:
+        call_site.warn(
+            f"this run trains with {', '.join(dict.fromkeys(missing))} that its checkpoints don't contain: a resumed "
+            "run would begin anew with what is missing. Pass it, as in strategy.checkpoint(folder, ..., optimizer="
+            "optimizer, loader=train), or partial=True if that is meant."
+        )

@@ -1,0 +1,140 @@
+"""A net below launcher detection: finds copies of this process that an unknown launcher has started beside it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from unitrain.errors import LaunchError, listed
+from unitrain.launch.variables import OVERRIDE
+
+_TOGETHER_S = 5
+_JOBS = ("PBS_JOBID", "LSB_JOBID", "LSB_JOBINDEX", "FLUX_JOB_ID", "SLURM_JOB_ID", "SUBMITIT_LOCAL_JOB_ID")
+# A refused process gets this name, which its copies see in /proc.
+_REFUSED = "unitrain: copy"
+_PATIENCE_S, _POLL_S = 10.0, 0.05
+
+
+class _Process(NamedTuple):
+    """A process that runs this command. One that was started earlier is smaller."""
+
+    started: int
+    """In clock ticks since boot."""
+    pid: int
+    parent: int
+    folder: str
+    environ: dict[str, str]
+
+    def is_copy_of(self, other: _Process) -> bool:
+        """Whether both were started together, by one parent or in one job of a scheduler, with the same settings."""
+        mine, theirs = (
+            {name: value for name, value in one.environ.items() if name in _JOBS or name.startswith("UNITRAIN_")}
+            for one in (self, other)
+        )
+        together = abs(self.started - other.started) <= _TOGETHER_S * os.sysconf("SC_CLK_TCK")
+        one_source = self.parent == other.parent > 0 or any(name in mine for name in _JOBS)
+        return together and one_source and mine == theirs and self.folder == other.folder
+
+
+def refuse_copies() -> None:
+    """Refuse to train if other processes of this host seem to be ranks of the same job. Takes milliseconds.
+
+    They have the same user, command line, folder and settings, and were started together. Processes that a program has
+    forked are no copies, nor are workers of pytest and multiprocessing, which Python starts with ``-c``.
+
+    Raises:
+        LaunchError: there are copies, and this process was the first of them.
+        SystemExit: there are copies, and an earlier one has the error.
+    """
+    copies = _copies() if OVERRIDE not in os.environ and _runs_program() else []
+    if not copies:
+        return
+    pids = [copy.pid for copy in copies]
+    place = pids.index(os.getpid())
+    if _wait_until_refused(pids[:place] + pids[place + 1 :]) & set(pids[:place]):
+        raise SystemExit(LaunchError.exit_code)
+    raise LaunchError(_message(copies[place], copies))
+
+
+def _runs_program() -> bool:
+    """Whether Python was started with a script or a module, and not with -c or stdin."""
+    words = iter(sys.orig_argv[1:])
+    for word in words:
+        if word in ("-W", "-X"):
+            next(words, None)
+        elif word == "-" or word.startswith("-c"):
+            return False
+        elif not word.startswith("-") or word.startswith("-m"):
+            return True
+    return False
+
+
+def _copies() -> list[_Process]:
+    """Return this process and its copies, in the order in which they were started; nothing if it has none."""
+    found = {}
+    for pid in _pids_of(b"".join(os.fsencode(word) + b"\0" for word in sys.orig_argv)):
+        with suppress(OSError):  # it has ended
+            found[pid] = _read(pid)
+    this = found.pop(os.getpid(), None)
+    if this is None or this.parent in found:  # its command line was replaced, or its program has forked it
+        return []
+    copies = [one for one in found.values() if one.parent not in (*found, this.pid) and one.is_copy_of(this)]
+    return sorted([this, *copies]) if copies else []
+
+
+def _pids_of(command: bytes) -> Iterator[int]:
+    """Yield the processes of this user with a command line."""
+    user = os.geteuid()
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError):
+            if os.stat(f"/proc/{name}").st_uid == user and Path(f"/proc/{name}/cmdline").read_bytes() == command:
+                yield int(name)
+
+
+def _read(pid: int) -> _Process:
+    status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    variables = (one.partition("=") for one in os.fsdecode(Path(f"/proc/{pid}/environ").read_bytes()).split("\0"))
+    environ = {name: value for name, _, value in variables}
+    return _Process(int(status[19]), pid, int(status[1]), os.readlink(f"/proc/{pid}/cwd"), environ)
+
+
+def _name(pid: int) -> str:
+    """Return the name of a process; an empty string if it has ended."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    return ""
+
+
+def _wait_until_refused(others: list[int]) -> set[int]:
+    """Wait until the other copies have come here or ended, and return those that came. Later they would find none."""
+    with suppress(OSError):
+        Path("/proc/self/comm").write_text(_REFUSED)
+    refused: set[int] = set()
+    end = time.monotonic() + _PATIENCE_S
+    while any(_name(pid) not in ("", _REFUSED) for pid in others) and time.monotonic() < end:
+        refused.update(pid for pid in others if _name(pid) == _REFUSED)
+        time.sleep(_POLL_S)
+    refused.update(pid for pid in others if _name(pid) == _REFUSED)
+    time.sleep(2 * _POLL_S)  # they look for this one, too
+    return refused
+
+
+def _message(this: _Process, copies: list[_Process]) -> str:
+    numbers = [
+        f"{name}={value}"
+        for name, value in sorted(this.environ.items())
+        if value.isdigit() and any(copy.environ.get(name) != value for copy in copies)
+    ]
+    differ = f" Numbers that tell this one from the others: {', '.join(numbers[:6])}." if numbers else ""
+    return (
+        f"{len(copies)} processes of this host (pids {listed([copy.pid for copy in copies])}; this one started by "
+        f"{_name(this.parent)!r}) run `{' '.join(sys.orig_argv)}`, and no variable of a known launcher is set: each "
+        f"would train the whole job alone.{differ} Start the job with torchrun, mpirun, horovodrun or srun, or give "
+        "every process RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT. If these are "
+        f"separate runs, set {OVERRIDE}=python."
+    )
