@@ -334,7 +334,7 @@ class Loader:
         together at its end: within a window, the state is the one at its start.
 
         Of a sharded dataset with ``state_dict``, it also has the states of the shards that this rank reads. A
-        checkpoint of the strategy has those of all ranks; a shard without one is read again up to the position.
+        checkpoint of the strategy has the states of all; a shard without one is read again up to the position.
         """
         self._tell_uncounted()
         return self._state()

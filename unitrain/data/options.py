@@ -59,4 +59,4 @@ class LoaderOptions(WorkerOptions, total=False):
     shards: tuple[int, int] | None
     """The shards of a sharded dataset: of how many of them a global batch is made, and how many groups of as many there
     are, which take turns. The global batches then depend on these, and not on ranks and workers. For the most ranks and
-    workers per rank that are to read. Default: those of the run."""
+    workers per rank that are to read. Default: the ranks and workers of the run."""

@@ -115,7 +115,7 @@ class WholeStream(_Stream):
         period, own = plan.part.period, frozenset(plan.part.offsets)
         position, state = next((seek.state for seek in self._seeks or () if seek.state[0] <= start), (0, None))
         dataset, samples = opened(self._dataset, state)
-        # A checkpoint of an earlier version has no states, and goes on with the random numbers of that.
+        # A checkpoint of an earlier version has no states, and continues with its random numbers.
         seeking = self._seeks is not None and (is_stateful(dataset) or is_stateful(samples))
         if seeking:
             self._seed_from(position)
