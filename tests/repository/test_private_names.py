@@ -41,6 +41,7 @@ OTHERS = {
     "_current_frames": "sys", "_getframe": "sys", "_popen": "multiprocessing", "_run_exitfuncs": "atexit",
     "_register_atexit": "threading", "_asdict": "named tuples", "_fields": "named tuples",
     "_replace": "named tuples",
+    "_ex_iterable": "datasets", "_formatting": "datasets",
     "_compute_groups_create_state_ref": "torchmetrics", "_defaults": "torchmetrics", "_groups_checked": "torchmetrics",
     "_reductions": "torchmetrics",
 }  # fmt: skip
