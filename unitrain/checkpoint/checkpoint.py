@@ -162,6 +162,7 @@ class Checkpoint:
             metrics = metric_states.metrics_in(modules)
             metric_parts = metric_states.gather(ranks, metrics) if metrics else None
             parts = state.parts() if ended is None else ended.applied_to(state.parts())
+            state.complete_shards(ranks, parts)
             together: Together | None = None
             if ranks.shards:
                 parts, together = self._sharded(parts)

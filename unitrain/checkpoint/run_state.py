@@ -88,6 +88,16 @@ class RunState:
         """Return the states of all objects."""
         return {name: self.of(value) for name, value in self.objects.items()}
 
+    def complete_shards(self, ranks: Communicator, parts: Mapping[str, Any]) -> None:
+        """Complete the states of loaders of iterable datasets, of which each rank has its shards only. Collective."""
+        names = [name for name, value in self.objects.items() if isinstance(value, Loader) and "seeks" in parts[name]]
+        if ranks.world_size == 1 or not names:
+            return
+        gathered = ranks.all_gather_object([parts[name]["seeks"] for name in names])
+        for name, *of_ranks in zip(names, *gathered, strict=True):
+            found = {tuple(shard[:2]): shard for _, shards in of_ranks for shard in shards}
+            parts[name]["seeks"] = [of_ranks[0][0], list(found.values())]
+
     def run(self, steps: int, random: list[dict[str, Any]]) -> dict[str, Any]:
         """Return the state of the run itself, given the states of the random number generators of each rank."""
         scaler = None if self._scaler is None else self._scaler.state_dict()

@@ -23,6 +23,7 @@ from unitrain.data.reading.sources import make_source
 from unitrain.data.settings import LoaderSettings
 from unitrain.errors import CheckpointError, DataError, UsageError
 from unitrain.job.joining.handshake import are_identical, difference_between_ranks
+from unitrain.process import print_stderr
 
 if TYPE_CHECKING:
     from unitrain.training.loop.loop import TrainingLoop
@@ -38,8 +39,9 @@ class Loader:
     prepared model's parameters are sharded (fsdp), it always gets a stand-in, since every forward is collective.
 
     A complete iteration is an epoch. An iteration that ends early counts as an epoch, too, if one of its batches was
-    used in a backward of the strategy: the next iteration starts the next epoch. Otherwise, after
-    ``next(iter(loader))`` say, it does not count: the next iteration yields the same batches again.
+    used in a backward of the strategy, or an optimizer has stepped in it: the next iteration starts the next epoch.
+    Otherwise, after ``next(iter(loader))`` say, it does not count: the next iteration yields the same batches again,
+    with a warning if it was left after more than one batch.
 
     Attributes:
         dataset: the dataset.
@@ -76,6 +78,7 @@ class Loader:
         self.identity: object = object()
         self._iteration: Iteration | None = None
         self._resumed_unasked = False  # in a later epoch, which the script has not asked for
+        self._uncounted = 0  # samples of an iteration that was left, did not count, and was no mere look
         self.epoch = 0
         self._given = given
         self._make_source = partial(make_source, communicator, config, local_world_size)
@@ -175,7 +178,7 @@ class Loader:
     @property
     def _counts(self) -> bool:
         """Whether there is an unfinished iteration that counts as an epoch."""
-        return self._iteration is not None and self._iteration.trained
+        return self._iteration is not None and self._loop.leave(self._iteration)
 
     def set_epoch(self, epoch: int) -> NoReturn:
         """Raise UsageError: unlike a ``DistributedSampler``, a loader shuffles anew in each epoch by itself."""
@@ -208,20 +211,22 @@ class Loader:
             self.epoch += 1
         elif self._iteration is not None:
             self._drop(self._iteration)
+        if self._loop.is_training():
+            self._tell_uncounted()
         if not self._compared:
             if isinstance(self._source, MapStyle) and not self._start[0]:
                 self._source.forget()
-            if self._communicator.world_size > 1 and self._source.readers() is None:
+            if self._communicator.world_size > 1 and self._source.readers(self._epoch) is None:
                 self._check_same_data()
         self._compared = True
-        order = (self._seed, self._epoch) if self._source.readers() is None else None
+        order = (self._seed, self._epoch) if self._source.readers(self._epoch) is None else None
         iteration = self._iteration = Iteration(self.identity, order)
         complete = False
         try:
             yield from self._batches(iteration)
             complete = True
         finally:
-            if not complete and iteration is self._iteration and not iteration.trained:
+            if not complete and iteration is self._iteration and not self._loop.leave(iteration):
                 self._drop(iteration)
         sampled = self._source.drawn(self._seed, self._epoch)
         if sampled and self._communicator.world_size > 1 and self._loop.is_training():
@@ -230,9 +235,19 @@ class Loader:
         self.epoch += 1
 
     def _drop(self, iteration: Iteration) -> None:
-        """Forget an iteration that ended before any of its batches was trained on: it does not count."""
-        self._loop.end(iteration, complete=False)
+        """Forget an iteration that was left before any of its batches was trained on: it does not count."""
+        last = iteration.micro_batch
+        self._uncounted = 0 if last is None or last.opening else last.stop - self._start[0]
         self._begin_at(*self._start)
+
+    def _tell_uncounted(self) -> None:
+        samples, self._uncounted = self._uncounted, 0
+        if samples:
+            self._warn(
+                f"an iteration over this loader was left after {samples} samples, and no optimizer had stepped in it: "
+                "it does not count. Its samples come again, and state_dict() has the position at its beginning. To "
+                "count them, call state_dict() in the loop, before leaving it, and load_state_dict() with that."
+            )
 
     def _batches(self, iteration: Iteration) -> Iterator[Any]:
         batches = self._balanced() if self._config.shares == "auto" else self._fed(*self._start)
@@ -268,7 +283,7 @@ class Loader:
         Raises:
             DataError: they were not; on every rank.
         """
-        own = self.state_dict()
+        own = self._state()
         facts = {
             "the length": own["length"],
             "the fingerprint": own["fingerprint"],
@@ -300,14 +315,15 @@ class Loader:
             )
 
     @property
-    def position(self) -> dict[str, int]:
+    def position(self) -> dict[str, Any]:
         """The part of ``state_dict`` that changes from step to step."""
         iteration = self._iteration
         reached = None
         if iteration is not None:
             reached = iteration.trained_to if iteration.trained else iteration.yielded_to
         consumed, steps = reached or self._start
-        return {"epoch": self._epoch, "consumed": consumed, "steps": steps}
+        readers = self._source.readers(self._epoch)
+        return {"epoch": self._epoch, "consumed": consumed, "steps": steps, "readers": readers}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the data, as ints and strings that are equal on all ranks. Not collective.
@@ -316,7 +332,14 @@ class Loader:
         evaluation, when it has been yielded. Batches that were only prefetched are not consumed, nor are batches of an
         iteration that ended before anything was trained on. The batches of an accumulation window are consumed
         together at its end: within a window, the state is the one at its start.
+
+        Of a sharded dataset with ``state_dict``, it also has the states of the shards that this rank reads. A
+        checkpoint of the strategy has the states of all; a shard without one is read again up to the position.
         """
+        self._tell_uncounted()
+        return self._state()
+
+    def _state(self) -> dict[str, Any]:
         drawn = self._source.drawn(self._seed, self._epoch)
         return {
             "seed": self._seed,
@@ -324,30 +347,30 @@ class Loader:
             "length": len(self.dataset) if hasattr(self.dataset, "__len__") else None,
             "fingerprint": fingerprint(self.dataset),
             "global_batch_size": self.global_batch_size,
-            "readers": self._source.readers(),
             # With the epoch that it is of: an emergency checkpoint may have the position of the previous one.
             "order": [self._epoch, drawn] if drawn else None,
+            **self._source.seeks(self._epoch, self.position["steps"]),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state`` in the next iteration, with any number of ranks and any backend.
 
-        Consumed samples are not read again, except in an iterable dataset, where they are skipped. Order and random
-        numbers follow from the state's seed from now on, with a warning if the strategy's seed differs. If the global
-        batch size differs, the rest of the epoch is split into batches of the new size, with a warning: each sample
-        is still yielded once, but the batches are not those of an uninterrupted run. A sharded iterable dataset can
-        continue within an epoch only with the same number of ranks and workers.
+        Consumed samples are not read again, except in an iterable dataset without a state to continue from, where they
+        are skipped, and rank 0 prints how many. Order and random numbers follow from the state's seed from now on,
+        with a warning if the strategy's seed differs. If the global batch size differs, the rest of the epoch is split
+        into batches of the new size, with a warning: each sample is still yielded once, but the batches are not those
+        of an uninterrupted run. A dataset that shards itself (``sharded=True``) can continue within an epoch only with
+        the same number of ranks and workers.
 
         Raises:
             CheckpointError: this is not a loader's state, or it belongs to other data, or can't be continued from.
         """
-        own = self.state_dict()
-        missing = own.keys() - state.keys() - {"order"}  # which older versions don't have
+        own = self._state()
+        missing = own.keys() - state.keys() - {"order", "seeks"}  # which older versions don't have
         if missing:
             raise CheckpointError(f"this is not the state of a loader: it lacks {', '.join(sorted(missing))}.")
         check_same_data(state, own)
-        if state["consumed"]:
-            self._check_position(state, own)
+        again = self._check_position(state) if state["consumed"] else 0
         if state["seed"] != self._config.seed:
             self._warn(
                 f"the order of the data still follows from the saved run's seed {state['seed']}, although the seed of "
@@ -361,17 +384,19 @@ class Loader:
         self._seed, self.epoch = state["seed"], state["epoch"]
         self._resumed_unasked = state["epoch"] > 0
         self._begin_at(state["consumed"], state["steps"])
-
-    def _check_position(self, state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-        """Raise CheckpointError if this loader can't continue from a position within an epoch."""
-        if state["readers"] != own["readers"]:
-            raise CheckpointError(
-                f"a sharded iterable dataset can't continue within epoch {state['epoch']}: world size, workers per "
-                f"rank and batch size were {state['readers']}, and are now {own['readers']}. Use the same as before, "
-                "or start a new epoch: set loader.epoch."
+        if again and self._communicator.is_main:
+            print_stderr(
+                f"unitrain: to continue in epoch {self._epoch}, up to {again} samples of this "
+                f"{type(self.dataset).__name__} are read again, since it has no state to continue from exactly."
             )
-        if not isinstance(self._source, MapStyle):
-            return
+
+    def _check_position(self, state: Mapping[str, Any]) -> int:
+        """Raise CheckpointError if this loader can't continue from a position within an epoch.
+
+        Return how many samples of an iterable dataset have to be read again.
+        """
+        if isinstance(self._source, Iterable):
+            return self._source.resume(state)
         if not self._compared:
             self._source.forget()
         seed, epoch = state["seed"], state["epoch"]
@@ -384,6 +409,7 @@ class Loader:
                 "numbers from python's, numpy's or torch's global generators, or from one that is seeded with the "
                 "epoch (set_epoch); or start a new epoch: set loader.epoch."
             )
+        return 0
 
     def _warn(self, message: str) -> None:
         if self._communicator.is_main:

@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
+
+from torch.optim import optimizer as torch_optimizer
 
 from unitrain.data.order.sharding import MicroBatch
 
 Batches = Iterator[tuple[MicroBatch, Any]]
 """Micro-batches, and what a loader yields for them."""
+
+
+class OptimizerSteps:
+    """Counts the steps of all optimizers of the process, for loops that don't use ``strategy.step``."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        torch_optimizer.register_optimizer_step_post_hook(self._count)
+
+    def _count(self, *_: Any) -> None:
+        self.count += 1
+
+
+optimizer_steps = functools.cache(OptimizerSteps)  # one for the process
 
 
 class Iteration:
@@ -30,11 +47,12 @@ class Iteration:
         reached: position in the epoch's order up to which its samples were trained on, or left out by the script.
         open_at_once: number of batches of the loader that were open at its first backward.
         gathers: whether ``gather`` was called for a batch of it, in an evaluation.
+        began_at: how many steps all optimizers had made when it began, for training; None in an evaluation.
     """
 
     __slots__ = (
-        "__weakref__", "gathers", "loader", "micro_batch", "open_at_once", "order", "reached", "trained", "trained_to",
-        "yielded_to",
+        "__weakref__", "began_at", "gathers", "loader", "micro_batch", "open_at_once", "order", "reached", "trained",
+        "trained_to", "yielded_to",
     )  # fmt: skip
 
     def __init__(self, loader: object, order: tuple[int, int] | None = None) -> None:
@@ -47,6 +65,7 @@ class Iteration:
         self.reached: int = 0
         self.open_at_once: int = 1
         self.gathers: bool = False
+        self.began_at: int | None = None
 
     def take(self, micro_batch: MicroBatch) -> None:
         """Record the micro-batch that is yielded."""
@@ -60,6 +79,12 @@ class Iteration:
         self.trained = True
         if micro_batch.last:
             self.trained_to = micro_batch.stop, micro_batch.step + 1
+
+    def end_early(self, optimizer_steps: int) -> None:
+        """Count what was yielded as trained on if an optimizer has stepped since the beginning."""
+        if not self.trained and self.micro_batch is not None and self.began_at is not None:
+            self.trained = optimizer_steps > self.began_at
+            self.trained_to = self.yielded_to if self.trained else None
 
 
 class CurrentBatch:

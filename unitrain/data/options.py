@@ -56,3 +56,7 @@ class LoaderOptions(WorkerOptions, total=False):
     """Whether an iterable dataset yields a different part on each rank and worker. Otherwise every rank reads all of it
     and keeps its part. Default: True for datasets of Hugging Face and WebDataset, and for those with a method
     ``shard(num_shards, index)``, which is called."""
+    shards: tuple[int, int] | None
+    """The shards of a sharded dataset: of how many of them a global batch is made, and how many groups of as many there
+    are, which take turns. The global batches then depend on these, and not on ranks and workers. For the most ranks and
+    workers per rank that are to read. Default: the ranks and workers of the run."""

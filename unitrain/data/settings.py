@@ -39,6 +39,7 @@ class LoaderSettings:
     drop_last: bool = False
     sample_seeding: bool = True
     sharded: bool | None = None
+    shards: tuple[int, int] | None = None
     passed_on: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments for the DataLoader."""
 
@@ -157,6 +158,15 @@ class LoaderSettings:
         for given in (self.global_batch_size, self.batch_size, self.micro_batch_size):
             if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 1):
                 raise ConfigError(f"a batch size must be an integer of at least 1, not {given!r}.")
+
+        if self.shards is not None and not (
+            isinstance(self.shards, (tuple, list)) and len(self.shards) == 2
+            and all(type(number) is int and number > 0 for number in self.shards)
+        ):  # fmt: skip
+            raise ConfigError(
+                f"shards is {self.shards!r}, but must be two integers: from how many shards a global batch comes, and "
+                "how many groups of as many shards there are. For up to 8 ranks of 4 workers: shards=(8, 4)."
+            )
 
     def micro_batches(self, shares: Sequence[int], accumulate: int) -> int:
         """Return the number of micro-batches per optimizer step: ``accumulate``, unless ``micro_batch_size`` is given.

@@ -28,7 +28,7 @@ def read_shards(sizes: list[int], workers: int, drop_last: bool = False) -> dict
         assert micro_batch.count == (0 if loader.stand_in else len(batch))
         seen += batch.tolist()[: micro_batch.count]
         counts.append((micro_batch.start, micro_batch.stop, micro_batch.count, micro_batch.window, micro_batch.last))
-        states.append(loader.state_dict())
+        states.append({**loader.state_dict(), "seeks": None})  # of this rank's shards
     with torch.no_grad():
         again = [sample for batch in loader for sample in batch.tolist()]
     assert again == seen

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import pytest
 from pretended import pretended_rank, trained
 from ranks import run_ranks
-from streams import WORLDS, Numbers, Shards, Shuffling, SplitsAmongWorkers, of_workers
+from streams import WORLDS, Numbers, Shards, Shuffling, SplitsAmongWorkers, StatefulShuffling, of_workers
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -60,6 +60,33 @@ def test_a_stream_continues_where_its_state_was_taken() -> None:
     loader(3).load_state_dict(state)
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stream_with_a_state_continues_without_reading_again(workers: int) -> None:
+    def loader(rank: int = 0, world_size: int = 1, workers: int = workers) -> Any:
+        strategy = pretended_rank(rank, world_size)
+        return strategy.dataloader(StatefulShuffling(), global_batch_size=4, **of_workers(workers))
+
+    whole = [row for batch in loader() for row in batch.tolist()]
+    first = loader()
+    assert [row for batch in trained(first, 2) for row in batch.tolist()] == whole[:8]
+    state = first.state_dict()
+    assert state["seeks"] == [0, [[0, 0, 1, [8, {"position": 8}]]]]
+    for world_size in (1, 3):
+        for rank in range(world_size):
+            rest = loader(rank, world_size, workers=0)
+            rest.load_state_dict(state)
+            rows = [row for batch in rest for row in batch.tolist()]
+            assert rows == [row for step in range(8, 20, 4) for row in whole[step : step + 4][rank::world_size]]
+            assert rest.dataset.read == [] or rest.dataset.read == list(range(9, 21))
+            assert rest.dataset.position == 0, "the script's own dataset is left alone"
+    # The end is in no state: many datasets begin anew from theirs then.
+    ended = loader()
+    list(trained(ended, 5))
+    again = loader()
+    again.load_state_dict(ended.state_dict())
+    assert list(again) == []
+
+
 def test_a_stream_that_knows_its_length_plans_with_it() -> None:
     class Sized(Numbers):
         def __len__(self) -> int:
@@ -100,16 +127,26 @@ def test_a_sharded_stream_continues_and_begins_anew(
     assert sorted(sample for _, _, whole in ranks for sample in whole) == samples
 
 
-def test_a_sharded_stream_does_not_continue_on_other_readers() -> None:
-    loader = pretended_rank().dataloader(Shards([9]), batch_size=2)
-    list(trained(loader, 2))
-    state = loader.state_dict()
+def test_what_shards_itself_continues_on_the_same_ranks_and_workers_only() -> None:
+    def loader(world_size: int = 1, **given: Any) -> Any:
+        return pretended_rank(0, world_size).dataloader(Numbers(9), sharded=True, **{"batch_size": 2, **given})
+
+    first = loader()
+    begun = [sample for batch in trained(first, 2) for sample in batch.tolist()]
+    state = first.state_dict()
     assert (state["readers"], state["steps"]) == ([1, 1, 2], 2)
-    other = pretended_rank(0, 2).dataloader(Shards([9]), batch_size=1)
-    with pytest.raises(CheckpointError, match=r"were \[1, 1, 2\], and are now \[2, 1, 1\]"):
-        other.load_state_dict(state)
-    loader.epoch = 1
-    other.load_state_dict(loader.state_dict())
+    same = loader()
+    same.load_state_dict(state)
+    assert begun + [sample for batch in same for sample in batch.tolist()] == list(range(9))
+    with pytest.raises(
+        CheckpointError, match=r"were \[1, 1, 2, 2\], and are now \[2, 1, 1, 2\]: a dataset that shards"
+    ):
+        loader(2, batch_size=1).load_state_dict(state)
+    with pytest.raises(CheckpointError, match=r"now \[1, 1, 3, 3\]"):
+        loader(batch_size=3).load_state_dict(state)
+    first.epoch = 1
+    other = loader(2, batch_size=1)
+    other.load_state_dict(first.state_dict())
     assert other.epoch == 1
 
 
@@ -161,7 +198,7 @@ def test_what_can_not_be_read_is_refused() -> None:
     with pytest.raises(ConfigError, match="shuffle is not supported for an iterable dataset"):
         strategy.dataloader(Numbers(3), batch_size=1, shuffle=True)
     with pytest.raises(ConfigError, match="a multiple of 4"):
-        strategy.dataloader(Shards([3]), global_batch_size=6)
+        strategy.dataloader(Numbers(3), global_batch_size=6, sharded=True)
     with pytest.raises(ConfigError, match="sharded is for iterable datasets"):
         strategy.dataloader([1], batch_size=1, sharded=True)
 

@@ -49,6 +49,32 @@ class Shards(IterableDataset[Tensor]):
         return [100 * i + j for i, size in enumerate(self.sizes) for j in range(size)]
 
 
+class StatefulShards(Shards):
+    """Has a state, and begins anew after its end, as torchdata's datasets do; notes what it reads in ``read``."""
+
+    def __init__(self, sizes: list[int], parts: int = 1, index: int = 0, read: list[int] | None = None) -> None:
+        super().__init__(sizes, parts, index)
+        self.read: list[int] = [] if read is None else read
+        self.position = 0
+
+    def shard(self, num_shards: int, index: int) -> StatefulShards:
+        return StatefulShards(self.sizes, num_shards, index, self.read)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        samples = [int(sample) for sample in super().__iter__()]
+        while self.position < len(samples):
+            self.position += 1
+            self.read.append(samples[self.position - 1])
+            yield torch.tensor(samples[self.position - 1])
+        self.position = 0
+
+
 class SplitsAmongWorkers(Numbers):
     """Shards itself over workers, as in torch's documentation."""
 
@@ -64,3 +90,24 @@ class Shuffling(IterableDataset[Tensor]):
     def __iter__(self) -> Iterator[Tensor]:
         order = random.sample(range(20), 20)
         return (torch.tensor([i, np.random.rand(), torch.rand(()).item()]) for i in order)
+
+
+class StatefulShuffling(Shuffling):
+    """Has a state, like ``StatefulShards``; what a sample draws is not in it."""
+
+    def __init__(self) -> None:
+        self.position = 0
+        self.read: list[int] = []
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        while self.position < 20:
+            self.position += 1
+            self.read.append(self.position)
+            yield torch.tensor([self.position, random.random(), np.random.rand(), torch.rand(()).item()])
+        self.position = 0

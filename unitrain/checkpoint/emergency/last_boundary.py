@@ -44,7 +44,7 @@ class Recorded(NamedTuple):
     """The state at the end of an epoch's training, if what follows it in the script is not done yet."""
     weights: list[int]
     """Versions of the parameters."""
-    positions: list[dict[str, int]]
+    positions: list[dict[str, Any]]
     """Positions of the loaders."""
     dicts: list[Any] | None
     """Copies of the dicts, with a ``_Beginning`` in place of each long list; None if a tensor is too large."""

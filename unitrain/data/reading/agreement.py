@@ -1,7 +1,8 @@
 """Agrees, step by step, on the sizes of micro-batches and the end of an epoch, for shards of different lengths.
 
-For every optimizer step, one sum over the ranks gives the number of samples in each of its micro-batches; 0 in all is
-the end. The sum is started while the previous step is computed, and read when that is done, so that no rank waits.
+For every optimizer step, one sum over the ranks gives the number of samples in each of its micro-batches. If it is 0,
+the group of shards of this turn has ended (see ``dealing.py``), and the epoch ends when all have. The sum is started
+while the previous step is computed, and read when that is done, so that no rank waits.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from typing import Any
 from unitrain.communication.communicator import Communicator
 from unitrain.communication.counts import CountReduction
 from unitrain.data.order.sharding import EpochPlan, MicroBatch
-from unitrain.data.reading.stream import Piece
+from unitrain.data.reading.dealing import Dealing
+from unitrain.data.reading.stream import Piece, Turn
 from unitrain.errors import DataError
 
 # All ranks make their loaders in the same order, so a count identifies a loader.
@@ -29,49 +31,62 @@ class Agreement:
         self._sums = CountReduction(communicator, "sum", f"stream.{next(_numbers)}")
         self._asked: Callable[[], list[int]] | None = None
 
-    def micro_batches(self, pieces: Iterator[Piece], start: int, step: int) -> Iterator[tuple[MicroBatch, Any]]:
+    def micro_batches(
+        self, turns: Iterator[Turn], dealing: Dealing, start: int, step: int
+    ) -> Iterator[tuple[MicroBatch, Any]]:
         """Yield this rank's micro-batches, and stand-ins after its last, as long as any rank has samples.
 
-        ``pieces`` come from the beginning of the epoch. ``start`` samples were consumed before, over all ranks, in
-        ``step`` steps, and this rank's part of them is skipped.
+        ``turns`` begin with turn ``step``; or with the first if the dealing is loose, and are skipped. ``start``
+        samples were consumed before, over all ranks. The steps are numbered as the turns are.
         """
         if self._asked is not None:
             self._asked()  # of an iteration that ended early
-        source = _Source(pieces)
-        accumulate, opening = self._plan.accumulate, True
-        ahead = list(itertools.islice(source, step * accumulate, (step + 1) * accumulate))
-        self._ask(ahead, source)
-        while sizes := self._sizes():
-            window, current, ahead = sum(sizes), ahead, []
-            for i, size in enumerate(sizes):
-                last = i == len(sizes) - 1
-                # The next step is read during this one, and its sum started before the last micro-batch.
-                ahead += itertools.islice(source, accumulate - len(ahead) if last else 1)
-                if last:
-                    self._ask(ahead, source)
-                count, batch = (current[i].samples, current[i].batch) if i < len(current) else (0, source.stand_in)
+        plan = self._plan
+        groups, cuts = (1, 1) if dealing.loose else (dealing.groups, plan.accumulate)
+        least = min(dealing.kept(rank, plan.world_size) for rank in range(plan.world_size))
+        source = _LooseSource(turns, step * plan.accumulate) if dealing.loose else _Source(turns)
+        ended: set[int] = set()
+        opening = True
+        current = self._ask(source, step)
+        while True:
+            sizes = self._sizes()
+            window = sum(sizes)
+            if not window or (plan.drop_last and window < plan.global_batch):
+                ended.add(step % groups)
+                if len(ended) == groups:
+                    return
+            following = next(number for number in itertools.count(step + 1) if number % groups not in ended)
+            if step % groups in ended:
+                step, current = following, self._ask(source, following)
+                continue
+            filled = [i for i, size in enumerate(sizes) if size]
+            for i in filled:
+                last = i == filled[-1]
+                if last:  # the next step is read, and its sum started, before the last micro-batch
+                    ahead = self._ask(source, following)
+                count, batch = (current[i].samples, current[i].batch) if i < len(current) else (0, None)
                 micro_batch = MicroBatch(
-                    start, start + size, count, window, step, i == 0, last,
-                    opening=opening and i == 0, everywhere=size * accumulate == self._plan.global_batch,
+                    start, start + sizes[i], count, window, step, i == filled[0], last,
+                    opening=opening, everywhere=least >= cuts and window == plan.global_batch,
                 )  # fmt: skip
-                yield micro_batch, batch
-                start += size
-            step, opening = step + 1, False
+                yield micro_batch, batch if count else source.stand_in
+                start, opening = start + sizes[i], False
+            step, current = following, ahead
 
-    def _ask(self, pieces: list[Piece], source: _Source) -> None:
+    def _ask(self, source: _Source, turn: int) -> list[Piece]:
+        """Start the sum of a turn. Return this rank's pieces of it."""
+        pieces = source.read(turn, self._plan.accumulate)
         counts = [piece.samples for piece in pieces]
         counts += [0] * (self._plan.accumulate - len(counts))
         self._asked = self._sum([*counts, not source.began])
+        return pieces
 
     def _sizes(self) -> list[int]:
-        """Return the sizes of the step's micro-batches, over all ranks; an empty list at the end."""
+        """Return the sizes of the step's micro-batches, over all ranks."""
         assert self._asked is not None
         *sizes, empty_ranks = self._asked()
         self._asked = None
-        sizes = [size for size in sizes if size]
-        if not sizes or (self._plan.drop_last and sum(sizes) < self._plan.global_batch):
-            return []
-        if empty_ranks:
+        if any(sizes) and empty_ranks:
             raise DataError(
                 f"{empty_ranks} of {self._plan.world_size} ranks have no samples of this dataset: it must have at "
                 "least as many shards as there are ranks."
@@ -92,25 +107,47 @@ class Agreement:
 
 
 class _Source:
-    """Iterates over this rank's pieces that have samples.
+    """Reads this rank's turns.
 
     Attributes:
-        stand_in: the batch of a rank after its shard has ended, before other shards have.
-        began: whether there was a piece.
+        stand_in: the batch of a rank that has no samples of a micro-batch.
+        began: whether there was a sample.
     """
 
-    def __init__(self, pieces: Iterator[Piece]) -> None:
-        self._pieces = pieces
+    def __init__(self, turns: Iterator[Turn]) -> None:
+        self._turns = turns
+        self._next: Turn | None = None
         self.stand_in: Any = None
         self.began = False
 
-    def __iter__(self) -> _Source:
-        return self
+    def read(self, number: int, most: int) -> list[Piece]:
+        """Return this rank's pieces of a turn; none if its shards have ended."""
+        while self._next is None or self._next.number < number:
+            self._next = next(self._turns, None)
+            if self._next is None:
+                return []
+            self.note(self._next)
+        return self._next.pieces if self._next.number == number else []
 
-    def __next__(self) -> Piece:
-        for piece in self._pieces:
-            self.began = True
-            if piece.samples:
-                return piece
-            self.stand_in = piece.batch
-        raise StopIteration
+    def note(self, turn: Turn) -> None:
+        """Keep the stand-in of a turn."""
+        for piece in turn.pieces:
+            self.began = self.began or piece.batch is not None
+            self.stand_in = self.stand_in if piece.samples or piece.batch is None else piece.batch
+
+
+class _LooseSource(_Source):
+    """Reads this rank's batches from any of its workers, as they come, but for the first ``skipped``."""
+
+    def __init__(self, turns: Iterator[Turn], skipped: int) -> None:
+        super().__init__(turns)
+        self._pieces = itertools.islice(self._filled(), skipped, None)
+
+    def read(self, number: int, most: int) -> list[Piece]:
+        """Return as many pieces as a step has, or what is left."""
+        return list(itertools.islice(self._pieces, most))
+
+    def _filled(self) -> Iterator[Piece]:
+        for turn in self._turns:
+            self.note(turn)
+            yield from (piece for piece in turn.pieces if piece.samples)

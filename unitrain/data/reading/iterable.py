@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader
@@ -13,21 +13,33 @@ from unitrain import call_site
 from unitrain.communication.communicator import Communicator
 from unitrain.data.order.sharding import EpochPlan, MicroBatch
 from unitrain.data.reading.agreement import Agreement
+from unitrain.data.reading.dealing import LIBRARIES, Dealing, Seek, library
 from unitrain.data.reading.fetching import Collate, as_is
-from unitrain.data.reading.stream import Piece, ShardedStream, WholeStream
+from unitrain.data.reading.stream import ShardedStream, WholeStream
 from unitrain.data.reading.workers import with_deaths_explained
-from unitrain.errors import ConfigError, DataError
+from unitrain.errors import CheckpointError, ConfigError, DataError
 from unitrain.rng import derived_seed
 
-# Hugging Face's streams are split by the library, WebDataset's by their splitters.
-_LIBRARIES = ("datasets", "webdataset")
+# How many turns of a shard the training may be behind its reading.
+_KEPT = 8
+
+
+class _Reading(NamedTuple):
+    """How an epoch is read."""
+
+    epoch: int
+    """Its number; -1 for any."""
+    dealing: Dealing | None
+    """None if every rank reads the whole dataset."""
+    seeks: Sequence[Seek] | None = ()
+    """Where it continues; None for a checkpoint of an earlier version."""
 
 
 class Iterable:
     """An iterable dataset, as one rank reads it.
 
     ``plan`` has the sizes of the steps; its number of samples is not used. ``settings`` are keyword arguments of the
-    DataLoader. A ``sharded`` dataset yields a different part on each rank and worker.
+    DataLoader. A ``sharded`` dataset has ``shards``: how many a global batch comes from, and how many groups of these.
     """
 
     def __init__(
@@ -38,32 +50,54 @@ class Iterable:
         collate: Collate,
         *,
         sharded: bool,
+        shards: tuple[int, int] | None,
         settings: dict[str, Any],
     ) -> None:
+        if shards is not None and not (sharded and is_sharded(dataset)):
+            raise ConfigError(
+                f"shards is for datasets that UniTrain shards, with a method shard(num_shards, index) or of Hugging "
+                f"Face and WebDataset, but this {type(dataset).__name__} is read as a whole, or shards itself."
+            )
         self._communicator = communicator
         self._dataset = dataset
         self._plan = plan
         self._collate = collate
         self._settings = settings
-        shares = plan.world_size * plan.accumulate
-        if sharded and plan.global_batch % shares:
-            raise ConfigError(
-                f"global_batch_size {plan.global_batch} can't be split evenly over {plan.world_size} ranks with "
-                f"accumulate={plan.accumulate}, as a sharded iterable dataset needs: make it a multiple of {shares}."
-            )
-        has_hook = _library(dataset) not in _LIBRARIES and callable(getattr(dataset, "shard", None))
+        self._workers: int = max(1, settings["num_workers"])
         self._agreement = Agreement(communicator, plan) if sharded else None
         self._generator = torch.Generator()
-        self._read(
-            ShardedStream(_split(dataset, plan), plan, collate, has_hook=has_hook)
-            if sharded
-            else WholeStream(dataset, plan, collate)
+        self._own = self._resumed = _Reading(-1, self._dealing(shards) if sharded else None)
+        self._seeks: dict[tuple[int, int], list[Seek]] = {}  # of this rank's shards, after their last turns
+        self._seeks_of = -1  # which epoch
+        self._read(self._own)
+
+    def _dealing(self, shards: tuple[int, int] | None) -> Dealing:
+        plan = self._plan
+        if is_sharded(self._dataset):
+            parts, groups = shards or (plan.world_size, self._workers)
+            if plan.global_batch < parts:
+                raise ConfigError(_too_few(plan.global_batch, parts))
+            return Dealing(parts, groups, plan.global_batch)
+        per_step = plan.world_size * plan.accumulate
+        if plan.global_batch % per_step:
+            raise ConfigError(
+                f"global_batch_size {plan.global_batch} can't be split evenly over {plan.world_size} ranks with "
+                f"accumulate={plan.accumulate}, as data that shard themselves need: make it a multiple of {per_step}."
+            )
+        return self._loose_dealing()
+
+    def _loose_dealing(self) -> Dealing:
+        return Dealing(
+            self._plan.world_size, self._workers, self._plan.global_batch // self._plan.accumulate, loose=True
         )
 
-    def _read(self, stream: ShardedStream | WholeStream) -> None:
-        self._stream = stream
-        self._loader: DataLoader[Piece] = DataLoader(
-            stream, batch_size=None, collate_fn=as_is, generator=self._generator, **self._settings
+    def _read(self, reading: _Reading) -> None:
+        self._reading = reading
+        what = self._dataset, self._plan, self._collate
+        _, dealing, seeks = reading
+        self._stream = WholeStream(*what, seeks) if dealing is None else ShardedStream(*what, dealing, seeks or ())
+        self._loader: DataLoader[Any] = DataLoader(
+            self._stream, batch_size=None, collate_fn=as_is, generator=self._generator, **self._settings
         )
 
     def drawn(self, seed: int, number: int) -> str:
@@ -73,7 +107,7 @@ class Iterable:
     def split_by(self, shares: tuple[int, ...], accumulate: int) -> None:
         """Split what is read as a whole by other shares from now on, into another number of micro-batches."""
         self._plan = replace(self._plan, shares=shares, accumulate=accumulate)
-        self._read(WholeStream(self._dataset, self._plan, self._collate))
+        self._read(self._reading)
 
     def plan(self, seed: int, number: int) -> EpochPlan:
         """Return the plan of an epoch.
@@ -88,27 +122,94 @@ class Iterable:
             )
         return replace(self._plan, samples=len(self._dataset))
 
-    def readers(self) -> list[int] | None:
-        """Return what a position in a sharded dataset depends on: world size, workers per rank, batch size."""
-        if self._agreement is None:
+    def _reading_of(self, number: int) -> _Reading:
+        return self._resumed if self._resumed.epoch == number else self._own
+
+    def readers(self, number: int) -> list[Any] | None:
+        """Return how the shards are dealt out in an epoch, as plain data; None if the dataset is read as a whole."""
+        dealing = self._reading_of(number).dealing
+        return None if dealing is None else _plain(dealing)
+
+    def seeks(self, number: int, step: int) -> dict[str, Any]:
+        """Return where the shards that this rank reads continue in step ``step`` of an epoch, for a loader's state."""
+        if self._reading_of(number).seeks is None:
+            return {}
+        seeks = self._seeks.values() if self._seeks_of == number else ()
+        last = ([seek for seek in of_shard if seek.turn < step][-1:] for of_shard in seeks)
+        return {"seeks": [number, [list(seek) for found in last for seek in found]]}
+
+    def resume(self, state: Mapping[str, Any]) -> int:
+        """Continue from a loader's state within an epoch. Return how many samples may have to be read again.
+
+        Raises:
+            CheckpointError: its shards can't be read by these ranks and workers.
+        """
+        number, steps = state["epoch"], state["steps"]
+        epoch, shards = state.get("seeks") or (-1, [])
+        seeks = [Seek(*shard) for shard in shards if epoch == number and shard[2] < steps]
+        self._resumed = _Reading(number, self._dealing_in(state), seeks if "seeks" in state else None)
+        self._keep(number, seeks)
+        dealing = self._resumed.dealing
+        begun = 1 if dealing is None else dealing.parts * min(dealing.groups, steps)
+        return 0 if len(self._seeks) == begun else int(state["consumed"])
+
+    def _dealing_in(self, state: Mapping[str, Any]) -> Dealing | None:
+        """Return how to deal out the shards in the rest of the epoch of a state."""
+        readers, own, samples = state["readers"], self._own.dealing, self._plan.global_batch
+        if readers is None and own is None:
             return None
-        plan = self._plan
-        batch_size = plan.global_batch // plan.accumulate // plan.world_size
-        return [plan.world_size, max(1, self._loader.num_workers), batch_size]
+        if readers is None or own is None or (own.loose and len(readers) > 3):
+            raise CheckpointError(
+                "the dataset was sharded in another way when the state was saved: pass the same one, and the same "
+                "sharded=, or start a new epoch: set loader.epoch."
+            )
+        if len(readers) == 3:
+            loose = self._loose_dealing()
+            was, now = [*readers, state["global_batch_size"]], [*_plain(loose), samples]
+            if was != now:
+                raise CheckpointError(
+                    f"world size, workers per rank, batch size and global batch size were {was}, and are now {now}: a "
+                    "dataset that shards itself, or a checkpoint of an earlier version, can't continue within epoch "
+                    f"{state['epoch']} with others. Use the same as before, or start a new epoch: set loader.epoch."
+                )
+            return loose
+        parts, groups, size, before = readers
+        if samples < parts:
+            raise CheckpointError(_too_few(samples, parts))
+        if size != samples:
+            before = [*before, [state["steps"], size]]
+        return Dealing(parts, groups, samples, tuple((turn, size) for turn, size in before))
+
+    def _keep(self, number: int, seeks: Sequence[Seek]) -> None:
+        self._seeks_of, self._seeks = number, {(seek.part, seek.group): [seek] for seek in seeks}
 
     def batches(self, seed: int, number: int, start: int, step: int) -> Iterator[tuple[MicroBatch, Any]]:
         """Yield this rank's part of each micro-batch of an epoch, from step ``step`` and sample ``start`` on.
 
-        Samples that were consumed are read again and skipped, since a stream can only be read from its beginning.
+        Samples that were consumed are read again and skipped, unless the dataset continues from a state.
         """
         self._generator.manual_seed(derived_seed("workers", seed, number, self._plan.rank) >> 1)
-        self._stream.begin(seed, number, start)
-        pieces = self._compared(with_deaths_explained(self._loader))
-        if self._agreement is None:
-            return ((piece.micro_batch, piece.batch) for piece in pieces if piece.micro_batch is not None)
-        return self._agreement.micro_batches(pieces, start, step)
+        reading = self._reading_of(number)
+        if reading is not self._reading:
+            self._read(reading)
+        self._keep(number, [seek for seek in reading.seeks or () if seek.turn < step])
+        dealing = reading.dealing
+        if self._agreement is None or dealing is None:
+            self._stream.begin(seed, number, start)
+            return ((piece.micro_batch, piece.batch) for piece in self._compared(self._noted()))
+        self._stream.begin(seed, number, 0 if dealing.loose else step)
+        return self._agreement.micro_batches(self._compared(self._noted()), dealing, start, step)
 
-    def _compared(self, pieces: Iterator[Piece]) -> Iterator[Piece]:
+    def _noted(self) -> Iterator[Any]:
+        """Yield what workers read, and keep where the dataset continues."""
+        for piece in with_deaths_explained(self._loader):
+            for seek in () if piece is None else piece.seeks:
+                kept = self._seeks.setdefault((seek.part, seek.group), [])
+                self._seeks[seek.part, seek.group] = [*kept[-_KEPT:], seek]  # training may be some turns behind
+            if piece is not None:
+                yield piece
+
+    def _compared(self, pieces: Iterator[Any]) -> Iterator[Any]:
         """Compare the first samples of the ranks: they must be equal exactly if each rank reads the whole dataset."""
         first = next(pieces, None)
         if self._plan.world_size > 1:
@@ -126,26 +227,25 @@ class Iterable:
                 "sharded: pass sharded=True if the dataset yields a different part on each rank and worker. Otherwise "
                 "draw its random numbers from python's, numpy's or torch's global generators."
             )
-        if self._agreement is not None and len(set(digests)) == 1 and digests[0] and self._communicator.is_main:
+        same = len(set(digests)) == 1 and digests[0] and self._communicator.is_main
+        if same and self._reading.dealing is not None and self._plan.world_size <= self._reading.dealing.parts:
             call_site.warn(
                 f"this {name} begins with the same sample on every rank: if it is not sharded, every rank trains on "
                 "all of it. Pass sharded=False then."
             )
 
 
+def _too_few(samples: int, parts: int) -> str:
+    return f"a global batch of {samples} samples can't be made of {parts} shards: it must have a sample of each."
+
+
+def _plain(dealing: Dealing) -> list[Any]:
+    """Return a dealing as plain data: as in checkpoints of earlier versions if it is loose."""
+    if dealing.loose:
+        return [dealing.parts, dealing.groups, dealing.size // dealing.parts]
+    return [dealing.parts, dealing.groups, dealing.size, [list(one) for one in dealing.before]]
+
+
 def is_sharded(dataset: Any) -> bool:
     """Return whether a dataset is of a library that shards its datasets, or has a method ``shard``."""
-    return _library(dataset) in _LIBRARIES or callable(getattr(dataset, "shard", None))
-
-
-def _library(dataset: Any) -> str:
-    return type(dataset).__module__.partition(".")[0]
-
-
-def _split(dataset: Any, plan: EpochPlan) -> Any:
-    """Return this rank's part of a Hugging Face stream, which splits it over workers itself; else the dataset."""
-    if _library(dataset) != "datasets":
-        return dataset
-    from datasets.distributed import split_dataset_by_node
-
-    return split_dataset_by_node(dataset, plan.rank, plan.world_size)
+    return library(dataset) in LIBRARIES or callable(getattr(dataset, "shard", None))

@@ -57,8 +57,12 @@ class MapStyle:
         """Split the epochs that are planned from now on by other shares, into another number of micro-batches."""
         self._orders.split_by(shares, accumulate)
 
-    def readers(self) -> None:
+    def readers(self, number: int) -> None:
         """Return None: a position does not depend on the number of ranks and workers."""
+
+    def seeks(self, number: int, step: int) -> dict[str, Any]:
+        """Return nothing for a loader's state: a position is where to continue."""
+        return {}
 
     def batches(self, seed: int, number: int, start: int, step: int) -> Iterator[tuple[MicroBatch, Any]]:
         """Yield this rank's part of each micro-batch of an epoch, from position ``start`` on."""

@@ -46,9 +46,11 @@ def make_source(
                 "each rank: pass sharded=False if every rank can read all of it, or set strategy.shares to null."
             )
         plan = _epoch_plan(given, ranks, config, shares, 0)
-        return Iterable(ranks, dataset, plan, collate, sharded=sharded, settings=settings)
+        return Iterable(ranks, dataset, plan, collate, sharded=sharded, shards=given.shards, settings=settings)
     if given.sharded is not None:
         raise ConfigError("sharded is for iterable datasets only: the loader always shards map-style datasets.")
+    if given.shards is not None:
+        raise ConfigError("shards is for sharded iterable datasets only: others are the same on any number of ranks.")
     orders = _orders(given, ranks, config, shares)
     source = MapStyle(dataset, orders, collate, seeded=given.sample_seeding, settings=settings)
     _check_batches(source.plan(seed, 0), given)

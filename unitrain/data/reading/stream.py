@@ -4,17 +4,17 @@ A stream is read in one of two ways:
 
 - ``WholeStream``: every rank reads all samples and keeps its part, as with a map-style dataset. The global batches are
   the same with any number of ranks, and every rank finds the end by itself.
-- ``ShardedStream``: every rank and worker reads a different shard. Shards differ in length, so that the ranks must
-  agree on the end; see ``agreement.py``.
+- ``ShardedStream``: every rank and worker reads different shards; see ``dealing.py``. Shards differ in length, so that
+  the ranks must agree on the end; see ``agreement.py``.
 """
 
 from __future__ import annotations
 
-import os
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import chain, islice, pairwise
+from functools import partial
+from itertools import chain, count, islice, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from unitrain.data.order.sharding import EpochPlan, MicroBatch, cut
+from unitrain.data.reading.dealing import Dealing, Reader, Seek, environment, is_stateful, opened, state_of
 from unitrain.data.reading.fetching import Collate
 from unitrain.data.reading.fingerprint import sample_digest
 from unitrain.rng import SeparateGenerators, derived_seed, seed_generators
@@ -37,24 +38,38 @@ class Piece(NamedTuple):
     batch: Any
     first: int
     """A digest of the stream's first sample."""
+    seeks: Sequence[Seek] = ()
+    """Where the stream continues after the step."""
 
 
-class _Stream(IterableDataset[Piece]):
+class Turn(NamedTuple):
+    """The micro-batches of a turn, of which one rank has read its part."""
+
+    number: int
+    """See ``dealing.py``."""
+    pieces: list[Piece]
+    first: int
+    """A digest of the first sample that was read."""
+    seeks: Sequence[Seek]
+
+
+class _Stream(IterableDataset[Any]):
     """Base class of the two ways."""
 
-    def __init__(self, dataset: Any, plan: EpochPlan, collate: Collate) -> None:
+    def __init__(self, dataset: Any, plan: EpochPlan, collate: Collate, seeks: Sequence[Seek] | None = ()) -> None:
         self._dataset = dataset
         self._plan = plan
         self._collate = collate
+        self._seeks = seeks
         # Persistent workers have a copy of this object, so what changes between epochs is in shared memory.
         self._position = torch.zeros(3, dtype=torch.int64)
         self._position.share_memory_()  # type: ignore[no-untyped-call]
 
     def begin(self, seed: int, epoch: int, start: int) -> None:
-        """Set the position of the next iteration: an epoch, from its sample ``start`` on."""
+        """Set the position of the next iteration: an epoch, from its sample (if sharded, turn) ``start`` on."""
         self._position[:] = torch.tensor([seed, epoch, start])
 
-    def __iter__(self) -> Iterator[Piece]:
+    def __iter__(self) -> Iterator[Any]:
         seed, epoch, start = self._position.tolist()
         if callable(getattr(self._dataset, "set_epoch", None)):
             self._dataset.set_epoch(epoch)
@@ -78,12 +93,16 @@ class _Stream(IterableDataset[Piece]):
         """Return a context manager in which the dataset is read."""
 
     @abstractmethod
-    def _pieces(self, epoch: int, start: int, worker: int, workers: int) -> Iterator[Piece]:
-        """Yield the pieces of an epoch from sample ``start`` on, as one of ``workers`` workers."""
+    def _pieces(self, epoch: int, start: int, worker: int, workers: int) -> Iterator[Any]:
+        """Yield the pieces of an epoch from ``start`` on, as one of ``workers`` workers."""
 
 
 class WholeStream(_Stream):
-    """Reads all samples and keeps this rank's part. With W workers, each yields every W-th micro-batch."""
+    """Reads all samples and keeps this rank's part. With W workers, each yields every W-th micro-batch.
+
+    If the dataset has a state, its random numbers depend on the step. The states of ``seeks`` are the number of samples
+    before and the dataset's.
+    """
 
     def _seed(self, seed: int, epoch: int, worker: int) -> int:
         return derived_seed("stream", seed, epoch)  # every rank and worker must read the same samples
@@ -94,15 +113,22 @@ class WholeStream(_Stream):
     def _pieces(self, epoch: int, start: int, worker: int, workers: int) -> Iterator[Piece]:
         plan, edges = self._plan, self._plan.edges()
         period, own = plan.part.period, frozenset(plan.part.offsets)
-        samples = iter(self._dataset)
+        position, state = next((seek.state for seek in self._seeks or () if seek.state[0] <= start), (0, None))
+        dataset, samples = opened(self._dataset, state)
+        # A checkpoint of an earlier version has no states, and continues with its random numbers.
+        seeking = self._seeks is not None and (is_stateful(dataset) or is_stateful(samples))
+        if seeking:
+            self._seed_from(position)
         first_sample = next(samples, _NOTHING)
         if first_sample is _NOTHING:
             return
         first, stand_in = sample_digest(first_sample), first_sample
         remaining = chain((first_sample,), samples)
-        position = sum(1 for _ in islice(remaining, start))
+        position += sum(1 for _ in islice(remaining, start - position))
         step, number, opening = position // plan.global_batch, 0, True
         while True:
+            if seeking and not opening:
+                self._seed_from(position)
             kept: list[list[Any]] = []
             size = 0
             for part, (begin, end) in enumerate(pairwise(edges)):
@@ -119,41 +145,85 @@ class WholeStream(_Stream):
             if size == 0 or (size < plan.global_batch and plan.drop_last):
                 return
             micro_batches = cut(position, size, edges, step, opening, plan.part)
+            whole = seeking and size == plan.global_batch  # many begin anew from their state after the end
+            state = state_of(dataset, samples) if whole else None
+            seeks = [] if state is None else [Seek(0, 0, step, [position + size, state])]
             for part, micro_batch in enumerate(micro_batches):
                 if (number + part) % workers == worker:
-                    yield Piece(micro_batch, micro_batch.count, self._collate(kept[part]), first)
+                    yield Piece(micro_batch, micro_batch.count, self._collate(kept[part]), first, seeks)
             position, step, number, opening = position + size, step + 1, number + plan.accumulate, False
+
+    def _seed_from(self, position: int) -> None:
+        seed, epoch, _ = self._position.tolist()
+        seed_generators(derived_seed("stream", seed, epoch, position))
 
 
 class ShardedStream(_Stream):
-    """Reads the shard of this rank and worker. ``start`` is ignored."""
+    """Reads shards, as ``dealing`` deals them out. ``start`` is a turn. ``seeks`` tell where shards continue."""
 
-    def __init__(self, dataset: Any, plan: EpochPlan, collate: Collate, *, has_hook: bool) -> None:
-        super().__init__(dataset, plan, collate)
-        self._has_hook = has_hook
-        self._batch_size = plan.global_batch // plan.accumulate // plan.world_size
+    def __init__(
+        self, dataset: Any, plan: EpochPlan, collate: Collate, dealing: Dealing, seeks: Sequence[Seek] = ()
+    ) -> None:
+        super().__init__(dataset, plan, collate, seeks)
+        self._dealing = dealing
+        self._shares = dealing.shares(plan.rank, plan.world_size)
 
     def _seed(self, seed: int, epoch: int, worker: int) -> int:
         return derived_seed("stream", seed, epoch, self._plan.rank, worker)
 
     def _surroundings(self) -> AbstractContextManager[None]:
-        return _environment(RANK=self._plan.rank, WORLD_SIZE=self._plan.world_size)
+        return environment(RANK=self._plan.rank, WORLD_SIZE=self._plan.world_size)
 
-    def _pieces(self, epoch: int, start: int, worker: int, workers: int) -> Iterator[Piece]:
-        dataset = self._dataset
-        if self._has_hook:
-            parts = self._plan.world_size * workers
-            dataset = dataset.shard(num_shards=parts, index=self._plan.rank * workers + worker)
-        samples = iter(dataset)
-        first, sample = 0, None
-        while batch := list(islice(samples, self._batch_size)):
-            sample = batch[-1]
-            first = first or sample_digest(batch[0])
-            if len(batch) == self._batch_size or not self._plan.drop_last:
-                yield Piece(None, len(batch), self._collate(batch), first)
-        if first:
-            # Other ranks may have more samples; this one then takes part with its last sample as a stand-in.
-            yield Piece(None, 0, self._collate([sample]), first)
+    def _pieces(self, epoch: int, start: int, worker: int, workers: int) -> Iterator[Turn | None]:
+        groups = self._dealing.groups
+        seeks = {(seek.part, seek.group): seek for seek in self._seeks or () if seek.turn < start}
+        reader = partial(Reader, self._dataset, self._dealing, seed=int(self._position[0]), epoch=epoch)
+        readers = {
+            group: [reader(part, group, seek=seeks.get((part, group))) for part, _ in self._shares]
+            for group in range(worker, groups, workers)
+        }
+        first, sample, going_on = 0, None, bool(readers)
+        turns = self._turns(start, worker, workers)
+        while going_on:
+            if (turn := next(turns)) is None:
+                yield None
+                continue
+            kept: list[Any] = []
+            current = readers[turn % groups]
+            for one, (_, own) in zip(current, self._shares, strict=True):
+                found = one.read(turn)
+                first = first or (sample_digest(found[0]) if found else 0)
+                sample = one.sample if sample is None or found else sample
+                kept += found[own]
+            if sample is None:  # this group has ended; the first one has samples if any of this rank's has
+                sample = next(iter(reader(self._shares[0][0], 0).read(0)), None)
+            going_on = bool(kept) or not all(one.ended for group in readers.values() for one in group)
+            yield Turn(turn, self._cut(kept, sample), first, [one.seek for one in current if one.seek])
+
+    def _turns(self, start: int, worker: int, workers: int) -> Iterator[int | None]:
+        """Yield the turns of a worker from ``start`` on, or None, so that they arrive in order from all workers."""
+        groups = self._dealing.groups
+        cycle = -(-groups // workers) * workers
+        begin = start // groups * cycle + start % groups
+        for number in count(begin - begin % workers + worker, workers):
+            cycles, group = divmod(number, cycle)
+            turn = cycles * groups + group
+            yield turn if group < groups and turn >= start else None
+
+    def _cut(self, kept: list[Any], sample: Any) -> list[Piece]:
+        """Return this rank's micro-batches of a turn, with a stand-in for the first that has no samples."""
+        cuts, size = self._plan.accumulate, self._dealing.kept(self._plan.rank, self._plan.world_size)
+        if self._dealing.loose:
+            cuts = 1
+            if len(kept) < size and self._plan.drop_last:
+                kept = []
+        edges = [-(-i * size // cuts) for i in range(cuts + 1)]
+        parts = [kept[begin:end] for begin, end in pairwise(edges)]
+        empty = parts.index([]) if [] in parts and sample is not None else None
+        return [
+            Piece(None, len(part), self._collate(part or [sample]) if part or i == empty else None, 0)
+            for i, part in enumerate(parts)
+        ]
 
 
 _NOTHING = object()
@@ -175,18 +245,3 @@ def _alone() -> Iterator[None]:
         yield
     finally:
         torch_worker._worker_info = info
-
-
-@contextmanager
-def _environment(**variables: int) -> Iterator[None]:
-    """Set the environment variables by which datasets shard themselves; not every launcher sets them."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update({name: str(value) for name, value in variables.items()})
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from unitrain.data.loop import Batches, Iteration
+from unitrain.data.loop import Batches, Iteration, optimizer_steps
 from unitrain.data.order.sharding import MicroBatch
 from unitrain.data.order.shares import Shares
 from unitrain.errors import UsageError
@@ -29,6 +29,7 @@ class TrainingLoop:
         self._batches = step.batches
         self._prepared = prepared
         self._pass_boundary = pass_boundary
+        self._optimizer_steps = optimizer_steps()
         self._evaluations: list[Iteration] = []  # in progress
         self._latest: Iteration | None = None  # has yielded the last batch
         self.shares: Shares = prepared.shares
@@ -39,6 +40,7 @@ class TrainingLoop:
         if self.is_training():
             self.follows()
             self._batches.begin(iteration)
+            iteration.began_at = self._optimizer_steps.count
             for measured in self._step.hooks.batches:
                 batches = measured(batches)
         return batches
@@ -97,6 +99,14 @@ class TrainingLoop:
         for reached in self._step.hooks.at_boundary:
             reached()
         return True
+
+    def leave(self, iteration: Iteration) -> bool:
+        """Record that an iteration is left before its end. Return whether it counts, since it was trained on."""
+        if iteration.trained:
+            return True
+        iteration.end_early(self._optimizer_steps.count)
+        self.end(iteration, complete=False)
+        return iteration.trained
 
     def gathers(self) -> None:
         """Record a gather. For the rest of an evaluation, ranks without samples of a batch get stand-ins.

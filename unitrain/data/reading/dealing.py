@@ -1,0 +1,247 @@
+"""The shards of a dataset: how they are dealt out to ranks and workers, and the reading of one.
+
+A sharded dataset has fixed shards, by default one for each rank and worker. They make ``groups`` of ``parts`` shards
+each. A global batch is a *turn*: turn ``t`` takes the next samples of each shard of group ``t % groups``. So the global
+batches depend on the shards, and not on the ranks and workers that read them: of ``W`` ranks, rank ``r`` reads every
+``W``-th part of each group; if there are fewer parts than ranks, several ranks read one, and each keeps its share. Of
+``N`` workers of a rank, worker ``w`` reads every ``N``-th group.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.utils.data._utils import worker as torch_worker
+
+from unitrain.rng import derived_seed, seed_generators
+
+
+class Dealing(NamedTuple):
+    """How the shards of a dataset are dealt out in an epoch.
+
+    With ``loose``, each rank and worker reads the shard that the dataset gives it, in turns of one micro-batch, and
+    ranks take the next batch of any worker: for datasets that shard themselves, and checkpoints of earlier versions.
+    """
+
+    parts: int
+    groups: int
+    size: int
+    """Number of samples in a turn."""
+    before: tuple[tuple[int, int], ...] = ()
+    """A turn and the size of the turns before it, for each other size that this epoch was begun with."""
+    loose: bool = False
+
+    def taken(self, part: int, turn: int) -> int:
+        """Return how many samples of a shard are in a turn, unless it has ended."""
+        size = next((size for end, size in self.before if turn < end), self.size)
+        return len(range(part, size, self.parts))
+
+    def shares(self, rank: int, world_size: int) -> list[tuple[int, slice]]:
+        """Return the parts that a rank reads, and which of their samples in a turn it keeps."""
+        if world_size <= self.parts:
+            return [(part, slice(None)) for part in range(rank, self.parts, world_size)]
+        part = rank % self.parts
+        return [(part, slice(rank // self.parts, None, len(range(part, world_size, self.parts))))]
+
+    def kept(self, rank: int, world_size: int) -> int:
+        """Return how many samples of a turn a rank keeps, unless shards have ended."""
+        return sum(len(range(part, self.size, self.parts)[own]) for part, own in self.shares(rank, world_size))
+
+
+class Seek(NamedTuple):
+    """Where a shard continues after a turn."""
+
+    part: int
+    group: int
+    turn: int
+    state: Any
+    """The state of the dataset; None if the shard has ended: many begin anew from their state then."""
+
+
+class Reader:
+    """Reads a shard: part ``part`` of group ``group``.
+
+    Its random numbers depend on ``seed``, the shard and the turn. With ``seek``, it continues from there; otherwise it
+    reads what comes before the first turn again.
+
+    Attributes:
+        ended: whether the shard has no more samples.
+        sample: the sample that was read last, for a stand-in; None before the first.
+        seek: where the shard continues after the last turn; None if its dataset has no state to continue from.
+    """
+
+    def __init__(
+        self, dataset: Any, dealing: Dealing, part: int, group: int, seed: int, epoch: int, seek: Seek | None = None
+    ) -> None:
+        self._dataset = dataset
+        self._dealing = dealing
+        self._part = part
+        self._group = group
+        self._seed = seed
+        self._epoch = epoch
+        self._shard: Any = None
+        self._samples: Iterator[Any] | None = None
+        self.ended: bool = seek is not None and seek.state is None
+        self.sample: Any = None
+        self.seek: Seek | None = seek
+
+    def read(self, turn: int) -> list[Any]:
+        """Return the shard's samples of a turn."""
+        if self.ended:
+            self.seek = None  # was told before
+            return []
+        if self._dealing.loose:
+            return self._read(turn)
+        with self._pretended():
+            found = self._read(turn)
+            state = None if self.ended else state_of(self._shard, self._samples)
+        self.seek = Seek(self._part, self._group, turn, state) if self.ended or state is not None else None
+        return found
+
+    @contextmanager
+    def _pretended(self) -> Iterator[None]:
+        """Let a dataset that shards itself find the rank and worker of this shard, and any other find no worker."""
+        groups, found = self._dealing.groups, None
+        if library(self._dataset) in LIBRARIES:  # also if there is one: Hugging Face's then share no state
+            found = torch_worker.WorkerInfo(id=self._group, num_workers=groups, seed=0, dataset=self._dataset)
+        real, torch_worker._worker_info = torch_worker._worker_info, found
+        try:
+            with environment(RANK=self._part, WORLD_SIZE=self._dealing.parts):
+                yield
+        finally:
+            torch_worker._worker_info = real
+
+    def _read(self, turn: int) -> list[Any]:
+        if self._samples is None:
+            seed = self._seed_for(-1)
+            shard = _shard_of(self._dataset, self._dealing, self._part, self._group, self._epoch, seed)
+            self._shard, self._samples = opened(shard, None if self.seek is None else self.seek.state)
+            first = self._group if self.seek is None else self.seek.turn + self._dealing.groups
+            for past in () if self._dealing.loose else range(first, turn, self._dealing.groups):
+                self._next(past)
+        return self._next(turn)
+
+    def _next(self, turn: int) -> list[Any]:
+        assert self._samples is not None
+        self._seed_for(turn)
+        count = 0 if self.ended else self._dealing.taken(self._part, turn)
+        found = list(islice(self._samples, count))
+        self.ended = self.ended or len(found) < count
+        self.sample = found[-1] if found else self.sample
+        return found
+
+    def _seed_for(self, turn: int) -> int:
+        seed = derived_seed("shard", self._seed, self._epoch, self._part, self._group, turn)
+        if not self._dealing.loose:
+            seed_generators(seed)
+        return seed
+
+
+# Hugging Face's streams are split by the library, WebDataset's by their splitters.
+LIBRARIES = ("datasets", "webdataset")
+
+
+def library(dataset: Any) -> str:
+    """Return the name of the package of a dataset."""
+    return type(dataset).__module__.partition(".")[0]
+
+
+def _shard_of(dataset: Any, dealing: Dealing, part: int, group: int, epoch: int, seed: int) -> Any:
+    """Return a shard of a dataset, or the dataset where it gives each rank and worker its own, as pretended to it."""
+    if library(dataset) == "datasets":
+        from datasets.distributed import split_dataset_by_node
+
+        dataset = split_dataset_by_node(dataset, part, dealing.parts)
+    elif library(dataset) == "webdataset" and not dealing.loose:
+        dataset = copy.copy(dataset)
+        dataset.pipeline = [_seeded(copy.copy(stage), seed) for stage in dataset.pipeline]
+    elif callable(getattr(dataset, "shard", None)):
+        index = part * dealing.groups + group if dealing.loose else group * dealing.parts + part
+        dataset = dataset.shard(num_shards=dealing.parts * dealing.groups, index=index)
+    if callable(getattr(dataset, "set_epoch", None)):
+        dataset.set_epoch(epoch)
+    return dataset
+
+
+def _seeded(stage: Any, seed: int) -> Any:
+    """Let a shuffle of WebDataset follow from ``seed``: by default, it follows from the time, or counts iterations."""
+    if getattr(getattr(stage, "f", None), "__name__", "") == "_shuffle":
+        stage.args = stage.args[:2]
+        stage.kw = {**stage.kw, "seed": None, "rng": random.Random(seed)}
+    elif isinstance(getattr(stage, "epoch", None), int):
+        stage.seed = seed
+    return stage
+
+
+def is_stateful(value: Any) -> bool:
+    """Return whether a dataset, or an iterator, has a state, as ``Stateful`` of torchdata."""
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def opened(dataset: Any, state: Any) -> tuple[Any, Iterator[Any]]:
+    """Return an iterator over a dataset and what it iterates over: unless ``state`` is None, a copy in that state."""
+    if state is None:
+        return dataset, iter(dataset)
+    dataset, state = copy.copy(dataset), copy.deepcopy(state)
+    if is_stateful(dataset):
+        dataset.load_state_dict(state)
+        return dataset, iter(dataset)
+    samples: Any = iter(dataset)
+    samples.load_state_dict(state)
+    return dataset, samples
+
+
+def state_of(dataset: Any, samples: Any) -> Any:
+    """Return the state of a dataset, or of its iterator; None if there is none to continue from exactly."""
+    holder = dataset if is_stateful(dataset) else samples
+    if not is_stateful(holder) or _loses_samples(dataset):
+        return None
+    try:
+        return _plain(holder.state_dict())
+    except TypeError:
+        return None
+
+
+def _loses_samples(dataset: Any) -> bool:
+    """Return whether a Hugging Face stream has a shuffle buffer or batches of Arrow, which its state leaves out."""
+    if library(dataset) != "datasets":
+        return False
+    remaining = [dataset._ex_iterable]
+    for one in remaining:
+        remaining += getattr(one, "ex_iterables", [one.ex_iterable] if hasattr(one, "ex_iterable") else [])
+    return getattr(dataset._formatting, "is_table", False) or any("Buffer" in type(one).__name__ for one in remaining)
+
+
+def _plain(value: Any) -> Any:
+    """Return a copy of plain data. Raises TypeError for anything else, which checkpoints can't have."""
+    if isinstance(value, dict):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_plain, value))
+    if isinstance(value, Tensor):
+        return value.clone()
+    if value is None or type(value) in (bool, int, float, str, bytes):
+        return value
+    raise TypeError(f"{type(value).__name__} is not plain data")
+
+
+@contextmanager
+def environment(**variables: int) -> Iterator[None]:
+    """Set the environment variables by which datasets shard themselves; not every launcher sets them."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update({name: str(value) for name, value in variables.items()})
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
