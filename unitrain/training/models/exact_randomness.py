@@ -179,9 +179,10 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 hint = " Compute it within torch.nn.attention.sdpa_kernel(SDPBackend.MATH)."
             raise UsageError(
                 f"exact_randomness does not cover {func.name()}: of the operators that draw random numbers, it covers "
-                f"dropout, bernoulli, rand, uniform_, randn and normal_.{hint}"
+                f"dropout, bernoulli, rand, randint, uniform_, randn and normal_.{hint}"
             )
-        shape = tuple(args[0] if isinstance(args[0], (list, tuple)) else args[0].shape)
+        sizes = next((one for one in args if isinstance(one, (list, tuple))), None)  # of a factory function
+        shape = tuple(args[0].shape if sizes is None else sizes)
         if shape and not self.in_forward and (self.samples is None or shape[0] != len(self.samples)):
             return func(*args, **kwargs)  # of a hook of a gradient, say
         return replacement(self._draw(func, shape), args, kwargs)
@@ -238,6 +239,11 @@ def _normally(draw: Draw, args: Any, kwargs: Any) -> Tensor:
     return found
 
 
+def _integers(draw: Draw, low: int, high: int, kwargs: Any) -> Tensor:
+    drawn = (draw.uniform(torch.float64) * (high - low)).long() + low
+    return drawn.to(kwargs.get("device") or drawn.device, kwargs.get("dtype") or torch.int64)
+
+
 def _made(draw: Callable[[torch.dtype], Tensor], args: Any, kwargs: Any) -> Tensor:
     """Return what was drawn, with the dtype and device that a factory function was given."""
     like = args[0] if isinstance(args[0], Tensor) else None
@@ -254,6 +260,8 @@ _REPLACEMENTS: dict[Any, Callable[[Draw, Any, Any], Any]] = {
     _aten.native_dropout.default: _dropout,
     _aten.uniform_.default: _in_range,
     _aten.normal_.default: _normally,
+    _aten.randint.default: lambda draw, args, kwargs: _integers(draw, 0, args[0], kwargs),
+    _aten.randint.low: lambda draw, args, kwargs: _integers(draw, args[0], args[1], kwargs),
     _aten.rand.default: lambda draw, args, kwargs: _made(draw.uniform, args, kwargs),
     _aten.rand_like.default: lambda draw, args, kwargs: _made(draw.uniform, args, kwargs),
     _aten.randn.default: lambda draw, args, kwargs: _made(draw.normal, args, kwargs),
