@@ -82,6 +82,10 @@ def compute_unpassed(backend: str) -> tuple[list[str], list[float]]:
             one.update(strategy.rank + 1.0)
         values = [float(one.compute()) for one in (alone, explicit, passed)]
         values.append(float(strategy.on_main(alone.compute)))
+        other = strategy.metric(torchmetrics.SumMetric())
+        other.update(1.0)
+        with pytest.raises(UsageError, match=r"was called within on_main, where only rank 0 is"):
+            strategy.on_main(other.compute)
     values.append(float(metric.compute()))  # the strategy is closed
     return said, values
 

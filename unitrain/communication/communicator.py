@@ -260,7 +260,8 @@ class Communicator:
         outcome: dict[str, Any] = {}
         if self.is_main:
             try:
-                outcome = {"value": action()}
+                with self.refused("within on_main, where only rank 0 is: call it on all ranks, before on_main."):
+                    outcome = {"value": action()}
             except UnitrainError as error:
                 failure, outcome = error, {"error": [_class_name(error), str(error)]}
         outcome = self.broadcast_object(outcome)

@@ -51,7 +51,8 @@ def refuse_copies() -> None:
         LaunchError: there are copies, and this process was the first of them.
         SystemExit: there are copies, and an earlier one has the error.
     """
-    copies = _copies() if OVERRIDE not in os.environ and _runs_program() else []
+    looks = sys.platform == "linux" and OVERRIDE not in os.environ and _runs_program()
+    copies = _copies() if looks else []
     if not copies:
         return
     pids = [copy.pid for copy in copies]

@@ -204,11 +204,14 @@ def test_losses_and_weights_that_do_not_match_are_refused(ready: Ready, form: An
         strategy.step(form(losses_of(model, slice(6))), optimizer, weight=weight)
 
 
-@pytest.mark.parametrize("later", [1, 3])
-def test_a_window_has_the_same_losses_throughout(ready: Ready, later: int) -> None:
+@pytest.mark.parametrize(
+    ("later", "said"),
+    [(1, "pass the same losses to every backward of an accumulation window"), (3, "pass different losses")],
+)
+def test_a_window_has_the_same_losses_throughout(ready: Ready, later: int, said: str) -> None:
     strategy, model, optimizer = ready
     strategy.step([model(X).sum(), model(X).abs().sum()], optimizer, weight=[1, 2])
-    with pytest.raises(UsageError, match="pass the same losses to every backward of an accumulation window"):
+    with pytest.raises(UsageError, match=said):
         strategy.step([model(X).sum()] * later, optimizer, weight=[1] * later)
 
 
@@ -251,6 +254,24 @@ def train(settings: dict[str, Any]) -> None:
 )
 def test_ranks_with_different_numbers_of_each_train_as_one_process(nprocs: int, settings: dict[str, Any]) -> None:
     run_ranks(train, settings, nprocs=nprocs)
+
+
+def differ(names: tuple[str, str]) -> str:
+    """Train with losses of these names on the first rank, and return what is said where another one lacks the last."""
+    with unitrain.init(backend="ddp", precision="fp64", device="cpu", timeout_s=30) as strategy:
+        twins = Twins(strategy)
+        for inputs, _ in strategy.dataloader(samples(), global_batch_size=6):
+            losses = {name: twins.prepared(inputs).pow(2).mean() for name in ("a", "b", names[strategy.rank]) if name}
+            with pytest.raises(UsageError) as caught:
+                strategy.step(losses, twins.optimizer, weight=dict.fromkeys(losses, 1))
+            return str(caught.value)
+    raise AssertionError("there are samples")
+
+
+@pytest.mark.parametrize("names", [("c", ""), ("c", "d")])
+def test_ranks_with_different_losses_are_told(names: tuple[str, str]) -> None:
+    for said in run_ranks(differ, names):
+        assert said.startswith("the ranks, or the micro-batches of a window, pass different losses (by number or by na")
 
 
 def collectives(several: bool) -> list[str]:

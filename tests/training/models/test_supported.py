@@ -92,10 +92,21 @@ def test_lookups_that_change_the_rows_of_a_ranks_own_samples_are_refused_on_seve
     strategy_of().prepare(nn.Embedding(4, 2, max_norm=1.0))
 
 
+class CosineLRScheduler:
+    """As timm's, which is stepped with an epoch."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def step(self, epoch: int) -> None:
+        raise AssertionError("is never called")
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (ReduceLROnPlateau, r"scheduler.step\(metric\) after the evaluation"),
+        (CosineLRScheduler, r"can't step a CosineLRScheduler.*scheduler.step_update\(strategy.global_step\)"),
         (lambda optimizer: [StepLR(optimizer, 1)], "takes one scheduler, not list: chain several"),
     ],
 )

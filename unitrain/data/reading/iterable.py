@@ -227,8 +227,8 @@ class Iterable:
                 "sharded: pass sharded=True if the dataset yields a different part on each rank and worker. Otherwise "
                 "draw its random numbers from python's, numpy's or torch's global generators."
             )
-        alike = len(set(digests)) == 1 and digests[0] and self._communicator.is_main
-        if alike and self._reading.dealing is not None and self._plan.world_size <= self._reading.dealing.parts:
+        same = len(set(digests)) == 1 and digests[0] and self._communicator.is_main
+        if same and self._reading.dealing is not None and self._plan.world_size <= self._reading.dealing.parts:
             call_site.warn(
                 f"this {name} begins with the same sample on every rank: if it is not sharded, every rank trains on "
                 "all of it. Pass sharded=False then."

@@ -7,8 +7,10 @@ Before it, within an accumulation window, each loss has a separate backward, and
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -21,16 +23,18 @@ from unitrain.training.loop.window import Window
 Losses = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
 LossWeights = Weight | Sequence[Weight] | Mapping[str, Weight]
 _LAST = 8  # operations of a loss, among which a mean divides
+_SAME_LENGTH = 8  # losses, up to which the ranks sum tensors of one length even if they have other numbers of losses
 
 
 def parts_of(loss: Any, weight: Any) -> tuple[list[Tensor], list[Weight]]:
     """Return the losses of a backward, and a weight for each, or none.
 
-    Losses that have names are sorted by them, as ranks may have them in another order.
+    Losses that have names are sorted by them, as ranks may have them in another order. After the weights of several
+    losses comes a checksum of their names or number, so that their totals show whether all ranks have the same.
     """
     if weight is None and (isinstance(loss, Tensor) or not isinstance(loss, (Sequence, Mapping))):
         return [checked(loss)], []
-    losses, weights = loss, weight
+    losses, weights, names = loss, weight, []
     if isinstance(weight, Tensor):
         weights = weight.reshape(-1).unbind()
     elif weight is not None and not isinstance(weight, (Sequence, Mapping)):
@@ -38,7 +42,8 @@ def parts_of(loss: Any, weight: Any) -> tuple[list[Tensor], list[Weight]]:
     if isinstance(loss, Tensor):
         losses = [loss]
     elif isinstance(loss, Mapping) and isinstance(weights, Mapping) and loss.keys() == weights.keys():
-        losses, weights = [loss[name] for name in sorted(loss)], [weights[name] for name in sorted(loss)]
+        names = sorted(loss)
+        losses, weights = [loss[name] for name in names], [weights[name] for name in names]
     lists = isinstance(losses, Sequence) and isinstance(weights, Sequence)
     if not lists or not 0 < len(losses) == len(weights) or any(one is None for one in weights):
         raise UsageError(
@@ -46,7 +51,8 @@ def parts_of(loss: Any, weight: Any) -> tuple[list[Tensor], list[Weight]]:
             "both in lists of the same length, or both in dicts with the same keys. Add losses that are means over the "
             "same number, and pass their sum."
         )
-    return [checked(one) for one in losses], list(weights)
+    rest = [0.0] * (-len(losses) % _SAME_LENGTH) + [1.0 + crc32(repr([names, len(losses)]).encode())]
+    return [checked(one) for one in losses], [*weights, *(rest if len(losses) > 1 else ())]
 
 
 def _described(value: Any) -> str:
@@ -68,7 +74,7 @@ def run_parts(
 ) -> None:
     """Run the backward of several losses. ``run`` is ``run_backward`` for these windows; ``last`` ends them."""
     if not last:
-        for number, (loss, weight) in enumerate(zip(losses, weights, strict=True), 1):
+        for number, (loss, weight) in enumerate(zip(losses, weights, strict=False), 1):
             run(loss, scales.scale(loss, weight), weight=weight, keep_graph=number < len(losses))
             for window in windows:
                 _keep_gradients(window, number)
@@ -77,14 +83,21 @@ def run_parts(
         raise UsageError("several losses for several optimizers need accumulation windows that begin together.")
     for window in windows:
         _put_back(window, scales.shares(window, 1.0))
-    loss = _weighted_mean(losses, weights, scales.shares(windows[0], scales.vector(weights)))
-    run(loss, scales.scale(loss, 1.0), weight=0.0 if all(map(_is_zero, weights)) else 1.0)
+    shares = scales.shares(windows[0], scales.vector(weights))
+    same = (shares[-1] * scales.backwards(windows[0]) - 1).abs() < 1e-12
+    if not same.is_cuda and not same:
+        raise UsageError(
+            "the ranks, or the micro-batches of a window, pass different losses (by number or by name): pass all of "
+            "them in each step, with weight 0 where there is nothing."
+        )
+    loss = _weighted_mean(losses, weights, torch.where(same, shares, math.nan))
+    run(loss, scales.scale(loss, 1.0), weight=0.0 if all(map(_is_zero, weights[: len(losses)])) else 1.0)
 
 
 def _weighted_mean(losses: list[Tensor], weights: list[Weight], shares: Tensor) -> Tensor:
     """Return the sum of losses, each times its share. With weight 0, the loss and its gradient may be NaN."""
     total = torch.zeros((), device=losses[0].device)
-    for loss, weight, one in zip(losses, weights, shares, strict=True):
+    for loss, weight, one in zip(losses, weights, shares, strict=False):
         if _is_zero(weight) is not False:
             _let_zero_stay(loss)
         precise = loss.to(losses[0].device, torch.promote_types(loss.dtype, torch.float32))

@@ -234,7 +234,7 @@ class TrainingStep:
         windows = self._windows.of(optimizers)
         micro_batch = self.batches.of_backward(weighted=bool(weights))
         if weights and micro_batch is not None and not micro_batch.count:
-            weights = [0.0] * len(weights)  # a stand-in
+            weights = [*(0.0 for _ in losses), *weights[len(losses) :]]  # a stand-in
         own = self._weights.vector(weights) if len(weights) > 1 else weights[0] if weights else None
         last, share = self._place_in_window(windows[0], micro_batch, sync)
         for window in windows:

@@ -86,6 +86,10 @@ class Weights:
         share = weight * self.unit / window.weight
         return torch.where(torch.isfinite(share), share, 0.0)  # all weights are 0: so are the gradients
 
+    def backwards(self, window: Window) -> float:
+        """Return the number of backwards in the window, on all ranks, divided by ``unit``."""
+        return self._communicator.world_size * (window.micro_batches + 1) / self.unit
+
     def vector(self, weights: Sequence[Weight]) -> Tensor:
         """Return the weights of several losses as a vector."""
         return torch.stack([self._as_tensor(weight) for weight in weights])

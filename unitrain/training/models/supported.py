@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Adafactor, Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset
 
 from unitrain.errors import UsageError
@@ -79,14 +79,17 @@ def check_scheduler(scheduler: Any) -> None:
     """Raise UsageError if a scheduler can't be stepped without arguments. Called before anything changes."""
     if type(scheduler) in _schedulers:
         return
-    if isinstance(scheduler, ReduceLROnPlateau):
-        raise UsageError(
-            "step() can't step a ReduceLROnPlateau, which needs a metric: leave it out, and call "
-            "scheduler.step(metric) after the evaluation, with the same metric on all ranks."
-        )
     if not callable(getattr(scheduler, "step", None)):
         raise UsageError(
             f"step() takes one scheduler, not {type(scheduler).__name__}: chain several with "
             "torch.optim.lr_scheduler.ChainedScheduler or SequentialLR."
         )
+    try:
+        inspect.signature(scheduler.step).bind()
+    except TypeError:
+        raise UsageError(
+            f"step() can't step a {type(scheduler).__name__}, which needs a metric or an epoch: leave it out, and call "
+            "scheduler.step(metric) after the evaluation, with the same metric on all ranks; or, for timm's, "
+            "scheduler.step_update(strategy.global_step) where strategy.step(...).stepped is True."
+        ) from None
     _schedulers.add(type(scheduler))
