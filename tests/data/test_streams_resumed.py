@@ -77,7 +77,7 @@ def train(folder: Path, urls: list[str], workers: int, stop: int | None) -> dict
     strategy = unitrain.init(timeout_s=60)
     model = nn.Linear(1, 1)
     model, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-6))
-    loaders = {
+    loaders: dict[str, Any] = {
         kind: strategy.dataloader(data_of(kind, urls), global_batch_size=6, shards=(4, 2), **of_workers(workers))
         for kind in KINDS
     }
