@@ -20,7 +20,10 @@ import unitrain
 
 SIZES = (5, 9, 3, 12, 7, 1, 8, 6)
 SEEKING = ("stateful", "generator", "few", "arrow", "mapped")  # that have a state to continue from exactly
-KINDS = ("shards", *SEEKING, "shuffled", "webdataset")
+KINDS = ("shards", *SEEKING, "shuffled", "concatenated", "webdataset")
+
+
+MORE = {"sizes": (0,) * 8 + (4, 2, 3), "shards": [8, 9, 10]}
 
 
 def rows(sizes: tuple[int, ...], shards: list[int]) -> Iterator[dict[str, int]]:
@@ -56,6 +59,8 @@ def data_of(kind: str, urls: list[str]) -> Any:
     if kind == "few":  # shards for the parts of a global batch: each part reads all, and keeps its own
         rows_of = {"sizes": (sum(SIZES[:3]), *SIZES[3:6]), "shards": [0, 1, 2]}
     data = datasets.IterableDataset.from_generator(rows, gen_kwargs=rows_of)
+    if kind == "concatenated":
+        return datasets.concatenate_datasets([data, datasets.IterableDataset.from_generator(rows, gen_kwargs=MORE)])
     if kind == "shuffled":
         return data.shuffle(seed=1, buffer_size=4).with_format("torch")
     if kind == "mapped":
@@ -70,26 +75,25 @@ def numbers(batch: Any) -> list[int]:
 def train(folder: Path, urls: list[str], workers: int, stop: int | None) -> dict[str, list[list[int]]]:
     """Train from where the checkpoint is, for some steps of an epoch. Return the samples of each step, by dataset."""
     strategy = unitrain.init(timeout_s=60)
-    found: dict[str, list[list[int]]] = {}
-    for kind in KINDS:
-        model = nn.Linear(1, 1)
-        model, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-6))
-        loader = strategy.dataloader(data_of(kind, urls), global_batch_size=6, shards=(4, 2), **of_workers(workers))
-        checkpoint = strategy.checkpoint(
-            folder / kind, model=model, optimizer=optimizer, loader=loader, background=False
-        )
-        checkpoint.resume()
-        steps: list[list[int]] = []
+    model = nn.Linear(1, 1)
+    model, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-6))
+    loaders: dict[str, Any] = {
+        kind: strategy.dataloader(data_of(kind, urls), global_batch_size=6, shards=(4, 2), **of_workers(workers))
+        for kind in KINDS
+    }
+    checkpoint = strategy.checkpoint(folder, model=model, optimizer=optimizer, **loaders)
+    checkpoint.resume()
+    found: dict[str, list[list[int]]] = {kind: [] for kind in KINDS}
+    for kind, loader in loaders.items():
         for batch in loader:
             samples = numbers(batch)
             strategy.step(model(torch.tensor(samples).float().unsqueeze(1)).mean(), optimizer)
-            steps.append([] if loader.stand_in else samples)
-            if len(steps) == stop:
+            found[kind].append([] if loader.stand_in else samples)
+            if len(found[kind]) == stop:
                 break
-        assert any(state for *_, state in loader.state_dict()["seeks"][1]) == (kind in SEEKING and stop is not None)
-        checkpoint.save()
-        checkpoint.close()
-        found[kind] = steps
+        seeks = loader.state_dict()["seeks"][1]
+        assert any(state for *_, state in seeks) == (kind in SEEKING and stop is not None)
+    checkpoint.save()
     return found
 
 
@@ -102,9 +106,8 @@ def together(ranks: list[dict[str, list[list[int]]]]) -> dict[str, list[list[int
 
 
 def expected(kind: str) -> list[int]:
-    sizes = (sum(SIZES[:3]), *SIZES[3:5]) if kind == "few" else SIZES
-    samples = Shards(list(sizes)).samples() if kind != "arrow" else Shards(list(SIZES)).samples()
-    return [sample for sample in samples if kind != "mapped" or sample % 10 != 7]
+    sizes = {"few": (sum(SIZES[:3]), *SIZES[3:5]), "concatenated": (*SIZES, 4, 2, 3)}.get(kind, SIZES)
+    return [sample for sample in Shards(list(sizes)).samples() if kind != "mapped" or sample % 10 != 7]
 
 
 def write_tars(folder: Path) -> list[str]:

@@ -159,13 +159,11 @@ class LoaderSettings:
             if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 1):
                 raise ConfigError(f"a batch size must be an integer of at least 1, not {given!r}.")
 
-        if self.shards is not None and not (
-            isinstance(self.shards, (tuple, list)) and len(self.shards) == 2
-            and all(type(number) is int and number > 0 for number in self.shards)
-        ):  # fmt: skip
+        numbers = self.shards if isinstance(self.shards, (tuple, list)) else (self.shards,)
+        if self.shards is not None and [type(one) is int and one > 0 for one in numbers] != [True, True]:
             raise ConfigError(
-                f"shards is {self.shards!r}, but must be two integers: from how many shards a global batch comes, and "
-                "how many groups of as many shards there are. For up to 8 ranks of 4 workers: shards=(8, 4)."
+                f"shards is {self.shards!r}, but must be two integers: of how many shards a global batch is made, and "
+                "how many such groups take turns. For up to 8 ranks of 4 workers: shards=(8, 4)."
             )
 
     def micro_batches(self, shares: Sequence[int], accumulate: int) -> int:

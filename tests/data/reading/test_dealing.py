@@ -229,9 +229,9 @@ def test_what_can_not_be_dealt_out_is_refused() -> None:
             strategy.dataloader(Shards([9]), batch_size=16, shards=wrong)
     for data, options, message in (
         (Shards([9]), {"shards": (4, 1)}, "3 samples can't be made of 4 shards"),
-        (Shards([9]), {"shards": (1, 1), "sharded": False}, "read as a whole"),
+        (Shards([9]), {"shards": (1, 1), "sharded": False}, "shards is not for this Shards"),
         ([1, 2, 3], {"shards": (1, 1)}, "shards is for sharded iterable datasets only"),
-        (iter_only([9]), {"shards": (1, 1), "sharded": True}, "or shards itself"),
+        (iter_only([9]), {"shards": (1, 1), "sharded": True}, "shards is not for this Plain: only"),
     ):
         with pytest.raises(ConfigError, match=message):
             strategy.dataloader(data, batch_size=3, **options)

@@ -15,7 +15,7 @@ from pretended import pretended_rank, trained
 from ranks import run_ranks
 from streams import WORLDS, Numbers, Shards, Shuffling, SplitsAmongWorkers, StatefulShuffling, of_workers
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 import unitrain
 from unitrain import CheckpointError, ConfigError, DataError
@@ -85,6 +85,25 @@ def test_a_stream_with_a_state_continues_without_reading_again(workers: int) -> 
     again = loader()
     again.load_state_dict(ended.state_dict())
     assert list(again) == []
+
+
+class Unstateful(IterableDataset[Tensor]):
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(StatefulShuffling())
+
+
+def test_a_position_of_an_earlier_version_continues_with_its_random_numbers() -> None:
+    """It has no states, and a dataset may shuffle with the generators that the loader seeds."""
+    before = pretended_rank().dataloader(Unstateful(), global_batch_size=4)
+    begun = [row for batch in trained(before, 2) for row in batch.tolist()]
+    state = before.state_dict()
+    del state["seeks"]
+    after = pretended_rank().dataloader(StatefulShuffling(), global_batch_size=4)
+    after.load_state_dict(state)
+    assert "seeks" not in after.state_dict()
+    rest = [row for batch in after for row in batch.tolist()]
+    whole = pretended_rank().dataloader(Unstateful(), global_batch_size=4)
+    assert begun + rest == [row for batch in whole for row in batch.tolist()]
 
 
 def test_a_stream_that_knows_its_length_plans_with_it() -> None:

@@ -99,24 +99,15 @@ class Reader:
             return []
         if self._dealing.loose:
             return self._read(turn)
-        with self._pretended():
+        info = None
+        if library(self._dataset) in LIBRARIES:  # which find here what to read; also if there is only one group
+            groups = self._dealing.groups
+            info = torch_worker.WorkerInfo(id=self._group, num_workers=groups, seed=0, dataset=self._dataset)
+        with as_worker(info), environment(RANK=self._part, WORLD_SIZE=self._dealing.parts):
             found = self._read(turn)
-            state = None if self.ended else state_of(self._shard, self._samples)
+            state = None if self.ended else state_of(self._shard)
         self.seek = Seek(self._part, self._group, turn, state) if self.ended or state is not None else None
         return found
-
-    @contextmanager
-    def _pretended(self) -> Iterator[None]:
-        """Let a dataset that shards itself find the rank and worker of this shard, and any other find no worker."""
-        groups, found = self._dealing.groups, None
-        if library(self._dataset) in LIBRARIES:  # also if there is one: Hugging Face's then share no state
-            found = torch_worker.WorkerInfo(id=self._group, num_workers=groups, seed=0, dataset=self._dataset)
-        real, torch_worker._worker_info = torch_worker._worker_info, found
-        try:
-            with environment(RANK=self._part, WORLD_SIZE=self._dealing.parts):
-                yield
-        finally:
-            torch_worker._worker_info = real
 
     def _read(self, turn: int) -> list[Any]:
         if self._samples is None:
@@ -181,42 +172,39 @@ def _seeded(stage: Any, seed: int) -> Any:
 
 
 def is_stateful(value: Any) -> bool:
-    """Return whether a dataset, or an iterator, has a state, as ``Stateful`` of torchdata."""
+    """Return whether a dataset has a state, as ``Stateful`` of torchdata."""
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
 def opened(dataset: Any, state: Any) -> tuple[Any, Iterator[Any]]:
-    """Return an iterator over a dataset and what it iterates over: unless ``state`` is None, a copy in that state."""
-    if state is None:
-        return dataset, iter(dataset)
-    dataset, state = copy.copy(dataset), copy.deepcopy(state)
-    if is_stateful(dataset):
-        dataset.load_state_dict(state)
-        return dataset, iter(dataset)
-    samples: Any = iter(dataset)
-    samples.load_state_dict(state)
-    return dataset, samples
+    """Return what an iterator iterates over, and the iterator; unless ``state`` is None, of a copy in that state."""
+    if state is not None:
+        dataset = copy.copy(dataset)
+        dataset.load_state_dict(copy.deepcopy(state))
+    return dataset, iter(dataset)
 
 
-def state_of(dataset: Any, samples: Any) -> Any:
-    """Return the state of a dataset, or of its iterator; None if there is none to continue from exactly."""
-    holder = dataset if is_stateful(dataset) else samples
-    if not is_stateful(holder) or _loses_samples(dataset):
-        return None
+def state_of(dataset: Any) -> Any:
+    """Return the state of a dataset; None if there is none to continue from exactly, in plain data."""
     try:
-        return _plain(holder.state_dict())
+        return _plain(dataset.state_dict()) if is_stateful(dataset) and not _loses_samples(dataset) else None
     except TypeError:
         return None
 
 
 def _loses_samples(dataset: Any) -> bool:
-    """Return whether a Hugging Face stream has a shuffle buffer or batches of Arrow, which its state leaves out."""
+    """Return whether a Hugging Face stream can't continue from its state exactly.
+
+    A state lacks the content of a shuffle buffer and of batches of Arrow, and one of concatenated streams that were
+    split can't be loaded.
+    """
     if library(dataset) != "datasets":
         return False
     remaining = [dataset._ex_iterable]
     for one in remaining:
         remaining += getattr(one, "ex_iterables", [one.ex_iterable] if hasattr(one, "ex_iterable") else [])
-    return getattr(dataset._formatting, "is_table", False) or any("Buffer" in type(one).__name__ for one in remaining)
+    names = " ".join(type(one).__name__ for one in remaining)
+    return getattr(dataset._formatting, "is_table", False) or "Buffer" in names or "Concatenated" in names
 
 
 def _plain(value: Any) -> Any:
@@ -230,6 +218,16 @@ def _plain(value: Any) -> Any:
     if value is None or type(value) in (bool, int, float, str, bytes):
         return value
     raise TypeError(f"{type(value).__name__} is not plain data")
+
+
+@contextmanager
+def as_worker(info: torch_worker.WorkerInfo | None) -> Iterator[None]:
+    """Let a dataset, which might shard itself over workers, find this information; None if it is to find no worker."""
+    real, torch_worker._worker_info = torch_worker._worker_info, info
+    try:
+        yield
+    finally:
+        torch_worker._worker_info = real
 
 
 @contextmanager

@@ -55,8 +55,8 @@ class Iterable:
     ) -> None:
         if shards is not None and not (sharded and is_sharded(dataset)):
             raise ConfigError(
-                f"shards is for datasets that UniTrain shards, with a method shard(num_shards, index) or of Hugging "
-                f"Face and WebDataset, but this {type(dataset).__name__} is read as a whole, or shards itself."
+                f"shards is not for this {type(dataset).__name__}: only iterable datasets with a method "
+                "shard(num_shards, index), of Hugging Face and of WebDataset are read in shards, without sharded=False."
             )
         self._communicator = communicator
         self._dataset = dataset

@@ -12,17 +12,16 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain, count, islice, pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
-from torch.utils.data._utils import worker as torch_worker
 
 from unitrain.data.order.sharding import EpochPlan, MicroBatch, cut
-from unitrain.data.reading.dealing import Dealing, Reader, Seek, environment, is_stateful, opened, state_of
+from unitrain.data.reading.dealing import Dealing, Reader, Seek, as_worker, environment, is_stateful, opened, state_of
 from unitrain.data.reading.fetching import Collate
 from unitrain.data.reading.fingerprint import sample_digest
 from unitrain.rng import SeparateGenerators, derived_seed, seed_generators
@@ -108,7 +107,7 @@ class WholeStream(_Stream):
         return derived_seed("stream", seed, epoch)  # every rank and worker must read the same samples
 
     def _surroundings(self) -> AbstractContextManager[None]:
-        return _alone()
+        return as_worker(None)
 
     def _pieces(self, epoch: int, start: int, worker: int, workers: int) -> Iterator[Piece]:
         plan, edges = self._plan, self._plan.edges()
@@ -116,7 +115,7 @@ class WholeStream(_Stream):
         position, state = next((seek.state for seek in self._seeks or () if seek.state[0] <= start), (0, None))
         dataset, samples = opened(self._dataset, state)
         # A checkpoint of an earlier version has no states, and continues with its random numbers.
-        seeking = self._seeks is not None and (is_stateful(dataset) or is_stateful(samples))
+        seeking = self._seeks is not None and is_stateful(dataset)
         if seeking:
             self._seed_from(position)
         first_sample = next(samples, _NOTHING)
@@ -145,8 +144,8 @@ class WholeStream(_Stream):
             if size == 0 or (size < plan.global_batch and plan.drop_last):
                 return
             micro_batches = cut(position, size, edges, step, opening, plan.part)
-            whole = seeking and size == plan.global_batch  # many begin anew from their state after the end
-            state = state_of(dataset, samples) if whole else None
+            # Not after the end, where many begin anew from their state.
+            state = state_of(dataset) if seeking and size == plan.global_batch else None
             seeks = [] if state is None else [Seek(0, 0, step, [position + size, state])]
             for part, micro_batch in enumerate(micro_batches):
                 if (number + part) % workers == worker:
@@ -167,6 +166,7 @@ class ShardedStream(_Stream):
         super().__init__(dataset, plan, collate, seeks)
         self._dealing = dealing
         self._shares = dealing.shares(plan.rank, plan.world_size)
+        self._size = dealing.kept(plan.rank, plan.world_size)
 
     def _seed(self, seed: int, epoch: int, worker: int) -> int:
         return derived_seed("stream", seed, epoch, self._plan.rank, worker)
@@ -212,12 +212,10 @@ class ShardedStream(_Stream):
 
     def _cut(self, kept: list[Any], sample: Any) -> list[Piece]:
         """Return this rank's micro-batches of a turn, with a stand-in for the first that has no samples."""
-        cuts, size = self._plan.accumulate, self._dealing.kept(self._plan.rank, self._plan.world_size)
-        if self._dealing.loose:
-            cuts = 1
-            if len(kept) < size and self._plan.drop_last:
-                kept = []
-        edges = [-(-i * size // cuts) for i in range(cuts + 1)]
+        cuts = 1 if self._dealing.loose else self._plan.accumulate
+        if self._dealing.loose and self._plan.drop_last and len(kept) < self._size:
+            kept = []
+        edges = [-(-i * self._size // cuts) for i in range(cuts + 1)]
         parts = [kept[begin:end] for begin, end in pairwise(edges)]
         empty = parts.index([]) if [] in parts and sample is not None else None
         return [
@@ -235,13 +233,3 @@ def _separate_generators(seed: int) -> Callable[[], AbstractContextManager[None]
         seed_generators(seed)
         return nullcontext
     return SeparateGenerators(seed).in_use
-
-
-@contextmanager
-def _alone() -> Iterator[None]:
-    """Hide from a dataset that it is read by a worker, over which it might shard itself."""
-    info, torch_worker._worker_info = torch_worker._worker_info, None
-    try:
-        yield
-    finally:
-        torch_worker._worker_info = info
