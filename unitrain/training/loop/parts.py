@@ -84,13 +84,13 @@ def run_parts(
     for window in windows:
         _put_back(window, scales.shares(window, 1.0))
     shares = scales.shares(windows[0], scales.vector(weights))
-    identical = (shares[-1] * scales.backwards(windows[0]) - 1).abs() < 1e-12
-    if not identical.is_cuda and not identical:
+    same = (shares[-1] * scales.backwards(windows[0]) - 1).abs() < 1e-12
+    if not same.is_cuda and not same:
         raise UsageError(
             "the ranks, or the micro-batches of a window, pass different losses (by number or by name): pass all of "
             "them in each step, with weight 0 where there is nothing."
         )
-    loss = _weighted_mean(losses, weights, torch.where(identical, shares, math.nan))
+    loss = _weighted_mean(losses, weights, torch.where(same, shares, math.nan))
     run(loss, scales.scale(loss, 1.0), weight=0.0 if all(map(_is_zero, weights[: len(losses)])) else 1.0)
 
 
