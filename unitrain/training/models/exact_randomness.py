@@ -252,6 +252,12 @@ def _made(draw: Callable[[torch.dtype], Tensor], args: Any, kwargs: Any) -> Tens
     return draw(dtype).to(device, dtype)
 
 
+def _integers(draw: Draw, args: Any, kwargs: Any) -> Tensor:
+    low, high = (0, args[0]) if len(args) == 2 else args[:2]  # the last is the size
+    found: Tensor = (low + draw.uniform(torch.float64) * (high - low)).floor().clamp(max=high - 1)
+    return found.to(kwargs.get("device") or torch.get_default_device(), kwargs.get("dtype") or torch.int64)
+
+
 _REPLACEMENTS: dict[Any, Callable[[Draw, Any, Any], Any]] = {
     _aten.bernoulli_.float: lambda draw, args, kwargs: args[0].copy_(draw.below(_probability(args, kwargs))),
     _aten.bernoulli_.Tensor: lambda draw, args, kwargs: args[0].copy_(draw.uniform(torch.float64) < args[1]),
@@ -264,6 +270,8 @@ _REPLACEMENTS: dict[Any, Callable[[Draw, Any, Any], Any]] = {
     _aten.randint.low: lambda draw, args, kwargs: _integers(draw, args[0], args[1], kwargs),
     _aten.rand.default: lambda draw, args, kwargs: _made(draw.uniform, args, kwargs),
     _aten.rand_like.default: lambda draw, args, kwargs: _made(draw.uniform, args, kwargs),
+    _aten.randint.default: _integers,
+    _aten.randint.low: _integers,
     _aten.randn.default: lambda draw, args, kwargs: _made(draw.normal, args, kwargs),
     _aten.randn_like.default: lambda draw, args, kwargs: _made(draw.normal, args, kwargs),
 }
