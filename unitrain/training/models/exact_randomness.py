@@ -239,11 +239,6 @@ def _normally(draw: Draw, args: Any, kwargs: Any) -> Tensor:
     return found
 
 
-def _integers(draw: Draw, low: int, high: int, kwargs: Any) -> Tensor:
-    drawn = (draw.uniform(torch.float64) * (high - low)).long() + low
-    return drawn.to(kwargs.get("device") or drawn.device, kwargs.get("dtype") or torch.int64)
-
-
 def _made(draw: Callable[[torch.dtype], Tensor], args: Any, kwargs: Any) -> Tensor:
     """Return what was drawn, with the dtype and device that a factory function was given."""
     like = args[0] if isinstance(args[0], Tensor) else None
@@ -266,8 +261,6 @@ _REPLACEMENTS: dict[Any, Callable[[Draw, Any, Any], Any]] = {
     _aten.native_dropout.default: _dropout,
     _aten.uniform_.default: _in_range,
     _aten.normal_.default: _normally,
-    _aten.randint.default: lambda draw, args, kwargs: _integers(draw, 0, args[0], kwargs),
-    _aten.randint.low: lambda draw, args, kwargs: _integers(draw, args[0], args[1], kwargs),
     _aten.rand.default: lambda draw, args, kwargs: _made(draw.uniform, args, kwargs),
     _aten.rand_like.default: lambda draw, args, kwargs: _made(draw.uniform, args, kwargs),
     _aten.randint.default: _integers,
