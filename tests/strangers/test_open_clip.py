@@ -50,6 +50,7 @@ def ported(backend: str) -> dict[str, torch.Tensor]:
     data, model, criterion, optimizer = parts()
     with unitrain.init(backend=backend, device="cpu", precision="fp64") as strategy:
         model, optimizer = strategy.prepare(model, optimizer)
+        plain: Any = strategy.unwrap(model)
         train = strategy.dataloader(data, global_batch_size=BATCH, drop_last=True)
         for _ in train.epochs(EPOCHS):
             for images, texts in train:
@@ -57,7 +58,7 @@ def ported(backend: str) -> dict[str, torch.Tensor]:
                 features = strategy.gather((image_features, text_features), differentiable=True)
                 strategy.step(criterion(*features, scale), optimizer)
                 with torch.no_grad():
-                    strategy.unwrap(model).logit_scale.clamp_(0, 4.6052)
+                    plain.logit_scale.clamp_(0, 4.6052)
         return strategy.export(model).state_dict()
 
 
