@@ -171,7 +171,7 @@ def hang_on_rank_1() -> None:
 
 def test_deadline(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(TimeoutError, match=r"did not end in time: \[1\]"):
-        run_ranks(hang_on_rank_1, timeout=5)
+        run_ranks(hang_on_rank_1, timeout=8)
     assert "in hang_on_rank_1" in capfd.readouterr().out
 
 

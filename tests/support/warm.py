@@ -186,7 +186,7 @@ class _Rank:
         self._watched.note()
         known = set(threading.enumerate())
         faulthandler.enable()
-        faulthandler.dump_traceback_later(0.9 * timeout, file=sys.stderr)
+        faulthandler.dump_traceback_later(0.8 * timeout, file=sys.stderr)
         with warnings.catch_warnings():  # also forgets which warnings were shown
             result = fn(*args)
             atexit._run_exitfuncs()  # which close what a script did not

@@ -105,7 +105,7 @@ def _rank(timeout: float, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115  (for the rest of this process)
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     faulthandler.enable()  # unitrain.init does, but a rank may crash before
-    faulthandler.dump_traceback_later(0.9 * timeout, file=sys.stderr)
+    faulthandler.dump_traceback_later(0.8 * timeout, file=sys.stderr)
     result = fn(*args)
     # A forked process skips its exit handlers, which close what a script did not.
     atexit._run_exitfuncs()

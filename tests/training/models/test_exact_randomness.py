@@ -43,6 +43,7 @@ class Random(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = checkpoint(self.mix, x, use_reentrant=False) if self.checkpointed else self.mix(x)
         x = x + 0.1 * torch.randn_like(x) + 0.1 * torch.rand(len(x), 1, 1)
+        x = x + 0.1 * torch.randint(3, (len(x), 1, 1)) + 0.1 * torch.randint(-5, -2, (len(x), LENGTH, 1), dtype=x.dtype)
         x = x * torch.bernoulli(torch.full_like(x, 0.9)) * torch.empty_like(x).uniform_(0.5, 1.5)
         if torch.rand(()) < 0.5:  # a layer that is dropped for the whole batch
             x = x + 1

@@ -179,9 +179,10 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 hint = " Compute it within torch.nn.attention.sdpa_kernel(SDPBackend.MATH)."
             raise UsageError(
                 f"exact_randomness does not cover {func.name()}: of the operators that draw random numbers, it covers "
-                f"dropout, bernoulli, rand, uniform_, randn and normal_.{hint}"
+                f"dropout, bernoulli, rand, randint, uniform_, randn and normal_.{hint}"
             )
-        shape = tuple(args[0] if isinstance(args[0], (list, tuple)) else args[0].shape)
+        sizes = next((one for one in args if isinstance(one, (list, tuple))), None)  # of a factory function
+        shape = tuple(args[0].shape if sizes is None else sizes)
         if shape and not self.in_forward and (self.samples is None or shape[0] != len(self.samples)):
             return func(*args, **kwargs)  # of a hook of a gradient, say
         return replacement(self._draw(func, shape), args, kwargs)
@@ -246,6 +247,12 @@ def _made(draw: Callable[[torch.dtype], Tensor], args: Any, kwargs: Any) -> Tens
     return draw(dtype).to(device, dtype)
 
 
+def _integers(draw: Draw, args: Any, kwargs: Any) -> Tensor:
+    low, high = (0, args[0]) if len(args) == 2 else args[:2]  # the last is the size
+    found: Tensor = (low + draw.uniform(torch.float64) * (high - low)).floor().clamp(max=high - 1)
+    return found.to(kwargs.get("device") or torch.get_default_device(), kwargs.get("dtype") or torch.int64)
+
+
 _REPLACEMENTS: dict[Any, Callable[[Draw, Any, Any], Any]] = {
     _aten.bernoulli_.float: lambda draw, args, kwargs: args[0].copy_(draw.below(_probability(args, kwargs))),
     _aten.bernoulli_.Tensor: lambda draw, args, kwargs: args[0].copy_(draw.uniform(torch.float64) < args[1]),
@@ -256,6 +263,8 @@ _REPLACEMENTS: dict[Any, Callable[[Draw, Any, Any], Any]] = {
     _aten.normal_.default: _normally,
     _aten.rand.default: lambda draw, args, kwargs: _made(draw.uniform, args, kwargs),
     _aten.rand_like.default: lambda draw, args, kwargs: _made(draw.uniform, args, kwargs),
+    _aten.randint.default: _integers,
+    _aten.randint.low: _integers,
     _aten.randn.default: lambda draw, args, kwargs: _made(draw.normal, args, kwargs),
     _aten.randn_like.default: lambda draw, args, kwargs: _made(draw.normal, args, kwargs),
 }
