@@ -122,7 +122,7 @@ def write_tars(folder: Path) -> list[str]:
 
 
 WORLDS = [
-    pytest.param([(1, 2, "spawn"), (3, 0, "spawn"), (2, 1, "spawn")], id="1-3-2"),
+    pytest.param([(1, 2, "spawn"), (3, 0, "spawn"), (2, 2, "spawn")], id="1-3-2"),
     pytest.param([(2, 2, "horovodrun"), (1, 0, "spawn")], id="horovod", marks=HOROVOD),
 ]
 

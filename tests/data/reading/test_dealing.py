@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 from pretended import in_training, pretended_rank, trained
 from streams import Shards, StatefulShards
 from torch.utils.data import DataLoader
+from torch.utils.data._utils.worker import WorkerInfo
 
 from unitrain import CheckpointError, ConfigError
 from unitrain.data import Loader
 from unitrain.data.reading import iterable
 from unitrain.data.reading.agreement import Agreement
+from unitrain.data.reading.dealing import as_worker
 from unitrain.data.reading.iterable import Iterable
-from unitrain.data.reading.stream import Turn
 
 
 @dataclass(frozen=True)
@@ -50,17 +51,19 @@ class World:
 
             return waited
 
-        def as_workers(loader: DataLoader[Any]) -> Iterator[Turn]:
+        def as_workers(loader: DataLoader[Any]) -> Iterator[Any]:
             stream: Any = loader.dataset
-            _, epoch, start = stream._position.tolist()
-            count = max(1, self.workers)
-            readers = [stream._pieces(epoch, start, worker, count) for worker in range(count)]
+            numbers = range(max(1, self.workers))
+            infos = [WorkerInfo(id=i, num_workers=len(numbers), seed=0, dataset=stream) for i in numbers]
+            readers = [(info, iter(stream)) for info in infos]
             while readers:  # as a DataLoader asks them
-                for reader in list(readers):
-                    try:
-                        yield next(reader)
-                    except StopIteration:
-                        readers.remove(reader)
+                for info, reader in list(readers):
+                    with as_worker(info):
+                        piece = next(reader, self)
+                    if piece is self:
+                        readers.remove((info, reader))
+                    else:
+                        yield piece
 
         def run(rank: int) -> None:
             with baton:

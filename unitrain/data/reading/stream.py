@@ -78,8 +78,8 @@ class _Stream(IterableDataset[Any]):
         pieces = self._pieces(epoch, start, worker, workers)
         while True:
             with generators(), self._surroundings():
-                piece = next(pieces, None)
-            if piece is None:
+                piece = next(pieces, _NOTHING)
+            if piece is _NOTHING:
                 return
             yield piece
 
