@@ -19,8 +19,8 @@ class Pulse:
         calls: number of waits so far, which distinguishes two consecutive waits from a long one.
         step: number of optimizer steps so far.
         boundary: number of boundaries passed so far, at which a run can be stopped.
-        trained: the last step that was made, and the position in the data at its end. Of two ranks, the one that has
-            made more steps is further.
+        trained: number of steps that this process has made, and the position in the data at the end of the last one.
+            Unlike ``step``, neither goes back in a resume.
     """
 
     __slots__ = ("_failed", "boundary", "calls", "phase", "step", "trained")

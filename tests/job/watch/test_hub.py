@@ -368,5 +368,5 @@ def test_ranks_that_train_on_other_batches_end_the_job(
     if ahead == 2:
         assert job.verdict.startswith(
             "rank 2 on host2 (pid 1002) has left out a batch, or has left an epoch early: it had come to sample 64 and "
-            "epoch 1 of its training after step 7, but rank 1 to sample 56 and epoch 1 of its training after step 7."
+            "epoch 1 of its training after 7 steps, but rank 1 to sample 56 and epoch 1 of its training after 7 steps."
         )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -263,3 +265,30 @@ def test_batches_of_a_dropped_iteration_are_not_looked_for() -> None:
     assert batches.of_backward(weighted=False) is micro_batch
     assert following.trained
     assert not dropped.trained
+
+
+def positions_with_a_resume(folder: Path) -> list[tuple[int, int]]:
+    """Return what the ranks compare, after each step of a run that goes back to an earlier one."""
+    found = []
+    with unitrain.init(backend="ddp", device="cpu") as strategy:
+        model = nn.Linear(1, 1)
+        model, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        loader = strategy.dataloader(TensorDataset(torch.ones(20, 1)), global_batch_size=4)
+        checkpoint = strategy.checkpoint(folder, model=model, optimizer=optimizer, loader=loader)
+        for _ in range(2):
+            for (x,) in loader:
+                strategy.step(model(x).mean(), optimizer)
+                found.append(strategy.communicator.pulse.trained)
+                if strategy.global_step == 2:
+                    checkpoint.save()
+            checkpoint.resume()
+    return found
+
+
+def test_positions_never_go_back(tmp_path: Path) -> None:
+    one, other = run_ranks(positions_with_a_resume, tmp_path)
+    assert one == other
+    assert len(one) == 5 + 3
+    for (steps, position), (more_steps, further) in pairwise(one):
+        assert more_steps == steps + 1
+        assert further > position

@@ -27,9 +27,9 @@ SILENT_END = "ended without reporting an error: it was killed, crashed, or calle
 
 
 def _position(beat: messages.Heartbeat) -> str:
-    step, position = beat.trained
+    steps, position = beat.trained
     iterations, samples = divmod(position, ITERATION)
-    return f"sample {samples} and epoch {iterations} of its training after step {step}"
+    return f"sample {samples} and epoch {iterations} of its training after {steps} steps"
 
 
 @dataclass(frozen=True)

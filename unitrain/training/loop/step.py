@@ -358,7 +358,7 @@ class TrainingStep:
         if self._scaler is not None:
             self._update_scale(self._scaler)
         if self._distributed:
-            self._pulse.trained = self._pulse.step, self.batches.position
+            self._pulse.trained = self._pulse.trained[0] + 1, self.batches.position
             self._pulse.phase = USER_CODE
             self.expect_next(window)
         if stepped and scheduler is not None:
