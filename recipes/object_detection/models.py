@@ -63,7 +63,7 @@ def _at_least_float32(outputs: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.to(torch.promote_types(value.dtype, torch.float32)) for name, value in outputs.items()}
 
 
-class TwoStageDetector(FasterRCNN):
+class _TwoStageDetector(FasterRCNN):
     """torchvision's Faster R-CNN, whose losses come with the numbers that they are means over.
 
     As ``_Detector``, but for the losses: ``anchors`` is a mean over the anchors that were sampled in all images, and
@@ -150,7 +150,7 @@ def build(name: ModelName, classes: int) -> nn.Module:
         return _detector(ssd.backbone, ssd.anchor_generator, 320, classes, ssd.head)
     if name == "fasterrcnn_mobilenet_v3_large_320_fpn":
         theirs = fasterrcnn_mobilenet_v3_large_320_fpn(weights=None, weights_backbone=None)
-        return TwoStageDetector(
+        return _TwoStageDetector(
             theirs.backbone, classes + 1, rpn_anchor_generator=theirs.rpn.anchor_generator, fixed_size=(320, 320),
             rpn_pre_nms_top_n_test=150, rpn_post_nms_top_n_test=150, rpn_score_thresh=0.05,
         )  # fmt: skip

@@ -17,7 +17,7 @@ from torchvision.ops import MultiScaleRoIAlign
 import unitrain
 from unitrain.recipes.object_detection import data as detection_data
 from unitrain.recipes.object_detection.data import Boxes
-from unitrain.recipes.object_detection.models import TwoStageDetector
+from unitrain.recipes.object_detection.models import _TwoStageDetector
 
 IMAGES = 8  # with 0 to 4 boxes
 BATCH = 5  # then 3: a rank of two has 2 or 3 of them, and 1 or 2
@@ -76,7 +76,7 @@ def plain() -> tuple[list[float], dict[str, Tensor]]:
 
 def train(settings: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
     with unitrain.init(precision="fp64", device="cpu", **settings) as strategy:
-        model = detector(TwoStageDetector)
+        model = detector(_TwoStageDetector)
         model, optimizer = strategy.prepare(model, optimizer_of(model))
         loader = strategy.dataloader(images(), global_batch_size=BATCH, collate_fn=collated)
         found, meters = [], [strategy.meter(), strategy.meter()]

@@ -15,17 +15,24 @@ Batches = Iterator[tuple[MicroBatch, Any]]
 
 
 class OptimizerSteps:
-    """Counts the steps of all optimizers of the process, for loops that don't use ``strategy.step``."""
+    """Counts the steps of all optimizers of the process, for loops that don't use ``strategy.step``.
+
+    Attributes:
+        count: their number so far.
+    """
 
     def __init__(self) -> None:
-        self.count = 0
+        self.count: int = 0
         torch_optimizer.register_optimizer_step_post_hook(self._count)
 
     def _count(self, *_: Any) -> None:
         self.count += 1
 
 
-optimizer_steps = functools.cache(OptimizerSteps)  # one for the process
+@functools.cache
+def optimizer_steps() -> OptimizerSteps:
+    """Return the one counter of the process."""
+    return OptimizerSteps()
 
 
 class Iteration:
