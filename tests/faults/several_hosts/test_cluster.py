@@ -71,6 +71,7 @@ def test_mpich(hosts: Cluster, expected: Weights, tmp_path: Path) -> None:
     assert_trained(tmp_path, expected, world_size=4)
 
 
+@pytest.mark.soak
 def test_a_host_whose_cable_is_pulled(hosts: Cluster, tmp_path: Path) -> None:
     """Both sides end, and each names a host of the other."""
     script = [str(PROGRAM), str(tmp_path), "1000", "none:0:0"]

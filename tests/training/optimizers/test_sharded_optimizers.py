@@ -396,12 +396,10 @@ def test_states_are_saved_and_loaded_as_a_whole_and_nothing_loses_state_silently
 DUTY_MODULES = ("optimizers", "nonfinite", "gradients", "preparation")
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "world",
-    [
-        World("ddp", 2),
-        pytest.param(World("horovod", 3, horovodrun_environments), marks=[HOROVOD, pytest.mark.soak]),
-    ],
+    [World("ddp", 2), pytest.param(World("horovod", 3, horovodrun_environments), marks=HOROVOD)],
     ids=str,
 )
 def test_the_duties_of_backends_are_fulfilled_with_it(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
