@@ -213,14 +213,14 @@ class Loader:
             self._drop(self._iteration)
         if self._loop.is_training():
             self._tell_uncounted()
+        one_order = self._source.readers(self._epoch) is None  # for all ranks
         if not self._compared:
             if isinstance(self._source, MapStyle) and not self._start[0]:
                 self._source.forget()
-            if self._communicator.world_size > 1 and self._source.readers(self._epoch) is None:
+            if self._communicator.world_size > 1 and one_order:
                 self._check_same_data()
         self._compared = True
-        order = (self._seed, self._epoch) if self._source.readers(self._epoch) is None else None
-        iteration = self._iteration = Iteration(self.identity, order)
+        iteration = self._iteration = Iteration(self.identity, (self._seed, self._epoch) if one_order else None)
         complete = False
         try:
             yield from self._batches(iteration)
@@ -340,16 +340,16 @@ class Loader:
         return self._state()
 
     def _state(self) -> dict[str, Any]:
-        drawn = self._source.drawn(self._seed, self._epoch)
+        drawn, position = self._source.drawn(self._seed, self._epoch), self.position
         return {
             "seed": self._seed,
-            **self.position,
+            **position,
             "length": len(self.dataset) if hasattr(self.dataset, "__len__") else None,
             "fingerprint": fingerprint(self.dataset),
             "global_batch_size": self.global_batch_size,
             # With the epoch that it is of: an emergency checkpoint may have the position of the previous one.
             "order": [self._epoch, drawn] if drawn else None,
-            **self._source.seeks(self._epoch, self.position["steps"]),
+            **self._source.seeks(self._epoch, position["steps"]),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -166,9 +166,8 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded not in func.tags or _draws_nothing(func, args, kwargs):
-            return func(*args, **kwargs)
-        if self.in_update:
+        draws = torch.Tag.nondeterministic_seeded in func.tags and not _draws_nothing(func, args, kwargs)
+        if self.in_update or not draws:
             return func(*args, **kwargs)
         replacement = _REPLACEMENTS.get(func)
         if replacement is None:
@@ -215,8 +214,8 @@ def _draws_nothing(func: Any, args: Any, kwargs: Any) -> bool:
     return "attention" in func.name() and not drops
 
 
-def _probability(args: Any, kwargs: Any, default: float = 0.5) -> float:
-    return float(args[1] if len(args) > 1 else kwargs.get("p", default))
+def _probability(args: Any, kwargs: Any) -> float:
+    return float(args[1] if len(args) > 1 else kwargs.get("p", 0.5))
 
 
 def _dropout(draw: Draw, args: Any, kwargs: Any) -> tuple[Tensor, Tensor]:
