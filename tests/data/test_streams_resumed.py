@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import tarfile
 from collections.abc import Iterator
-from io import BytesIO
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +11,7 @@ import pytest
 import torch
 from needs import HOROVOD
 from ranks import run_ranks
-from streams import Shards, StatefulShards, of_workers
+from streams import Shards, StatefulShards, of_workers, write_tars
 from torch import nn
 
 import unitrain
@@ -110,17 +108,6 @@ def expected(kind: str) -> list[int]:
     return [sample for sample in Shards(list(sizes)).samples() if kind != "mapped" or sample % 10 != 7]
 
 
-def write_tars(folder: Path) -> list[str]:
-    for i, size in enumerate(SIZES):
-        with tarfile.open(folder / f"{i:03}.tar", "w") as tar:
-            for j in range(size):
-                member = tarfile.TarInfo(f"{100 * i + j:06}.cls")
-                content = str(100 * i + j).encode()
-                member.size = len(content)
-                tar.addfile(member, BytesIO(content))
-    return [str(folder / f"{i:03}.tar") for i in range(len(SIZES))]
-
-
 WORLDS = [
     pytest.param([(1, 2, "spawn"), (3, 0, "spawn"), (2, 2, "spawn")], id="1-3-2"),
     pytest.param([(2, 2, "horovodrun"), (1, 0, "spawn")], id="horovod", marks=HOROVOD),
@@ -131,7 +118,7 @@ WORLDS = [
 def test_streams_continue_on_other_ranks_and_workers(
     tmp_path: Path, worlds: list[tuple[int, int, Literal["spawn", "horovodrun"]]]
 ) -> None:
-    urls = write_tars(tmp_path)
+    urls = write_tars(tmp_path, SIZES)
     whole = together(run_ranks(train, tmp_path / "whole", urls, 0, None, nprocs=1))
     assert {kind: sorted(itertools.chain(*steps)) for kind, steps in whole.items()} == {
         kind: expected(kind) for kind in KINDS

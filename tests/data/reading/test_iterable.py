@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import itertools
-import tarfile
 import warnings
 from collections.abc import Iterator
-from io import BytesIO
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 from pretended import pretended_rank, trained
 from ranks import run_ranks
-from streams import WORLDS, Numbers, Shards, Shuffling, SplitsAmongWorkers, StatefulShuffling, of_workers
+from streams import (
+    WORLDS,
+    Numbers,
+    Shards,
+    Shuffling,
+    SplitsAmongWorkers,
+    StatefulShuffling,
+    of_workers,
+    write_tars,
+)  # fmt: skip
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -223,17 +230,6 @@ def test_what_can_not_be_read_is_refused() -> None:
 
 
 # --------------------------------------------------------------------------------------------------------- libraries
-
-
-def write_tars(folder: Path, sizes: list[int]) -> list[str]:
-    for i, size in enumerate(sizes):
-        with tarfile.open(folder / f"{i:03}.tar", "w") as tar:
-            for j in range(size):
-                member = tarfile.TarInfo(f"{100 * i + j:06}.cls")
-                content = str(100 * i + j).encode()
-                member.size = len(content)
-                tar.addfile(member, BytesIO(content))
-    return [str(folder / f"{i:03}.tar") for i in range(len(sizes))]
 
 
 def read_webdataset(urls: list[str], workers: int) -> list[int]:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
+import tarfile
+from collections.abc import Iterator, Sequence
+from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -111,3 +114,15 @@ class StatefulShuffling(Shuffling):
             self.read.append(self.position)
             yield torch.tensor([self.position, random.random(), np.random.rand(), torch.rand(()).item()])
         self.position = 0
+
+
+def write_tars(folder: Path, sizes: Sequence[int]) -> list[str]:
+    """Write a file of WebDataset for each size, whose samples are numbers, and return their paths."""
+    for i, size in enumerate(sizes):
+        with tarfile.open(folder / f"{i:03}.tar", "w") as tar:
+            for j in range(size):
+                member = tarfile.TarInfo(f"{100 * i + j:06}.cls")
+                content = str(100 * i + j).encode()
+                member.size = len(content)
+                tar.addfile(member, BytesIO(content))
+    return [str(folder / f"{i:03}.tar") for i in range(len(sizes))]
