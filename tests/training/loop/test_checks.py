@@ -64,7 +64,7 @@ class Stream(IterableDataset[Tensor]):
 
     def __iter__(self) -> Iterator[Tensor]:
         for index in torch.randperm(24):
-            yield torch.full((2,), float(self.first + 24 * self.of_rank() + index))
+            yield torch.full((2,), float(self.first + 24 * self.of_rank() + int(index)))
 
 
 class OneStream(Stream):
@@ -75,7 +75,7 @@ class OneStream(Stream):
         return self
 
     def __next__(self) -> Tensor:
-        return torch.full((2,), float(next(self.left)) + torch.rand(()))
+        return torch.full((2,), float(next(self.left))) + torch.rand(())
 
 
 def loaders(strategy: unitrain.Strategy) -> dict[str, Any]:
