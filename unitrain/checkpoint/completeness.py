@@ -21,8 +21,8 @@ def warn_of_missing(state: RunState, step: TrainingStep) -> None:
         if one.state and not any(value is one for value in saved):  # plain SGD has nothing to lose
             missing.append(f"an optimizer ({type(one).__name__})")
         # Which a scheduler sets, except one that waits for a plateau.
-        scheduled = any("initial_lr" in group for group in one.param_groups)
-        if (scheduled or any(its is one for its in plateaus)) and not any(getattr(value, "optimizer", None) is one for value in saved):
+        scheduled = any("initial_lr" in group for group in one.param_groups) or any(its is one for its in plateaus)
+        if scheduled and not any(getattr(value, "optimizer", None) is one for value in saved):
             missing.append("a scheduler")
     loaders = [value.identity for value in saved if isinstance(value, Loader)]
     missing += ["a loader" for one in step.batches.trained_loaders if one not in loaders]
