@@ -73,7 +73,7 @@ class StrategyConfig(Section):
             json_schema_extra={"allowed": "auto, cpu, cuda, cuda:N or another of torch's types"},
         ),
     ] = "auto"
-    """Device to compute on; auto takes the accelerator of this local rank, or the CPU if there is none."""
+    """Device to compute on; auto: the accelerator of this local rank, or else the CPU."""
     precision: Precision = "fp32"
     """fp32; bf16 or fp16 (autocast with float32 weights); fp64 (casts model and inputs; to verify results)."""
     sync_batchnorm: bool = False
