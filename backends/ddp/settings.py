@@ -15,7 +15,7 @@ class DDPSettings(Section):
     communication: Annotated[
         str, Field(pattern="^[a-z][a-z0-9_]*$", json_schema_extra={"allowed": "auto, nccl, gloo or another of torch's"})
     ] = "auto"
-    """Communication library; auto: the device's (nccl on GPUs), or gloo on CPUs and shared GPUs."""
+    """Communication library; auto: the device's (nccl on GPUs), gloo on CPUs and shared GPUs."""
     find_unused_parameters: bool = False
     """Find parameters that were not used in a forward, in each backward; slower. Not needed with static_graph."""
     static_graph: bool = False

@@ -18,7 +18,7 @@ class FSDPSettings(Section):
     communication: Annotated[
         str, Field(pattern="^[a-z][a-z0-9_]*$", json_schema_extra={"allowed": "auto, nccl, gloo or another of torch's"})
     ] = "auto"
-    """Communication library; auto: the device's (nccl on GPUs), or gloo on CPUs and shared GPUs."""
+    """Communication library; auto: the device's (nccl on GPUs), gloo on CPUs and shared GPUs."""
     wrap: Annotated[
         tuple[str, ...] | Annotated[int, Field(ge=1)] | None,
         Field(json_schema_extra={"allowed": "names of classes, a number of parameters or null"}),
