@@ -39,6 +39,7 @@ def test_every_default_is_valid() -> None:
         ("backend", ""),
         ("backend", False),
         ("device", "gpu"),
+        ("device", "auto:0"),
         ("device", "cuda:"),
         ("device", "cuda:0\n"),
         ("seed", -1),
@@ -64,7 +65,7 @@ def test_every_default_is_valid() -> None:
         ("ddp", None),
         ("ddp", {"bucket_cap_mb": 0}),
         ("ddp", {"bucket_cap_mb": float("-inf")}),
-        ("ddp", {"communication": "mpi"}),
+        ("ddp", {"communication": "cpu:gloo,cuda:nccl"}),
         ("ddp", {"fusion_threshold_mb": 1}),
         ("horovod", {"cycle_time_ms": 0}),
         ("horovod", {"fusion_threshold_mb": -1}),
@@ -80,7 +81,7 @@ def test_refuses(name: str, value: Any) -> None:
     assert caught.value.errors()[0]["loc"][0] == name
 
 
-@pytest.mark.parametrize("device", ["auto", "cpu", "cuda", "cuda:0", "cuda:11"])
+@pytest.mark.parametrize("device", ["auto", "cpu", "cuda", "cuda:0", "cuda:11", "xpu:1", "mps"])
 def test_accepts_device(device: str) -> None:
     assert StrategyConfig(device=device).device == device
 

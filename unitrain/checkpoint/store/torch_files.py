@@ -107,7 +107,8 @@ def _mappings(paths: set[str], addresses: list[int]) -> Iterator[tuple[int, int]
 
     A script may have mapped a file itself, elsewhere, and have changed its copy.
     """
-    for line in Path("/proc/self/maps").read_text().splitlines():
+    listing = Path("/proc/self/maps")  # on Linux; other systems release pages when they need memory
+    for line in listing.read_text().splitlines() if listing.exists() else ():
         found, *fields = line.split(maxsplit=5)
         if fields[-1].removesuffix(" (deleted)") in paths:
             start, end = (int(address, 16) for address in found.split("-"))
