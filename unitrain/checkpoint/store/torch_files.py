@@ -8,13 +8,13 @@ from __future__ import annotations
 import ctypes
 import errno
 import hashlib
+import mmap
 import os
 import pickle
 import re
 import stat
 import zipfile
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -27,6 +27,7 @@ from unitrain.data.structure import tensors
 
 _libc = ctypes.CDLL(None)
 _MADV_DONTNEED = 4  # Linux: the pages are read from the file again if they are needed
+_PAGE = mmap.PAGESIZE
 _SMALL = 2**16  # bytes; to pass on fewer takes longer than to copy and hash them
 _JOINED = 2**20
 
@@ -64,9 +65,7 @@ class MappedFiles:
     """Loads files, and releases their pages on demand. They stay mapped as long as this object lives."""
 
     def __init__(self) -> None:
-        self._paths: set[str] = set()
-        self._addresses: list[int] = []  # in files whose mappings have not been looked for yet
-        self._ranges: set[tuple[int, int]] = set()
+        self._ranges: list[tuple[int, int]] = []  # of whole pages: their address, and how many bytes
         # Where a file was mapped, something else may be: to release its pages would overwrite it by zeros.
         self._contents: list[Any] = []
 
@@ -88,32 +87,18 @@ class MappedFiles:
         return mapped
 
     def _keep(self, path: Path, content: Any, storages: Iterable[torch.UntypedStorage]) -> None:
+        """Keep a file mapped whose one mapping has these storages."""
         self._contents.append(content)
-        self._paths.add(str(path.resolve()))
-        self._addresses += [storage.data_ptr() for storage in storages]
+        spans = [(one.data_ptr(), one.data_ptr() + one.nbytes()) for one in storages if one.nbytes()]
+        start = -(-min((first for first, _ in spans), default=0) // _PAGE) * _PAGE
+        end = max((last for _, last in spans), default=0) // _PAGE * _PAGE
+        if 0 < end - start <= path.stat().st_size:  # else they are not all in the file
+            self._ranges.append((start, end - start))
 
     def release(self) -> None:
         """Release the pages that have been read so far."""
-        if self._addresses:
-            # Once, and not for each file: the list of mappings grows with them.
-            self._ranges.update(_mappings(self._paths, sorted(self._addresses)))
-            self._addresses.clear()
-        for start, end in self._ranges:
-            _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_DONTNEED)
-
-
-def _mappings(paths: set[str], addresses: list[int]) -> Iterator[tuple[int, int]]:
-    """Yield where files are mapped at one of these addresses, which are sorted.
-
-    A script may have mapped a file itself, elsewhere, and have changed its copy.
-    """
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        found, *fields = line.split(maxsplit=5)
-        if fields[-1].removesuffix(" (deleted)") in paths:
-            start, end = (int(address, 16) for address in found.split("-"))
-            at = bisect_left(addresses, start)
-            if at < len(addresses) and addresses[at] < end:
-                yield start, end
+        for start, size in self._ranges:
+            _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), _MADV_DONTNEED)
 
 
 # ----------------------------------------------------------------------------------------------------------- writing
