@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-import torch
 from torch import Tensor
 
 from unitrain.checkpoint.names import GROUPS, Keys, joined, numbered
