@@ -1,4 +1,4 @@
-"""Files of torch: hashed while they are written, and mapped when they are read.
+"""Files of torch: hashed once they are written, and mapped when they are read.
 
 Mapped files are read where their tensors are used, and give their memory back afterwards.
 """
@@ -15,11 +15,9 @@ import re
 import stat
 import zipfile
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,8 +26,7 @@ from unitrain.data.structure import tensors
 _libc = ctypes.CDLL(None)
 _MADV_DONTNEED = 4  # Linux: the pages are read from the file again if they are needed
 _PAGE = mmap.PAGESIZE
-_SMALL = 2**16  # bytes; to pass on fewer takes longer than to copy and hash them
-_JOINED = 2**20
+_BLOCK = 2**20
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -114,92 +111,61 @@ def write_part(
 
     Args:
         path: the file, which is not synced to the disk.
-        value: tensors and plain data. The memory of the tensors does not change.
-        written: called when the file is complete. It may not be hashed to its end yet, which takes longer.
+        value: tensors and plain data.
+        written: called when the file is complete. It may be moved then, and is hashed afterwards.
         save: writes the value.
     """
-    with ThreadPoolExecutor(1, "checkpoint digest") as thread:
-        writing = _write(path, value, save, thread)
+    with open(path, "w+b") as file:
+        _save(value, file, save)
         written()
-        return {"size": writing.size, "sha256": writing.hexdigest()}
+        file.seek(0)
+        digest = sha256_of(file)
+        return {"size": file.tell(), "sha256": digest}
 
 
 def write_file(path: Path, value: Any) -> None:
     """Write a file that is not synced to the disk. Raises any exception of pickling."""
-    _write(path, value, torch.save, None)
-
-
-def _write(path: Path, value: Any, save: Callable[..., object], thread: ThreadPoolExecutor | None) -> Writing:
     with open(path, "wb") as file:
-        writing = Writing(file, value, thread)
+        _save(value, file, torch.save)
+
+
+def _save(value: Any, file: BinaryIO, save: Callable[..., object]) -> None:
+    output = _Output(file)
+    try:
+        save(value, output)
+        file.flush()
+    except RuntimeError as error:
+        raise output.error or error from error
+
+
+class _Output:
+    """The file object that ``torch.save`` is given. It keeps the error of a write, which torch replaces by another."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.error: OSError | None = None
+        self.tell: Callable[[], int] = file.tell
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Write data."""
         try:
-            save(value, writing)
-        except RuntimeError as error:
-            raise writing.error or error from error
-        writing.end()
-    return writing
+            return self._file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+
+    def flush(self) -> None:
+        """Do nothing: torch calls this after each archive."""
+
+
+def sha256_of(file: BinaryIO) -> str:
+    """Return the SHA-256 of a file from its position to its end."""
+    digest = hashlib.sha256()
+    while block := file.read(_BLOCK):
+        digest.update(block)
+    return digest.hexdigest()
 
 
 def check_part(path: Path) -> None:
     """Report now, and not when it is needed, that a part can't be loaded. This does not read the tensors' data."""
     MappedFiles().load(path)
-
-
-class Writing:
-    """The file object that ``torch.save`` is given. It joins small writes, of which an archive has about 40.
-
-    A thread, if there is one, computes the SHA-256 of what is written. The tensors' memory is used until that is done.
-    """
-
-    def __init__(self, file: BinaryIO, value: Any, thread: ThreadPoolExecutor | None) -> None:
-        self._file = file
-        self._thread = thread
-        self._sha256 = hashlib.sha256()
-        found = (one for one in tensors(value) if one.device.type == "cpu" and one.layout == torch.strided)
-        self._lasting = {tensor.untyped_storage().data_ptr() for tensor in found}
-        self._small = bytearray()
-        self.size: int = 0
-        self.error: OSError | None = None
-        """The error of a write, which torch's writer replaces by another."""
-
-    def write(self, data: bytes | memoryview) -> int:
-        """Write data, which are hashed meanwhile."""
-        size = len(data)
-        self.size += size
-        if size < _SMALL:
-            self._small += data
-        if size >= _SMALL or len(self._small) >= _JOINED:
-            self.end()
-        if size >= _SMALL:
-            lasts = np.frombuffer(data, np.uint8).ctypes.data in self._lasting
-            self._put(data, lasts=lasts)
-        return size
-
-    def tell(self) -> int:
-        """Return how many bytes were written."""
-        return self.size
-
-    def flush(self) -> None:
-        """Do nothing: torch calls this after each archive."""
-
-    def end(self) -> None:
-        """Write what has been joined so far."""
-        if self._small:
-            joined, self._small = self._small, bytearray()
-            self._put(joined, lasts=True)
-
-    def hexdigest(self) -> str:
-        """Return the digest of what was written."""
-        assert self._thread is not None
-        return self._thread.submit(self._sha256.hexdigest).result()
-
-    def _put(self, data: bytes | bytearray | memoryview, *, lasts: bool) -> None:
-        hashed = None if self._thread is None else self._thread.submit(self._sha256.update, data)
-        try:
-            self._file.write(data)
-        except OSError as error:
-            self.error = error
-            raise
-        finally:
-            if hashed is not None and not lasts:
-                hashed.result()
