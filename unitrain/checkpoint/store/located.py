@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 
 from unitrain.checkpoint.store.disk import Disk
 from unitrain.checkpoint.store.store import FOLDER, NAME, Store
-from unitrain.checkpoint.store.torch_files import MappedFiles, reason, sha256_of
+from unitrain.checkpoint.store.torch_files import MappedFiles, reason
 from unitrain.errors import CheckpointError
 
 SCHEMA = 1
@@ -24,6 +24,7 @@ RUN = "_run"
 METRICS = "_metrics"
 """Parts of a checkpoint that are not an object's state."""
 _LARGEST = 2**26  # bytes that are read of a manifest
+_BLOCK = 2**20
 FileName = Annotated[str, StringConstraints(pattern=r"^[^/\x00]+$")]
 
 
@@ -179,9 +180,11 @@ def verified(found: Located, name: str) -> Iterator[Path]:
             if actual != expected.size:
                 raise DamagedError(f"{shown}: {actual} bytes instead of {expected.size}")
             path = stack.enter_context(store.file(file))
+            digest = hashlib.sha256()
             with open(path, "rb") as opened:
-                digest = sha256_of(opened)
-        if digest != expected.sha256:
+                while block := opened.read(_BLOCK):
+                    digest.update(block)
+        if digest.hexdigest() != expected.sha256:
             raise DamagedError(f"{shown}: its SHA-256 does not match the manifest")
         yield path
 

@@ -1,4 +1,4 @@
-"""Files of torch: hashed once they are written, and mapped when they are read.
+"""Files of torch: hashed while they are written, and mapped when they are read.
 
 Mapped files are read where their tensors are used, and give their memory back afterwards.
 """
@@ -15,6 +15,7 @@ import re
 import stat
 import zipfile
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -26,7 +27,8 @@ from unitrain.data.structure import tensors
 _libc = ctypes.CDLL(None)
 _MADV_DONTNEED = 4  # Linux: the pages are read from the file again if they are needed
 _PAGE = mmap.PAGESIZE
-_BLOCK = 2**20
+_SMALL = 2**16  # bytes; to pass on fewer takes longer than to hash them
+_BUFFERED = 2**20  # of small writes, of which an archive has about 40
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -112,58 +114,59 @@ def write_part(
     Args:
         path: the file, which is not synced to the disk.
         value: tensors and plain data.
-        written: called when the file is complete. It may be moved then, and is hashed afterwards.
+        written: called when the file is complete.
         save: writes the value.
     """
-    with open(path, "w+b") as file:
-        _save(value, file, save)
+    with ThreadPoolExecutor(1, "checkpoint digest") as thread:
+        size, sha256 = _write(path, value, save, thread)
         written()
-        file.seek(0)
-        digest = sha256_of(file)
-        return {"size": file.tell(), "sha256": digest}
+        return {"size": size, "sha256": sha256}
 
 
 def write_file(path: Path, value: Any) -> None:
     """Write a file that is not synced to the disk. Raises any exception of pickling."""
-    with open(path, "wb") as file:
-        _save(value, file, torch.save)
+    _write(path, value, torch.save, None)
 
 
-def _save(value: Any, file: BinaryIO, save: Callable[..., object]) -> None:
-    output = _Output(file)
-    try:
-        save(value, output)
-        file.flush()
-    except RuntimeError as error:
-        raise output.error or error from error
+def _write(path: Path, value: Any, save: Callable[..., object], thread: ThreadPoolExecutor | None) -> tuple[int, str]:
+    """Write a file, and return its size and, if there is a thread to compute it meanwhile, its SHA-256."""
+    with open(path, "wb", _BUFFERED) as file:
+        output = _Output(file, thread)
+        try:
+            save(value, output)
+        except RuntimeError as error:
+            raise output.error or error from error
+        return file.tell(), output.sha256.hexdigest()
 
 
 class _Output:
     """The file object that ``torch.save`` is given. It keeps the error of a write, which torch replaces by another."""
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: BinaryIO, thread: ThreadPoolExecutor | None) -> None:
         self._file = file
+        self._thread = thread
+        self.sha256 = hashlib.sha256()
         self.error: OSError | None = None
         self.tell: Callable[[], int] = file.tell
 
     def write(self, data: bytes | memoryview) -> int:
-        """Write data."""
+        """Write data, which are hashed meanwhile."""
+        hashing: Future[None] | None = None
+        if self._thread is not None and len(data) >= _SMALL:
+            hashing = self._thread.submit(self.sha256.update, data)
+        elif self._thread is not None:
+            self.sha256.update(data)
         try:
             return self._file.write(data)
         except OSError as error:
             self.error = error
             raise
+        finally:
+            if hashing is not None:
+                hashing.result()  # the memory of what is not a tensor's lasts until then
 
     def flush(self) -> None:
         """Do nothing: torch calls this after each archive."""
-
-
-def sha256_of(file: BinaryIO) -> str:
-    """Return the SHA-256 of a file from its position to its end."""
-    digest = hashlib.sha256()
-    while block := file.read(_BLOCK):
-        digest.update(block)
-    return digest.hexdigest()
 
 
 def check_part(path: Path) -> None:
