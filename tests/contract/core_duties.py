@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.optim import SGD, Adafactor, Muon, Optimizer
+from torch.utils.data import DataLoader
 
 from unitrain import CommunicationError, NonFiniteError, Stopped, Strategy, UsageError
 from unitrain.testing.duties import DUTIES
@@ -33,10 +34,17 @@ from unitrain.testing.models import (
     samples,
     sgd,
     step_by_hand,
-    train_plainly,
     whole,
 )
 from unitrain.testing.worlds import World
+
+
+def train_plainly(model: nn.Module, optimizer: Optimizer, *, global_batch_size: int, epochs: int = 1) -> None:
+    """Train a model in a plain loop over all samples."""
+    for _ in range(epochs):
+        for inputs, targets in DataLoader(samples(), batch_size=global_batch_size):
+            step_by_hand(mse_loss(model(inputs), targets), optimizer)
+
 
 # ----------------------------------------------------------------------------------------------------------- evaluation
 
