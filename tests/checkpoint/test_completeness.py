@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD
-from torch.optim.lr_scheduler import StepLR
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import TensorDataset
 
 import unitrain
@@ -32,6 +32,8 @@ def messages(
         objects: dict[str, Any] = {"optimizer": optimizer, "loader": loader}
         if "scheduler" in made:
             objects["scheduler"] = StepLR(optimizer, 1)
+        if "plateau" in made:
+            objects["plateau"] = ReduceLROnPlateau(optimizer)
         if "ema" in made:
             objects["ema"] = strategy.ema(model)
         checkpoint = strategy.checkpoint(
@@ -60,6 +62,13 @@ def test_what_a_checkpoint_lacks_is_said_once(missing: str, said: str, tmp_path:
     [message] = messages(tmp_path, *(name for name in EVERYTHING if name != missing))
     assert message.startswith(f"{__file__}: this run trains with ")
     assert re.search(rf"with {said} that its checkpoints don't contain: .* or partial=True if that is meant", message)
+
+
+def test_a_scheduler_that_waits_for_a_plateau_is_missed(tmp_path: Path) -> None:
+    made = ("plateau",)
+    [message] = messages(tmp_path / "lacks", "optimizer", "loader", made=made)
+    assert "trains with a scheduler that its checkpoints don't contain" in message
+    assert messages(tmp_path / "complete", "optimizer", "loader", "plateau", made=made) == []
 
 
 def test_all_of_it_is_one_message(tmp_path: Path) -> None:

@@ -15,8 +15,9 @@ from places import ROOT
 
 from unitrain.commands.cli import main
 from unitrain.commands.launch import parse_hosts
-from unitrain.commands.launchers import Host
 from unitrain.commands.toolchain import Mpi
+from unitrain.errors import LaunchError
+from unitrain.launch.allocation import Host
 
 HOSTS = ["--hosts", "node0:2,node1:3"]
 
@@ -127,7 +128,7 @@ def test_a_job_on_one_host_or_without_its_file(in_job: str, tmp_path: Path, caps
     file.write_text("node1\n" * 4)
     assert printed(capsys) == ["torchrun --standalone --nproc-per-node 4 train.py --name 'a b'"]
     file.unlink()
-    assert main(["launch", "--dry-run", "train.py"]) == 1
+    assert main(["launch", "--dry-run", "train.py"]) == LaunchError.exit_code
     assert f"PBS_NODEFILE is '{file}', which can't be read: No such file or directory" in capsys.readouterr().err
 
 

@@ -102,7 +102,9 @@ def test_a_rank_of_another_step_of_slurm_is_refused_and_not_counted(served: TCPS
         rank_0 = pool.submit(meet_in_new_store, served, launch, timedelta(seconds=LONG_S))
         store = TCPStore("127.0.0.1", served.port, is_master=False)
         other = replace(launch, rank=1, step="7.1")
-        with pytest.raises(LaunchError, match=r"rank 1 of step 7\.1 .* node1:20000, where the ranks of step 7\.0 meet"):
+        with pytest.raises(
+            LaunchError, match=r"rank 1 of srun.s job 7\.1 .* node1:20000, where the ranks of job 7\.0 meet"
+        ):
             meet_in_new_store(store, other, timedelta(seconds=LONG_S))
         meet_in_new_store(store, replace(launch, rank=1), timedelta(seconds=LONG_S))
         rank_0.result()

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from needs import HOROVOD
 from slurm import Slurm
 
 from unitrain.errors import CommunicationError, LaunchError
+from unitrain.launch.allocation import address_of_rank_0
 from unitrain.launch.detect import Launch
 from unitrain.launch.network.addresses import own_addresses, reach
 from unitrain.launch.rendezvous import rendezvous
@@ -40,7 +42,7 @@ from unitrain.launch.rendezvous import rendezvous, shared_secret
 
 def meet(launch):
     store = rendezvous(launch, 30)
-    if launch.rendezvous == "mpi":
+    if launch.rendezvous == "mpi" and sys.modules.get("mpi4py", "there") is not None:
         secret = shared_secret(launch, 30)
         store.set(f"digest {launch.rank}", hashlib.sha256(secret).hexdigest())
         assert len(secret) == 32
@@ -207,6 +209,77 @@ def test_horovodrun_on_two_hosts(script: list[str], two_hosts: tuple[str, str]) 
     finally:
         server.kill()
         server.communicate()
+
+
+SCRIPT_AT_A_SITE = f"""{MEET}
+from unitrain.errors import LaunchError
+sys.modules["mpi4py"] = None
+try:
+    meet_twice(os.environ)
+except (BackendError, LaunchError) as error:
+    print(f"refused: {{error}}")
+"""
+PALS = {
+    "PALS_RANKID": "{rank}", "PMI_SIZE": "2", "PALS_LOCAL_RANKID": "{local}", "PALS_LOCAL_SIZE": "{here}",
+    "PALS_NODEID": "{node}", "PALS_APID": "8c5e",
+}  # fmt: skip
+JSRUN = {
+    "JSM_NAMESPACE_RANK": "{rank}", "JSM_NAMESPACE_SIZE": "2", "JSM_NAMESPACE_LOCAL_RANK": "{local}",
+    "JSM_NAMESPACE_LOCAL_SIZE": "{here}", "LSB_JOBID": "77",
+}  # fmt: skip
+FLUX = {
+    "FLUX_TASK_RANK": "{rank}", "FLUX_JOB_SIZE": "2", "FLUX_TASK_LOCAL_ID": "{local}", "FLUX_JOB_NNODES": "{hosts}",
+    "FLUX_JOB_ID": "f2oV",
+}  # fmt: skip
+
+
+def at_a_site(variables: dict[str, str], hosts: Sequence[str], **more: str) -> list[str]:
+    """Return what two ranks without mpi4py print, on one host or on two."""
+    ranks = []
+    for rank in range(2):
+        here = 2 // len(hosts)
+        known = {"rank": rank, "local": rank % here, "here": here, "node": rank // here, "hosts": len(hosts)}
+        env = {name: value.format(**known) for name, value in variables.items()}
+        on = ["ip", "netns", "exec", hosts[rank // here]] if len(hosts) > 1 else []
+        ranks.append(
+            subprocess.Popen(
+                [*on, sys.executable, "-c", SCRIPT_AT_A_SITE],
+                env={**os.environ, **env, **more}, stdout=subprocess.PIPE, text=True,
+            )
+        )  # fmt: skip
+    return [rank.communicate(timeout=60)[0].strip() for rank in ranks]
+
+
+@pytest.mark.parametrize("variables", [PALS, JSRUN, FLUX], ids=["PALS", "jsrun", "Flux"])
+def test_a_site_without_mpi4py_on_one_host(variables: dict[str, str]) -> None:
+    assert at_a_site(variables, ["here"]) == ["rank 0 met 2 by mpi", "rank 1 met 2 by mpi"]
+
+
+def test_a_site_without_mpi4py_on_two_hosts(two_hosts: tuple[str, str], tmp_path: Path) -> None:
+    """Of LSF, the first host may be that of the batch script."""
+    (tmp_path / "hosts").write_text("10.99.0.1\n10.99.0.1\n10.99.0.2\n10.99.0.2\n")
+    (tmp_path / "flux").write_text("#!/bin/sh\necho 10.99.0.1 10.99.0.2\n")
+    (tmp_path / "flux").chmod(0o755)
+    sites = [
+        (PALS, {"PBS_NODEFILE": str(tmp_path / "hosts")}),
+        (JSRUN, {"LSB_MCPU_HOSTS": "10.99.0.9 1 10.99.0.1 42 10.99.0.2 42"}),
+        (FLUX, {"FLUX_URI": "local", "PATH": f"{tmp_path}:{os.environ['PATH']}"}),
+    ]
+    with ThreadPoolExecutor() as pool:
+        said = list(pool.map(lambda site: at_a_site(site[0], two_hosts, **site[1]), sites))
+    assert said == [["rank 0 met 2 by mpi", "rank 1 met 2 by mpi"]] * 3
+
+
+def test_a_site_whose_first_host_is_not_rank_0_s() -> None:
+    launch = Launch("mpirun", world_size=2, rendezvous="mpi", mpi="MPICH", step="77")
+    hosts = {"LSB_MCPU_HOSTS": "192.0.2.1 1 192.0.2.2 1"}
+    with pytest.raises(LaunchError, match=r"would meet at 192\.0\.2\.1, .* but rank 0 is on .*Set MASTER_ADDR"):
+        address_of_rank_0(launch, hosts)
+    assert address_of_rank_0(launch, {}) is None
+    other = address_of_rank_0(replace(launch, rank=1), hosts)
+    assert other is not None
+    assert other == address_of_rank_0(replace(launch, rank=1), {"LSB_MCPU_HOSTS": "192.0.2.1 2"})
+    assert other != address_of_rank_0(replace(launch, rank=1, step="78"), hosts)
 
 
 # --------------------------------------------------------------------------------------------------- one process

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
 from unitrain import call_site
 from unitrain.checkpoint.run_state import RunState
 from unitrain.data import Loader
@@ -12,10 +16,12 @@ from unitrain.training.optimizers.ema import EMA
 def warn_of_missing(state: RunState, step: TrainingStep) -> None:
     """Warn if the objects of a checkpoint lack an optimizer, a scheduler, a loader or an average of weights."""
     saved, missing = list(state.objects.values()), []
+    plateaus = [one.optimizer for one in gc.get_objects() if type(one) is ReduceLROnPlateau]
     for one in step.optimizers():
         if one.state and not any(value is one for value in saved):  # plain SGD has nothing to lose
             missing.append(f"an optimizer ({type(one).__name__})")
-        scheduled = any("initial_lr" in group for group in one.param_groups)  # which a scheduler sets
+        # Which a scheduler sets, except one that waits for a plateau.
+        scheduled = any("initial_lr" in group for group in one.param_groups) or any(its is one for its in plateaus)
         if scheduled and not any(getattr(value, "optimizer", None) is one for value in saved):
             missing.append("a scheduler")
     loaders = [value.identity for value in saved if isinstance(value, Loader)]

@@ -95,8 +95,9 @@ class RunState:
             return
         gathered = ranks.all_gather_object([parts[name]["seeks"] for name in names])
         for name, *of_ranks in zip(names, *gathered, strict=True):
-            found = {tuple(shard[:2]): shard for _, shards in of_ranks for shard in shards}
-            parts[name]["seeks"] = [of_ranks[0][0], list(found.values())]
+            of_kinds = zip(*(of_rank[1:] for of_rank in of_ranks), strict=True)
+            found = [{tuple(one[:2]): one for shards in kind for one in shards} for kind in of_kinds]
+            parts[name]["seeks"] = [of_ranks[0][0], *(list(one.values()) for one in found)]
 
     def run(self, steps: int, random: list[dict[str, Any]]) -> dict[str, Any]:
         """Return the state of the run itself, given the states of the random number generators of each rank."""

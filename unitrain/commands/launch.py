@@ -9,11 +9,11 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from unitrain.commands.allocation import allocated_hosts
 from unitrain.commands.arguments import AfterDashes, path
-from unitrain.commands.launchers import Host, launcher_options
+from unitrain.commands.launchers import launcher_options
 from unitrain.commands.toolchain import search_path
 from unitrain.errors import UsageError
+from unitrain.launch.allocation import Host, allocated_hosts
 
 _PROCESSES = 2
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from unitrain.commands.toolchain import find_mpi, find_program, small_mpi_environment
 from unitrain.errors import BackendError, UsageError
+from unitrain.launch.allocation import Host
 
 _TORCHRUN_PORT = 29400
 _NEEDED = {
@@ -18,14 +18,6 @@ _NEEDED = {
 }
 # For small runs on this host: horovodrun calls mpirun otherwise, and srun would wait for a step that runs already.
 _LOCAL = {"horovodrun": ["--gloo"], "srun": ["--overlap"]}
-
-
-@dataclass(frozen=True)
-class Host:
-    """A host of a job, and the number of processes on it."""
-
-    name: str
-    processes: int
 
 
 def local_launchers() -> list[str]:

@@ -39,7 +39,8 @@ class Launch:
     """Address of the rendezvous, as host:port; None with MPI, through which rank 0 broadcasts it, and where SLURM does
     not tell it."""
     step: str | None = None
-    """SLURM's ids of job and step, as JOB.STEP, which tell apart jobs that come to one address; None without srun."""
+    """The id of what the site's launcher started, which tells apart jobs that come to one address: SLURM's JOB.STEP, or
+    the id of PALS, Flux or LSF; None with other launchers."""
     mpi: str | None = None
     """The MPI that the launcher belongs to: Open MPI 4 (or older), Open MPI 5 (or newer) or MPICH (or one based on it:
     Intel MPI, Cray MPICH, MVAPICH)."""
@@ -158,6 +159,16 @@ def _mpich(_variables: Variables, launch: Launch) -> Launch:
     return replace(launch, mpi="MPICH")
 
 
+def _of_job(*ids: str) -> Callable[[Variables, Launch], Launch]:
+    """Return a function that reads the id of a job from the first of these variables that is set."""
+
+    def read(variables: Variables, launch: Launch) -> Launch:
+        name = next((name for name in ids if name in variables), None)
+        return replace(launch, mpi="MPICH", step=None if name is None else variables.string(name))
+
+    return read
+
+
 def _is_hydra(environ: Mapping[str, str]) -> bool:
     if "MPI_LOCALRANKID" in environ or "MPI_LOCALNRANKS" in environ:
         return True
@@ -244,17 +255,22 @@ _BY_PRECEDENCE = (
         _open_mpi,
     ),
     _mpirun(  # jsrun of LSF, with an MPI other than Spectrum MPI, which has the variables of Open MPI
-        ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"), "jsrun -n N python SCRIPT", _Place.under("JSM_NAMESPACE")
+        ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"),
+        "jsrun -n N python SCRIPT",
+        _Place.under("JSM_NAMESPACE"),
+        _of_job("LSB_JOBID"),
     ),
     _mpirun(  # mpiexec of HPE's PALS
         ("PALS_RANKID", "PALS_LOCAL_RANKID"),
         "mpiexec -n N --ppn N python SCRIPT (PALS)",
         _Place("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE", "PALS_NODEID"),
+        _of_job("PALS_APID", "PBS_JOBID"),
     ),
     _mpirun(  # flux run
         ("FLUX_TASK_RANK", "FLUX_TASK_LOCAL_ID"),
         "flux run -n N python SCRIPT",
         _Place("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", _tasks_on_a_node),
+        _of_job("FLUX_JOB_ID"),
     ),
     _mpirun(  # mpirun_rsh of MVAPICH2
         ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),

@@ -135,9 +135,8 @@ def _check_step(store: Store, launch: Launch, timeout: timedelta) -> None:
     other = store.get(_STEP).decode()
     if other != launch.step:
         raise LaunchError(
-            f"rank {launch.rank} of step {launch.step} of SLURM has come to {launch.address}, where the ranks of step "
-            f"{other} meet. Unset MASTER_ADDR and MASTER_PORT, so that each step has an address of its own, or give "
-            "every srun another MASTER_PORT.",
+            f"rank {launch.rank} of {launch.launcher}'s job {launch.step} has come to {launch.address}, where the "
+            f"ranks of job {other} meet. Unset MASTER_ADDR and MASTER_PORT, or give each job another MASTER_PORT.",
             on_all_ranks=launch.local_rank > 0,
         )
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 import errno
 import itertools
 import json
+import os
 import secrets
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 
 from torch.distributed import DistError, HashStore, PrefixStore, Store, TCPStore
 
-from unitrain.errors import CommunicationError, LaunchError
+from unitrain.errors import BackendError, CommunicationError, LaunchError
 from unitrain.launch import mpi
+from unitrain.launch.allocation import address_of_rank_0
 from unitrain.launch.detect import Launch
 from unitrain.launch.meeting import check_torchrun, meet_in_new_store, meet_in_served_store
 from unitrain.launch.network import horovodrun_server
@@ -117,14 +120,20 @@ def _at_address(launch: Launch, timeout: timedelta) -> Store:
 
 
 def _through_mpi(launch: Launch, timeout: timedelta) -> Store:
-    with mpi.all_ranks(launch) as world:
-        drawn = secrets.token_bytes(_SECRET_BYTES) if launch.rank == 0 else None
-        _secrets[launch] = mpi.broadcast(world, drawn)
-        return _at_port_of_rank_0(
-            launch,
-            timeout,
-            lambda offer: mpi.broadcast(world, None if offer is None else offer.encode()).decode(),
-        )
+    try:
+        with mpi.all_ranks(launch) as world:
+            drawn = secrets.token_bytes(_SECRET_BYTES) if launch.rank == 0 else None
+            _secrets[launch] = mpi.broadcast(world, drawn)
+            return _at_port_of_rank_0(
+                launch,
+                timeout,
+                lambda offer: mpi.broadcast(world, None if offer is None else offer.encode()).decode(),
+            )
+    except BackendError:
+        address = address_of_rank_0(launch, os.environ)
+        if address is None:
+            raise
+    return _at_address(replace(launch, rendezvous="tcp", address=address), timeout)
 
 
 def _through_horovodrun(launch: Launch, timeout: timedelta) -> Store:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import random
 import warnings
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+import torch
 from pretended import pretended_rank, trained
 from ranks import run_ranks
 from streams import (
@@ -26,6 +29,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import unitrain
 from unitrain import CheckpointError, ConfigError, DataError
+from unitrain.data.reading.fingerprint import sample_digest
 
 # -------------------------------------------------------------------------------------------- the whole, on each rank
 
@@ -77,7 +81,7 @@ def test_a_stream_with_a_state_continues_without_reading_again(workers: int) -> 
     first = loader()
     assert [row for batch in trained(first, 2) for row in batch.tolist()] == whole[:8]
     state = first.state_dict()
-    assert state["seeks"] == [0, [[0, 0, 1, [8, {"position": 8}]]]]
+    assert state["seeks"] == [0, [[0, 0, 1, [8, {"position": 8}]]], [[0, 0, sample_digest(torch.tensor(whole[0]))]]]
     for world_size in (1, 3):
         for rank in range(world_size):
             rest = loader(rank, world_size, workers=0)
@@ -92,6 +96,40 @@ def test_a_stream_with_a_state_continues_without_reading_again(workers: int) -> 
     again = loader()
     again.load_state_dict(ended.state_dict())
     assert list(again) == []
+
+
+class OwnRandom(IterableDataset[Tensor]):
+    """A dataset that shuffles by random numbers that nobody can seed, and shards itself if it is told to."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        numbers = list(range(1000))
+        random.SystemRandom().shuffle(numbers)
+        return iter(torch.tensor(numbers[:20]))
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_that_is_read_again_in_another_order_is_warned_of(workers: int, sharded: bool) -> None:
+    def loader() -> Any:
+        return pretended_rank().dataloader(OwnRandom(), sharded=sharded, global_batch_size=4, **of_workers(workers))
+
+    differ = pytest.warns(UserWarning, match="OwnRandom yields different samples in each worker of the loader")
+    in_workers: AbstractContextManager[Any] = nullcontext() if sharded or not workers else differ
+    first = loader()
+    with in_workers:
+        list(trained(first, 2))
+    resumed = loader()
+    resumed.load_state_dict(first.state_dict())
+    with (
+        in_workers,
+        pytest.warns(UserWarning, match=r"OwnRandom is read again to continue in epoch 0, and begins with"),
+    ):
+        list(resumed)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        list(first)  # the epoch again, and then the next one, as they come
+        list(resumed)
+    assert not [one for one in seen if "again" in str(one.message)]
 
 
 class Unstateful(IterableDataset[Tensor]):

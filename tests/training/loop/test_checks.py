@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import run_ranks
 from torch import Tensor, nn, ones
 from torch.nn import Parameter
 from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Subset, TensorDataset
 
 import unitrain
 from unitrain import UsageError
@@ -54,6 +55,29 @@ class Augmented(Dataset[Tensor]):
         return torch.full((2,), float(self.first + index)) + torch.rand(2)
 
 
+class Stream(IterableDataset[Tensor]):
+    """An iterable dataset that shuffles with the global generators, and may know the rank."""
+
+    def __init__(self, first: int = 0, of_rank: Callable[[], int] = lambda: 0) -> None:
+        self.first = first
+        self.of_rank = of_rank
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for index in torch.randperm(24):
+            yield torch.full((2,), float(self.first + 24 * self.of_rank() + int(index)))
+
+
+class OneStream(Stream):
+    """An iterable dataset that can be read once."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        self.left = iter(range(24))
+        return self
+
+    def __next__(self) -> Tensor:
+        return torch.full((2,), float(next(self.left))) + torch.rand(())
+
+
 def loaders(strategy: unitrain.Strategy) -> dict[str, Any]:
     rank, world = strategy.rank, strategy.world_size
     known = TensorDataset(torch.randn(24, 2, generator=torch.Generator().manual_seed(0)))
@@ -66,6 +90,11 @@ def loaders(strategy: unitrain.Strategy) -> dict[str, Any]:
         "an unknown part": DataLoader(Augmented(24 * rank), 4, shuffle=True),
         "a generator": DataLoader(known, 4, shuffle=True, generator=own),
         "a sampler": DataLoader(known, 4, sampler=DistributedSampler(known, world, rank)),
+        "a stream": DataLoader(Stream(), 4),
+        "a part of a stream": DataLoader(Stream(24 * rank), 4),
+        "a stream that knows its rank": DataLoader(Stream(of_rank=dist.get_rank), 4),
+        "a stream that is its own iterator": DataLoader(OneStream(), 4),
+        "the strategy's stream": strategy.dataloader(Stream(), global_batch_size=8),
         "the strategy's": strategy.dataloader(known, global_batch_size=8, shuffle=True),
     }
 
@@ -89,10 +118,10 @@ def train_by_each() -> dict[str, list[str]]:
 
 def test_a_data_loader_that_shards_nothing_is_warned_of_once() -> None:
     first, other = run_ranks(train_by_each)
-    assert len(other) == 8
+    assert len(other) == 13
     assert not any(other.values())
     said = {name: messages for name, messages in first.items() if messages}
-    assert list(said) == ["shuffled", "in order", "unknown"]
+    assert list(said) == ["shuffled", "in order", "unknown", "a stream"]
     for [message] in said.values():
         assert message.startswith(f"{__file__}: each of 2 ranks trains on the whole dataset, by a torch DataLoader")
 

@@ -15,12 +15,11 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from ipaddress import ip_address
 from typing import Any
 
 from unitrain.commands.doctor.finding import Finding, guarded
 from unitrain.commands.toolchain import find_program, installed_version
-from unitrain.launch.network.addresses import addresses_of, is_loopback, own_addresses
+from unitrain.launch.network.addresses import addresses_of, is_here, is_loopback, own_addresses
 
 _CONNECT_S, _PROBE_S, _MOST_S = 5, 3.0, 60.0
 _MOST_AT_ONCE = 32
@@ -67,7 +66,7 @@ def _ask(host: str, asked: str) -> dict[str, Any] | Finding:
         text = "ssh is not installed here, with which mpirun and horovodrun start processes on other hosts"
         return Finding("error", text, "sudo apt-get install openssh-client")
     command = [sys.executable, "-m", "unitrain.commands.doctor.hosts", asked]
-    if not _is_here(host):
+    if not is_here(host):
         options = ["-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_S}", "--", host]
         command = [str(ssh), *options, shlex.join(command)]
     began = time.time()
@@ -85,11 +84,6 @@ def _ask(host: str, asked: str) -> dict[str, Any] | Finding:
     return {**report, "clock_ahead_s": min(report["time"] - began, 0.0) + max(report["time"] - time.time(), 0.0)}
 
 
-def _is_here(host: str) -> bool:
-    own = own_addresses()
-    return host == own[-1] or any(one in own or ip_address(one).is_loopback for one in addresses_of(host))
-
-
 def _failure(host: str, code: int, output: str) -> Finding:
     """Return why ssh, or the program, has failed."""
     last = output.splitlines()[-1].strip() if output else f"exit code {code}"
@@ -105,7 +99,7 @@ def _failure(host: str, code: int, output: str) -> Finding:
 def _finding(host: str, report: Mapping[str, Any], answering: Collection[str]) -> Finding:
     problems = list(_problems(host, report, answering))
     if not problems:
-        there = "this host" if _is_here(host) else "reached by ssh, and has the versions and the time of this host"
+        there = "this host" if is_here(host) else "reached by ssh, and has the versions and the time of this host"
         return Finding("ok", f"{report['host']}: {there}", details=dict(report))
     return Finding(
         "error" if any(one.status == "error" for one in problems) else "warning",
@@ -134,7 +128,7 @@ def _problems(host: str, report: Mapping[str, Any], answering: Collection[str]) 
     for other, why in report["unreached"].items():
         if other in answering:
             yield Finding("error", f"it can't reach {other}: {why}", f"ssh {host} ping -c 3 {other}")
-    if report["name_is_loopback"] and not _is_here(host):
+    if report["name_is_loopback"] and not is_here(host):
         text = f"its own name, {report['host']}, is a loopback address there, or none"
         yield Finding("warning", text, f"{python} -m unitrain.commands.cli doctor")
     ahead_s = report["clock_ahead_s"]

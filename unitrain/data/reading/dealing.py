@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils.data._utils import worker as torch_worker
 
+from unitrain.data.reading.fingerprint import sample_digest
 from unitrain.rng import derived_seed, seed_generators
 
 
@@ -65,6 +66,15 @@ class Seek(NamedTuple):
     """The state of the dataset; None if the shard has ended: many begin anew from their state then."""
 
 
+class Beginning(NamedTuple):
+    """How a shard begins: with another sample in another iteration if its order is not reproducible."""
+
+    part: int
+    group: int
+    digest: int
+    """Of its first sample."""
+
+
 class Reader:
     """Reads a shard: part ``part`` of group ``group``.
 
@@ -75,6 +85,7 @@ class Reader:
         ended: whether the shard has no more samples.
         sample: the sample that was read last, for a stand-in; None before the first.
         seek: where the shard continues after the last turn; None if its dataset has no state to continue from.
+        beginning: how the shard begins, if it was read from there.
     """
 
     def __init__(
@@ -91,6 +102,7 @@ class Reader:
         self.ended: bool = seek is not None and seek.state is None
         self.sample: Any = None
         self.seek: Seek | None = seek
+        self.beginning: Beginning | None = None
 
     def read(self, turn: int) -> list[Any]:
         """Return the shard's samples of a turn."""
@@ -124,6 +136,8 @@ class Reader:
         self._seed_for(turn)
         count = 0 if self.ended else self._dealing.taken(self._part, turn)
         found = list(islice(self._samples, count))
+        if found and self.sample is None and self.seek is None:
+            self.beginning = Beginning(self._part, self._group, sample_digest(found[0]))
         self.ended = self.ended or len(found) < count
         self.sample = found[-1] if found else self.sample
         return found

@@ -13,7 +13,7 @@ from unitrain import call_site
 from unitrain.communication.communicator import Communicator
 from unitrain.data.order.sharding import EpochPlan, MicroBatch
 from unitrain.data.reading.agreement import Agreement
-from unitrain.data.reading.dealing import LIBRARIES, Dealing, Seek, library
+from unitrain.data.reading.dealing import LIBRARIES, Beginning, Dealing, Seek, library
 from unitrain.data.reading.fetching import Collate, as_is
 from unitrain.data.reading.stream import ShardedStream, WholeStream
 from unitrain.data.reading.workers import with_deaths_explained
@@ -22,6 +22,7 @@ from unitrain.rng import derived_seed
 
 # How many turns of a shard the training may be behind its reading.
 _KEPT = 8
+_DRAW = "draw its random numbers from python's, numpy's or torch's global generators, which the loader seeds"
 
 
 class _Reading(NamedTuple):
@@ -33,6 +34,7 @@ class _Reading(NamedTuple):
     """None if every rank reads the whole dataset."""
     seeks: Sequence[Seek] | None = ()
     """Where it continues; None for a checkpoint of an earlier version."""
+    beginnings: Sequence[Beginning] = ()
 
 
 class Iterable:
@@ -68,6 +70,8 @@ class Iterable:
         self._generator = torch.Generator()
         self._own = self._resumed = _Reading(-1, self._dealing(shards) if sharded else None)
         self._seeks: dict[tuple[int, int], list[Seek]] = {}  # of this rank's shards, after their last turns
+        self._beginnings: dict[tuple[int, int], int] = {}  # of this rank's shards, and what they should be
+        self._expected: dict[tuple[int, int], int] = {}
         self._seeks_of = -1  # which epoch
         self._read(self._own)
 
@@ -94,7 +98,7 @@ class Iterable:
     def _read(self, reading: _Reading) -> None:
         self._reading = reading
         what = self._dataset, self._plan, self._collate
-        _, dealing, seeks = reading
+        _, dealing, seeks, _ = reading
         self._stream = WholeStream(*what, seeks) if dealing is None else ShardedStream(*what, dealing, seeks or ())
         self._loader: DataLoader[Any] = DataLoader(
             self._stream, batch_size=None, collate_fn=as_is, generator=self._generator, **self._settings
@@ -134,9 +138,10 @@ class Iterable:
         """Return where the shards that this rank reads continue in step ``step`` of an epoch, for a loader's state."""
         if self._reading_of(number).seeks is None:
             return {}
-        seeks = self._seeks.values() if self._seeks_of == number else ()
-        last = ([seek for seek in of_shard if seek.turn < step][-1:] for of_shard in seeks)
-        return {"seeks": [number, [list(seek) for found in last for seek in found]]}
+        current = self._seeks_of == number
+        last = ([seek for seek in of_shard if seek.turn < step][-1:] for of_shard in self._seeks.values() if current)
+        seeks = [list(seek) for found in last for seek in found]
+        return {"seeks": [number, seeks, [[*shard, its] for shard, its in self._beginnings.items() if current]]}
 
     def resume(self, state: Mapping[str, Any]) -> int:
         """Continue from a loader's state within an epoch. Return how many samples may have to be read again.
@@ -145,10 +150,12 @@ class Iterable:
             CheckpointError: its shards can't be read by these ranks and workers.
         """
         number, steps = state["epoch"], state["steps"]
-        epoch, shards = state.get("seeks") or (-1, [])
+        epoch, shards, *beginnings = state.get("seeks") or (-1, [])
         seeks = [Seek(*shard) for shard in shards if epoch == number and shard[2] < steps]
-        self._resumed = _Reading(number, self._dealing_in(state), seeks if "seeks" in state else None)
-        self._keep(number, seeks)
+        began = [Beginning(*shard) for found in beginnings for shard in found if epoch == number]
+        self._resumed = _Reading(number, self._dealing_in(state), seeks if "seeks" in state else None, began)
+        self._seeks_of = -1  # what this loader has read itself counts no more
+        self._keep(self._resumed, number, steps)
         dealing = self._resumed.dealing
         begun = 1 if dealing is None else dealing.parts * min(dealing.groups, steps)
         return 0 if len(self._seeks) == begun else int(state["consumed"])
@@ -180,7 +187,12 @@ class Iterable:
             before = [*before, [state["steps"], size]]
         return Dealing(parts, groups, samples, tuple((turn, size) for turn, size in before))
 
-    def _keep(self, number: int, seeks: Sequence[Seek]) -> None:
+    def _keep(self, reading: _Reading, number: int, step: int) -> None:
+        """Keep what is known of the shards in step ``step`` of an epoch."""
+        if not step or self._seeks_of != number:
+            self._beginnings = {shard[:2]: shard.digest for shard in reading.beginnings if step}
+        self._expected = dict(self._beginnings)
+        seeks = [seek for seek in reading.seeks or () if seek.turn < step]
         self._seeks_of, self._seeks = number, {(seek.part, seek.group): [seek] for seek in seeks}
 
     def batches(self, seed: int, number: int, start: int, step: int) -> Iterator[tuple[MicroBatch, Any]]:
@@ -192,7 +204,7 @@ class Iterable:
         reading = self._reading_of(number)
         if reading is not self._reading:
             self._read(reading)
-        self._keep(number, [seek for seek in reading.seeks or () if seek.turn < step])
+        self._keep(reading, number, step)
         dealing = reading.dealing
         if self._agreement is None or dealing is None:
             self._stream.begin(seed, number, start)
@@ -203,11 +215,25 @@ class Iterable:
     def _noted(self) -> Iterator[Any]:
         """Yield what workers read, and keep where the dataset continues."""
         for piece in with_deaths_explained(self._loader):
-            for seek in () if piece is None else piece.seeks:
+            if piece is None:
+                continue
+            for seek in piece.seeks:
                 kept = self._seeks.setdefault((seek.part, seek.group), [])
                 self._seeks[seek.part, seek.group] = [*kept[-_KEPT:], seek]  # training may be some turns behind
-            if piece is not None:
-                yield piece
+            for shard in piece.beginnings:
+                if self._expected.pop(shard[:2], shard.digest) != shard.digest:
+                    self._expected.clear()
+                    self._warn(
+                        f"is read again to continue in epoch {self._seeks_of}, and begins with another sample than "
+                        "before. In another order, samples are repeated and others left out until the epoch's end: "
+                        f"{_DRAW}, or give it state_dict and load_state_dict."
+                    )
+                self._beginnings[shard[:2]] = shard.digest
+            yield piece
+
+    def _warn(self, message: str) -> None:
+        if self._communicator.is_main:
+            call_site.warn(f"this {type(self._dataset).__name__} {message}")
 
     def _compared(self, pieces: Iterator[Any]) -> Iterator[Any]:
         """Compare the first samples of the ranks: they must be equal exactly if each rank reads the whole dataset."""
@@ -215,23 +241,31 @@ class Iterable:
         if self._plan.world_size > 1:
             digests = self._communicator.all_gather(torch.tensor(0 if first is None else first.first)).tolist()
             self._check_first(digests)
-        if first is not None:
-            yield first
-            yield from pieces
+        if first is None:
+            return
+        yield first
+        pending = self._agreement is None
+        for piece in pieces:
+            if pending and piece.first != first.first:
+                pending = False
+                self._warn(
+                    "yields different samples in each worker of the loader, which must be the same in all unless it is "
+                    f"sharded: pass sharded=True if it yields a different part in each. Otherwise {_DRAW}."
+                )
+            yield piece
 
     def _check_first(self, digests: list[int]) -> None:
-        name = type(self._dataset).__name__
         if self._agreement is None and len(set(digests)) > 1:
             raise DataError(
-                f"the ranks read different samples from this {name}, which must be the same on all unless it is "
-                "sharded: pass sharded=True if the dataset yields a different part on each rank and worker. Otherwise "
-                "draw its random numbers from python's, numpy's or torch's global generators."
+                f"the ranks read different samples from this {type(self._dataset).__name__}, which must be the same on "
+                "all unless it is sharded: pass sharded=True if the dataset yields a different part on each rank and "
+                f"worker. Otherwise {_DRAW}."
             )
-        same = len(set(digests)) == 1 and digests[0] and self._communicator.is_main
+        same = len(set(digests)) == 1 and digests[0]
         if same and self._reading.dealing is not None and self._plan.world_size <= self._reading.dealing.parts:
-            call_site.warn(
-                f"this {name} begins with the same sample on every rank: if it is not sharded, every rank trains on "
-                "all of it. Pass sharded=False then."
+            self._warn(
+                "begins with the same sample on every rank: if it is not sharded, every rank trains on all of it. Pass "
+                "sharded=False then."
             )
 
 

@@ -21,7 +21,17 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from unitrain.data.order.sharding import EpochPlan, MicroBatch, cut
-from unitrain.data.reading.dealing import Dealing, Reader, Seek, as_worker, environment, is_stateful, opened, state_of
+from unitrain.data.reading.dealing import (
+    Beginning,
+    Dealing,
+    Reader,
+    Seek,
+    as_worker,
+    environment,
+    is_stateful,
+    opened,
+    state_of,
+)
 from unitrain.data.reading.fetching import Collate
 from unitrain.data.reading.fingerprint import sample_digest
 from unitrain.rng import SeparateGenerators, derived_seed, seed_generators
@@ -39,6 +49,7 @@ class Piece(NamedTuple):
     """A digest of the stream's first sample."""
     seeks: Sequence[Seek] = ()
     """Where the stream continues after the step."""
+    beginnings: Sequence[Beginning] = ()
 
 
 class Turn(NamedTuple):
@@ -50,6 +61,7 @@ class Turn(NamedTuple):
     first: int
     """A digest of the first sample that was read."""
     seeks: Sequence[Seek]
+    beginnings: Sequence[Beginning]
 
 
 class _Stream(IterableDataset[Any]):
@@ -122,6 +134,7 @@ class WholeStream(_Stream):
         if first_sample is _NOTHING:
             return
         first, stand_in = sample_digest(first_sample), first_sample
+        beginnings = [Beginning(0, 0, first)] if state is None else []
         remaining = chain((first_sample,), samples)
         position += sum(1 for _ in islice(remaining, start - position))
         step, number, opening = position // plan.global_batch, 0, True
@@ -149,7 +162,8 @@ class WholeStream(_Stream):
             seeks = [] if state is None else [Seek(0, 0, step, [position + size, state])]
             for part, micro_batch in enumerate(micro_batches):
                 if (number + part) % workers == worker:
-                    yield Piece(micro_batch, micro_batch.count, self._collate(kept[part]), first, seeks)
+                    batch = self._collate(kept[part])
+                    yield Piece(micro_batch, micro_batch.count, batch, first, seeks, beginnings)
             position, step, number, opening = position + size, step + 1, number + plan.accumulate, False
 
     def _seed_from(self, position: int) -> None:
@@ -198,7 +212,9 @@ class ShardedStream(_Stream):
             if sample is None:  # this group has ended; the first one has samples if any of this rank's has
                 sample = next(iter(reader(self._shares[0][0], 0).read(0)), None)
             going_on = bool(kept) or not all(one.ended for group in readers.values() for one in group)
-            yield Turn(turn, self._cut(kept, sample), first, [one.seek for one in current if one.seek])
+            seeking = [one.seek for one in current if one.seek]
+            beginnings = [one.beginning for one in current if one.beginning]
+            yield Turn(turn, self._cut(kept, sample), first, seeking, beginnings)
 
     def _turns(self, start: int, worker: int, workers: int) -> Iterator[int | None]:
         """Yield the turns of a worker from ``start`` on, or None, so that they arrive in order from all workers."""

@@ -39,6 +39,12 @@ def is_loopback(name: str) -> bool:
     return all(ip_address(address).is_loopback for address in addresses_of(name))
 
 
+def is_here(host: str) -> bool:
+    """Return whether a host name or address is this host's."""
+    own = own_addresses()
+    return host == own[-1] or any(one in own or ip_address(one).is_loopback for one in addresses_of(host))
+
+
 def reach(hosts: Sequence[str], port: int) -> socket.socket:
     """Return a connection to rank 0, at the first of its addresses that accepts one.
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from unitrain import call_site
 from unitrain.communication.communicator import Communicator
@@ -49,8 +49,8 @@ class CopyCheck:
                 self._warn(
                     f"each of {self._communicator.world_size} ranks trains on the whole dataset, by a torch DataLoader "
                     "that shards nothing, so that an epoch repeats each sample on every rank. Use strategy.dataloader("
-                    "dataset, global_batch_size=..., shuffle=True), which gives each rank its part. If it is meant, "
-                    "pass a generator or a sampler of yours to the DataLoader."
+                    "dataset, global_batch_size=...), which gives each rank its part. If it is meant, pass a generator "
+                    "or a sampler of yours to the DataLoader."
                 )
                 return
         losses = self._communicator.all_gather(loss.detach().double())
@@ -75,13 +75,23 @@ def _plainly_read() -> str:
         if getattr(kind, "__module__", "") != DataLoader.__module__ or not hasattr(kind, "__next__"):
             continue
         for part in vars(one).values():
-            sampler: Any = part.sampler if type(part) is BatchSampler else part
-            drawn = type(sampler) is RandomSampler and sampler.generator is None
-            if drawn or type(sampler) is SequentialSampler:
-                with suppress(Exception), generators_restored():  # a dataset may raise any exception
-                    seed_generators(0)
-                    data = sampler.data_source
-                    return f"{len(data)} {fingerprint(data) or sample_digest(data[0])}"
+            with suppress(Exception), generators_restored():  # a dataset may raise any exception
+                seed_generators(0)
+                if read := _read_as_a_whole(part):
+                    return read
+    return ""
+
+
+def _read_as_a_whole(part: Any) -> str:
+    """Return what identifies the data that a part of a DataLoader's iterator reads; "" if it may shard them."""
+    if isinstance(part, IterableDataset) and not type(part).__module__.startswith("unitrain."):
+        stream = iter(part)
+        return "" if stream is part else str(sample_digest(next(stream)))  # else the sample would be lost
+    sampler: Any = part.sampler if type(part) is BatchSampler else part
+    drawn = type(sampler) is RandomSampler and sampler.generator is None
+    if drawn or type(sampler) is SequentialSampler:
+        data = sampler.data_source
+        return f"{len(data)} {fingerprint(data) or sample_digest(data[0])}"
     return ""
 
 
