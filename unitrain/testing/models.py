@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.optim import SGD, Optimizer
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 from unitrain import Strategy
 
@@ -87,13 +87,6 @@ def clip_by_hand(optimizer: Optimizer, norm: float) -> None:
         nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], norm)
 
     optimizer.register_step_pre_hook(clip)
-
-
-def train_plainly(model: nn.Module, optimizer: Optimizer, *, global_batch_size: int, epochs: int = 1) -> None:
-    """Train a model in a plain loop over all samples."""
-    for _ in range(epochs):
-        for inputs, targets in DataLoader(samples(), batch_size=global_batch_size):
-            step_by_hand(mse_loss(model(inputs), targets), optimizer)
 
 
 class Twins:
