@@ -23,8 +23,8 @@ _MASKS = (
     "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK",
     "ASCEND_RT_VISIBLE_DEVICES",
 )  # fmt: skip
-IN_STEP = ("cpu", "mps")
-"""Types of devices without streams beside the host's work: MPS has one queue, and the host's memory."""
+IN_STEP = ("cpu", "mps", "lazy")
+"""Types of devices that are used without streams: MPS shares the host's memory, and torch's lazy device has none."""
 HALF_DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -53,16 +53,16 @@ def device_type(setting: str) -> str:
     Raises:
         ConfigError: it names an accelerator that is not available.
     """
-    kind, found = setting.partition(":")[0], accelerator()
+    found = accelerator()
     if setting in ("auto", "cpu"):
         return (found or "cpu") if setting == "auto" else "cpu"
-    if kind != found:
+    if found is None or setting.partition(":")[0] != found:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "unset")
         raise ConfigError(
             f"device is {setting!r}, but torch finds {f'devices of type {found} only' if found else 'no accelerator'} "
             f"(torch {torch.__version__}, CUDA_VISIBLE_DEVICES={visible}): use device cpu or auto."
         )
-    return kind
+    return found
 
 
 def choices(setting: str) -> int:
@@ -103,7 +103,10 @@ def pick_device(setting: str, launch: Launch) -> torch.device:
             "processes per host, or use device cpu."
         )
     torch.accelerator.set_device_index(index)
-    return torch.device(kind, index)
+    device = torch.device(kind, index)
+    if launch.world_size > 1 and precise(device) != device:
+        raise ConfigError(f"{kind} has no float64, in which ranks add weights: train in one process, or on device cpu.")
+    return device
 
 
 def streams_of(device: torch.device) -> Any:
@@ -119,12 +122,3 @@ def precise(device: torch.device) -> torch.device:
     except (TypeError, RuntimeError):
         return torch.device("cpu")
     return device
-
-
-def free_memory(device: torch.device) -> int:
-    """Return the bytes of an accelerator's memory that are free; 0 if torch does not tell."""
-    try:
-        return torch.accelerator.get_memory_info(device)[0]
-    except (AttributeError, RuntimeError):  # torch before 2.10, or not implemented for this device
-        ask = getattr(torch.get_device_module(device), "mem_get_info", lambda _: (0, 0))
-        return int(ask(device)[0])
