@@ -14,7 +14,7 @@ from torch import nn
 from unitrain.communication.backend import LocalBackend
 from unitrain.config import Section, StrategyConfig
 from unitrain.data.structure import rebuilt, tensors
-from unitrain.device import devices_of
+from unitrain.device import choices, device_type, devices_of
 from unitrain.errors import ConfigError, UsageError
 from unitrain.launch.detect import Launch
 from unitrain.training.models.compile import is_compiled
@@ -86,6 +86,12 @@ class DataParallelBackend(LocalBackend):
     @classmethod
     def check(cls, config: StrategyConfig, launch: Launch) -> None:
         """Refuse GPUs that are not available, and what DataParallel does not support."""
+        kind = device_type(config.device)
+        if kind not in ("cpu", "cuda") and choices(config.device) > 1:
+            raise ConfigError(
+                f"torch's DataParallel supports CUDA only, and device is {config.device!r}, of which there are "
+                f"{choices(config.device)}: use backend ddp, or backend single with device {kind}:0."
+            )
         devices = _devices(config)
         if len(devices) > 1 and config.sync_batchnorm:
             raise ConfigError(
@@ -131,7 +137,7 @@ class DataParallelBackend(LocalBackend):
 
 def _devices(config: StrategyConfig) -> tuple[torch.device, ...]:
     """Return the GPUs that hold a replica; none if the CPU is used."""
-    visible = 0 if config.device == "cpu" else torch.cuda.device_count()
+    visible = torch.cuda.device_count() if device_type(config.device) == "cuda" else 0
     wanted = config.section("data_parallel", DataParallelSettings).device_ids
     if wanted is None:
         if ":" in config.device:

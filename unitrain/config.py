@@ -67,9 +67,13 @@ class StrategyConfig(Section):
     backend: Annotated[str, Field(min_length=1, json_schema_extra={"allowed": "auto or a backend's name"})] = "auto"
     """Backend: single, data_parallel, ddp, fsdp, horovod or a plug-in; auto chooses by launcher and GPUs."""
     device: Annotated[
-        str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]+)?)$", json_schema_extra={"allowed": "auto, cpu, cuda or cuda:N"})
+        str,
+        Field(
+            pattern="^[a-z][a-z0-9_]*(:[0-9]+)?$",
+            json_schema_extra={"allowed": "auto, cpu, cuda, cuda:N or another of torch's types"},
+        ),
     ] = "auto"
-    """Device to compute on; auto takes the GPU with the index of the local rank, or the CPU if there is none."""
+    """Device to compute on; auto: the accelerator of this local rank, or else the CPU."""
     precision: Precision = "fp32"
     """fp32; bf16 or fp16 (autocast with float32 weights); fp64 (casts model and inputs; to verify results)."""
     sync_batchnorm: bool = False
@@ -132,6 +136,18 @@ class StrategyConfig(Section):
         """Return the settings of a backend, of class ``kind``, or the defaults if there is no section for it."""
         found = getattr(self, backend, None)
         return found if isinstance(found, kind) else kind()
+
+    @field_validator("device")
+    @classmethod
+    def _is_known(cls, device: str) -> str:
+        if device not in ("auto", "cpu"):
+            import torch  # only here: the settings are read without it
+
+            try:
+                torch.device(device)
+            except RuntimeError:
+                raise ValueError("torch knows cpu, cuda, xpu, mps and those of imported plug-ins") from None
+        return device
 
     @model_validator(mode="after")
     def _refuse_conflicts(self) -> StrategyConfig:

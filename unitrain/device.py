@@ -1,10 +1,16 @@
-"""Chooses the device of a process, finds the devices of a model's layers, and names the half-precision dtypes."""
+"""The devices of a process: which accelerator torch has, what it can do, and on which devices a model's layers are.
+
+A process has at most one type of accelerator, torch's current one: CUDA (or ROCm), XPU, MPS, NPU or another plug-in's.
+Its streams and generators are those of ``torch.get_device_module``, and for the rest ``torch.accelerator`` is used.
+"""
 
 from __future__ import annotations
 
 import os
 from collections import defaultdict
 from collections.abc import Collection, Iterable
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +18,13 @@ from torch import Tensor, nn
 from unitrain.errors import ConfigError, LaunchError
 from unitrain.launch.detect import Launch
 
+# Variables of vendors with which a launcher shows each process one device only, as srun --gpus-per-task=1 does.
+_MASKS = (
+    "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK",
+    "ASCEND_RT_VISIBLE_DEVICES",
+)  # fmt: skip
+IN_STEP = ("cpu", "mps")
+"""Types of devices without streams beside the host's work: MPS has one queue, and the host's memory."""
 HALF_DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -28,39 +41,90 @@ def by_device(tensors: Iterable[Tensor]) -> Collection[list[Tensor]]:
     return lists.values()
 
 
-def pick_device(setting: str, launch: Launch) -> torch.device:
-    """Return the device of this process: one GPU for each local rank, or the CPU.
+def accelerator() -> str | None:
+    """Return the type of this process's accelerator, or None if no device of one is available."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return None if found is None else found.type
 
-    Args:
-        setting: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``. ``auto`` takes a GPU if there is one.
-        launch: its local rank is the index of the GPU among the visible ones.
+
+def device_type(setting: str) -> str:
+    """Return the type of device that the setting ``device`` means here.
 
     Raises:
-        ConfigError: a GPU was requested and is not available.
-        LaunchError: there are more processes on this host than visible GPUs.
+        ConfigError: it names an accelerator that is not available.
     """
-    if setting == "cpu" or (setting == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
+    kind, found = setting.partition(":")[0], accelerator()
+    if setting in ("auto", "cpu"):
+        return (found or "cpu") if setting == "auto" else "cpu"
+    if kind != found:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "unset")
         raise ConfigError(
-            f"device is {setting!r}, but torch finds no CUDA GPU (torch {torch.__version__}, "
-            f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'unset')}): use device cpu or auto."
+            f"device is {setting!r}, but torch finds {f'devices of type {found} only' if found else 'no accelerator'} "
+            f"(torch {torch.__version__}, CUDA_VISIBLE_DEVICES={visible}): use device cpu or auto."
         )
-    visible = torch.cuda.device_count()
+    return kind
+
+
+def choices(setting: str) -> int:
+    """Return how many accelerators this process may choose from: one if the setting names it, none for the CPU."""
+    if setting in ("auto", accelerator()):
+        return torch.accelerator.device_count()
+    return int(":" in setting)
+
+
+def pick_device(setting: str, launch: Launch) -> torch.device:
+    """Return the device of this process: one accelerator for each local rank, or the CPU.
+
+    Args:
+        setting: ``auto``, ``cpu``, or a type of accelerator, with or without an index, such as ``cuda`` or ``cuda:1``.
+            ``auto`` takes an accelerator if there is one.
+        launch: its local rank is the index of the accelerator among the visible ones.
+
+    Raises:
+        ConfigError: an accelerator was requested and is not available.
+        LaunchError: there are more processes on this host than visible accelerators.
+    """
+    kind = device_type(setting)
+    if kind == "cpu":
+        return torch.device("cpu")
+    visible = torch.accelerator.device_count()
     if ":" in setting:
         index = int(setting.split(":")[1])
         if index >= visible:
-            raise ConfigError(f"device is {setting!r}, but only cuda:0 to cuda:{visible - 1} are visible.")
+            raise ConfigError(f"device is {setting!r}, but only {kind}:0 to {kind}:{visible - 1} are visible.")
     elif launch.local_rank < visible:
         index = launch.local_rank
-    elif visible == 1 and "CUDA_VISIBLE_DEVICES" in os.environ:
-        index = 0  # the launcher shows each process one GPU only (srun --gpus-per-task=1)
+    elif visible == 1 and any(name in os.environ for name in _MASKS):
+        index = 0
     else:
         raise LaunchError(
-            f"local rank {launch.local_rank} has no GPU: {launch.launcher} started {launch.local_world_size} processes "
-            f"on this host, and {visible} GPUs are visible. Start at most {visible} processes per host, or use device "
-            "cpu."
+            f"local rank {launch.local_rank} has no device: {launch.launcher} started {launch.local_world_size} "
+            f"processes on this host, and {visible} devices of type {kind} are visible. Start at most {visible} "
+            "processes per host, or use device cpu."
         )
-    device = torch.device("cuda", index)
-    torch.cuda.set_device(device)
+    torch.accelerator.set_device_index(index)
+    return torch.device(kind, index)
+
+
+def streams_of(device: torch.device) -> Any:
+    """Return torch's module for a device that computes beside the host, in streams; None if it does not."""
+    return None if device.type in IN_STEP else torch.get_device_module(device)
+
+
+@lru_cache
+def precise(device: torch.device) -> torch.device:
+    """Return the device, or the CPU if the device has no float64, as MPS."""
+    try:
+        (torch.ones((), dtype=torch.float64, device=device) + 1).item()
+    except (TypeError, RuntimeError):
+        return torch.device("cpu")
     return device
+
+
+def free_memory(device: torch.device) -> int:
+    """Return the bytes of an accelerator's memory that are free; 0 if torch does not tell."""
+    try:
+        return torch.accelerator.get_memory_info(device)[0]
+    except (AttributeError, RuntimeError):  # torch before 2.10, or not implemented for this device
+        ask = getattr(torch.get_device_module(device), "mem_get_info", lambda _: (0, 0))
+        return int(ask(device)[0])

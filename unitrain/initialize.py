@@ -18,6 +18,7 @@ from typing_extensions import Unpack
 from unitrain import call_site
 from unitrain.communication.backend import Backend, load_backend
 from unitrain.config import Section, StrategyConfig
+from unitrain.device import accelerator, choices
 from unitrain.errors import BackendError, ConfigError, LaunchError, UsageError
 from unitrain.job import excepthook
 from unitrain.job.elastic import start_again
@@ -30,6 +31,7 @@ from unitrain.process import (
     print_stacks_when_killed,
     print_stderr,
     retain_freed_memory,
+    usable_cores,
 )
 from unitrain.rng import seed_all
 from unitrain.settings import resolve_strategy
@@ -75,7 +77,7 @@ def init(config: StrategyConfig | None = None, **settings: Unpack[StrategySettin
     if launch.rank == 0:
         if resolved.shard_optimizer and backend.shards:
             print_stderr(f"unitrain: shard_optimizer changes nothing: backend {backend.name!r} shards more than that.")
-        for line in advice(launch, resolved, torch.cuda.device_count()):
+        for line in advice(launch, resolved, choices(resolved.device)):
             print_stderr(f"unitrain: {line}")
     try:
         strategy = Strategy(backend, resolved, launch)
@@ -119,7 +121,7 @@ def choose_backend(launch: Launch, config: StrategyConfig) -> str:
     """Return the backend that ``backend="auto"`` selects under this launcher.
 
     horovodrun: Horovod. mpirun: Horovod if it is installed with MPI, else DDP. Any other launcher: DDP. Without a
-    launcher: DataParallel if several GPUs are visible, else single.
+    launcher: DataParallel if several CUDA GPUs are visible, else single.
     """
     if launch.launcher == "horovodrun":
         return "horovod"
@@ -127,22 +129,22 @@ def choose_backend(launch: Launch, config: StrategyConfig) -> str:
         return "horovod" if _horovod_has_mpi(launch) else "ddp"
     if launch.launcher != "python":
         return "ddp"
-    gpus = 0 if config.device != "auto" and config.device != "cuda" else torch.cuda.device_count()
-    return "data_parallel" if gpus > 1 else "single"
+    # torch's DataParallel supports no other accelerators.
+    return "data_parallel" if accelerator() == "cuda" and choices(config.device) > 1 else "single"
 
 
 def advice(launch: Launch, config: StrategyConfig, gpus: int) -> list[str]:
-    """Return hints on how the job was started, one per line, if ``gpus`` GPUs are visible to this process."""
+    """Return hints on how the job was started, one per line, if this process may choose from ``gpus`` GPUs."""
     lines = []
     if launch.also:
         lines.append(
             f"started by {launch.launcher}; the variables of {', '.join(launch.also)} are set too, and are ignored."
         )
     script = " ".join(sys.argv) or "SCRIPT"
-    idle = gpus > 1 and config.device in ("auto", "cuda") and launch.world_size == 1
-    if idle and launch.launcher == "torchrun":
+    idle = gpus > 1 and launch.world_size == 1 and launch.launcher in ("torchrun", "python")
+    if idle and config.backend != "data_parallel":
         lines.append(f"one process, but {gpus} visible GPUs: `torchrun --nproc-per-node {gpus} {script}` uses all.")
-    elif idle and launch.launcher == "python":
+    elif idle:
         faster = f"`torchrun --nproc-per-node {gpus} {script}`, one process per GPU, is faster."
         lines.append(f"one process uses {gpus} GPUs: {faster}")
     return lines
@@ -236,4 +238,4 @@ def _set_tf32(allowed: bool) -> None:
 
 def default_threads(local_world_size: int) -> int:
     """Return the compute threads of each process: cores // processes, at most the cores that it is bound to."""
-    return max(1, min(len(os.sched_getaffinity(0)), (os.cpu_count() or 1) // local_world_size))
+    return max(1, min(usable_cores(), (os.cpu_count() or 1) // local_world_size))

@@ -1,4 +1,7 @@
-"""Deep copies of modules whose layers keep what they have computed: ``weight_norm``'s weight, an attention map."""
+"""Copies of parameters, with what is set on them, and deep copies of modules that keep what they have computed.
+
+Layers keep ``weight_norm``'s weight, say, or an attention map.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import copy
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
@@ -28,3 +32,27 @@ def without_memory(module: nn.Module, tensors: Iterable[Tensor]) -> nn.Module:
         empty = tensor.detach().to("meta")
         memo[id(tensor)] = Parameter(empty, tensor.requires_grad) if isinstance(tensor, Parameter) else empty
     return copy.deepcopy(module, memo)
+
+
+def add_hooks(leaf: Tensor, *, of: Tensor) -> None:
+    """Call the hooks of a parameter with the gradient of the leaf that takes its place in graphs."""
+    for hook in (of._backward_hooks or {}).values():
+        leaf.register_hook(hook)  # type: ignore[no-untyped-call]
+    for hook in (of._post_accumulate_grad_hooks or {}).values():
+        leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+
+def move_foreign(tensors: Iterable[Tensor], device: torch.device) -> None:
+    """Move tensors in place to a device for which torch has another type of tensors, as for a plug-in's.
+
+    ``Module.to`` would make new parameters there, which are not the optimizer's. All others are left where they are.
+    """
+    for tensor in tensors:
+        if tensor.is_meta or torch._has_compatible_shallow_copy_type(tensor, torch.empty(0, device=device)):
+            continue
+        moved = tensor.detach().to(device)
+        if isinstance(tensor, Parameter):
+            moved = Parameter(moved, tensor.requires_grad)
+        vars(moved).update(vars(tensor))
+        add_hooks(moved, of=tensor)
+        torch.utils.swap_tensors(tensor, moved)  # type: ignore[no-untyped-call]

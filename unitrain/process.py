@@ -7,10 +7,12 @@ import faulthandler
 import os
 import select
 import signal
+import socket
 import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import NoReturn, TextIO
 
 import psutil
@@ -20,6 +22,7 @@ _ABORT_S = 1.0
 _WRITE_S = 2.0
 _FLUSH_S = 2.0
 _PR_SET_PDEATHSIG = 1  # Linux: the signal that this process gets when its parent dies
+_LINUX = sys.platform == "linux"
 _libc = ctypes.CDLL(None)
 # Parameters of glibc's mallopt, from malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -96,14 +99,14 @@ def _flush() -> None:
 
 
 def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
-    """Have this process receive a signal when its parent dies. Safe in a ``preexec_fn``."""
-    _libc.prctl(_PR_SET_PDEATHSIG, number)
+    """Have this process receive a signal when its parent dies. Safe in a ``preexec_fn``. Linux only."""
+    _call("prctl", _PR_SET_PDEATHSIG, number)
 
 
 def print_stacks(title: str) -> None:
     """Print the stacks of all threads on stderr, the main thread's last."""
     # Through a file: written to a full pipe, they would block this process with the GIL held.
-    with os.fdopen(os.memfd_create("stacks"), "w+b") as file:
+    with os.fdopen(os.memfd_create("stacks"), "w+b") if hasattr(os, "memfd_create") else TemporaryFile() as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
         print_stderr(f"{title}\n{file.read().decode(errors='replace').rstrip()}")
@@ -132,11 +135,35 @@ def is_busy() -> bool:
 def start_time(pid: int) -> int:
     """Return when a process was started, in clock ticks since boot: a pid may be reused, and clocks may be set.
 
+    Other systems than Linux tell the time of day, here in milliseconds.
+
     Raises:
         OSError: there is no such process.
     """
+    if not _LINUX:
+        try:
+            return int(psutil.Process(pid).create_time() * 1000)
+        except psutil.Error as error:
+            raise ProcessLookupError(str(error)) from error
     after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]
     return int(after_name.split()[19])  # "starttime" in proc(5)
+
+
+def boot_id() -> str:
+    """Return an identifier of this host, by whatever names its containers have, since it was started."""
+    if _LINUX:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{socket.gethostname()} {psutil.boot_time():.0f}"
+
+
+def usable_cores() -> int:
+    """Return the number of cores that this process may use: those that it is bound to, where a system has that."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def open_descriptors() -> list[int]:
+    """Return the file descriptors that are open, among them one of this listing."""
+    return [int(name) for name in os.listdir("/proc/self/fd" if _LINUX else "/dev/fd")]
 
 
 def kill_stalled(pid: int, started: int, *, aborts: bool) -> None:
@@ -166,8 +193,8 @@ def retain_freed_memory() -> None:
     to the system. The next step then had to fault in thousands of pages, which took a fifth of a small ResNet's time.
     Blocks of more than 32 MiB are still returned. Does nothing with other C libraries.
     """
-    _glibc("mallopt", _M_TRIM_THRESHOLD, _NEVER)
-    _glibc("mallopt", _M_MMAP_THRESHOLD, _LARGEST_FROM_HEAP)
+    _call("mallopt", _M_TRIM_THRESHOLD, _NEVER)
+    _call("mallopt", _M_MMAP_THRESHOLD, _LARGEST_FROM_HEAP)
 
 
 def return_freed_memory(smallest: int = 64 * 2**10) -> None:
@@ -176,14 +203,14 @@ def return_freed_memory(smallest: int = 64 * 2**10) -> None:
     Until glibc 2.38, no block of torch's fits into the gap that one of the same size has left (its bug 14581): where
     large blocks of a few sizes come and go among others that stay, the heap grows to several times of what is in use.
     """
-    _glibc("mallopt", _M_MMAP_THRESHOLD, smallest)
+    _call("mallopt", _M_MMAP_THRESHOLD, smallest)
 
 
 def trim_heap() -> None:
     """Have glibc return the memory that it keeps to the system."""
-    _glibc("malloc_trim", 0)
+    _call("malloc_trim", 0)
 
 
-def _glibc(name: str, *arguments: int) -> None:
-    """Call a function that other C libraries lack, if it is there."""
+def _call(name: str, *arguments: int) -> None:
+    """Call a function that other systems or C libraries lack, if it is there."""
     getattr(_libc, name, lambda *_: None)(*arguments)

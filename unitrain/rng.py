@@ -207,7 +207,7 @@ def _restore(states: _States) -> None:
 
 
 def capture() -> dict[str, Any]:
-    """Return the states of python's, numpy's and torch's generators, including the GPUs' if CUDA is in use."""
+    """Return the states of python's, numpy's and torch's generators, including those of GPUs that are in use."""
     version, internal, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state = {
@@ -215,8 +215,8 @@ def capture() -> dict[str, Any]:
         "numpy": [name, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, cached],
         "torch": torch.get_rng_state(),
     }
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        state["cuda"] = [torch.cuda.get_rng_state(device) for device in _gpus()]
+    if accelerator := _in_use():
+        state[accelerator.type] = [torch.get_device_module(accelerator).get_rng_state(i) for i in _indices()]
     return state
 
 
@@ -228,12 +228,19 @@ def restore(state: dict[str, Any]) -> None:
     name, keys, position, has_gauss, cached = state["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
     torch.set_rng_state(state["torch"])
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        for device, its in zip(_gpus(), state.get("cuda", ()), strict=False):
-            torch.cuda.set_rng_state(its, device)
+    if accelerator := _in_use():
+        for i, its in zip(_indices(), state.get(accelerator.type, ()), strict=False):
+            torch.get_device_module(accelerator).set_rng_state(its, i)
 
 
-def _gpus() -> list[int]:
+def _in_use() -> torch.device | None:
+    """Return the type of this process's accelerator, or None if it has not used any."""
+    found = torch.accelerator.current_accelerator()
+    module = None if found is None else torch.get_device_module(found)
+    return found if getattr(module, "is_initialized", torch.accelerator.is_available)() else None
+
+
+def _indices() -> list[int]:
     """Return the visible GPUs, beginning with this rank's own, which may have another index after a resume."""
-    current, count = torch.cuda.current_device(), torch.cuda.device_count()
+    current, count = torch.accelerator.current_device_index(), torch.accelerator.device_count()
     return [(current + i) % count for i in range(count)]

@@ -352,7 +352,7 @@ class Strategy:
             self._communicator,
             self._step,
             self._prepared,
-            [device for device in self._devices_in_use() if device.type == "cuda"],
+            [device for device in self._devices_in_use() if device.type != "cpu"],
             self.config,
             loader,
             compute_loss,
@@ -361,7 +361,7 @@ class Strategy:
 
     def _devices_in_use(self) -> tuple[torch.device, ...]:
         """Return the devices of this process, and the GPUs on which the script has put layers of its models."""
-        of_layers = (device for module in self._prepared for device in devices_of(module) if device.type == "cuda")
+        of_layers = (device for module in self._prepared for device in devices_of(module) if device.type != "cpu")
         return tuple(dict.fromkeys([*self.devices, *of_layers]))
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""The backend ddp: torch's DistributedDataParallel over NCCL or gloo."""
+"""The backend ddp: torch's DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class DDPBackend(ProcessGroupBackend):
 
     @classmethod
     def check(cls, config: StrategyConfig, launch: Launch) -> None:
-        """Refuse NCCL if it is not available, accumulation with a static graph, and small buckets if compiled."""
+        """Refuse a library that is not available, accumulation with a static graph, and small buckets if compiled."""
         settings = config.section(cls.name, DDPSettings)
         if config.compile and settings.bucket_cap_mb < 1:
             raise ConfigError("compile needs ddp.bucket_cap_mb of at least 1: torch can't split a graph at less.")
@@ -89,7 +89,7 @@ class DDPBackend(ProcessGroupBackend):
             )
         wrapped = AveragingModule(
             module,
-            device_ids=[self.device.index] if self.device.type == "cuda" else None,
+            device_ids=[self.device.index] if self.device.type != "cpu" else None,
             bucket_cap_mb=options.bucket_cap_mb,
             find_unused_parameters=options.find_unused_parameters and not options.static_graph,
             gradient_as_bucket_view=options.gradient_as_bucket_view,
@@ -103,7 +103,7 @@ class DDPBackend(ProcessGroupBackend):
                 wrapped,
                 rank=options.powersgd_rank,
                 start_step=options.powersgd_start_step,
-                sequential="nccl" not in dist.get_backend(),
+                sequential="gloo" in dist.get_backend(),
             )
         wrapped.require_backward_grad_sync = self._armed
         self._names.update({p: name.replace(_COMPILED, "") for name, p in module.named_parameters()})

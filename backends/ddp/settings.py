@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field
 
@@ -12,8 +12,10 @@ from unitrain.config import Section
 class DDPSettings(Section):
     """Settings of the backend ddp (torch's DistributedDataParallel)."""
 
-    communication: Literal["auto", "nccl", "gloo"] = "auto"
-    """Communication library; auto: nccl if every process has a separate GPU (not a MIG instance), else gloo."""
+    communication: Annotated[
+        str, Field(pattern="^[a-z][a-z0-9_]*$", json_schema_extra={"allowed": "auto, nccl, gloo or another of torch's"})
+    ] = "auto"
+    """Communication library; auto: the device's (nccl on GPUs), gloo on CPUs and shared GPUs."""
     find_unused_parameters: bool = False
     """Find parameters that were not used in a forward, in each backward; slower. Not needed with static_graph."""
     static_graph: bool = False

@@ -1,4 +1,4 @@
-"""The backend fsdp: torch's fully_shard over NCCL or gloo. Each rank has a shard of every parameter."""
+"""The backend fsdp: torch's fully_shard. Each rank has a shard of every parameter."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class FSDPBackend(ProcessGroupBackend):
 
     @classmethod
     def check(cls, config: StrategyConfig, launch: Launch) -> None:
-        """Refuse NCCL if it is not available, a torch that is too old, and settings that this job can't have."""
+        """Refuse a library that is not available, a torch that is too old, and settings that this job can't have."""
         super().check(config, launch)
         from torch.distributed.fsdp import FSDPModule
 

@@ -22,8 +22,8 @@ from torch.nn import Parameter
 
 from unitrain.data.structure import tensors
 from unitrain.errors import UsageError
-from unitrain.module_copy import without_memory
-from unitrain.training.models.materialising import add_hooks, give_memory
+from unitrain.module_copy import add_hooks, move_foreign, without_memory
+from unitrain.training.models.materialising import give_memory
 
 from .changes import ForwardChanges, explain_methods, refuse_tied
 from .settings import FSDPSettings
@@ -59,9 +59,11 @@ class ShardedModule:
         offload: bool,
         has_mean: bool,
     ) -> None:
+        self._device = device
         self._skeleton = without_memory(module, [*module.parameters(), *module.buffers()])
         give_memory(module, device, only=not_divisible(module))
         self.replicated: set[Parameter] = not_divisible(module)
+        move_foreign(self.replicated, device)
         for parameter in self.replicated:
             parameter.data = parameter.data.to(device)
         before = dict(module.named_parameters())
@@ -111,6 +113,7 @@ class ShardedModule:
     def _divide(self, unit: nn.Module, shard: Callable[[nn.Module], object]) -> None:
         """Shard the parameters of a unit that are not sharded yet."""
         dense = [p for p in unit.parameters() if to_local(p) is p and p not in self.replicated]
+        move_foreign([*dense, *unit.buffers()], self._device)
         for parameter in dense:
             parameter.data = parameter.data.contiguous()  # of channels_last, say
         shard(unit)

@@ -15,8 +15,10 @@ LARGE = 2**20
 class FSDPSettings(Section):
     """Settings of the backend fsdp (torch's fully_shard)."""
 
-    communication: Literal["auto", "nccl", "gloo"] = "auto"
-    """Communication library; auto: nccl if every process has a separate GPU (not a MIG instance), else gloo."""
+    communication: Annotated[
+        str, Field(pattern="^[a-z][a-z0-9_]*$", json_schema_extra={"allowed": "auto, nccl, gloo or another of torch's"})
+    ] = "auto"
+    """Communication library; auto: the device's (nccl on GPUs), gloo on CPUs and shared GPUs."""
     wrap: Annotated[
         tuple[str, ...] | Annotated[int, Field(ge=1)] | None,
         Field(json_schema_extra={"allowed": "names of classes, a number of parameters or null"}),

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from unitrain.communication.backend import Backend, Wait
 from unitrain.config import Section, StrategyConfig
+from unitrain.device import device_type
 from unitrain.errors import BackendError, ConfigError, LaunchError
 from unitrain.launch.detect import Launch
 from unitrain.launch.mpi import mpi_family, point_to_installed_mpi
@@ -72,7 +73,12 @@ class HorovodBackend(Backend):
     def check(cls, config: StrategyConfig, launch: Launch) -> None:
         """Refuse to start without Horovod, or with a controller that it lacks or that the launcher does not support."""
         hvd = _import_horovod()
-        if config.device != "cpu" and torch.cuda.is_available() and not hvd.nccl_built():
+        kind = device_type(config.device)
+        if kind not in ("cpu", "cuda"):
+            raise ConfigError(
+                f"Horovod does not support devices of type {kind}: set device to cpu, or use backend ddp."
+            )
+        if kind == "cuda" and not hvd.nccl_built():
             # Horovod would copy to the CPU without waiting for the GPU, and throw in a background thread.
             raise BackendError(
                 f"this Horovod was built for CPUs only, but device is {config.device!r} on a host with GPUs: rebuild "

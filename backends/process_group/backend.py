@@ -1,4 +1,4 @@
-"""The base class of the backends on torch.distributed: its process groups, over NCCL or gloo."""
+"""The base class of the backends on torch.distributed: its process groups, over any of its libraries."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch.nn import Parameter
 
 from unitrain.communication.backend import Backend, Wait
 from unitrain.config import StrategyConfig
+from unitrain.device import device_type
 from unitrain.errors import CommunicationError, ConfigError, UsageError
 from unitrain.launch.detect import Launch
 from unitrain.launch.network.interfaces import choose_gloo_interface
@@ -45,20 +46,25 @@ class ProcessGroupBackend(Backend):
         """Return whether an error comes from torch.distributed. gloo raises plain RuntimeErrors."""
         if isinstance(error, dist.DistError):
             return True
-        return isinstance(error, RuntimeError) and bool(re.search("gloo|NCCL|ProcessGroup", str(error)))
+        names = "|".join({"gloo", "nccl", *_libraries()})
+        return isinstance(error, RuntimeError) and bool(re.search(rf"ProcessGroup|\b({names})", str(error), re.I))
 
     @classmethod
     def check(cls, config: StrategyConfig, launch: Launch) -> None:
-        """Refuse NCCL if it is not available."""
+        """Refuse a communication library that torch does not have for the device."""
         settings: Any = config.section(cls.name, cls.Settings)
-        if settings.communication != "nccl":
+        kind = device_type(config.device)
+        library = settings.communication
+        if library == "auto":
+            library = dist.Backend.default_device_backend_map.get(kind)
+        if _serves(library, kind):
             return
-        if not (dist.is_nccl_available() and torch.cuda.is_available()) or config.device == "cpu":
-            raise ConfigError(
-                f"{cls.name}.communication is nccl, which needs a CUDA GPU for every process and a torch built with "
-                f"NCCL; this host has {torch.cuda.device_count()} visible GPUs, and device is {config.device!r}. Set "
-                f"{cls.name}.communication to auto or gloo."
-            )
+        those = [name for name in dist.Backend.backend_capability if _serves(name, kind)]
+        remedy = f"set it to auto or {' or '.join(those)}" if those else "use backend single, or device cpu"
+        raise ConfigError(
+            f"{cls.name}.communication is {settings.communication}, but torch.distributed does not have "
+            f"{library or 'a library'} for devices of type {kind} here (device is {config.device!r}): {remedy}."
+        )
 
     def __init__(self, config: StrategyConfig, launch: Launch, device: torch.device) -> None:
         super().__init__(config, launch, device)
@@ -74,7 +80,7 @@ class ProcessGroupBackend(Backend):
             if self.launch.local_world_size < self.world_size:
                 choose_gloo_interface(store, self.launch)
             library = self._library(store)
-            if library == "nccl":
+            if library != "gloo":
                 # NCCL's watchdog aborts the process. The job's watch, which reports the reason, must come first.
                 timeout += timedelta(seconds=_AFTER_WATCH_S)
             try:
@@ -110,8 +116,9 @@ class ProcessGroupBackend(Backend):
     def _library(self, store: dist.Store) -> str:
         """Return the communication library, the same on all ranks."""
         wanted = str(self.settings.communication)
-        if self.device.type != "cuda":
+        if wanted not in ("auto", "nccl") or self.device.type == "cpu":
             return "gloo" if wanted == "auto" else wanted
+        default: str = dist.get_default_backend_for_device(self.device)
         shared = self.world_size > 1 and any_shared(store, gpu_id(self.device, self.rank), self.world_size)
         if shared and wanted == "nccl":
             raise ConfigError(
@@ -120,12 +127,14 @@ class ProcessGroupBackend(Backend):
                 f"{self.config.device!r}): start at most one process per GPU, set {self.name}.communication to auto or "
                 "gloo, or, with NCCL 2.30 or newer, set NCCL_MULTI_RANK_GPU_ENABLE=1."
             )
-        return "gloo" if shared else "nccl" if wanted == "auto" else wanted
+        if wanted == "auto":
+            return "gloo" if shared and _serves("gloo", self.device.type) else default
+        return wanted
 
     def close(self, *, failed: bool) -> None:
         """Destroy the process groups made here, unless that would need other ranks, which may be gone."""
-        if failed and dist.is_initialized() and "nccl" in dist.get_backend():
-            return  # destroying NCCL communicators waits for the other ranks of the host
+        if failed and _libraries() - {"gloo"}:
+            return  # destroying NCCL's communicators, for one, waits for the other ranks of the host
         if not failed:
             # gloo's threads end with the last reference to their group. If one frees the tensor of a finished work
             # while Python shuts down, the process aborts.
@@ -182,6 +191,19 @@ class ProcessGroupBackend(Backend):
     def broadcast(self, tensor: Tensor, src: int, name: str) -> Wait:
         """Broadcast in the core's process group."""
         return partial(_wait, dist.broadcast(tensor, src, group=self._group, async_op=True))
+
+
+def _serves(library: str | None, kind: str) -> bool:
+    """Return whether torch has a communication library for a type of device."""
+    if library in (None, "fake") or not dist.is_backend_available(library):
+        return False
+    return kind in dist.Backend.backend_capability.get(library, ())
+
+
+def _libraries() -> set[str]:
+    """Return the communication libraries of the default process group, if there is one."""
+    pairs = dist.get_backend_config().split(",") if dist.is_initialized() else ()
+    return {pair.rpartition(":")[2] for pair in pairs}
 
 
 def _wait(work: dist.Work | None) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import os
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from unitrain.process import boot_id
 
 # All ranks start their backends in the same order, so a count identifies a start. One store may serve several.
 _starts = itertools.count()
@@ -17,11 +18,15 @@ _starts = itertools.count()
 def gpu_id(device: torch.device, rank: int) -> str:
     """Return an identifier of a rank's GPU, which two ranks have in common if NCCL would not take them both.
 
-    NCCL tells GPUs by host and PCI address. MIG instances of one GPU share it, though their UUIDs differ.
+    NCCL tells GPUs by host and PCI address. MIG instances of one GPU share it, though their UUIDs differ. Other devices
+    are told by their UUIDs, or by their indices, which processes that see one device each have in common.
     """
-    host = Path("/proc/sys/kernel/random/boot_id").read_text().strip()  # containers on one host may have any names
-    gpu: Any = torch.cuda.get_device_properties(device)  # its stub lacks the PCI address
-    address = f"{host} {gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}"
+    module = torch.get_device_module(device)
+    gpu: Any = module.get_device_properties(device) if hasattr(module, "get_device_properties") else None
+    if hasattr(gpu, "pci_bus_id"):
+        address = f"{boot_id()} {gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}"
+    else:
+        address = f"{boot_id()} {getattr(gpu, 'uuid', device)}"
     return f"{address} {rank}" if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" else address
 
 

@@ -32,8 +32,12 @@ def test_a_run_on_a_cpu_leaves_the_gpus_of_its_host_alone(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    for name in ("get_rng_state", "set_rng_state", "current_device", "device_count"):
-        monkeypatch.setattr(torch.cuda, name, refuse)
+    for module, *names in (
+        (torch.cuda, "get_rng_state", "set_rng_state"),
+        (torch.accelerator, "current_device_index", "device_count"),
+    ):
+        for name in names:
+            monkeypatch.setattr(module, name, refuse)
     state = rng.capture()
     assert "cuda" not in state
     rng.restore({**state, "cuda": [torch.zeros(16, dtype=torch.uint8)]})
@@ -45,8 +49,8 @@ class Gpus:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, states: list[int], current: int) -> None:
         self.states = states
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-        monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(states))
+        monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: current)
+        monkeypatch.setattr(torch.accelerator, "device_count", lambda: len(states))
         monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: torch.tensor(states[device]))
         monkeypatch.setattr(torch.cuda, "set_rng_state", self.set)
 

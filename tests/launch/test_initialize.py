@@ -236,14 +236,16 @@ def test_compression_that_a_backend_lacks_is_refused() -> None:
         run_ranks(_bf16_on_horovod, launcher="horovodrun")
 
 
-@pytest.mark.parametrize("device", ["cuda", "cuda:3"])
+@pytest.mark.parametrize("device", ["cuda", "cuda:3", "xpu", "cpu:0"])
 def test_a_gpu_that_is_not_there(device: str) -> None:
-    with pytest.raises(ConfigError, match=f"device is '{device}', but torch finds no CUDA GPU"):
+    with pytest.raises(ConfigError, match=f"device is '{device}', but torch finds no accelerator"):
         unitrain.init(backend="single", device=device)
 
 
 def test_nccl_without_a_gpu() -> None:
-    with pytest.raises(ConfigError, match=r"ddp\.communication is nccl, .* Set ddp\.communication to auto or gloo"):
+    with pytest.raises(
+        ConfigError, match=r"ddp\.communication is nccl, .* does not have nccl for .* cpu .*: set it to auto or gloo"
+    ):
         unitrain.init(backend="ddp", ddp={"communication": "nccl"})
     with pytest.raises(ConfigError, match=r"data_parallel\.device_ids is \[0, 1\]"):
         unitrain.init(backend="data_parallel", data_parallel={"device_ids": [0, 1]})
@@ -265,18 +267,18 @@ def test_auto_device_is_the_cpu_where_there_is_no_gpu() -> None:
 
 
 @pytest.mark.parametrize(
-    ("launcher", "world_size", "gpus", "device", "said"),
+    ("launcher", "world_size", "gpus", "backend", "said"),
     [
-        ("torchrun", 1, 4, "auto", ["--nproc-per-node 4"]),
-        ("python", 1, 2, "auto", ["one process uses 2 GPUs", "torchrun --nproc-per-node 2"]),
-        ("python", 1, 2, "cpu", []),
-        ("python", 1, 1, "auto", []),
-        ("torchrun", 4, 4, "auto", []),
-        ("python", 1, 0, "auto", []),
+        ("torchrun", 1, 4, "ddp", ["one process, but 4 visible GPUs", "--nproc-per-node 4"]),
+        ("python", 1, 2, "data_parallel", ["one process uses 2 GPUs", "torchrun --nproc-per-node 2"]),
+        ("python", 1, 2, "single", ["one process, but 2 visible GPUs", "torchrun --nproc-per-node 2"]),
+        ("python", 1, 1, "data_parallel", []),
+        ("torchrun", 4, 4, "ddp", []),
+        ("python", 1, 0, "single", []),
     ],
 )
-def test_advice_on_idle_gpus(launcher: str, world_size: int, gpus: int, device: str, said: list[str]) -> None:
-    lines = advice(Launch(launcher, world_size=world_size), StrategyConfig(device=device), gpus)
+def test_advice_on_idle_gpus(launcher: str, world_size: int, gpus: int, backend: str, said: list[str]) -> None:
+    lines = advice(Launch(launcher, world_size=world_size), StrategyConfig(backend=backend), gpus)
     assert len(lines) == bool(said)
     assert all(part in lines[0] for part in said)
 

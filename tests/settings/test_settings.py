@@ -356,7 +356,10 @@ def test_help_imports_no_engine() -> None:
         (["--batch-size", "1.5"], "--batch-size is '1.5', but must be an integer >= 1."),
         (["--seed", "-3"], "--strategy.seed is '-3', but must be an integer >= 0, < 4294967296."),
         (["--freeze", "maybe"], "--freeze is 'maybe', but must be true or false."),
-        (["--strategy.device", "gpu"], "--strategy.device is 'gpu', but must be auto, cpu, cuda or cuda:N."),
+        (
+            ["--strategy.device", "gpu"],
+            "--strategy.device is 'gpu': torch knows cpu, cuda, xpu, mps and those of imported plug-ins.",
+        ),
         (["--milestones", "3,x"], "--milestones is '3,x', but must be a list (0,1 or [0, 1]), each an integer."),
         (
             ["--strategy.data-parallel.device-ids", "0,0"],

@@ -20,6 +20,7 @@ from unitrain.checkpoint.run_state import RunState
 from unitrain.checkpoint.sharded.saving import Shards, write_all, write_own
 from unitrain.checkpoint.store.folder import Draft, Folder
 from unitrain.data.structure import rebuilt, tensors
+from unitrain.device import IN_STEP, streams_of
 from unitrain.errors import CheckpointError
 
 # What is being written in the background. This uses executors, which refuse work once the main thread has ended: a
@@ -163,7 +164,7 @@ def snapshot(state: Any, before: Any = None) -> Any:
     devices: set[torch.device] = set()
     copied = _copy(state, before, devices)
     for device in devices:
-        torch.cuda.current_stream(device).synchronize()
+        streams_of(device).current_stream(device).synchronize()
     return copied
 
 
@@ -172,11 +173,12 @@ def _copy(value: Any, before: Any, devices: set[torch.device]) -> Any:
     if isinstance(value, Tensor):
         if value.is_meta:
             return value
-        if value.is_cuda:
+        beside = value.device.type not in IN_STEP
+        if beside:
             devices.add(value.device)
         if not isinstance(before, Tensor) or (before.shape, before.dtype) != (value.shape, value.dtype):
-            before = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
-        return before.copy_(value.detach(), non_blocking=True)
+            before = torch.empty(value.shape, dtype=value.dtype, pin_memory=beside)
+        return before.copy_(value.detach(), non_blocking=beside)
     if isinstance(value, dict):
         by_key = before if isinstance(before, dict) else {}
         return {key: _copy(item, by_key.get(key), devices) for key, item in value.items()}

@@ -23,7 +23,7 @@ from unitrain.config import Section, StrategyConfig
 from unitrain.device import devices_of
 from unitrain.errors import BackendError, ConfigError, nearest
 from unitrain.launch.detect import Launch
-from unitrain.module_copy import copied
+from unitrain.module_copy import copied, move_foreign
 
 GROUP = "unitrain.backends"
 """The entry-point group under which packages register backends."""
@@ -193,6 +193,7 @@ class Backend(ABC):
             UsageError: this backend does not support such a module.
         """
         if len(devices_of(module)) < 2:
+            move_foreign([*module.parameters(), *module.buffers()], self.device)
             module.to(self.device)
 
     def to_local(self, tensor: Tensor) -> Tensor:

@@ -283,14 +283,15 @@ class Communicator:
             )
 
     def _communicable(self, tensor: Tensor, verb: str) -> Tensor:
-        """Return a contiguous copy on ``device``."""
+        """Return a contiguous copy, on ``device`` if there are other ranks."""
         if not isinstance(tensor, Tensor):
             raise UsageError(f"{verb} takes a tensor, not {type(tensor).__name__}: wrap it in torch.tensor(...).")
         if tensor.layout != torch.strided:
             raise UsageError(f"{verb} does not support sparse tensors: convert it with to_dense() first.")
         if self.is_sharded(tensor):
             raise UsageError(f"{verb} does not support shards: pass strategy.full_tensor(tensor), or a value from it.")
-        return tensor.detach().to(self.device, copy=True, memory_format=torch.contiguous_format)
+        device = tensor.device if self.world_size == 1 else self.device
+        return tensor.detach().to(device, copy=True, memory_format=torch.contiguous_format)
 
     def _complete(self, collective: Callable[[], T], verb: str, tensor: Tensor | None = None, how: str = "") -> T:
         """Run a collective and wait for it. If it fails because of another rank, say which and where it is.

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 
 from unitrain.communication.communicator import Communicator
+from unitrain.device import streams_of
 
 
 class CountReduction:
@@ -22,8 +23,8 @@ class CountReduction:
         self._communicator = communicator
         self._op = op
         self._name = name
-        device = communicator.device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._streams = streams_of(communicator.device)
+        self._stream = None if self._streams is None else self._streams.Stream(communicator.device)
 
     def start(self, values: Sequence[int]) -> Callable[[], list[int]]:
         """Start to reduce values, and return a function that waits for the results. Collective."""
@@ -40,4 +41,4 @@ class CountReduction:
         return results
 
     def _on_own_stream(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        return nullcontext() if self._streams is None else self._streams.stream(self._stream)

@@ -13,13 +13,14 @@ import multiprocessing
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
 from unitrain.launch import horovod_elastic
 from unitrain.launch.detect import Launch
-from unitrain.process import exit_now, flush, print_stderr
+from unitrain.process import exit_now, flush, open_descriptors, print_stderr
 
 _END_S = 1.0
 _started_in = os.getcwd()
@@ -44,13 +45,15 @@ def start_again(line: str = "") -> NoReturn:
         worker.kill()
         worker.join(_END_S)
     # What C++ libraries have opened would stay open, and other ranks would wait at it.
-    for descriptor in map(int, os.listdir("/proc/self/fd")):
+    for descriptor in open_descriptors():
         if descriptor > 2:
             with suppress(OSError):  # the descriptor of the listing
                 os.set_inheritable(descriptor, False)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    first = Path("/proc/self/environ").read_bytes().split(b"\0")  # without what the script has changed
-    environ = dict(one.split(b"=", 1) for one in first if b"=" in one)
+    environ: Mapping[bytes, bytes] = os.environb
+    with suppress(OSError):  # on Linux, without what the script has changed
+        first = Path("/proc/self/environ").read_bytes().split(b"\0")
+        environ = dict(one.split(b"=", 1) for one in first if b"=" in one)
     with suppress(OSError):
         os.chdir(_started_in)
     asking = [sys.executable, "-I", "-S", horovod_elastic.__file__, *sys.orig_argv]

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from unitrain.communication.communicator import Communicator
 from unitrain.data.loop import CurrentBatch
+from unitrain.device import precise
 from unitrain.errors import UsageError
 
 
@@ -65,6 +66,7 @@ class Meter:
         if isinstance(value, Tensor):
             value = value.detach()
             if self._total.device != value.device:
+                value = value.to(precise(value.device))
                 self._total = self._total.to(value.device)
         if mean is not None:
             # In float64: a float32 product with a large count would lose digits that the sum keeps.
@@ -81,11 +83,7 @@ class Meter:
         self._count += count
 
     def _reduced(self) -> Tensor:
-        device = self._communicator.device
-        pair = torch.stack(
-            [self._total.to(device), torch.tensor(float(self._count), dtype=torch.float64, device=device)]
-        )
-        return self._communicator.all_reduce(pair)
+        return self._communicator.all_reduce(torch.stack([self._total, torch.full_like(self._total, self._count)]))
 
     def value(self) -> float:
         """Return the mean over all samples of all ranks, or NaN without samples. Collective."""

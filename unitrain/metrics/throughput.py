@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import sys
 from collections.abc import Sequence
 from time import perf_counter
 from typing import NamedTuple
@@ -12,6 +13,8 @@ import torch
 from unitrain.communication.communicator import Communicator
 from unitrain.data.loop import Batches
 from unitrain.training.hooks import StepHook
+
+_UNIT = 1 if sys.platform == "darwin" else 1024  # of the peak that the system tells, in bytes
 
 
 class Totals(NamedTuple):
@@ -36,7 +39,7 @@ class Throughput(StepHook):
 
     def __init__(self, communicator: Communicator, devices: Sequence[torch.device]) -> None:
         self._communicator = communicator
-        self._gpus = [device for device in devices if device.type == "cuda"]
+        self._gpus = [device for device in devices if device.type != "cpu"]
         self._samples = 0
         self._seconds = self._data = self._step = 0.0
         self._iterations = 0  # in progress
@@ -113,9 +116,9 @@ class Throughput(StepHook):
 
     def _await_device(self) -> None:
         for device in self._gpus:
-            torch.cuda.synchronize(device)
+            torch.accelerator.synchronize(device)
 
     def _peak_memory(self) -> int:
         """Return the peak memory in bytes."""
-        on_gpus = [torch.cuda.max_memory_allocated(device) for device in self._gpus]
-        return max(on_gpus, default=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+        on_gpus = [torch.accelerator.max_memory_allocated(device) for device in self._gpus]
+        return max(on_gpus, default=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _UNIT)

@@ -61,17 +61,6 @@ def variable(path: Iterable[object]) -> str:
     return "UNITRAIN_" + "__".join(map(str, path)).upper()
 
 
-def nested(values: Mapping[Path, str]) -> dict[str, Any]:
-    """Return the values of settings by their paths as nested dicts."""
-    root: dict[str, Any] = {}
-    for path, value in values.items():
-        section = root
-        for part in path[:-1]:
-            section = section.setdefault(part, {})
-        section[path[-1]] = value
-    return root
-
-
 def is_section(annotation: object) -> bool:
     """Return whether a field of this type is a section, and not a setting."""
     # In Python 3.10 list[int] is an instance of type, but issubclass refuses it.

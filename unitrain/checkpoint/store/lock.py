@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import threading
 import time
 from contextlib import suppress
-from pathlib import Path
 from typing import Annotated, ClassVar
 from uuid import uuid4
 
@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from unitrain.checkpoint.store.store import Store
 from unitrain.errors import CheckpointError
-from unitrain.process import print_stderr, start_time
+from unitrain.process import boot_id, print_stderr, start_time
 
 NAME = ".lock"
 BEAT_S = 5.0
@@ -58,8 +58,9 @@ class Holder(BaseModel):
 
 
 def _this_process() -> Holder:
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    pids = f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    pids = boot_id()
+    if sys.platform == "linux":
+        pids += f" {os.readlink('/proc/self/ns/pid')}"
     pid = os.getpid()
     return Holder(host=socket.gethostname(), pids=pids, pid=pid, started=start_time(pid), token=uuid4().hex)
 

@@ -23,6 +23,7 @@ from unitrain.commands.verify.worlds import World, find_worlds
 from unitrain.communication.backend import backend_names, load_backend
 from unitrain.errors import UsageError
 from unitrain.launch.detect import detect
+from unitrain.process import usable_cores
 from unitrain.settings.schema import variable
 
 FEWEST_STEPS = 6
@@ -101,7 +102,7 @@ def worlds_to_measure(backend: str | None, most: int | None) -> list[World]:
     worlds = [World("python", 1, "single")]
     if torch.cuda.device_count() > 1 and backend is None:
         worlds.append(World("python", 1, "data_parallel"))
-    most = most or torch.cuda.device_count() or len(os.sched_getaffinity(0))
+    most = most or torch.accelerator.device_count() or usable_cores()
     sizes = sorted({*(2**i for i in range(1, most.bit_length()) if 2**i <= most), most} - {1})
     by_launcher = {launcher: sizes for launcher in local_launchers() if launcher != "python"}
     found = find_worlds([backend] if backend else backend_names(), by_launcher)

@@ -10,10 +10,11 @@ import psutil
 
 from unitrain.commands.doctor.finding import Finding, Probe
 from unitrain.launch.network.addresses import addresses_of, own_addresses
+from unitrain.process import usable_cores
 
 
 def _cpu() -> Finding:
-    usable, total = len(os.sched_getaffinity(0)), os.cpu_count()
+    usable, total = usable_cores(), os.cpu_count()
     return Finding("ok", f"{usable} of {total} cores usable", details={"usable": usable, "total": total})
 
 

@@ -16,6 +16,7 @@ import torch
 
 from unitrain.commands.toolchain import Mpi, find_cuda, find_program, run_one, running, search_path
 from unitrain.errors import BackendError
+from unitrain.process import usable_cores
 
 KNOWN_SDISTS = {"0.28.1": "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"}
 """SHA-256 of the source distributions that this was tested with."""
@@ -189,7 +190,7 @@ def _gpu_environment(gpu: str, folder: Path) -> dict[str, str]:
 
 def _compilers_at_once() -> int:
     """Return the number of parallel compilers: one per core and per 2 GB of free memory."""
-    return max(1, min(len(os.sched_getaffinity(0)), psutil.virtual_memory().available // _BYTES_PER_COMPILER))
+    return max(1, min(usable_cores(), psutil.virtual_memory().available // _BYTES_PER_COMPILER))
 
 
 def pip(*arguments: str) -> list[str]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from unitrain.data.structure import rebuilt, tensors
+from unitrain.device import IN_STEP, streams_of
 
 T = TypeVar("T")
 
@@ -19,7 +20,7 @@ T = TypeVar("T")
 def to_device(batch: Any, device: torch.device) -> Any:
     """Return the batch with its tensors, and other objects that have a method ``to``, on ``device``."""
     # Copies to the host must be complete before use; on a GPU, the stream's order ensures that.
-    non_blocking = device.type != "cpu"
+    non_blocking = device.type not in IN_STEP
 
     def move(value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -50,35 +51,36 @@ def feed(batches: Iterator[tuple[T, Any]], device: torch.device) -> Iterator[tup
     On a GPU, the next batch is copied on a separate stream while this one is computed. From pinned memory, that takes
     no time of the CPU's or the computation's.
     """
-    if device.type != "cuda":
+    streams = streams_of(device)
+    if streams is None:
         for label, batch in batches:
             yield label, to_device(batch, device)
         return
     stream = _copy_stream(device)
-    ahead: tuple[T, Any, torch.cuda.Event] | None = None
+    ahead: tuple[T, Any, torch.Event] | None = None
     for label, batch in batches:
-        with torch.cuda.stream(stream):
+        with streams.stream(stream):
             copied = rebuilt(batch, lambda value: to_device(value, device) if isinstance(value, Tensor) else value)
             arrival = stream.record_event()
         if ahead is not None:
-            yield _arrived(*ahead, device)
+            yield _arrived(*ahead, device, streams)
         ahead = (label, copied, arrival)
     if ahead is not None:
-        yield _arrived(*ahead, device)
+        yield _arrived(*ahead, device, streams)
 
 
 @lru_cache
-def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+def _copy_stream(device: torch.device) -> Any:
     """Return the stream for copies to a GPU. It is the same in every epoch: memory freed on one serves no other."""
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return streams_of(device).Stream(device)
 
 
-def _arrived(label: T, batch: Any, arrival: torch.cuda.Event, device: torch.device) -> tuple[T, Any]:
+def _arrived(label: T, batch: Any, arrival: torch.Event, device: torch.device, streams: Any) -> tuple[T, Any]:
     """Make the compute stream wait for a copy, and keep the copy's memory until the stream has used it."""
-    computing = torch.cuda.current_stream(device)
+    computing = streams.current_stream(device)
     computing.wait_event(arrival)
     for tensor in tensors(batch):
-        if tensor.is_cuda:
+        if not tensor.is_cpu:
             tensor.record_stream(computing)
     # Other objects are moved only now: record_stream can't be called for the memory that they hold.
     return label, to_device(batch, device)

@@ -12,8 +12,9 @@ import torch
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from unitrain.config import StrategyConfig
+from unitrain.device import IN_STEP
 from unitrain.errors import DataError
-from unitrain.process import end_with_parent
+from unitrain.process import end_with_parent, usable_cores
 
 T = TypeVar("T")
 
@@ -40,7 +41,7 @@ def with_defaults(
     if pinned is None:
         # Without workers, tensors may already be on the GPU, where they can't be pinned. And pinning would take this
         # thread as long as the copy that it is meant to speed up.
-        pinned = device.type == "cuda" and filled["num_workers"] > 0
+        pinned = device.type not in IN_STEP and filled["num_workers"] > 0
     filled.setdefault("pin_memory", pinned)
     return filled
 
@@ -82,7 +83,7 @@ def default_workers(dataset: Any, device: torch.device, local_world_size: int, m
     """
     if device.type == "cpu" or _in_memory(dataset):
         return 0
-    cores = min(len(os.sched_getaffinity(0)), (os.cpu_count() or 1) // local_world_size)
+    cores = min(usable_cores(), (os.cpu_count() or 1) // local_world_size)
     return max(0, min(cores - 1, most))
 
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import gettempdir
 
 import torch
 
@@ -29,7 +30,8 @@ SECRET = "UNITRAIN_JOB_SECRET"
 _BYTES = 32
 _FEWEST_CHARACTERS = 16
 _REMEDY = f"Set it to the same random string on every host (export {SECRET}=$(openssl rand -hex 32))."
-_MEMORY = Path("/dev/shm")
+# Other systems than Linux have no folder in memory.
+_MEMORY = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(gettempdir())
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ def spawn(fn: Callable[..., object], *args: Any, nprocs: int | None = None) -> N
     """
     excepthook.install_hook()
     if nprocs is None:
-        nprocs = torch.cuda.device_count()
+        nprocs = torch.accelerator.device_count()
         if nprocs == 0:
             raise UsageError("unitrain.spawn starts one process per GPU by default, but there is none: pass nprocs=N.")
     if nprocs < 1:

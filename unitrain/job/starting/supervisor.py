@@ -63,6 +63,8 @@ def run(command: Sequence[str], *, max_restarts: int = 0) -> int:
     """
     if max_restarts < 0:
         raise ConfigError(f"--max-restarts is {max_restarts}, but must be an integer >= 0.")
+    if sys.platform != "linux":
+        raise LaunchError("unitrain run needs Linux, where orphaned processes can be adopted: use another launcher.")
     if not command:
         raise LaunchError("no command was given: write it after --, as in unitrain run -- mpirun -np 2 ...")
     # nohup has SIGHUP ignored; if it were blocked, it would be received.

@@ -17,7 +17,7 @@ from torch.nn import Parameter
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
-from unitrain.device import by_device
+from unitrain.device import by_device, streams_of
 from unitrain.errors import UsageError
 
 
@@ -35,10 +35,11 @@ class GuardedStep:
     ) -> None:
         self._clip_norm, self._clip_value = clip_norm, clip_value
         self._takes_norm = measure_norm or clip_norm is not None
-        on_host = device.type == "cpu"
+        self._streams = streams_of(device)
+        on_host = self._streams is None
         self._found = torch.zeros((), dtype=torch.float32, device=device)
         self._found_on_host = torch.zeros((), dtype=torch.float32, pin_memory=not on_host)
-        self._found_now = self._found.numpy().item if on_host else self._found.item  # numpy's is faster
+        self._found_now = self._found.numpy().item if device.type == "cpu" else self._found.item  # numpy's is faster
         self._one = torch.ones((), dtype=torch.float32, device=device)
         # Clamping makes infinite gradients finite, so they must be checked before it.
         self._may_flag = not on_host and clip_value is None
@@ -148,7 +149,7 @@ class GuardedStep:
         else:
             self._check(gradients, losses)
         self._found_on_host.copy_(self._found, non_blocking=True)
-        copied = torch.cuda.current_stream(self._found.device).record_event() if self._found.is_cuda else None
+        copied = self._streams and self._streams.current_stream(self._found.device).record_event()
         if self._clip_norm is not None and norm is not None:
             # Clipping by a norm of NaN would make every gradient NaN, and hide which was the first.
             self._scale(parameters, gradients, self._clip_norm, torch.where(self._found > 0, 0.0, norm))

@@ -85,7 +85,7 @@ def run_backward(
     gradient. ``inputs`` are the leaves of the graph that get gradients; None means all.
     """
     if isinstance(weight, Tensor):
-        if weight.is_cuda:
+        if not weight.is_cpu:
             with _replaced(windows, partial(_zero_unless_weighted, weight=weight)):
                 _on_device(loss, scale, inputs, windows, distributed, keep_graph)
             return

@@ -84,8 +84,8 @@ class LoadBalancer(StepHook):
             self.after_call()
 
     def _now(self) -> float:
-        if self._communicator.device.type == "cuda":
-            torch.cuda.synchronize(self._communicator.device)
+        if self._communicator.device.type != "cpu":
+            torch.accelerator.synchronize(self._communicator.device)
         return perf_counter()
 
     def _settle(self) -> None:

@@ -85,7 +85,7 @@ def run_parts(
         _put_back(window, scales.shares(window, 1.0))
     shares = scales.shares(windows[0], scales.vector(weights))
     same = (shares[-1] * scales.backwards(windows[0]) - 1).abs() < 1e-12
-    if not same.is_cuda and not same:
+    if same.is_cpu and not same:
         raise UsageError(
             "the ranks, or the micro-batches of a window, pass different losses (by number or by name): pass all of "
             "them in each step, with weight 0 where there is nothing."
@@ -108,7 +108,7 @@ def _weighted_mean(losses: list[Tensor], weights: list[Weight], shares: Tensor) 
 
 def _is_zero(weight: Weight) -> bool | None:
     """Return whether a weight is 0; None if it is on a GPU, which the host does not wait for."""
-    return None if isinstance(weight, Tensor) and weight.is_cuda else not weight
+    return None if isinstance(weight, Tensor) and not weight.is_cpu else not weight
 
 
 def _let_zero_stay(loss: Tensor) -> None:

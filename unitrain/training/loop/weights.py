@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from unitrain.communication.communicator import Communicator
-from unitrain.device import by_device
+from unitrain.device import by_device, precise
 from unitrain.training.loop.backward import Weight
 from unitrain.training.loop.window import Window
 
@@ -36,6 +36,7 @@ class Weights:
         averages: bool,
     ) -> None:
         self._communicator = communicator
+        self._device = precise(communicator.device)
         self._accumulate = accumulate
         self._scaler = scaler
         self.unit: int = communicator.world_size if averages else 1
@@ -96,7 +97,7 @@ class Weights:
 
     def _as_tensor(self, weight: Weight) -> Tensor:
         """Return a weight as a new tensor on the device, without synchronising with a GPU if it is a float."""
-        device = self._communicator.device
+        device = self._device
         if isinstance(weight, Tensor):
             return weight.detach().to(device, torch.float64, copy=True)
         return torch.full((), weight, dtype=torch.float64, device=device)

@@ -105,7 +105,7 @@ def _checksum(tensor: Tensor) -> Tensor:
     plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     bits = plain.detach().contiguous().reshape(-1).view(_BITS[plain.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    parts = torch.split(bits, _CHUNK if tensor.is_cuda else _CHUNK_IN_CACHE)
+    parts = torch.split(bits, _CHUNK_IN_CACHE if tensor.is_cpu else _CHUNK)
     # Odd multipliers, spread by the golden ratio, also detect swaps, and changes that cancel in a plain sum.
     odd = torch.arange(len(parts[0]), device=tensor.device) * -7046029254386353131 | 1
     for part in parts:

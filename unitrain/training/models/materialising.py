@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from unitrain.communication.communicator import Communicator
 from unitrain.communication.streaming import broadcast_tensors, copy_own
 from unitrain.errors import UsageError
-from unitrain.module_copy import without_memory
+from unitrain.module_copy import add_hooks, without_memory
 from unitrain.rng import derived_seed, generators_restored, seed_generators
 from unitrain.training.models.deferred import RESETS, construction_of
 
@@ -189,14 +189,6 @@ def _in_memory(tensor: Tensor, device: torch.device | str) -> Tensor:
     vars(parameter).update(vars(tensor))
     add_hooks(parameter, of=tensor)
     return parameter
-
-
-def add_hooks(leaf: Tensor, *, of: Tensor) -> None:
-    """Call the hooks of a parameter with the gradient of the leaf that takes its place in graphs."""
-    for hook in (of._backward_hooks or {}).values():
-        leaf.register_hook(hook)  # type: ignore[no-untyped-call]
-    for hook in (of._post_accumulate_grad_hooks or {}).values():
-        leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
 
 def _named(module: nn.Module, **options: Any) -> list[tuple[str, Tensor]]:

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from unitrain.communication.communicator import Communicator
 from unitrain.config import StrategyConfig
 from unitrain.data.loader import Loader
+from unitrain.device import free_memory
 from unitrain.errors import DataError, UsageError, listed
 from unitrain.process import print_stdout
 from unitrain.training.batch_norm import layers as batch_norm
@@ -100,8 +101,7 @@ class BatchFinder:
         failure = ""
         with self._state.restored(), self._step.trial(self._optimizers):
             margins = [
-                torch.empty(int(_MARGIN * torch.cuda.mem_get_info(gpu)[0]), dtype=torch.uint8, device=gpu)
-                for gpu in self._gpus
+                torch.empty(int(_MARGIN * free_memory(gpu)), dtype=torch.uint8, device=gpu) for gpu in self._gpus
             ]
             # The second round has the optimizer's state in memory, and the third gradients to add to.
             for part in (self._backward, self._update, self._backward, *[self._backward] * accumulates):
@@ -112,8 +112,7 @@ class BatchFinder:
                     break
             del margins
         gc.collect()
-        if self._gpus:
-            torch.cuda.empty_cache()
+        torch.accelerator.empty_cache()
         return failure
 
     def _error_of(self, part: Callable[[int], None], size: int) -> str:
@@ -133,7 +132,7 @@ class BatchFinder:
         with self._communicator.refused(_ALONE), batch_norm.local_statistics(self._modules):
             checked(self._compute_loss(batches[0])).backward()  # type: ignore[no-untyped-call]
         for gpu in self._gpus:
-            torch.cuda.synchronize(gpu)
+            torch.accelerator.synchronize(gpu)
 
     def _update(self, size: int) -> None:
         for optimizer in self._optimizers:
