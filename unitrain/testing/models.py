@@ -149,14 +149,9 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def local(tensor: Tensor) -> Tensor:
-    """Return what this rank has of a tensor."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-def flat(model: nn.Module, part: Callable[[Tensor], Tensor] = whole) -> Tensor:
+def flat(model: nn.Module) -> Tensor:
     """Return all parameters and buffers of a model in one tensor."""
-    return torch.cat([part(t.detach()).double().reshape(-1) for t in (*model.parameters(), *model.buffers())])
+    return torch.cat([whole(t.detach()).double().reshape(-1) for t in (*model.parameters(), *model.buffers())])
 
 
 def assert_same(model: nn.Module, expected: nn.Module) -> None:
