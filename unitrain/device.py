@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Collection, Iterable
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -23,8 +23,8 @@ _MASKS = (
     "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK",
     "ASCEND_RT_VISIBLE_DEVICES",
 )  # fmt: skip
-IN_STEP = ("cpu", "mps", "lazy")
-"""Types of devices that are used without streams: MPS shares the host's memory, and torch's lazy device has none."""
+IN_STEP = ("cpu", "mps")
+"""Types of devices that are used without streams: MPS has one queue, and the host's memory."""
 HALF_DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -41,7 +41,6 @@ def by_device(tensors: Iterable[Tensor]) -> Collection[list[Tensor]]:
     return lists.values()
 
 
-@cache
 def accelerator() -> str | None:
     """Return the type of this process's accelerator, or None if no device of one is available."""
     found = torch.accelerator.current_accelerator(check_available=True)
@@ -112,7 +111,9 @@ def pick_device(setting: str, launch: Launch) -> torch.device:
 
 def streams_of(device: torch.device) -> Any:
     """Return torch's module for a device that computes beside the host, in streams; None if it does not."""
-    return None if device.type in IN_STEP or device.type != accelerator() else torch.get_device_module(device)
+    own = torch.accelerator.current_accelerator()
+    runs_beside = own is not None and device.type == own.type and own.type not in IN_STEP
+    return torch.get_device_module(device) if runs_beside else None
 
 
 @lru_cache
