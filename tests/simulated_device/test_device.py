@@ -37,6 +37,7 @@ CALLS: list[Callable[[Tensor, Tensor], Any]] = [
     lambda x, i: x.bfloat16() * 0.3,
     lambda x, i: x.sum() * 0.3 + 1e-9,
     lambda x, i: (i / 2, i * 2.5, i // 2),
+    lambda x, i: x.unfold(1, 3, 1) + 1,
     lambda x, i: x[:, 1:].transpose(0, 1).contiguous().view(-1),
     lambda x, i: x.sort(dim=1),
     lambda x, i: (x[x > 0], i.nonzero(), torch.unique(i)),

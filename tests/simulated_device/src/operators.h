@@ -104,6 +104,7 @@ struct Kernel {
   std::vector<int> aliases;  // for each result, the argument that it is; -1 if it is new
   c10::intrusive_ptr<Generator> generator;
   bool is_random = false;
+  bool is_view = false;  // its results share the memory of their arguments
 
   void compute(Stack& stack) const {
     Plainly plainly;
@@ -154,7 +155,7 @@ struct Call : Kernel {
         for (const auto& tensor : tensors_of(arguments[i]))
           if (tensor.numel() == 0) unsized.push_back(i);
     std::vector<IValue> meta;
-    if (!unsized.empty() || std::count(aliases.begin(), aliases.end(), -1)) {
+    if (is_view || !unsized.empty() || std::count(aliases.begin(), aliases.end(), -1)) {
       Stack stack;
       for (const auto& argument : arguments) stack.push_back(mapped(argument, at::kMeta, as_meta));
       const auto inputs = stack;
@@ -171,7 +172,14 @@ struct Call : Kernel {
       }
     }
     std::vector<IValue> results;
-    for (size_t i = 0; i < aliases.size(); i++) {
+    for (size_t i = 0; is_view && i < aliases.size(); i++) {
+      const auto base = arguments[aliases[i]].toTensor();
+      results.push_back(mapped(meta[i], base.device(), [&](const Tensor& view) {
+        TORCH_CHECK_NOT_IMPLEMENTED(view.scalar_type() == base.scalar_type(), "the simulated device lacks ", op.schema());
+        return base.as_strided(view.sizes(), view.strides(), base.storage_offset() + view.storage_offset());
+      }));
+    }
+    for (size_t i = 0; !is_view && i < aliases.size(); i++) {
       if (aliases[i] < 0 && !meta[i].isTensor() && !meta[i].isTensorList()) return std::nullopt;
       results.push_back(
           aliases[i] < 0 ? mapped(meta[i], {kSim, current_device}, empty_on_device) : arguments[aliases[i]]);
@@ -235,10 +243,10 @@ struct Call : Kernel {
     return c10::static_intrusive_pointer_cast<Generator>(generator.getIntrusivePtr());
   }
 
-  int alias_of(const c10::Argument& result) const {
+  int alias_of(const c10::Argument& result) {
     const auto* info = result.alias_info();
     if (!info) return -1;
-    TORCH_CHECK_NOT_IMPLEMENTED(info->isWrite(), "the simulated device has no view operator ", op.schema().name());
+    if (!info->isWrite()) is_view = true;
     const auto& all = op.schema().arguments();
     for (size_t i = 0; i < all.size(); i++)
       if (all[i].alias_info() && all[i].alias_info()->beforeSets() == info->beforeSets()) return static_cast<int>(i);
@@ -250,10 +258,10 @@ inline void call(const c10::OperatorHandle& op, Stack* stack) {
   c10::DeviceGuard guard(c10::Device(kSim, current_device));  // the call may be for another device
   const Call call(op, *stack);
   auto results = call.make_results();
-  if (results)
-    call.enqueue(*results);
-  else
+  if (!results)
     results = call.compute_now();
+  else if (!call.is_view)
+    call.enqueue(*results);
   for (auto& result : *results) stack->push_back(std::move(result));
 }
 
