@@ -170,7 +170,8 @@ def batches(kind: str, samples: int, sought: bool) -> Iterator[list[int]]:
         return islice(whole, int(SOUGHT * samples / WORLD / BATCH) if sought else 0, None)
     plan = EpochPlan(samples, BATCH * WORLD, 1, RANK, WORLD, False)
     start = int(SOUGHT * samples / plan.global_batch) * plan.global_batch if sought else 0
-    return (request.samples for request in requests(Orders(plan, shuffle=True).epoch(0, 0, start), None, 0))
+    epoch = Orders(plan, shuffle=True).epoch(0, 0, start)
+    return (request.samples for request in requests(epoch, epoch.plan, None, 0))
 
 
 def measure_start(kind: str, samples: int, what: str) -> dict[str, float]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Collection, Iterable
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ def by_device(tensors: Iterable[Tensor]) -> Collection[list[Tensor]]:
     return lists.values()
 
 
+@cache
 def accelerator() -> str | None:
     """Return the type of this process's accelerator, or None if no device of one is available."""
     found = torch.accelerator.current_accelerator(check_available=True)
@@ -108,7 +109,7 @@ def pick_device(setting: str, launch: Launch) -> torch.device:
 
 def streams_of(device: torch.device) -> Any:
     """Return torch's module for a device that computes beside the host, in streams; None if it does not."""
-    return None if device.type in IN_STEP else torch.get_device_module(device)
+    return None if device.type in IN_STEP or device.type != accelerator() else torch.get_device_module(device)
 
 
 @lru_cache

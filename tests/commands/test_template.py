@@ -17,6 +17,7 @@ import pytest
 import yaml
 from free_ports import free_port
 from host_commands import blocks_for
+from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob
 from slurm import Slurm
 from trained import TRAINS, Weights, assert_trained, expected
 
@@ -130,20 +131,41 @@ def test_pytorchjob(expected: Weights, tmp_path: Path) -> None:
     assert container["name"] == "pytorch"
     command = in_shell_of_kubernetes(container["command"])
     assert command == ["torchrun", str(TRAINS), *flags]
+    trained_in_pods(container["command"], document["spec"]["nprocPerNode"], tmp_path)
+    assert_trained(tmp_path, expected, world_size=2)
+
+
+@pytest.mark.usefixtures("forked")
+def test_trainjob(expected: Weights, tmp_path: Path) -> None:
+    """torchrun in each pod, with the variables that the runtime torch-distributed sets."""
+    document = yaml.safe_load(template("trainjob", TRAINS, *[str(tmp_path), *ODD], hosts=3))
+    parsed = TrainerV1alpha1TrainJob.from_dict(document)
+    assert parsed is not None
+    assert parsed.to_dict() == document, "no key that the model lacks was dropped"
+    trainer = document["spec"]["trainer"]
+    assert (trainer["numNodes"], trainer["resourcesPerNode"]) == (3, {"limits": {}})
+    [patch] = document["spec"]["runtimePatches"]
+    [job] = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    pod = job["template"]["spec"]["template"]["spec"]
+    assert (job["name"], pod["containers"][0]["name"]) == ("node", "node"), "as torch-distributed has them"
+    document = yaml.safe_load(template("trainjob", TRAINS, str(tmp_path)))
+    trained_in_pods(document["spec"]["trainer"]["command"], document["spec"]["trainer"]["numProcPerNode"], tmp_path)
+    assert_trained(tmp_path, expected, world_size=2)
+
+
+def trained_in_pods(command: list[str], processes: object, folder: Path) -> None:
+    """Run the command of a container in two pods, with the variables that an operator sets for torchrun."""
     given = {
         "PET_NNODES": "2",
-        "PET_NPROC_PER_NODE": document["spec"]["nprocPerNode"],
+        "PET_NPROC_PER_NODE": str(processes),
         "PET_MASTER_ADDR": "127.0.0.1",
         "PET_MASTER_PORT": str(free_port()),
         "WORLD_SIZE": "2",
         "PATH": path(),
     }
-    command = [*command[:2], str(tmp_path)]
-    pods = [
-        subprocess.Popen(command, env={**os.environ, **given, "PET_NODE_RANK": rank, "RANK": rank}) for rank in "01"
-    ]
+    words = [*in_shell_of_kubernetes(command)[:2], str(folder)]
+    pods = [subprocess.Popen(words, env={**os.environ, **given, "PET_NODE_RANK": rank, "RANK": rank}) for rank in "01"]
     assert [pod.wait(120) for pod in pods] == [0, 0]
-    assert_trained(tmp_path, expected, world_size=2)
 
 
 @pytest.mark.usefixtures("forked")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from core_duties import CORE_DUTIES
 from needs import HOROVOD
 from partly_used import PartlyUsed
 from places import TESTS
@@ -31,6 +32,7 @@ WORLDS = [
     World("ddp", 1, "python"),
     World("ddp", 2),
 ]
+ALL = (*DUTIES.values(), *CORE_DUTIES.values())
 # What may depend on the number of ranks.
 WITH_THREE = ("verbs", "collectives", "parity", "gradients")
 # Its process groups are those of ddp, so what duties of these modules demand is tested above.
@@ -43,20 +45,20 @@ def in_part(world: World, modules: Collection[str], *marks: pytest.MarkDecorator
         pytest.param(
             *one.values, id=one.id, marks=[*one.marks, *([] if one.values[1].module in modules else [pytest.mark.soak])]
         )
-        for one in parameters([world], *marks)
+        for one in parameters([world], *marks, duties=ALL)
     ]
 
 
 with pytest.MonkeyPatch.context() as with_plugin:
     with_plugin.syspath_prepend(PLUGIN)
-    OF_PLUGIN = parameters([World("store", 2)])
+    OF_PLUGIN = parameters([World("store", 2)], duties=ALL)
 DUTIES_IN_WORLDS = [
     *OF_PLUGIN,
-    *parameters(WORLDS),
-    *parameters([World("horovod", 2, horovodrun_environments)], HOROVOD),
+    *parameters(WORLDS, duties=ALL),
+    *parameters([World("horovod", 2, horovodrun_environments)], HOROVOD, duties=ALL),
     *in_part(World("ddp", 3), WITH_THREE),
     *in_part(World("horovod", 3, horovodrun_environments), ("parity", "gradients"), HOROVOD),
-    *in_part(World("fsdp", 2), {duty.module for duty in DUTIES.values()} - {*WITH_GROUPS_OF_DDP}),
+    *in_part(World("fsdp", 2), {duty.module for duty in ALL} - {*WITH_GROUPS_OF_DDP}),
     *in_part(World("fsdp", 3), ()),
 ]
 

@@ -86,9 +86,12 @@ class Checkpoint:
         self.closed: bool = False
         communicator.on_main(lambda: self._folder.claim(state.nbytes))
         communicator.on_main(self._look)
-        step.hooks.add_hook(self._epoch_end)
         if watch is not None:
             self._prepare_for_emergencies(watch)
+        # Before the ranks are compared at the end of an epoch, where one may turn out to be gone.
+        for hook in (self._boundary, self._epoch_end):
+            if hook is not None:
+                step.hooks.add_hook(hook, first=True)
         stopping.listen(self)
 
     def _look(self) -> None:
@@ -111,7 +114,6 @@ class Checkpoint:
                 )
             return
         self._boundary = LastBoundary(state, self._epoch_end, ranks.pulse)
-        self._step.hooks.add_hook(self._boundary)
         watch.saver = EmergencyCheckpoint(store.root, self._boundary, state, self._writer, ranks.rank, watch.members)
 
     # ------------------------------------------------------------------------------------------------------- save

@@ -20,7 +20,7 @@ from unitrain.checkpoint.run_state import RunState
 from unitrain.checkpoint.sharded.saving import Shards, write_all, write_own
 from unitrain.checkpoint.store.folder import Draft, Folder
 from unitrain.data.structure import rebuilt, tensors
-from unitrain.device import IN_STEP, streams_of
+from unitrain.device import streams_of
 from unitrain.errors import CheckpointError
 
 # What is being written in the background. This uses executors, which refuse work once the main thread has ended: a
@@ -173,7 +173,7 @@ def _copy(value: Any, before: Any, devices: set[torch.device]) -> Any:
     if isinstance(value, Tensor):
         if value.is_meta:
             return value
-        beside = value.device.type not in IN_STEP
+        beside = streams_of(value.device) is not None
         if beside:
             devices.add(value.device)
         if not isinstance(before, Tensor) or (before.shape, before.dtype) != (value.shape, value.dtype):

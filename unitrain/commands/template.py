@@ -24,6 +24,7 @@ KINDS = {
     "pytorchjob": "pytorchjob.yaml",
     "ray": "ray.py",
     "slurm": "slurm.sh",
+    "trainjob": "trainjob.yaml",
 }
 """The file in ``templates`` of each kind of job."""
 

@@ -14,7 +14,6 @@ from torch.nn import Parameter
 from unitrain import call_site
 from unitrain.communication.backend import Backend, Wait
 from unitrain.communication.objects import ObjectTransport, as_bytes
-from unitrain.communication.waits import Waits
 from unitrain.errors import CommunicationError, UnitrainError, UsageError, by_rank
 from unitrain.pulse import Pulse
 
@@ -50,7 +49,6 @@ class Communicator:
         pulse: as given.
         compares: as given; False in a world of one.
         closed: whether communication has ended.
-        waits: what is called around waits for collectives of the core, with ``shares: auto``.
         all_reduce_async: the backend's ``all_reduce``, for the core: in place, without checks.
         all_gather_async: the backend's ``all_gather``, for the core: without checks.
         broadcast_async: the backend's ``broadcast``, for the core: in place, without checks.
@@ -76,14 +74,9 @@ class Communicator:
         self.compares: bool = compares and peers is not None
         self._refusal = ""
         self._objects = ObjectTransport(self, key)
-        self.waits: Waits = Waits()
         self.all_reduce_async: Callable[[Tensor, str, str], Wait] = backend.all_reduce
         self.all_gather_async: Callable[[Tensor, str], Callable[[], Tensor]] = backend.all_gather
         self.broadcast_async: Callable[[Tensor, int, str], Wait] = backend.broadcast
-        if backend.config.shares == "auto":
-            self.all_reduce_async = self.waits.of(backend.all_reduce)
-            self.all_gather_async = self.waits.of(backend.all_gather)
-            self.broadcast_async = self.waits.of(backend.broadcast)
         self.owners: dict[Parameter, int] = {}
         self.to_local: Callable[[Tensor], Tensor] = backend.to_local
 

@@ -1,4 +1,4 @@
-"""How objects travel between ranks: a header of bytes, and the tensors in them after it.
+"""How objects travel between ranks: as the bytes of plain data.
 
 What is not plain data is pickled and signed with the key of the job. To unpickle runs whatever the sender chose. So a
 pickle is opened only with the signature of a rank that has shown that it knows the job's secret; in a job without a
@@ -10,9 +10,7 @@ from __future__ import annotations
 import hmac
 import io
 import pickle
-import struct
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -24,9 +22,18 @@ if TYPE_CHECKING:
     from unitrain.communication.communicator import Communicator
 
 T = TypeVar("T")
-_LENGTH = struct.Struct("!q")
 _MOST_BYTES = 2**40  # of an object
-_PLAIN, _PICKLED = b"d", b"p"
+_CHUNK_BYTES = 2**26  # of one transfer
+
+
+class _Pickled(NamedTuple):
+    """A pickle, and the signature of its sender."""
+
+    signature: bytes
+    data: Tensor
+
+
+plain_data.register(_Pickled, tuple, lambda fields: _Pickled(*fields))
 
 
 class ObjectTransport:
@@ -44,19 +51,16 @@ class ObjectTransport:
             return value
         self._exchanges += 1
         is_sender = ranks.rank == src
-        header, tensors = self.encode(value, pickles=pickles) if is_sender else (b"", [])
-        size = int(ranks.broadcast(torch.tensor(len(header)), src))
+        data = self.encode(value, pickles=pickles) if is_sender else torch.empty(0, dtype=torch.uint8)
+        size = int(ranks.broadcast(torch.tensor(data.numel()), src))
         if not 0 < size <= _MOST_BYTES:
             raise self._unreadable(src, f"{size} bytes")
-        received = ranks.broadcast(_from_bytes(header) if is_sender else torch.empty(size, dtype=torch.uint8), src)
-        if is_sender:
-            for chunk in plain_data.chunks(tensors):
-                ranks.broadcast(torch.cat(chunk), src)
-            return value
-        result, tensors = self.decode(_to_bytes(received), src)
-        for chunk in plain_data.chunks(tensors):  # on a GPU, each passes through its memory
-            _fill(chunk, ranks.broadcast(torch.cat(chunk), src))
-        return cast(T, result())
+        data = data if is_sender else torch.empty(size, dtype=torch.uint8)
+        for part in torch.split(data, _CHUNK_BYTES):  # on a GPU, each passes through its memory
+            received = ranks.broadcast(part, src)
+            if not is_sender:
+                part.copy_(received)
+        return value if is_sender else cast(T, self.decode(data, src))
 
     def all_gather(self, value: T, *, pickles: bool) -> list[T]:
         """Return the objects of all ranks, in rank order. Collective. ``pickles`` is as in ``broadcast``."""
@@ -64,35 +68,21 @@ class ObjectTransport:
         if ranks.world_size == 1:
             return [value]
         self._exchanges += 1
-        header, tensors = self.encode(value, pickles=pickles)
-        data = torch.cat([_from_bytes(_LENGTH.pack(len(header)) + header), *map(as_bytes, tensors)])
+        data = self.encode(value, pickles=pickles)
         sizes = ranks.all_gather_alike(torch.tensor(data.numel(), device=ranks.device)).tolist()
         for rank, size in enumerate(sizes):
-            if not _LENGTH.size < size <= _MOST_BYTES:
+            if not 0 < size <= _MOST_BYTES:
                 raise self._unreadable(rank, f"{size} bytes")
-        parts = ranks.all_gather_padded(data, sizes)
-        return [self._unpacked(part.cpu(), rank) for rank, part in enumerate(parts)]
+        return [self.decode(part.cpu(), rank) for rank, part in enumerate(ranks.all_gather_padded(data, sizes))]
 
-    def _unpacked(self, data: Tensor, sender: int) -> Any:
-        """Return the object in what a rank has sent: the length of a header, the header, and tensors."""
-        [length] = _LENGTH.unpack(_to_bytes(data[: _LENGTH.size]))
-        header, content = data[_LENGTH.size :][:length], data[_LENGTH.size :][length:]
-        result, tensors = self.decode(_to_bytes(header), sender)
-        parts = [as_bytes(tensor) for tensor in tensors]
-        if sum(part.numel() for part in parts) != content.numel():
-            raise self._unreadable(sender, f"{content.numel()} bytes of tensors")
-        _fill(parts, content)
-        return result()
-
-    def encode(self, value: Any, *, pickles: bool) -> tuple[bytes, list[Tensor]]:
-        """Return a header, and tensors that are sent after it.
+    def encode(self, value: Any, *, pickles: bool) -> Tensor:
+        """Return the bytes that are sent for an object.
 
         NotPlainError is raised for other than plain data unless ``pickles``, else UsageError if the ranks share no
         secret.
         """
         try:
-            header, tensors = plain_data.encode(value)
-            return _PLAIN + header, tensors
+            return plain_data.encode(value)
         except plain_data.NotPlainError as error:
             if not pickles:
                 raise
@@ -106,24 +96,23 @@ class ObjectTransport:
         buffer = io.BytesIO()
         _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
         pickled = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
-        header, tensors = plain_data.encode([self._signature(self._key, self._communicator.rank, pickled), pickled])
-        return _PICKLED + header, tensors
+        return plain_data.encode(_Pickled(self._signature(self._key, self._communicator.rank, pickled), pickled))
 
-    def decode(self, header: bytes, sender: int) -> tuple[Callable[[], Any], list[Tensor]]:
-        """Return a function that returns the object, once the tensors that are returned with it have been filled in.
+    def decode(self, data: Tensor, sender: int) -> Any:
+        """Return the object that a rank has sent as ``data``.
 
-        CommunicationError is raised if the header is invalid, or (by the function) if the pickle is not signed by the
-        sender for this exchange.
+        CommunicationError is raised if they are invalid, or a pickle that is not signed by the sender for this
+        exchange.
         """
         try:
-            value, tensors = plain_data.decode(header[1:])
+            value = plain_data.decode(data)
         except ValueError as error:
             raise self._unreadable(sender, str(error)) from error
-        return lambda: value if header[:1] == _PLAIN else self._unpickled(value, sender), tensors
+        return self._unpickled(value, sender) if isinstance(value, _Pickled) else value
 
-    def _unpickled(self, value: Any, sender: int) -> Any:
+    def _unpickled(self, value: _Pickled, sender: int) -> Any:
         match value:
-            case [bytes() as signature, Tensor() as data] if self._key is not None and data.dtype == torch.uint8:
+            case (bytes() as signature, Tensor() as data) if self._key is not None and data.dtype == torch.uint8:
                 if hmac.compare_digest(signature, self._signature(self._key, sender, data)):
                     return pickle.loads(data.numpy().data)
         raise CommunicationError(
@@ -157,17 +146,3 @@ class _Pickler(pickle.Pickler):
 def as_bytes(tensor: Tensor) -> Tensor:
     """Return a flat view of a tensor's bytes, so that a backend need not support its dtype to move it."""
     return tensor.reshape(-1).view(torch.uint8)
-
-
-def _from_bytes(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
-def _to_bytes(data: Tensor) -> bytes:
-    return data.cpu().numpy().tobytes()
-
-
-def _fill(parts: Sequence[Tensor], content: Tensor) -> None:
-    """Fill flat tensors of bytes from ``content``, one after another."""
-    for part, its in zip(parts, torch.split(content, [part.numel() for part in parts]), strict=True):
-        part.copy_(its)

@@ -8,8 +8,10 @@ itself.
 from __future__ import annotations
 
 import json
+import math
+import struct
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -26,7 +28,7 @@ _DTYPES = {
     )
 }  # fmt: skip
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_CHUNK_BYTES = 2**26
+_LENGTH = struct.Struct("!Q")
 # By the name of a class: the class, and functions to and from plain data.
 _registered: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {}
 
@@ -43,43 +45,47 @@ def register(kind: type[T], to_plain: Callable[[T], Any], from_plain: Callable[[
     _registered[kind.__name__] = (kind, to_plain, from_plain)
 
 
-def encode(value: Any) -> tuple[bytes, list[Tensor]]:
-    """Return plain data as JSON, and its tensors on the CPU, in the order of ``decode``.
+def encode(value: Any) -> Tensor:
+    """Return plain data as bytes on the CPU: the length of JSON, the JSON, and the content of its tensors.
 
     NotPlainError is raised if the value is not plain data.
     """
     tensors: list[Tensor] = []
     try:
-        return json.dumps(_encoded(value, tensors, set()), separators=(",", ":")).encode(), tensors
+        header = json.dumps(_encoded(value, tensors, set()), separators=(",", ":")).encode()
     except (ValueError, RecursionError) as error:  # an int of thousands of digits; nested too deeply
         raise NotPlainError(str(error)) from error
+    start = torch.frombuffer(bytearray(_LENGTH.pack(len(header)) + header), dtype=torch.uint8)
+    return torch.cat([start, *(tensor.reshape(-1).view(torch.uint8) for tensor in tensors)])
 
 
-def decode(data: bytes) -> tuple[Any, list[Tensor]]:
-    """Return the value that was encoded as ``data``, and its tensors, which are to be filled in.
-
-    ValueError is raised if ``encode`` returns no such data.
-    """
-    tensors: list[Tensor] = []
+def decode(data: Tensor) -> Any:
+    """Return the value that was encoded as ``data``. ValueError is raised if ``encode`` returns no such data."""
     try:
-        return _decoded(json.loads(data), tensors), tensors
-    except (ValueError, TypeError, LookupError, OverflowError, RuntimeError) as error:  # recursion, memory
+        [length] = _LENGTH.unpack(data[: _LENGTH.size].numpy().tobytes())
+        header, content = data[_LENGTH.size :][:length], _Content(data[_LENGTH.size + length :])
+        if header.numel() != length:
+            raise ValueError(f"it has {header.numel()} bytes instead of {length}")
+        value = _decoded(json.loads(header.numpy().tobytes()), content)
+    except (ValueError, TypeError, LookupError, OverflowError, RuntimeError, struct.error) as error:  # recursion, too
         raise ValueError(f"{type(error).__name__}: {error}") from error
+    if content.left.numel():
+        raise ValueError(f"{content.left.numel()} bytes too many")
+    return value
 
 
-def chunks(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Split tensors into lists of flat views of their bytes, each of at most 64 MiB, for one transfer each."""
-    chunk: list[Tensor] = []
-    size = 0
-    for tensor in tensors:
-        for part in torch.split(tensor.reshape(-1).view(torch.uint8), _CHUNK_BYTES):
-            if chunk and size + part.numel() > _CHUNK_BYTES:
-                yield chunk
-                chunk, size = [], 0
-            chunk.append(part)
-            size += part.numel()
-    if size:
-        yield chunk
+class _Content:
+    """What is left of the content of tensors."""
+
+    def __init__(self, left: Tensor) -> None:
+        self.left = left
+
+    def take(self, dtype: torch.dtype, shape: list[int]) -> Tensor:
+        size = math.prod(shape) * dtype.itemsize
+        taken, self.left = self.left[:size].clone(), self.left[size:]
+        if taken.numel() != size:
+            raise ValueError(f"a tensor has {taken.numel()} bytes instead of {size}")
+        return taken.view(dtype).view(shape)
 
 
 def _encoded(value: Any, tensors: list[Tensor], containing: set[int]) -> Any:
@@ -122,40 +128,38 @@ def _encoded_tensor(value: Tensor, tensors: list[Tensor]) -> list[Any]:
     return [_NAMES[value.dtype], list(value.shape)]
 
 
-def _decoded(value: Any, tensors: list[Tensor]) -> Any:
+def _decoded(value: Any, content: _Content) -> Any:
     if isinstance(value, list):
-        return [_decoded(item, tensors) for item in value]
+        return [_decoded(item, content) for item in value]
     if not isinstance(value, dict):
         return value
-    [(kind, content)] = value.items()
+    [(kind, its)] = value.items()
     match kind:
         case "tensor":
-            name, shape = content
-            tensors.append(torch.empty(shape, dtype=_DTYPES[name]))
-            return tensors[-1]
+            return content.take(_DTYPES[its[0]], its[1])
         case "complex":
-            return complex(*content)
+            return complex(*its)
         case "bytes":
-            return bytes.fromhex(content)
+            return bytes.fromhex(its)
         case "tuple":
-            return tuple(_decoded(item, tensors) for item in content)
+            return tuple(_decoded(item, content) for item in its)
         case "device":
-            return torch.device(content)
+            return torch.device(its)
         case "dtype":
-            return _DTYPES[content]
+            return _DTYPES[its]
         case "Size":
-            return torch.Size(content)
+            return torch.Size(its)
         case "dict":
-            return dict(_items(content[0], tensors))
+            return dict(_items(its[0], content))
         case "OrderedDict":
-            ordered = OrderedDict(_items(content[0], tensors))
-            if len(content) > 1:
-                vars(ordered)["_metadata"] = _decoded(content[1], tensors)
+            ordered = OrderedDict(_items(its[0], content))
+            if len(its) > 1:
+                vars(ordered)["_metadata"] = _decoded(its[1], content)
             return ordered
     if kind in _registered:
-        return _registered[kind][2](_decoded(content, tensors))
+        return _registered[kind][2](_decoded(its, content))
     raise ValueError(f"unknown kind {kind!r}")
 
 
-def _items(content: Any, tensors: list[Tensor]) -> list[tuple[Any, Any]]:
-    return [(_decoded(key, tensors), _decoded(item, tensors)) for key, item in content]
+def _items(items: Any, content: _Content) -> list[tuple[Any, Any]]:
+    return [(_decoded(key, content), _decoded(item, content)) for key, item in items]

@@ -228,10 +228,10 @@ class Loader:
         finally:
             if not complete and iteration is self._iteration and not self._loop.leave(iteration):
                 self._drop(iteration)
+        self._loop.end(iteration, complete=True)
         sampled = self._source.drawn(self._seed, self._epoch)
         if sampled and self._communicator.world_size > 1 and self._loop.is_training():
             self._check_same_order()  # not before the epoch, where one rank alone may look at a batch
-        self._loop.end(iteration, complete=True)
         self.epoch += 1
 
     def _drop(self, iteration: Iteration) -> None:
@@ -289,6 +289,9 @@ class Loader:
             "the fingerprint": own["fingerprint"],
             "the global batch size": own["global_batch_size"],
         }
+        costs = self._given.balance
+        if costs is not None:
+            facts["a digest of the lengths or costs of samples"] = costs.digest
         found = difference_between_ranks(self._communicator, facts)
         if found is not None:
             raise DataError(

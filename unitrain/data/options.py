@@ -49,6 +49,14 @@ class LoaderOptions(WorkerOptions, total=False):
     step, which is split over the ranks."""
     drop_last: bool
     """Drop the last step of an epoch if it is incomplete."""
+    lengths: Sequence[float] | Callable[[int], float] | None
+    """The length of each sample, or a function of its index, for batches that are padded to their longest sample. Each
+    global batch is then divided so that the padded sizes of all ranks and micro-batches are about equal."""
+    costs: Sequence[float] | Callable[[int], float] | None
+    """The same without padding, where the costs of samples add up: packed sequences, graphs."""
+    max_cost: float | None
+    """With ``lengths`` or ``costs``: the most that a batch of one process may cost, instead of ``accumulate``. Of
+    padded batches, the cost is their size times their longest sample."""
     sample_seeding: bool
     """Seed python's, numpy's and torch's generators for each sample with (seed, epoch, sample), so that random
     augmentations don't depend on workers and ranks. For map-style datasets; True by default."""

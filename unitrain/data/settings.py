@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from torch.utils.data import (
     DataLoader,
     DistributedSampler,
@@ -15,8 +16,10 @@ from torch.utils.data import (
 )
 
 from unitrain.data.options import LoaderOptions, WorkerOptions
+from unitrain.data.order.balance import Costs
 from unitrain.errors import ConfigError, DataError, nearest
 
+_COSTS = ("lengths", "costs", "max_cost")
 _PASSED_ON = tuple(WorkerOptions.__annotations__)
 _OURS = {
     "generator": "the order follows from the strategy's seed and the epoch",
@@ -37,6 +40,9 @@ class LoaderSettings:
     sampler: Any = None
     batch_sampler: Any = None
     drop_last: bool = False
+    lengths: Any = None
+    costs: Any = None
+    max_cost: float | None = None
     sample_seeding: bool = True
     sharded: bool | None = None
     shards: tuple[int, int] | None = None
@@ -70,6 +76,8 @@ class LoaderSettings:
         self._check_dataset()
         self._check_order()
         self._check_size()
+        if self.lengths is not None or self.costs is not None or self.max_cost is not None:
+            self._check_costs()
 
     @property
     def is_iterable(self) -> bool:
@@ -166,21 +174,60 @@ class LoaderSettings:
                 "how many such groups take turns. For up to 8 ranks of 4 workers: shards=(8, 4)."
             )
 
+    def _check_costs(self) -> None:
+        """Check ``lengths``, ``costs`` and ``max_cost``, and make an array of the first two."""
+        name = "costs" if self.lengths is None else "lengths"
+        given = getattr(self, name)
+        if given is None or (self.lengths is not None and self.costs is not None):
+            raise ConfigError(
+                "pass lengths (of samples that are padded to the longest of a batch) or costs (that add up), and with "
+                f"one of them max_cost; got {', '.join(one for one in _COSTS if getattr(self, one) is not None)}."
+            )
+        if self.is_iterable:
+            raise ConfigError(f"{name} is for map-style datasets: of an iterable one, they are not known beforehand.")
+        if self.max_cost is not None and self.micro_batch_size is not None:
+            raise ConfigError("max_cost and micro_batch_size are mutually exclusive.")
+        samples = len(self.dataset)
+        values = np.fromiter(map(given, range(samples)), np.float64) if callable(given) else np.asarray(given, float)
+        if values.shape != (samples,) or not (np.isfinite(values) & (values > 0)).all():
+            raise DataError(
+                f"{name} must have a positive number for each of the {samples} samples, but has shape "
+                f"{list(values.shape)}, and values from {values.min(initial=np.inf)} to {values.max(initial=0)}."
+            )
+        if self.max_cost is not None and values.max() > self.max_cost:
+            raise DataError(
+                f"sample {values.argmax()} costs {values.max():g}, which is more than max_cost={self.max_cost:g} for a "
+                "whole batch: raise max_cost, or leave out such samples."
+            )
+        setattr(self, name, values)
+
+    @property
+    def balance(self) -> Costs | None:
+        """What samples cost, for batches that are balanced; None if they are not."""
+        if self.lengths is None and self.costs is None:
+            return None
+        padded = self.lengths is not None
+        return Costs(self.lengths if padded else self.costs, padded, self.max_cost)
+
     def micro_batches(self, shares: Sequence[int], accumulate: int) -> int:
         """Return the number of micro-batches per optimizer step: ``accumulate``, unless ``micro_batch_size`` is given.
 
-        With that, the largest of the shares of a micro-batch has at most ``micro_batch_size`` samples.
+        With that, the largest of the shares of a micro-batch has at most ``micro_batch_size`` samples. With
+        ``max_cost``, the number differs from step to step.
 
         Raises:
-            ConfigError: both are given.
+            ConfigError: two of them are given.
         """
-        if self.micro_batch_size is None:
+        name = "max_cost" if self.micro_batch_size is None else "micro_batch_size"
+        if getattr(self, name) is None:
             return accumulate
         if accumulate > 1:
             raise ConfigError(
-                f"micro_batch_size={self.micro_batch_size} and accumulate={accumulate} are mutually exclusive: "
-                "micro_batch_size determines the number of micro-batches per step."
+                f"{name}={getattr(self, name)} and accumulate={accumulate} are mutually exclusive: {name} determines "
+                "the number of micro-batches per step."
             )
+        if self.micro_batch_size is None:
+            return 1
         assert self.global_batch_size is not None  # checked
         return -(-self.global_batch_size // (self.micro_batch_size * sum(shares) // max(shares)))
 

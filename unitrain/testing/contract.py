@@ -20,8 +20,10 @@ from unitrain.testing.worlds import World
 _OUTCOMES = pytest.StashKey[Outcomes]()
 
 
-def parameters(worlds: Iterable[World], *marks: pytest.MarkDecorator) -> list[Any]:
-    """Return the parameters ``world`` and ``duty`` of a test, for every duty of every world."""
+def parameters(
+    worlds: Iterable[World], *marks: pytest.MarkDecorator, duties: Iterable[Duty] = tuple(DUTIES.values())
+) -> list[Any]:
+    """Return the parameters ``world`` and ``duty`` of a test, for every one of these duties in every world."""
     return [
         pytest.param(
             world,
@@ -31,14 +33,14 @@ def parameters(worlds: Iterable[World], *marks: pytest.MarkDecorator) -> list[An
             marks=[*marks, pytest.mark.xdist_group(f"{world}-{_together(duty)[0]}")],
         )
         for world in worlds
-        for duty in DUTIES.values()
+        for duty in duties
         if duty.needs(world, *duty.arguments)
     ]
 
 
 def _together(duty: Duty) -> tuple[str, ...]:
     """Return the modules whose duties run in the same processes as this one."""
-    return next(modules for modules in STARTS if duty.module in modules)
+    return next((modules for modules in STARTS if duty.module in modules), (duty.module,))
 
 
 def check(request: pytest.FixtureRequest, world: World, duty: Duty) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.optim import SGD, Optimizer
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 from unitrain import Strategy
 
@@ -89,13 +89,6 @@ def clip_by_hand(optimizer: Optimizer, norm: float) -> None:
     optimizer.register_step_pre_hook(clip)
 
 
-def train_plainly(model: nn.Module, optimizer: Optimizer, *, global_batch_size: int, epochs: int = 1) -> None:
-    """Train a model in a plain loop over all samples."""
-    for _ in range(epochs):
-        for inputs, targets in DataLoader(samples(), batch_size=global_batch_size):
-            step_by_hand(mse_loss(model(inputs), targets), optimizer)
-
-
 class Twins:
     """Two equal models: the strategy trains one on each rank's rows, a plain loop the other on the rows of all ranks.
 
@@ -156,14 +149,9 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def local(tensor: Tensor) -> Tensor:
-    """Return what this rank has of a tensor."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-def flat(model: nn.Module, part: Callable[[Tensor], Tensor] = whole) -> Tensor:
+def flat(model: nn.Module) -> Tensor:
     """Return all parameters and buffers of a model in one tensor."""
-    return torch.cat([part(t.detach()).double().reshape(-1) for t in (*model.parameters(), *model.buffers())])
+    return torch.cat([whole(t.detach()).double().reshape(-1) for t in (*model.parameters(), *model.buffers())])
 
 
 def assert_same(model: nn.Module, expected: nn.Module) -> None:

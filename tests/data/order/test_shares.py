@@ -70,7 +70,7 @@ def test_map_style_data_and_streams_are_dealt_out_alike(
     for rank in range(world_size):
         plan = EpochPlan(samples, batch, accumulate, rank, world_size, False, shares=shares)
         epoch = Orders(plan, shuffle=False).epoch(0, 0, 0)
-        asked = [request.samples for request in requests(epoch, None, 0)]
+        asked = [request.samples for request in requests(epoch, epoch.plan, None, 0)]
         pieces = list(WholeStream(Numbers(samples), plan, default_collate)._pieces(0, 0, 0, 1))
         assert [piece.batch.tolist() for piece in pieces] == asked
         assert [piece.micro_batch for piece in pieces] == list(plan)

@@ -25,7 +25,7 @@ def orders(rank: int = 0, world_size: int = 1, global_batch: int = 4) -> Orders:
 def asked(orders: Orders, seed: int | None = 0, number: int = 0) -> list[Request]:
     """Return what is asked for in an epoch, without stand-ins."""
     epoch = orders.epoch(0, number, 0)
-    pairs = zip(epoch.plan, requests(epoch, seed, number), strict=True)
+    pairs = zip(epoch.plan, requests(epoch, epoch.plan, seed, number), strict=True)
     return [request for micro_batch, request in pairs if micro_batch.count]
 
 
@@ -58,7 +58,8 @@ def test_without_seeds() -> None:
 
 
 def test_a_stand_in_is_the_first_sample_of_the_global_batch() -> None:
-    ranks = [list(requests(orders(rank, 4).epoch(0, 0, 0), 0, 0))[-1] for rank in range(4)]  # 23 = 5 * 4 + 3
+    epochs = [orders(rank, 4).epoch(0, 0, 0) for rank in range(4)]
+    ranks = [list(requests(epoch, epoch.plan, 0, 0))[-1] for epoch in epochs]  # 23 = 5 * 4 + 3
     assert ranks[3] == ranks[0]
     assert len(ranks[3].samples) == 1
 

@@ -13,8 +13,7 @@ from ranks import run_ranks
 from torch.utils.data import TensorDataset
 
 import unitrain
-from unitrain.errors import ConfigError, DataError
-from unitrain.job.joining.handshake import difference
+from unitrain.errors import ConfigError, DataError, by_rank
 
 
 def begin(settings: list[dict[str, Any]], script: str | None = None) -> None:
@@ -45,7 +44,7 @@ def test_what_may_differ() -> None:
 
 
 def test_another_script(tmp_path: Path) -> None:
-    said = r"the script train.py is '\w{12}' on rank 0; '\w{12}' on rank 1. Install and start"
+    said = r"the script train.py is \w{12} on rank 0; \w{12} on rank 1. Install and start"
     with pytest.raises(ConfigError, match=said):
         run_ranks(begin, [{}, {}], str(tmp_path))
 
@@ -72,10 +71,8 @@ def test_the_same_data() -> None:
 
 def test_the_ranks_of_each_value_are_named() -> None:
     """As many as fit into a line: ten thousand ranks may differ, each from all others."""
-    every = difference([{"seed": rank} for rank in range(10_000)])
-    assert every == ("seed", "0 on rank 0; 1 on rank 1; 2 on rank 2; 3 on rank 3; 9996 other values on the others")
-    facts = [{"a": 1, "b": rank % 2} for rank in range(20)]
-    assert difference(facts[:1]) is None
-    assert difference(facts) == (
-        "b", "0 on rank 0, 2, 4, 6, 8, 10, 12, 14 ...; 1 on rank 1, 3, 5, 7, 9, 11, 13, 15 ...",
-    )  # fmt: skip
+    every = by_rank((rank, rank) for rank in range(10_000))
+    assert every == "0 on rank 0; 1 on rank 1; 2 on rank 2; 3 on rank 3; 9996 other values on the others"
+    assert by_rank((rank, rank % 2) for rank in range(20)) == (
+        "0 on rank 0, 2, 4, 6, 8, 10, 12, 14 ...; 1 on rank 1, 3, 5, 7, 9, 11, 13, 15 ..."
+    )

@@ -87,7 +87,7 @@ def train(times: tuple[int, ...], *, ahead: bool = False, **settings: Any) -> Fo
             found.seconds.append(perf_counter() - began)
             found.epochs.append(seen)
             found.losses.append(meter.value())
-        assert strategy.communicator.waits.around is None, "nothing is timed any more"
+        assert strategy.communicator.pulse.around is None, "nothing is timed any more"
         assert not strategy._step.hooks.before_call
         return found._replace(shares=strategy.shares, said=said.getvalue())
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from core_duties import CORE_DUTIES
 from needs import HOROVOD
 from pretended import pretended_rank
 from ranks import horovodrun_environments, run_ranks
@@ -393,7 +394,7 @@ def test_states_are_saved_and_loaded_as_a_whole_and_nothing_loses_state_silently
 
 # ------------------------------------------------------------------------------------------------------------ steps
 
-DUTY_MODULES = ("optimizers", "nonfinite", "gradients", "preparation")
+DUTY_MODULES = ("optimizers", "gradients", "preparation", "core_duties")
 
 
 @pytest.mark.soak
@@ -405,7 +406,8 @@ DUTY_MODULES = ("optimizers", "nonfinite", "gradients", "preparation")
 def test_the_duties_of_backends_are_fulfilled_with_it(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UNITRAIN_SHARD_OPTIMIZER", "true")
     outcomes: Outcomes = {}
-    chosen = [duty for duty in DUTIES.values() if duty.module in DUTY_MODULES and duty.needs(world, *duty.arguments)]
+    every = (*DUTIES.values(), *CORE_DUTIES.values())
+    chosen = [duty for duty in every if duty.module in DUTY_MODULES and duty.needs(world, *duty.arguments)]
     try_duties(world, [duty for duty in chosen if duty.ending is None], outcomes)
     assert len(outcomes) > 20
     assert not [why for why in outcomes.values() if why]

@@ -75,13 +75,24 @@ class EmergencyCheckpoint:
         under_way = self._writer.under_way
         if under_way is not None:
             wait_for([under_way])  # it may be this very step's
-        if step in self._folder.steps():
-            return
+        # If rank 0 is gone, nobody elects one, and every rank tries: the one that makes this file writes.
+        first = self._members[0]
+        claim = self._root / f".emergency-{step}-{first.host}-{first.pid}-{first.started}"
         try:
+            claim.touch(exist_ok=False)
+        except FileExistsError:
+            return
+        except OSError:
+            pass  # a full disk, say: writing will tell
+        try:
+            if step in self._folder.steps():
+                return
             self._write(self._recorded)
         except Exception as error:  # pickling may raise any exception
             print_stderr(f"unitrain: the emergency checkpoint could not be written: {error}")
             return
+        finally:
+            claim.unlink(missing_ok=True)
         layers = [layer for module in self._state.modules.values() for layer in module.modules()]
         statistics = " BatchNorm's running statistics are those of its samples."
         print_stderr(

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from unitrain.checkpoint.names import Keys
 from unitrain.checkpoint.store.located import DamagedError, Located, unreadable, verified
-from unitrain.checkpoint.store.torch_files import MappedFiles, Writing, reason, viewed
+from unitrain.checkpoint.store.torch_files import MappedFiles, reason, viewed
 from unitrain.errors import CheckpointError
 
 METADATA = ".metadata"
@@ -176,12 +176,12 @@ class _Unpickler(pickle.Unpickler):
 # ------------------------------------------------------------------------------------------------- writing pieces
 
 
-def write(output: Writing | BinaryIO, file: str, value: Any, first: int | None) -> Iterator[Piece]:
+def write(output: BinaryIO, file: str, value: Any, first: int | None) -> Iterator[Piece]:
     """Write rows of a tensor on the CPU to a file, and yield the pieces. ``first`` is None for a plain value."""
     for region, content in _pieces(value, first):
         output.write(bytes(-output.tell() % _ALIGNMENT))
         start = output.tell()
-        torch.save(content, output)  # type: ignore[arg-type]
+        torch.save(content, output)
         yield Piece(region, file, start, output.tell() - start)
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-import torch
 from torch import Tensor
 
 from unitrain.checkpoint.names import GROUPS, Keys, joined, numbered
@@ -27,13 +26,11 @@ from unitrain.checkpoint.store.located import (
 from unitrain.checkpoint.store.store import NAME
 from unitrain.checkpoint.store.torch_files import MappedFiles
 from unitrain.communication.streaming import Form
-from unitrain.data.structure import rebuilt, tensors
 from unitrain.errors import CheckpointError
 from unitrain.process import print_stderr
 from unitrain.url import parsed
 
 T = TypeVar("T")
-_ROWS = "_shards-"
 BEST = "best"
 """What ``resume`` takes for the best checkpoint."""
 
@@ -161,7 +158,7 @@ def opened(found: Located) -> OpenCheckpoint:
 
 def _opened(found: Located) -> OpenCheckpoint:
     names, files = found.manifest.files, MappedFiles()
-    parts = _with_whole_tensors(read(found, [name for name in names if name.endswith(".pt")], files))
+    parts = read(found, [name for name in names if name.endswith(".pt")], files)
     stored: Stored | None = None
     if METADATA in names or not names:
         name = found.file_name(METADATA)
@@ -178,30 +175,6 @@ def _opened(found: Located) -> OpenCheckpoint:
     if not isinstance(run, dict) or not {"steps", "scaler", "random"} <= set(run):
         raise DamagedError(f"{found}: {RUN}.pt is missing, or lacks what a run needs to continue")
     return OpenCheckpoint(found, parts, stored, files)
-
-
-def _with_whole_tensors(parts: dict[str, Any]) -> dict[str, Any]:
-    """Return parts with whole tensors for those that ranks have written in files of their own, as UniTrain once did.
-
-    A tensor on the meta device stands for each of these. The file of a rank has its rows of them, in the order in which
-    they are found in an object's state.
-    """
-    ranks = [parts[name] for name in sorted(parts) if name.startswith(_ROWS)]
-    if not ranks:
-        if any(tensor.is_meta for tensor in tensors(parts)):
-            raise ValueError(f"the manifest lacks the files {_ROWS}*.pt")
-        return parts
-    if f"{_ROWS}{len(ranks) - 1:05}" not in parts or len(parts[RUN]["random"]) % len(ranks):
-        raise ValueError(f"the manifest lacks some of the files {_ROWS}*.pt")
-    whole = {}
-    for name in [name for name in parts if not name.startswith(_ROWS)]:
-        rows = zip(*(rank.get(name, []) for rank in ranks), strict=True)
-
-        def tensor(value: Any, rows: Iterator[tuple[Tensor, ...]] = rows) -> Any:
-            return torch.cat(next(rows)) if isinstance(value, Tensor) and value.is_meta else value
-
-        whole[name] = rebuilt(parts[name], tensor)
-    return whole
 
 
 def _states(stored: Stored) -> tuple[dict[str, Any], dict[str, list[str]]]:

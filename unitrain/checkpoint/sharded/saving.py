@@ -11,7 +11,7 @@ import json
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ from unitrain.checkpoint.store.folder import Draft, Folder
 from unitrain.checkpoint.store.located import store_at
 from unitrain.checkpoint.store.lock import holder_of
 from unitrain.checkpoint.store.store import Store
-from unitrain.checkpoint.store.torch_files import Writing, reason, write_part
+from unitrain.checkpoint.store.torch_files import reason, write_part
 from unitrain.communication.communicator import Communicator
 from unitrain.communication.streaming import outline, own_rows, receive
 from unitrain.data.structure import rebuilt
@@ -167,7 +167,7 @@ def write_shards(draft: Draft, rank: int, shards: Shards) -> tuple[dict[str, Any
         return {}, layout
     name = f"__{rank}_0.distcp"  # as torch names it
 
-    def save(values: dict[str, Any], output: Writing) -> None:
+    def save(values: dict[str, Any], output: BinaryIO) -> None:
         for key, value in values.items():
             pieces = list(write(output, name, value, shards.first_rows.get(key)))
             layout[key] = shards.entries[key]._replace(pieces=pieces)

@@ -8,18 +8,17 @@ from __future__ import annotations
 import ctypes
 import errno
 import hashlib
+import mmap
 import os
 import pickle
 import re
 import stat
 import zipfile
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,8 +26,9 @@ from unitrain.data.structure import tensors
 
 _libc = ctypes.CDLL(None)
 _MADV_DONTNEED = 4  # Linux: the pages are read from the file again if they are needed
-_SMALL = 2**16  # bytes; to pass on fewer takes longer than to copy and hash them
-_JOINED = 2**20
+_PAGE = mmap.PAGESIZE
+_SMALL = 2**16  # bytes; to pass on fewer takes longer than to hash them
+_BUFFERED = 2**20  # of small writes, of which an archive has about 40
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -64,9 +64,7 @@ class MappedFiles:
     """Loads files, and releases their pages on demand. They stay mapped as long as this object lives."""
 
     def __init__(self) -> None:
-        self._paths: set[str] = set()
-        self._addresses: list[int] = []  # in files whose mappings have not been looked for yet
-        self._ranges: set[tuple[int, int]] = set()
+        self._ranges: list[tuple[int, int]] = []  # of whole pages: their address, and how many bytes
         # Where a file was mapped, something else may be: to release its pages would overwrite it by zeros.
         self._contents: list[Any] = []
 
@@ -88,33 +86,18 @@ class MappedFiles:
         return mapped
 
     def _keep(self, path: Path, content: Any, storages: Iterable[torch.UntypedStorage]) -> None:
+        """Keep a file mapped whose one mapping has these storages."""
         self._contents.append(content)
-        self._paths.add(str(path.resolve()))
-        self._addresses += [storage.data_ptr() for storage in storages]
+        spans = [(one.data_ptr(), one.data_ptr() + one.nbytes()) for one in storages if one.nbytes()]
+        start = -(-min((first for first, _ in spans), default=0) // _PAGE) * _PAGE
+        end = max((last for _, last in spans), default=0) // _PAGE * _PAGE
+        if 0 < end - start <= path.stat().st_size:  # else they are not all in the file
+            self._ranges.append((start, end - start))
 
     def release(self) -> None:
         """Release the pages that have been read so far."""
-        if self._addresses:
-            # Once, and not for each file: the list of mappings grows with them.
-            self._ranges.update(_mappings(self._paths, sorted(self._addresses)))
-            self._addresses.clear()
-        for start, end in self._ranges:
-            _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_DONTNEED)
-
-
-def _mappings(paths: set[str], addresses: list[int]) -> Iterator[tuple[int, int]]:
-    """Yield where files are mapped at one of these addresses, which are sorted.
-
-    A script may have mapped a file itself, elsewhere, and have changed its copy.
-    """
-    listing = Path("/proc/self/maps")  # on Linux; other systems release pages when they need memory
-    for line in listing.read_text().splitlines() if listing.exists() else ():
-        found, *fields = line.split(maxsplit=5)
-        if fields[-1].removesuffix(" (deleted)") in paths:
-            start, end = (int(address, 16) for address in found.split("-"))
-            at = bisect_left(addresses, start)
-            if at < len(addresses) and addresses[at] < end:
-                yield start, end
+        for start, size in self._ranges:
+            _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), _MADV_DONTNEED)
 
 
 # ----------------------------------------------------------------------------------------------------------- writing
@@ -130,14 +113,14 @@ def write_part(
 
     Args:
         path: the file, which is not synced to the disk.
-        value: tensors and plain data. The memory of the tensors does not change.
-        written: called when the file is complete. It may not be hashed to its end yet, which takes longer.
+        value: tensors and plain data.
+        written: called when the file is complete.
         save: writes the value.
     """
     with ThreadPoolExecutor(1, "checkpoint digest") as thread:
-        writing = _write(path, value, save, thread)
+        size, sha256 = _write(path, value, save, thread)
         written()
-        return {"size": writing.size, "sha256": writing.hexdigest()}
+        return {"size": size, "sha256": sha256}
 
 
 def write_file(path: Path, value: Any) -> None:
@@ -145,77 +128,47 @@ def write_file(path: Path, value: Any) -> None:
     _write(path, value, torch.save, None)
 
 
-def _write(path: Path, value: Any, save: Callable[..., object], thread: ThreadPoolExecutor | None) -> Writing:
-    with open(path, "wb") as file:
-        writing = Writing(file, value, thread)
+def _write(path: Path, value: Any, save: Callable[..., object], thread: ThreadPoolExecutor | None) -> tuple[int, str]:
+    """Write a file, and return its size and, if there is a thread to compute it meanwhile, its SHA-256."""
+    with open(path, "wb", _BUFFERED) as file:
+        output = _Output(file, thread)
         try:
-            save(value, writing)
+            save(value, output)
         except RuntimeError as error:
-            raise writing.error or error from error
-        writing.end()
-    return writing
+            raise output.error or error from error
+        return file.tell(), output.sha256.hexdigest()
+
+
+class _Output:
+    """The file object that ``torch.save`` is given. It keeps the error of a write, which torch replaces by another."""
+
+    def __init__(self, file: BinaryIO, thread: ThreadPoolExecutor | None) -> None:
+        self._file = file
+        self._thread = thread
+        self.sha256 = hashlib.sha256()
+        self.error: OSError | None = None
+        self.tell: Callable[[], int] = file.tell
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Write data, which are hashed meanwhile."""
+        hashing: Future[None] | None = None
+        if self._thread is not None and len(data) >= _SMALL:
+            hashing = self._thread.submit(self.sha256.update, data)
+        elif self._thread is not None:
+            self.sha256.update(data)
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+        finally:
+            if hashing is not None:
+                hashing.result()  # the memory of what is not a tensor's lasts until then
+
+    def flush(self) -> None:
+        """Do nothing: torch calls this after each archive."""
 
 
 def check_part(path: Path) -> None:
     """Report now, and not when it is needed, that a part can't be loaded. This does not read the tensors' data."""
     MappedFiles().load(path)
-
-
-class Writing:
-    """The file object that ``torch.save`` is given. It joins small writes, of which an archive has about 40.
-
-    A thread, if there is one, computes the SHA-256 of what is written. The tensors' memory is used until that is done.
-    """
-
-    def __init__(self, file: BinaryIO, value: Any, thread: ThreadPoolExecutor | None) -> None:
-        self._file = file
-        self._thread = thread
-        self._sha256 = hashlib.sha256()
-        found = (one for one in tensors(value) if one.device.type == "cpu" and one.layout == torch.strided)
-        self._lasting = {tensor.untyped_storage().data_ptr() for tensor in found}
-        self._small = bytearray()
-        self.size: int = 0
-        self.error: OSError | None = None
-        """The error of a write, which torch's writer replaces by another."""
-
-    def write(self, data: bytes | memoryview) -> int:
-        """Write data, which are hashed meanwhile."""
-        size = len(data)
-        self.size += size
-        if size < _SMALL:
-            self._small += data
-        if size >= _SMALL or len(self._small) >= _JOINED:
-            self.end()
-        if size >= _SMALL:
-            lasts = np.frombuffer(data, np.uint8).ctypes.data in self._lasting
-            self._put(data, lasts=lasts)
-        return size
-
-    def tell(self) -> int:
-        """Return how many bytes were written."""
-        return self.size
-
-    def flush(self) -> None:
-        """Do nothing: torch calls this after each archive."""
-
-    def end(self) -> None:
-        """Write what has been joined so far."""
-        if self._small:
-            joined, self._small = self._small, bytearray()
-            self._put(joined, lasts=True)
-
-    def hexdigest(self) -> str:
-        """Return the digest of what was written."""
-        assert self._thread is not None
-        return self._thread.submit(self._sha256.hexdigest).result()
-
-    def _put(self, data: bytes | bytearray | memoryview, *, lasts: bool) -> None:
-        hashed = None if self._thread is None else self._thread.submit(self._sha256.update, data)
-        try:
-            self._file.write(data)
-        except OSError as error:
-            self.error = error
-            raise
-        finally:
-            if hashed is not None and not lasts:
-                hashed.result()

@@ -8,25 +8,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, islice
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from unitrain.data.order.balance import Costs, Order
 from unitrain.data.order.order import InOrder, Shuffled
 from unitrain.data.order.sharding import BatchPlan, EpochPlan
 from unitrain.errors import DataError
 from unitrain.rng import derived_seed, generators_restored, seed_generators
 
 Plan: TypeAlias = EpochPlan | BatchPlan
-
-
-class Order(Protocol):
-    """The order of the samples in an epoch."""
-
-    def take(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the samples at these positions."""
 
 
 class Epoch(NamedTuple):
@@ -46,7 +40,13 @@ class Orders:
     """
 
     def __init__(
-        self, plan: Plan, *, shuffle: bool = False, sampler: Iterable[Any] | None = None, most: int = 0
+        self,
+        plan: Plan,
+        *,
+        shuffle: bool = False,
+        sampler: Iterable[Any] | None = None,
+        most: int = 0,
+        costs: Costs | None = None,
     ) -> None:
         self._plan = plan
         self._shuffle = shuffle
@@ -55,6 +55,7 @@ class Orders:
         own = (getattr(one, "generator", None) for one in _nested(sampler))
         self._generators = [(one, one.initial_seed()) for one in own if isinstance(one, torch.Generator)]
         self._most = most
+        self._costs = costs
         self._length = 0
         with suppress(Exception):  # a batch sampler has a length only if its sampler has one
             self._length = operator.length_hint(sampler)
@@ -62,6 +63,12 @@ class Orders:
 
     def epoch(self, seed: int, number: int, start: int) -> Epoch:
         """Return epoch ``number`` of a run with ``seed``, from position ``start`` on."""
+        epoch = self._epoch(seed, number, start)
+        if self._costs is None:
+            return epoch
+        return epoch._replace(plan=replace(epoch.plan, costs=(self._costs, epoch.order)))
+
+    def _epoch(self, seed: int, number: int, start: int) -> Epoch:
         if self._sampler is None:
             order = Shuffled(self._plan.samples, seed, number) if self._shuffle else InOrder()
             return Epoch(replace(self._plan, start=start), order, repeats=False)

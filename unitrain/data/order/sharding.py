@@ -2,18 +2,23 @@
 
 An epoch is an order of all samples. Step ``s`` takes its positions ``s·G`` to ``(s+1)·G``, whatever the number of
 processes. These are split into ``accumulate`` micro-batches, and each rank takes its ``Part`` of the positions of a
-micro-batch: with equal shares, rank ``r`` of ``W`` takes every ``W``-th, starting with its ``r``-th. No sample is
-padded, repeated or left out.
+micro-batch: with equal shares, rank ``r`` of ``W`` takes every ``W``-th, starting with its ``r``-th. If samples are
+known to cost more or less, the parts depend on that; see ``balance.py``. No sample is padded, repeated or left out.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate as running_sums
 from itertools import pairwise
 
+import numpy as np
+from numpy.typing import NDArray
+
+from unitrain.data.order.balance import Costs, Order
 from unitrain.data.order.shares import Part, part_of
 
 
@@ -39,24 +44,66 @@ class MicroBatch:
     """Whether it is the first of an iteration over a loader."""
     everywhere: bool
     """Whether every rank is known to have samples in it."""
+    balanced: NDArray[np.int64] | None = field(default=None, compare=False)
+    """This rank's positions, if they depend on what samples cost: ``start`` and ``stop`` only count then."""
+
+    def positions(self, part: Part) -> NDArray[np.int64]:
+        """Return this rank's positions; of a stand-in, that of another rank's sample."""
+        if not self.count:
+            return np.array([self.start])
+        return part.positions(self.start, self.stop) if self.balanced is None else self.balanced
 
 
-class _OfRank:
-    """The part of a plan that depends on the rank."""
+class _Plan:
+    """What the plans have in common: each yields this rank's micro-batches in order."""
 
     rank: int
     world_size: int
+    start: int
     shares: tuple[int, ...]
     """The shares of all ranks, without a common divisor; empty if all are equal."""
+    costs: tuple[Costs, Order] | None
+    """What samples cost, and their order; None if every sample counts as one."""
 
     @cached_property
     def part(self) -> Part:
         """This rank's part of every micro-batch."""
-        return part_of(self.rank, self.shares or (1,) * self.world_size)
+        return part_of(self.rank, self._shares)
+
+    @property
+    def _shares(self) -> tuple[int, ...]:
+        return self.shares or (1,) * self.world_size
+
+    @property
+    def steps(self) -> int:
+        """Number of optimizer steps."""
+        return sum(1 for _ in self._windows())
+
+    @property
+    def micro_batches(self) -> int:
+        """Number of micro-batches, the same on every rank."""
+        if self.costs is not None and self.costs[0].most is not None:
+            return sum(1 for _ in self)
+        return sum(sum(edge < size for edge in edges[:-1]) for _, _, size, edges in self._windows())
+
+    @abstractmethod
+    def _windows(self) -> Iterator[tuple[int, int, int, Sequence[int]]]:
+        """Yield the step, the first position, the size, and the edges of the micro-batches of each window."""
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        """Yield this rank's micro-batches in order."""
+        for step, first, size, edges in self._windows():
+            opening = first == self.start
+            if self.costs is None:
+                yield from cut(first, size, edges, step, opening, self.part)
+                continue
+            costs, order = self.costs
+            parts = costs.parts(order, first, size, sum(edge < size for edge in edges[:-1]), self._shares)
+            yield from _dealt(parts, first, size, step, opening, self.rank)
 
 
 @dataclass(frozen=True)
-class EpochPlan(_OfRank):
+class EpochPlan(_Plan):
     """Splits an epoch of ``samples`` into optimizer steps of ``global_batch`` samples over all processes."""
 
     samples: int
@@ -68,6 +115,7 @@ class EpochPlan(_OfRank):
     start: int = 0
     """Number of positions that were consumed before. Only the rest is planned."""
     shares: tuple[int, ...] = ()
+    costs: tuple[Costs, Order] | None = None
 
     @property
     def steps(self) -> int:
@@ -84,9 +132,10 @@ class EpochPlan(_OfRank):
     def micro_batches(self) -> int:
         """Number of micro-batches, the same on every rank."""
         full, rest = divmod(self.samples - self.start, self.global_batch)
-        if not rest or self.drop_last:
-            return full * self.accumulate
-        return full * self.accumulate + sum(start < rest for start in self.edges()[:-1])
+        if self.costs is not None and self.costs[0].most is not None:
+            return super().micro_batches
+        in_rest = 0 if self.drop_last else sum(edge < rest for edge in self.edges()[:-1])
+        return full * self.accumulate + in_rest
 
     def can_start_at(self, start: int) -> bool:
         """Return whether the rest of the epoch can be planned from this position."""
@@ -96,18 +145,15 @@ class EpochPlan(_OfRank):
         """Return the boundaries of the micro-batches in a full window."""
         return [i * self.global_batch // self.accumulate for i in range(self.accumulate + 1)]
 
-    def __iter__(self) -> Iterator[MicroBatch]:
-        """Yield this rank's micro-batches in order."""
-        edges = self.edges()
-        done = self.start // self.global_batch
+    def _windows(self) -> Iterator[tuple[int, int, int, Sequence[int]]]:
+        edges, done = self.edges(), self.start // self.global_batch
         for i in range(self.steps):
             first = self.start + i * self.global_batch
-            window = min(self.global_batch, self.samples - first)
-            yield from cut(first, window, edges, done + i, i == 0, self.part)
+            yield done + i, first, min(self.global_batch, self.samples - first), edges
 
 
 @dataclass(frozen=True)
-class BatchPlan(_OfRank):
+class BatchPlan(_Plan):
     """Splits an epoch of given global batches: each is one optimizer step over all processes."""
 
     sizes: Sequence[int]
@@ -118,6 +164,7 @@ class BatchPlan(_OfRank):
     start: int = 0
     """As in ``EpochPlan``; must be the end of a batch."""
     shares: tuple[int, ...] = ()
+    costs: tuple[Costs, Order] | None = None
 
     @property
     def samples(self) -> int:
@@ -133,26 +180,11 @@ class BatchPlan(_OfRank):
         """Return whether the rest of the epoch can be planned from this position: only at the end of a batch."""
         return start in running_sums(self.sizes, initial=0)
 
-    def _windows(self) -> Iterator[tuple[int, int, int]]:
-        edges = pairwise(running_sums(self.sizes, initial=0))
-        return ((i, start, stop - start) for i, (start, stop) in enumerate(edges) if start >= self.start)
-
-    @property
-    def steps(self) -> int:
-        """Number of optimizer steps."""
-        return sum(1 for _ in self._windows())
-
-    @property
-    def micro_batches(self) -> int:
-        """Number of micro-batches, the same on every rank."""
-        return sum(min(size, self.accumulate) for _, _, size in self._windows())
-
-    def __iter__(self) -> Iterator[MicroBatch]:
-        """Yield this rank's micro-batches in order."""
-        for i, first, size in self._windows():
-            cuts = min(size, self.accumulate)
-            edges = [part * size // cuts for part in range(cuts + 1)]
-            yield from cut(first, size, edges, i, first == self.start, self.part)
+    def _windows(self) -> Iterator[tuple[int, int, int, Sequence[int]]]:
+        for step, (first, stop) in enumerate(pairwise(running_sums(self.sizes, initial=0))):
+            if first >= self.start:
+                size, cuts = stop - first, min(stop - first, self.accumulate)
+                yield step, first, size, [part * size // cuts for part in range(cuts + 1)]
 
 
 def cut(first: int, window: int, edges: Sequence[int], step: int, opening: bool, part: Part) -> Iterator[MicroBatch]:
@@ -165,3 +197,18 @@ def cut(first: int, window: int, edges: Sequence[int], step: int, opening: bool,
             begin, end, part.count(end - begin), window, step, start == 0, end - first == window,
             opening=opening and start == 0, everywhere=end - begin >= part.enough,
         )  # fmt: skip
+
+
+def _dealt(
+    parts: Sequence[Sequence[NDArray[np.int64]]], first: int, window: int, step: int, opening: bool, rank: int
+) -> Iterator[MicroBatch]:
+    """Yield a rank's micro-batches of a window, given the positions of each rank in each of them."""
+    start = first
+    for number, of_ranks in enumerate(parts):
+        stop = start + sum(map(len, of_ranks))
+        mine = of_ranks[rank]
+        yield MicroBatch(
+            start, stop, len(mine), window, step, not number, number == len(parts) - 1,
+            opening=opening and not number, everywhere=all(map(len, of_ranks)), balanced=mine,
+        )  # fmt: skip
+        start = stop

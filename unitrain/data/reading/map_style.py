@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import islice, tee
 from typing import Any
 
 import numpy as np
@@ -67,15 +67,17 @@ class MapStyle:
     def batches(self, seed: int, number: int, start: int, step: int) -> Iterator[tuple[MicroBatch, Any]]:
         """Yield this rank's part of each micro-batch of an epoch, from position ``start`` on."""
         epoch = self._orders.epoch(seed, number, start)
-        return zip(epoch.plan, self._read(epoch, seed, number, None), strict=True)
+        labels, micro_batches = tee(epoch.plan)  # the loader reads ahead
+        return zip(labels, self._read(epoch, micro_batches, seed, number), strict=True)
 
     def first_batch(self, seed: int, number: int) -> Any:
         """Return the first batch of an epoch. No other is read."""
-        [batch] = self._read(self._orders.epoch(seed, number, 0), seed, number, 1)
+        epoch = self._orders.epoch(seed, number, 0)
+        [batch] = self._read(epoch, islice(epoch.plan, 1), seed, number)
         return batch
 
-    def _read(self, epoch: Epoch, seed: int, number: int, most: int | None) -> Iterator[Any]:
-        self._requests.coming = islice(requests(epoch, seed if self._seeded else None, number), most)
+    def _read(self, epoch: Epoch, micro_batches: Iterator[MicroBatch], seed: int, number: int) -> Iterator[Any]:
+        self._requests.coming = requests(epoch, micro_batches, seed if self._seeded else None, number)
         # What workers draw outside of samples differs between ranks.
         self._generator.manual_seed(derived_seed("workers", seed, number, epoch.plan.rank) >> 1)
         return with_deaths_explained(self._loader)
@@ -90,34 +92,31 @@ class _Requests:
         return self.coming
 
 
-def requests(epoch: Epoch, seed: int | None, number: int) -> Iterator[Request]:
+def requests(epoch: Epoch, micro_batches: Iterable[MicroBatch], seed: int | None, number: int) -> Iterator[Request]:
     """Yield a request for each micro-batch. If ``seed`` is None, samples are not seeded."""
     plan = epoch.plan
-    for micro_batches in _gathered(plan):
-        # A rank without samples gets the first one of the global batch, as a stand-in.
-        parts = [
-            plan.part.positions(one.start, one.stop) if one.count else np.array([one.start]) for one in micro_batches
-        ]
-        positions = np.concatenate(parts)
+    # What costs depend on is looked up for each window anyway.
+    for gathered in _gathered(micro_batches, _LOOK_UP if plan.costs is None else 1):
+        positions = np.concatenate([one.positions(plan.part) for one in gathered])
         samples = epoch.order.take(positions)
         indices = samples.tolist()
         seeds = None
         if seed is not None:
             seeds = sample_seeds(seed, number, samples, positions if epoch.repeats else None)
         begin = 0
-        for one in micro_batches:
+        for one in gathered:
             part = slice(begin, begin := begin + max(1, one.count))
             yield Request(indices[part], seeds and seeds[part])
 
 
-def _gathered(micro_batches: Iterable[MicroBatch]) -> Iterator[Sequence[MicroBatch]]:
-    """Yield micro-batches in groups of about ``_LOOK_UP`` samples."""
+def _gathered(micro_batches: Iterable[MicroBatch], most: int) -> Iterator[Sequence[MicroBatch]]:
+    """Yield micro-batches in groups of about ``most`` samples."""
     gathered: list[MicroBatch] = []
     samples = 0
     for one in micro_batches:
         gathered.append(one)
         samples += max(1, one.count)
-        if samples >= _LOOK_UP:
+        if samples >= most:
             yield gathered
             gathered, samples = [], 0
     if gathered:

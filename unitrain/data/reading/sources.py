@@ -65,7 +65,8 @@ def _orders(given: LoaderSettings, ranks: Communicator, config: StrategyConfig, 
     else:
         plan = _epoch_plan(given, ranks, config, shares, samples)
     sampler = given.sampler if given.batch_sampler is None else given.batch_sampler
-    return Orders(plan, shuffle=given.shuffle, sampler=sampler, most=max(_MOST_INDICES, 16 * samples))
+    most = max(_MOST_INDICES, 16 * samples)
+    return Orders(plan, shuffle=given.shuffle, sampler=sampler, most=most, costs=given.balance)
 
 
 def _epoch_plan(

@@ -7,7 +7,7 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,14 @@ def handshake(communicator: Communicator, config: StrategyConfig, backend: type[
     Raises:
         ConfigError: settings, versions or code differ between ranks; on every rank, naming the difference.
     """
-    _check_same(communicator, _facts(config, backend), set(type(config).model_fields))
+    found = difference_between_ranks(communicator, _facts(config, backend))
+    if found is not None:
+        name, values = found
+        if name.split(".")[0] in type(config).model_fields:
+            hint = "Give all ranks the same environment variables, arguments and configuration file"
+        else:
+            hint = "Install and start the same version on every host"
+        raise ConfigError(f"the ranks do not run the same: {name} is {values}. {hint}.")
     own = (socket.gethostname(), os.getpid(), start_time(os.getpid()))
     return [Member(rank, *process) for rank, process in enumerate(communicator.all_gather_data(own))]
 
@@ -67,26 +74,6 @@ def _digest(*files: Path) -> str:
     return digest.hexdigest()[:12]
 
 
-def _check_same(communicator: Communicator, facts: dict[str, Any], settings: Collection[str]) -> None:
-    found = difference_between_ranks(communicator, facts)
-    if found is None:
-        return
-    name, values = found
-    if name.split(".")[0] in settings:
-        hint = "Give all ranks the same environment variables, arguments and configuration file"
-    else:
-        hint = "Install and start the same version on every host"
-    raise ConfigError(f"the ranks do not run the same: {name} is {values}. {hint}.")
-
-
-def difference_between_ranks(communicator: Communicator, facts: dict[str, Any]) -> tuple[str, str] | None:
-    """Return the ``difference`` between the facts of all ranks, which must be plain data. Collective.
-
-    Digests are compared first: only if they differ is every rank sent the facts of all.
-    """
-    return None if are_identical(communicator, facts) else difference(communicator.all_gather_data(facts))
-
-
 def are_identical(communicator: Communicator, facts: Mapping[str, Any]) -> bool:
     """Return whether all ranks have the same facts, by their digests. Collective."""
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).digest()
@@ -94,10 +81,16 @@ def are_identical(communicator: Communicator, facts: Mapping[str, Any]) -> bool:
     return bool((digests == digests[0]).all())
 
 
-def difference(facts: Sequence[Mapping[str, Any]]) -> tuple[str, str] | None:
-    """Return the first name whose values differ between ranks, and the values with their ranks; None if all agree."""
-    for name in dict.fromkeys(name for one in facts for name in one):
-        values = [repr(one.get(name)) for one in facts]
-        if len(set(values)) > 1:
-            return name, by_rank(enumerate(values))
-    return None
+def difference_between_ranks(communicator: Communicator, facts: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return a name whose values differ between ranks, and the values with their ranks; None if all agree. Collective.
+
+    Digests are compared first. Only if they differ are rank 0's facts sent: the name is the first in which the first
+    rank that has others differs from rank 0.
+    """
+    if are_identical(communicator, facts):
+        return None
+    exact = {name: repr(value) for name, value in facts.items()}
+    expected = communicator.broadcast_data(exact)
+    own = next((name for name in {**expected, **exact} if expected.get(name) != exact.get(name)), None)
+    name = next(name for name in communicator.all_gather_data(own) if name is not None)
+    return name, by_rank(enumerate(communicator.all_gather_data(str(facts.get(name, "missing")))))

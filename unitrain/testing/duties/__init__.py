@@ -8,7 +8,7 @@ STARTS = (
     ("lifecycle", "verbs", "collectives"),
     ("parity",),
     ("gradients", "optimizers"),
-    ("nonfinite", "preparation", "evaluation", "files"),
+    ("preparation",),
     ("failures",),
 )
 """The modules, in order. The duties of a group of modules run in the same processes, one after another."""

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
 
-from unitrain import CommunicationError, Strategy, UsageError
-from unitrain.testing.duty import duty, several_processes
+from unitrain import Strategy, UsageError
+from unitrain.testing.duty import duty
 from unitrain.testing.models import Net, Twins, assert_bit_equal_on_all_ranks
 from unitrain.testing.worlds import World
 
@@ -126,18 +126,3 @@ def compiled(world: World) -> None:
 
 def _compiled(module: nn.Module) -> Any:
     return torch.compile(module, backend="eager")
-
-
-@duty(needs=several_processes)
-def different_models(world: World) -> None:
-    """If the ranks' models differ, every rank raises an error that names the parameter, and none waits."""
-    with world.open(precision="fp32") as strategy:
-        odd = strategy.rank == strategy.world_size - 1
-        for model, name in [
-            (nn.Sequential(nn.Linear(4, 3 if odd else 2)), "0.weight"),
-            (nn.Sequential(nn.Linear(4, 2, bias=not odd)), "0.bias"),
-            (nn.Sequential(nn.Linear(4, 2).half() if odd else nn.Linear(4, 2)), "0.weight"),
-        ]:
-            with pytest.raises(CommunicationError, match=f"the models of rank .* differ: .*{name}"):
-                strategy.prepare(model)
-        assert float(strategy.all_reduce(torch.ones(()))) == strategy.world_size

@@ -8,9 +8,9 @@ nothing of this remains in a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from time import perf_counter
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -25,8 +25,6 @@ from unitrain.training.loop.step import TrainingStep
 # Steps. The first ones take longer: compilers, memory, DDP's buckets.
 _SKIPPED = 5
 _MEASURED = 10
-
-T = TypeVar("T")
 
 
 class LoadBalancer(StepHook):
@@ -55,7 +53,7 @@ class LoadBalancer(StepHook):
                 self._seen = self._step.global_step
                 self._steps += 1
                 if self._steps == _SKIPPED:
-                    self._communicator.waits.around = self._timed
+                    self._communicator.pulse.around = self._waiting
                 elif self._steps == _SKIPPED + _MEASURED:
                     self._settle()
             if self._steps >= _SKIPPED + _MEASURED:
@@ -73,13 +71,15 @@ class LoadBalancer(StepHook):
         if self._steps >= _SKIPPED:
             self._since = self._now()
 
-    def _timed(self, wait: Callable[[], T]) -> T:
-        """Wait for a collective, which is no work."""
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Context manager around a wait for other ranks, which is no work."""
         if self._since is None:
-            return wait()
+            yield
+            return
         self.before_call()
         try:
-            return wait()
+            yield
         finally:
             self.after_call()
 
@@ -91,7 +91,7 @@ class LoadBalancer(StepHook):
     def _settle(self) -> None:
         """Set the shares, unless the script takes batches ahead, as these have the old ones. Collective."""
         self._step.hooks.remove_hook(self)
-        self._communicator.waits.around = None
+        self._communicator.pulse.around = None
         ahead = self._step.batches.following is not None
         seconds = float(np.median(self._seconds)) if self._seconds else 0.0
         own = torch.tensor(seconds, dtype=torch.float64, device=self._communicator.device)

@@ -9,11 +9,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from unitrain.communication.communicator import Communicator
-from unitrain.errors import CommunicationError, by_rank
-from unitrain.job.joining.handshake import are_identical
+from unitrain.errors import CommunicationError
+from unitrain.job.joining.handshake import difference_between_ranks
 from unitrain.training.models.prepared import PreparedModules
 
-_MISSING = "missing"
 _SAME = (
     "Make the same optimizer with the same options on every rank, and step a ReduceLROnPlateau with the same metric, "
     "such as a meter's value()."
@@ -58,12 +57,6 @@ def _plain(value: Any) -> str:
 
 
 def _check(communicator: Communicator, facts: Mapping[str, str], what: str, remedy: str) -> None:
-    if are_identical(communicator, facts):
-        return
-    # Rank 0's facts, each rank's first difference from them, and all values of the first of these.
-    expected = communicator.broadcast_data(dict(facts))
-    own = next((name for name in {**expected, **facts} if expected.get(name) != facts.get(name)), None)
-    differences = communicator.all_gather_data(own)
-    other, name = next((rank, name) for rank, name in enumerate(differences) if name is not None)
-    values = by_rank(enumerate(communicator.all_gather_data(facts.get(name, _MISSING))))
-    raise CommunicationError(f"the {what} of rank 0 and rank {other} differ: {name} is {values}. {remedy}")
+    found = difference_between_ranks(communicator, facts)
+    if found is not None:
+        raise CommunicationError(f"the {what} of the ranks differ: {found[0]} is {found[1]}. {remedy}")

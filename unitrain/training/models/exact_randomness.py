@@ -135,10 +135,7 @@ class ExactRandomness(StepHook):
         if place == self._place:
             return
         self._place, self._forwards = place, 0
-        part = part_of(self._rank, self._shares.current)
-        positions = part.positions(micro_batch.start, micro_batch.stop)
-        if not len(positions):  # a stand-in, which counts for nothing
-            positions = np.array([micro_batch.start])
+        positions = micro_batch.positions(part_of(self._rank, self._shares.current))
         hashes = mixed(positions, derived_seed("position", *order)).view(np.int64)
         self._mode.samples = torch.from_numpy(hashes).to(self._device)
 

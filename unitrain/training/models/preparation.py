@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -96,9 +95,11 @@ class Preparation:
         self._precision.apply(module)
         if self._randomness is not None:
             self._randomness.apply(module)
-        self._check_alike(module)
-        if values is None:
-            self._copy_from_rank_0(module)
+        if self._communicator.world_size > 1:
+            comparison.check_models(self._communicator, [*module.named_parameters(), *module.named_buffers()])
+            if values is None:
+                own = [*module.parameters(), *module.buffers()]
+                broadcast_tensors(self._communicator, own, own)
         if self._config.compile:
             if self._communicator.world_size > 1:
                 # Hooks that are added later would make the compiler start again.
@@ -135,16 +136,6 @@ class Preparation:
             print_stderr(f"unitrain: the layers of {type(module).__name__} stay on {', '.join(map(str, now))}.")
         elif before != now and before[0].type not in ("cpu", "meta"):
             print_stderr(f"unitrain: {type(module).__name__} is moved from {before[0]} to {now[0]}, this run's device.")
-
-    def _check_alike(self, module: nn.Module) -> None:
-        if self._communicator.world_size > 1:
-            comparison.check_models(self._communicator, [*module.named_parameters(), *module.named_buffers()])
-
-    @torch.no_grad()
-    def _copy_from_rank_0(self, module: nn.Module) -> None:
-        if self._communicator.world_size > 1:
-            own = [*module.parameters(), *module.buffers()]
-            broadcast_tensors(self._communicator, own, own)
 
     def _optimizer(self, optimizer: Optimizer) -> None:
         supported.check_optimizer(optimizer, shards_parameters=self._communicator.shards_parameters)

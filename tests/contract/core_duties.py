@@ -1,0 +1,374 @@
+"""Duties of what the core makes of any backend, tested with the backends of this repository.
+
+Evaluation, output that rank 0 writes, values that are not finite, optimizers, models that differ. They are run as those
+of ``unitrain.testing``, which a backend of others must fulfil.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import time
+from collections.abc import Callable
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.optim import SGD, Adafactor, Muon, Optimizer
+from torch.utils.data import DataLoader
+
+from unitrain import CommunicationError, NonFiniteError, Stopped, Strategy, UsageError
+from unitrain.testing.duties import DUTIES
+from unitrain.testing.duty import Duty, duty, registered, several_processes
+from unitrain.testing.models import (
+    EXACT,
+    Net,
+    Twins,
+    assert_bit_equal_on_all_ranks,
+    assert_same,
+    clip_by_hand,
+    flat,
+    samples,
+    sgd,
+    step_by_hand,
+    whole,
+)
+from unitrain.testing.worlds import World
+
+
+def train_plainly(model: nn.Module, optimizer: Optimizer, *, global_batch_size: int, epochs: int = 1) -> None:
+    """Train a model in a plain loop over all samples."""
+    for _ in range(epochs):
+        for inputs, targets in DataLoader(samples(), batch_size=global_batch_size):
+            step_by_hand(mse_loss(model(inputs), targets), optimizer)
+
+
+# ----------------------------------------------------------------------------------------------------------- evaluation
+
+
+@duty()
+def evaluation_of_batch_norm(world: World) -> None:
+    """All ranks evaluate with the mean of their running statistics, and the modes of layers are restored."""
+    with world.open() as strategy:
+        model = Net(norm=True)
+        model.first.eval()
+        prepared, _ = strategy.prepare(model, sgd(model))
+        assert isinstance(model.norm, nn.BatchNorm1d)
+        prepared(torch.full((2, 4), float(strategy.rank), dtype=torch.float64) + torch.eye(2, 4))
+        means = strategy.all_gather(model.norm.running_mean)  # type: ignore[arg-type]
+        with contextlib.suppress(ZeroDivisionError), strategy.evaluation(prepared):
+            assert not prepared.training
+            assert not torch.is_grad_enabled()
+            torch.testing.assert_close(model.norm.running_mean, means.mean(0))
+            raise ZeroDivisionError
+        assert [m.training for m in (model, model.first, model.norm, model.last)] == [True, False, True, True]
+        assert torch.is_grad_enabled()
+
+
+@duty()
+def evaluation_of_uneven_batches(world: World) -> None:
+    """Trained weights are evaluated, each sample counts once, and ranks without samples keep no other waiting."""
+    with world.open(timeout_s=10) as strategy:
+        twins = Twins(strategy)
+        twins.train()
+        prepared, expected = twins.prepared, twins.expected
+        data = samples(2 * strategy.world_size + 1)
+        test = strategy.dataloader(data, batch_size=1)
+        error, gathered = strategy.meter(), []
+        with strategy.evaluation(prepared):
+            for inputs, targets in test:
+                error.add(mean=mse_loss(prepared(inputs), targets), count=len(inputs))
+            for inputs, _ in test:
+                gathered.append(strategy.gather(prepared(inputs)))
+            inputs, targets = data.tensors
+            wanted = expected(inputs)
+        torch.testing.assert_close(error.value(), float(mse_loss(wanted, targets)), rtol=0, atol=EXACT)
+        assert error.count() == len(data)
+        torch.testing.assert_close(torch.cat(gathered), wanted, rtol=0, atol=EXACT)
+
+
+@duty()
+def evaluation_within_an_epoch(world: World) -> None:
+    """An evaluation between forward and step does not change training, and sees each sample once."""
+    with world.open() as strategy:
+        twins = Twins(strategy)
+        test = strategy.dataloader(samples(7), batch_size=2)
+        seen = strategy.meter()
+        for inputs, targets in strategy.dataloader(samples(), global_batch_size=9):
+            loss = mse_loss(twins.prepared(inputs), targets)
+            with strategy.evaluation(twins.prepared):
+                for rows, targets_of_rows in test:
+                    seen.add(total=mse_loss(twins.prepared(rows), targets_of_rows).isfinite(), count=len(rows))
+            strategy.step(loss, twins.optimizer)
+        train_plainly(twins.expected, twins.by_hand, global_batch_size=9)
+        twins.assert_same()
+        assert seen.count() == 3 * 7
+
+
+# ---------------------------------------------------------------------------------------------------------------- files
+
+
+@duty()
+def rank_0_goes_first(world: World) -> None:
+    """Rank 0 leaves main_first() before the others enter it."""
+    marker = world.folder / "marker"
+    with world.open() as strategy, strategy.main_first():
+        assert marker.exists() != strategy.is_main
+        if strategy.is_main:
+            time.sleep(0.05)  # enough for the others to enter, if they could
+            marker.touch()
+
+
+@duty()
+def saves_and_loads(world: World) -> None:
+    """save() writes one complete file without the keys of a wrapper, and load() returns its contents on every rank."""
+    with world.open() as strategy:
+        model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+        keys = list(model.state_dict())
+        prepared, optimizer = strategy.prepare(model, SGD(model.parameters(), lr=0.1, momentum=0.9))
+        strategy.step(prepared(torch.ones(4, 3)).sum(), optimizer)
+        norm = model[1]
+        assert isinstance(norm, nn.BatchNorm1d)
+        assert isinstance(norm.running_mean, Tensor)
+        norm.running_mean.fill_(strategy.rank)
+        path = world.folder / "deep" / "er" / "state.pt"
+        strategy.save(
+            {"model": prepared, "optimizer": optimizer, "list": [1, "two", None], "rank": strategy.rank}, path
+        )
+        assert [p.name for p in path.parent.iterdir()] == ["state.pt"]
+        loaded = strategy.load(path)
+        assert list(loaded["model"]) == keys
+        assert loaded["model"]["1.running_mean"].tolist() == [(strategy.world_size - 1) / 2] * 3
+        assert torch.equal(loaded["model"]["0.weight"], whole(model.get_parameter("0.weight")))
+        assert loaded["optimizer"]["state"][0]["momentum_buffer"].shape == (3, 3)
+        assert (loaded["list"], loaded["rank"]) == ([1, "two", None], 0)
+
+
+@duty()
+def continues_where_it_stopped(world: World) -> None:
+    """A run that stops within an epoch and is resumed trains the same model as an uninterrupted one."""
+    expected = Net()
+    train_plainly(expected, sgd(expected), global_batch_size=6, epochs=2)
+    for last_step in (3, 5, None):
+        with world.open() as strategy:
+            model = Net(seed=strategy.rank)
+            prepared, optimizer = strategy.prepare(model, sgd(model))
+            loader = strategy.dataloader(samples(), global_batch_size=6)
+            checkpoint = strategy.checkpoint(
+                world.folder / "run", background=False, model=prepared, optimizer=optimizer, loader=loader
+            )
+            checkpoint.resume()
+            for _ in loader.epochs(2):
+                for rows, wanted in loader:
+                    strategy.step(mse_loss(prepared(rows), wanted), optimizer)
+                    if strategy.global_step == last_step:
+                        checkpoint.save()
+                        break
+                if strategy.global_step == last_step:
+                    break
+            assert_bit_equal_on_all_ranks(strategy, model)
+            if last_step is None:
+                assert_same(model, expected)
+
+
+# ----------------------------------------------------------------------------------------------------------- not finite
+
+
+_POISONS = ("loss", "labels", "gradient", "backward")
+
+
+def _poisoned(out: Tensor, poison: str) -> Tensor:
+    """Return a loss: finite, NaN, or NaN with gradients of 0, as if every label is ignored."""
+    if poison == "loss":
+        return out.sum() * math.nan
+    return nn.functional.cross_entropy(out, torch.full((len(out),), -100 if poison == "labels" else 1))
+
+
+class _Poisoned(Net):
+    """A model that can get infinite gradients, in its last bias only or in all layers."""
+
+    poison = ""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last.bias.register_hook(self._spoil)  # type: ignore[no-untyped-call]
+
+    def _spoil(self, gradient: Tensor) -> Tensor:
+        return gradient * math.inf if self.poison == "gradient" else gradient
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        if self.poison == "backward":
+            out.register_hook(lambda gradient: gradient * math.inf)  # type: ignore[no-untyped-call]
+        return out
+
+
+@duty(each={policy: policy for policy in ("stop", "skip", "raise")})
+def not_finite(world: World, policy: Literal["stop", "skip", "raise"]) -> None:
+    """If the last rank's values are not finite at step 3, all ranks apply on_nonfinite, and weights stay finite."""
+    for poison in _POISONS:
+        for debug in (False, True) if poison == "gradient" else (False,):
+            with world.open(on_nonfinite=policy, debug=debug) as strategy:
+                _meet(strategy, policy, poison)
+
+
+def _whose(strategy: Strategy, poison: str, bad_rank: int) -> str:
+    """Return what the message must say."""
+    if poison in ("loss", "labels"):
+        return f"the loss of rank {bad_rank}; first affected parameter: first.weight"
+    # If only the parameter's own gradient is affected, it is checked after it was averaged, except with debug.
+    known = poison == "backward" or strategy.config.debug or strategy.world_size == 1
+    first = "first.weight" if poison == "backward" else "last.bias"
+    return (
+        f"a gradient{f' of rank {bad_rank}' if known else ''} (the losses of all ranks were finite); "
+        f"first affected parameter: {first}"
+    )
+
+
+def _meet(strategy: Strategy, policy: str, poison: str) -> None:
+    model = _Poisoned()
+    prepared, optimizer = strategy.prepare(model, sgd(model))
+    bad_rank = strategy.world_size - 1
+    printed = io.StringIO()
+    steps: list[bool] = []
+    ended: BaseException | None = None
+    for step in range(1, 6):
+        before = flat(model)
+        model.poison = poison if step == 3 and strategy.rank == bad_rank else ""
+        loss = _poisoned(prepared(torch.ones(2, 4, dtype=torch.float64) * step), model.poison)
+        try:
+            with contextlib.redirect_stdout(printed):
+                steps.append(strategy.step(loss, optimizer).stepped)
+        except (Stopped, NonFiniteError) as error:
+            ended = error
+            assert torch.equal(flat(model), before), poison
+            break
+        assert flat(model).isfinite().all(), poison
+        assert torch.equal(flat(model), before) != steps[-1], poison
+    if policy == "skip":
+        assert ended is None, poison
+        assert steps == [True, True, False, True, True], poison
+    else:
+        assert steps == [True, True], poison
+        assert type(ended) is (Stopped if policy == "stop" else NonFiniteError), poison
+        assert not isinstance(ended, Stopped) or ended.code == 3
+    said = str(ended) if policy == "raise" else printed.getvalue()
+    if policy == "raise" or strategy.is_main:
+        assert f"not finite at step 3: {_whose(strategy, poison, bad_rank)}." in said
+    else:
+        assert said == ""
+    assert_bit_equal_on_all_ranks(strategy, model)
+
+
+# ----------------------------------------------------------------------------------------------------------- optimizers
+
+
+@duty(each={"accumulate=1": 1, "accumulate=2": 2})
+def losses_with_separate_weights(world: World, accumulate: int) -> None:
+    """Several losses have separate weights, which are exact over ranks and micro-batches, and may be 0 on a rank."""
+    with world.open(accumulate=accumulate, clip_norm=1.0, on_nonfinite="raise") as strategy:
+        twins = Twins(strategy)
+        clip_by_hand(twins.by_hand, 1.0)
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(3):
+            chosen = torch.rand(accumulate, 2, 2 * strategy.world_size, generator=generator) < 0.7
+            chosen[0, 1, :2] = False  # rank 0 has none of the second: its mean is NaN
+            sums: list[Any] = [0.0, 0.0]
+            for number, masks in enumerate(chosen, 1):
+                out, own = twins.prepared(number * twins.rows).pow(2).sum(1), masks[:, twins.mine]
+                losses = {name: out[mask].sum() / mask.sum() for name, mask in zip("ab", own, strict=True)}
+                counts = {name: mask.sum() for name, mask in zip("ab", own, strict=True)}
+                assert strategy.step(losses, twins.optimizer, weight=counts).stepped == (number == accumulate)
+                by_hand = twins.expected(number * twins.inputs).pow(2).sum(1)
+                sums = [total + by_hand[mask].sum() for total, mask in zip(sums, masks, strict=True)]
+            totals = chosen.sum((0, 2)).clamp(min=1)
+            step_by_hand(sums[0] / totals[0] + sums[1] / totals[1], twins.by_hand)
+        twins.assert_same()
+
+
+@duty()
+def optimizers_of_one_model(world: World) -> None:
+    """Two optimizers of one model are both stepped for every loss, in any order."""
+    with world.open() as strategy:
+        twins = Twins(strategy)
+        optimizers = [strategy.prepare(sgd(layer)) for layer in (twins.model.first, twins.model.last)]
+        by_hand = [sgd(layer) for layer in (twins.expected.first, twins.expected.last)]
+        for turn in (1, -1, 1):
+            strategy.step(twins.loss(), optimizers[::turn])
+            step_by_hand(twins.loss_by_hand(), *by_hand[::turn])
+        twins.assert_same()
+
+
+def _adafactor(model: Net) -> list[Optimizer]:
+    return [Adafactor(model.parameters())]
+
+
+def _muon(model: Net) -> list[Optimizer]:
+    layers = (model.first, model.last)
+    return [Muon([layer.weight for layer in layers]), Adafactor([layer.bias for layer in layers])]
+
+
+@duty(
+    needs=lambda world, _: world.processes > 1 and not world.shards,
+    each={"muon": _muon, "adafactor": _adafactor},
+)
+def sharded_optimizers(world: World, make: Callable[[Net], list[Optimizer]]) -> None:
+    """With shard_optimizer, each rank has a part of the state, also of an optimizer that uses whole parameters."""
+    with world.open(shard_optimizer=True, clip_norm=0.5) as strategy:
+        twins = Twins(strategy)
+        optimizers, by_hand = [strategy.prepare(one) for one in make(twins.model)], make(twins.expected)
+        for one in by_hand:
+            clip_by_hand(one, 0.5)
+        for _ in range(5):
+            strategy.step(twins.loss(), optimizers)
+            step_by_hand(twins.loss_by_hand(), *by_hand)
+        torch.testing.assert_close(flat(twins.model), flat(twins.expected), rtol=0, atol=1e-9)
+        assert_bit_equal_on_all_ranks(strategy, twins.model)
+        own = sum(len(one.state) for one in optimizers)
+        assert own < 4
+        assert strategy.all_reduce(torch.tensor(own)) == 4
+
+
+@duty()
+def steps_by_hand(world: World) -> None:
+    """An optimizer that the script steps itself is an error if the ranks' weights would diverge."""
+    with world.open() as strategy:
+        model, other = Net(1), Net(2)
+        prepared, optimizer = strategy.prepare(model, sgd(model))
+        inputs, targets = samples(2).tensors
+        before = flat(model)
+        mse_loss(prepared(inputs * (strategy.rank + 1)), targets).backward()  # type: ignore[no-untyped-call]
+        if strategy.world_size == 1:
+            optimizer.step()
+            assert not torch.equal(flat(model), before)
+        else:
+            for one in (optimizer, sgd(model)):
+                with pytest.raises(UsageError, match=r"optimizer\.step\(\) was called for a prepared model"):
+                    one.step()
+            assert torch.equal(flat(model), before)
+        alone = sgd(other)  # a rank may train a model of its own
+        step_by_hand(other(inputs).sum(), alone)
+
+
+# --------------------------------------------------------------------------------------------------------------- models
+
+
+@duty(needs=several_processes)
+def different_models(world: World) -> None:
+    """If the ranks' models differ, every rank raises an error that names the parameter, and none waits."""
+    with world.open(precision="fp32") as strategy:
+        odd = strategy.rank == strategy.world_size - 1
+        for model, name in [
+            (nn.Sequential(nn.Linear(4, 3 if odd else 2)), "0.weight"),
+            (nn.Sequential(nn.Linear(4, 2, bias=not odd)), "0.bias"),
+            (nn.Sequential(nn.Linear(4, 2).half() if odd else nn.Linear(4, 2)), "0.weight"),
+        ]:
+            with pytest.raises(CommunicationError, match=f"the models of the ranks differ: .*{name}"):
+                strategy.prepare(model)
+        assert float(strategy.all_reduce(torch.ones(()))) == strategy.world_size
+
+
+CORE_DUTIES: dict[str, Duty] = {name: one for name, one in registered().items() if name not in DUTIES}

@@ -1,0 +1,153 @@
+"""Batches that are balanced by what samples cost: each sample once, whatever the ranks, and nobody waits for long."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations, pairwise
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from pretended import pretended_rank, trained
+from torch.utils.data import TensorDataset
+
+from unitrain import ConfigError, DataError
+from unitrain.data.order.balance import Costs
+from unitrain.data.order.order import InOrder, Shuffled
+from unitrain.data.order.sharding import BatchPlan, EpochPlan
+
+COSTS = st.lists(st.integers(1, 50), min_size=1, max_size=40)
+
+
+def parts_of(costs: Sequence[float], ranks: int, cuts: int = 1, most: float | None = None, **given: Any) -> list[Any]:
+    shares = given.pop("shares", (1,) * ranks)
+    made = Costs(np.array(costs, float), given.pop("padded", True), most)
+    return made.parts(InOrder(), 0, len(costs), cuts, shares)
+
+
+def padded(costs: Sequence[float], part: Any) -> float:
+    return len(part) * max((costs[i] for i in part), default=0)
+
+
+@given(COSTS, st.integers(1, 5), st.integers(1, 4), st.booleans())
+def test_each_sample_is_in_one_part(costs: list[int], ranks: int, cuts: int, by_length: bool) -> None:
+    parts = parts_of(costs, ranks, cuts, padded=by_length)
+    assert {len(of_ranks) for of_ranks in parts} == {ranks}
+    assert sorted(i for of_ranks in parts for part in of_ranks for i in part) == list(range(len(costs)))
+    if len(costs) >= ranks * cuts:
+        assert all(len(part) for of_ranks in parts for part in of_ranks)
+
+
+@given(COSTS, st.integers(1, 4), st.integers(0, 60), st.booleans())
+def test_no_part_costs_more_than_the_most(costs: list[int], ranks: int, more: int, by_length: bool) -> None:
+    most = max(costs) + more
+    parts = parts_of(costs, ranks, most=most, padded=by_length)
+    assert sorted(i for of_ranks in parts for part in of_ranks for i in part) == list(range(len(costs)))
+    of = padded if by_length else (lambda costs, part: sum(costs[i] for i in part))
+    assert all(of(costs, part) <= most for of_ranks in parts for part in of_ranks)
+    assert all(any(len(part) for part in of_ranks) for of_ranks in parts), "no micro-batch is empty"
+
+
+@given(st.lists(st.integers(1, 50), min_size=3, max_size=9))
+def test_no_other_cut_has_a_lower_padded_cost(lengths: list[int]) -> None:
+    [parts] = parts_of(lengths, 3)
+    falling = sorted(lengths, reverse=True)
+    cuts = combinations(range(1, len(lengths)), 2)
+    best = min(max(i * falling[0], (j - i) * falling[i], (len(falling) - j) * falling[j]) for i, j in cuts)
+    assert max(padded(lengths, part) for part in parts) == best
+
+
+def test_shares_are_kept_by_cost() -> None:
+    [parts] = parts_of([8, 4, 4, 2, 2, 2, 2, 1, 1, 1, 1, 1, 1, 1, 1], 2, shares=(3, 1), padded=False)
+    loads = [sum([8, 4, 4, 2, 2, 2, 2, 1, 1, 1, 1, 1, 1, 1, 1][i] for i in part) for part in parts]
+    assert loads == [24, 8]
+
+
+def test_half_the_padding_of_every_nth_sample() -> None:
+    lengths = np.random.default_rng(0).lognormal(5, 1, 256).round() + 1
+    [parts] = parts_of(lengths.tolist(), 4)
+    every_4th = max(padded(lengths.tolist(), range(rank, 256, 4)) for rank in range(4))
+    assert 3 * max(padded(lengths.tolist(), part) for part in parts) < every_4th
+
+
+@pytest.mark.parametrize("most", [None, 60.0])
+@pytest.mark.parametrize("batches", [False, True])
+def test_plans_have_the_same_windows_on_any_ranks(batches: bool, most: float | None) -> None:
+    lengths = np.random.default_rng(1).integers(1, 30, 23).astype(float)
+    costs = (Costs(lengths, True, most), Shuffled(23, 0, 0))
+    windows: list[list[list[int]]] = []
+    for world_size in (1, 2, 3):
+        found: dict[int, list[int]] = {}
+        for rank in range(world_size):
+            plan: Any = EpochPlan(23, 8, 2, rank, world_size, False, costs=costs)
+            if batches:
+                plan = BatchPlan((8, 9, 6), 2, rank, world_size, costs=costs)
+            micro_batches = list(plan)
+            assert len(micro_batches) == plan.micro_batches
+            assert (micro_batches[0].start, micro_batches[-1].stop) == (0, 23)
+            assert all(one.stop == other.start for one, other in pairwise(micro_batches))
+            for one in micro_batches:
+                positions = one.positions(plan.part).tolist()
+                assert not one.count or len(positions) == one.count
+                found.setdefault(one.step, []).extend(positions if one.count else [])
+        windows.append([sorted(positions) for positions in found.values()])
+    assert windows == [windows[0]] * 3
+    assert windows[0] == [list(range(8 + batches)[:8]), *windows[0][1:]]
+
+
+# ----------------------------------------------------------------------------------------------------- in a loader
+
+
+LENGTHS = [1 + 7 * i % 19 for i in range(30)]
+
+
+def loader_of(rank: int = 0, world_size: int = 1, accumulate: int = 1, **given: Any) -> Any:
+    strategy = pretended_rank(rank, world_size, accumulate=accumulate)
+    data = TensorDataset(torch.arange(30))
+    return strategy.dataloader(data, global_batch_size=8, shuffle=True, **{"lengths": LENGTHS, **given})
+
+
+def steps_of(batches: Any, loader: Any) -> list[list[int]]:
+    found: dict[int, list[int]] = {}
+    for (rows,) in batches:
+        if not loader.stand_in:
+            found.setdefault(loader._iteration.micro_batch.step, []).extend(rows.tolist())
+    return list(found.values())
+
+
+@pytest.mark.parametrize("given", [{}, {"max_cost": 40.0}, {"lengths": None, "costs": lambda i: LENGTHS[i]}])
+def test_global_batches_do_not_change_and_a_resume_is_on_any_ranks(given: dict[str, Any]) -> None:
+    plain = loader_of(lengths=None)
+    expected = [sorted(step) for step in steps_of(plain, plain)]
+    one = loader_of(**given)
+    assert [sorted(step) for step in steps_of(one, one)] == expected
+    first = loader_of(**given)
+    begun = sum(1 for one in first._source.plan(0, 0) if one.step < 2)
+    list(trained(first, begun))
+    rest: list[list[int]] = [[], []]
+    for rank in range(3):
+        resumed = loader_of(rank, 3, accumulate=1 if "max_cost" in given else 2, **given)
+        resumed.load_state_dict(first.state_dict())
+        for window, rows in zip(rest, steps_of(resumed, resumed), strict=True):
+            window += rows
+    assert [sorted(window) for window in rest] == expected[2:]
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"costs": LENGTHS}, ConfigError, "pass lengths .* or costs .*; got lengths, costs"),
+        ({"lengths": None, "max_cost": 3}, ConfigError, "got max_cost"),
+        ({"lengths": LENGTHS[1:]}, DataError, r"positive number for each of the 30 samples, but has shape \[29\]"),
+        ({"lengths": [0, *LENGTHS[1:]]}, DataError, "values from 0"),
+        ({"max_cost": 18}, DataError, "sample 8 costs 19, which is more than max_cost=18"),
+        ({"max_cost": 30, "micro_batch_size": 2}, ConfigError, "max_cost and micro_batch_size are mutually exclusive"),
+        ({"max_cost": 30, "accumulate": 2}, ConfigError, "max_cost=30 and accumulate=2 are mutually exclusive"),
+    ],
+)
+def test_wrong_arguments(given: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        loader_of(**given)

@@ -1,0 +1,116 @@
+"""Balance: which samples of a global batch each rank takes in each micro-batch, so that all of them cost the same.
+
+By default, rank ``r`` of ``W`` takes every ``W``-th sample of a global batch, whatever they cost, and the slowest rank
+sets the pace. Here the samples are known to cost more or less. The global batches stay as they are.
+
+- Samples that are padded to the longest of their micro-batch are sorted by length and cut into consecutive parts. The
+  least bound that every part can keep is found by bisection, filling parts from the longest sample on (Pinar and
+  Aykanat, "Fast optimal load balancing algorithms for 1D partitioning", J. Parallel Distrib. Comput. 64, 2004).
+- Costs that add up go, the largest first, to the part with the least so far (Graham, "Bounds on multiprocessing timing
+  anomalies", SIAM J. Appl. Math. 17, 1969).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+_EXACT = 1e-3  # the bound is at most so much larger than it need be, in proportion
+
+
+class Order(Protocol):
+    """The order of the samples in an epoch."""
+
+    def take(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the samples at these positions."""
+
+
+@dataclass(frozen=True, eq=False)
+class Costs:
+    """What the samples of a dataset cost, and how the costs of a micro-batch follow from that."""
+
+    of_samples: NDArray[np.float64]
+    """Length or cost of each sample of the dataset."""
+    padded: bool
+    """Whether a micro-batch costs its size times its longest sample, and not the sum."""
+    most: float | None = None
+    """The most that a micro-batch of a rank with a share of 1 may cost; None for a given number of micro-batches."""
+
+    @property
+    def digest(self) -> str:
+        """A digest of the costs of all samples."""
+        return hashlib.blake2b(self.of_samples.tobytes(), digest_size=8).hexdigest()
+
+    def parts(
+        self, order: Order, first: int, size: int, cuts: int, shares: Sequence[int]
+    ) -> list[list[NDArray[np.int64]]]:
+        """Return the positions of each rank in each micro-batch of a window: ``size`` positions from ``first`` on.
+
+        The ranks' parts cost the same in proportion to their ``shares``. There are ``cuts`` micro-batches, unless
+        ``most`` decides.
+        """
+        costs = self.of_samples[order.take(np.arange(first, first + size))]
+        falling = np.argsort(-costs, kind="stable")
+        owners = self._owners(costs[falling], cuts, shares)
+        sizes = np.bincount(owners, minlength=len(shares))
+        parts = np.split(falling[np.argsort(owners, kind="stable")], np.cumsum(sizes)[:-1])
+        parts += [falling[:0]] * (-len(parts) % len(shares))
+        positions = [first + np.sort(part) for part in parts]
+        return [positions[begin : begin + len(shares)] for begin in range(0, len(parts), len(shares))]
+
+    def _owners(self, costs: NDArray[np.float64], cuts: int, shares: Sequence[int]) -> NDArray[np.int64]:
+        """Return the part of each sample, given their falling costs."""
+        split = _split_padded if self.padded else _split_sums
+        if self.most is None:
+            found = split(costs, list(shares) * cuts, np.inf)
+            assert found is not None
+            return found
+        least = int(costs.sum() / (self.most * sum(shares)))  # parts can't be filled better than that
+        tries = (split(costs, list(shares) * number, self.most) for number in count(max(1, least)))
+        return next(found for found in tries if found is not None)
+
+
+def _split_padded(lengths: NDArray[np.float64], shares: Sequence[int], most: float) -> NDArray[np.int64] | None:
+    """Return the part of each sample, given falling lengths; None if one would cost more than ``most``."""
+    samples, parts = len(lengths), len(shares)
+
+    def filled(bound: float) -> list[int] | None:
+        """Return the sizes of parts that cost at most ``bound``; None if samples are left."""
+        sizes, begin = [], 0
+        for part, share in enumerate(shares):
+            if begin == samples:
+                break
+            fit = int(bound * share / lengths[begin])
+            if not fit:
+                return None
+            sizes.append(min(fit, max(samples - begin - (parts - 1 - part), 1)))  # each other part needs a sample
+            begin += sizes[-1]
+        return sizes if begin == samples else None
+
+    low, high = 0.0, min(most, 1.001 * lengths[0] * -(-samples // parts))  # enough for parts of one size
+    found = filled(high)
+    if found is None:
+        return None
+    while high - low > _EXACT * high:
+        bound = (low + high) / 2
+        sizes = filled(bound)
+        low, high, found = (bound, high, found) if sizes is None else (low, bound, sizes)
+    return np.repeat(np.arange(len(found)), found)
+
+
+def _split_sums(costs: NDArray[np.float64], shares: Sequence[int], most: float) -> NDArray[np.int64] | None:
+    """Return the part of each sample, given falling costs; None if the sum of one would be more than ``most``."""
+    loads = [(0.0, part) for part in range(len(shares))]
+    owners = np.empty(len(costs), np.int64)
+    for sample, cost in enumerate(costs.tolist()):
+        load, part = loads[0]
+        owners[sample] = part
+        heapq.heapreplace(loads, (load + cost / shares[part], part))
+    return owners if max(loads)[0] <= most else None
