@@ -41,7 +41,7 @@ settings.load_profile("unitrain")
 _LEAVE_S = 5.0
 _FAILED = pytest.StashKey[bool]()
 # What continuous integration has; a skip for want of one of these hides a failure to install it.
-_REQUIRED = re.compile(r"\b(horovod\w*|mpi|mpirun|mpi4py|gloo)\b", re.IGNORECASE)
+_REQUIRED = re.compile(r"\b(horovod\w*|mpi|mpirun|mpi4py|gloo|compiler)\b", re.IGNORECASE)
 
 
 # -------------------------------------------------------------------------------------------------- what is seen

@@ -77,7 +77,7 @@ def init(config: StrategyConfig | None = None, **settings: Unpack[StrategySettin
     if launch.rank == 0:
         if resolved.shard_optimizer and backend.shards:
             print_stderr(f"unitrain: shard_optimizer changes nothing: backend {backend.name!r} shards more than that.")
-        for line in advice(launch, resolved, choices(resolved.device)):
+        for line in advice(launch, choices(resolved.device)):
             print_stderr(f"unitrain: {line}")
     try:
         strategy = Strategy(backend, resolved, launch)
@@ -133,7 +133,7 @@ def choose_backend(launch: Launch, config: StrategyConfig) -> str:
     return "data_parallel" if accelerator() == "cuda" and choices(config.device) > 1 else "single"
 
 
-def advice(launch: Launch, config: StrategyConfig, gpus: int) -> list[str]:
+def advice(launch: Launch, gpus: int) -> list[str]:
     """Return hints on how the job was started, one per line, if this process may choose from ``gpus`` GPUs."""
     lines = []
     if launch.also:
@@ -141,12 +141,9 @@ def advice(launch: Launch, config: StrategyConfig, gpus: int) -> list[str]:
             f"started by {launch.launcher}; the variables of {', '.join(launch.also)} are set too, and are ignored."
         )
     script = " ".join(sys.argv) or "SCRIPT"
-    idle = gpus > 1 and launch.world_size == 1 and launch.launcher in ("torchrun", "python")
-    if idle and config.backend != "data_parallel":
-        lines.append(f"one process, but {gpus} visible GPUs: `torchrun --nproc-per-node {gpus} {script}` uses all.")
-    elif idle:
-        faster = f"`torchrun --nproc-per-node {gpus} {script}`, one process per GPU, is faster."
-        lines.append(f"one process uses {gpus} GPUs: {faster}")
+    if gpus > 1 and launch.world_size == 1 and launch.launcher in ("torchrun", "python"):
+        faster = f"`torchrun --nproc-per-node {gpus} {script}`, one process for each, is the fastest way to use them."
+        lines.append(f"one process and {gpus} visible GPUs: {faster}")
     return lines
 
 

@@ -134,10 +134,11 @@ def test_restarts(tmp_path: Path) -> None:
 
 @pytest.mark.launcher
 @pytest.mark.soak
-def test_scaling(tmp_path: Path) -> None:
-    worlds = short("scaling", tmp_path)["worlds"]
-    assert list(worlds) == ["1", "2"]
-    assert all(one["seconds"] > 0 for its in worlds.values() for one in its.values())
+def test_balanced_batches(tmp_path: Path) -> None:
+    for worlds in short("balanced_batches", tmp_path)["tasks"].values():
+        padding = {name: way["padding"] for name, way in worlds["2"].items()}
+        assert len(padding) == 4
+        assert padding["lengths"] < padding["every W-th sample"]
 
 
 @pytest.mark.soak

@@ -1,0 +1,143 @@
+"""Ranks that hang, die, are stopped or end while the simulated accelerator has work: no rank is left waiting."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from jobs import run_job
+from on_device import NEEDS_COMPILER, environment, run
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import unitrain
+from unitrain import CommunicationError, Strategy
+
+pytestmark = NEEDS_COMPILER
+
+
+def train(strategy: Strategy, folder: Path | None = None, fault: Callable[[], object] = lambda: None) -> int:
+    """Train for ten steps, with a fault in rank 1 before its fourth one, and return the number of steps."""
+    net = nn.Linear(4, 2)
+    model, optimizer = strategy.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    data = TensorDataset(torch.ones(40, 4))
+    train = strategy.dataloader(data, global_batch_size=4, num_workers=0)
+    checkpoint = folder and strategy.checkpoint(folder, model=model, optimizer=optimizer, train=train)
+    if checkpoint:
+        checkpoint.resume()
+    for _ in train.epochs(1):
+        for (inputs,) in train:
+            if strategy.global_step == 3 and strategy.rank == 1:
+                fault()
+            strategy.step(model(inputs).square().mean(), optimizer)
+    return strategy.global_step
+
+
+def open_strategy(timeout_s: float = 5) -> Strategy:
+    return unitrain.init(backend="ddp", device="sim", timeout_s=timeout_s, threads_per_process=1)
+
+
+def hangs() -> None:
+    with open_strategy() as strategy:
+        train(strategy, fault=lambda: time.sleep(1000))
+
+
+def test_a_rank_that_joins_no_collective_ends_the_job_though_the_others_devices_wait(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises((CommunicationError, SystemExit)):
+        run(hangs, nprocs=2, timeout=100)
+    output = capfd.readouterr().out
+    assert "rank 1" in output, output
+    assert "watchdog" not in output, "the job's watch reports the reason before the library's watchdog aborts"
+
+
+def dies() -> None:
+    with open_strategy(60) as strategy:
+        train(strategy, fault=lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def test_a_rank_that_is_killed_leaves_no_other_waiting_on_its_device(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(CommunicationError, match=r"rank 1 .* was killed by SIGKILL"):
+        run(dies, nprocs=2, timeout=100)
+    assert "rank 1" in capfd.readouterr().out
+
+
+def raises() -> None:
+    def fault() -> None:
+        raise ZeroDivisionError
+
+    with open_strategy(60) as strategy:
+        train(strategy, fault=fault)
+
+
+def test_an_exception_ends_the_ranks_whose_devices_wait() -> None:
+    with pytest.raises(ZeroDivisionError):
+        run(raises, nprocs=2, timeout=100)
+
+
+def stops(folder: Path) -> int:
+    with open_strategy(60) as strategy:
+        return train(strategy, folder, fault=lambda: os.kill(os.getpid(), signal.SIGTERM))
+
+
+def goes_on(folder: Path) -> int:
+    with open_strategy(60) as strategy:
+        return train(strategy, folder)
+
+
+def test_a_signal_stops_all_ranks_after_the_same_step_with_a_checkpoint(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run(stops, tmp_path, nprocs=2)
+    assert ended.value.code == 143
+    assert "stopped by SIGTERM after step" in capfd.readouterr().out
+    assert run(goes_on, tmp_path, nprocs=2) == [10, 10]
+
+
+SCRIPT = """
+import sys, torch, unitrain
+strategy = unitrain.init(threads_per_process=1)
+model = strategy.prepare(torch.nn.Linear(2, 1))
+total = strategy.all_reduce(model(torch.ones(2, device=strategy.device)))
+assert strategy.device.type == "sim", strategy.device
+strategy.print("computed" if total.isfinite() else "wrong")
+model(torch.ones(2, device=strategy.device))  # is queued when the process ends
+if sys.argv[1:] == ["closed"]:
+    strategy.close()
+"""
+
+
+@pytest.mark.parametrize(
+    ("launcher", "ending"),
+    [
+        (["python"], "closed"),
+        pytest.param(["torchrun", "--standalone", "--nproc-per-node", "2"], "closed", marks=pytest.mark.soak),
+        pytest.param(["torchrun", "--standalone", "--nproc-per-node", "2"], "open", marks=pytest.mark.soak),
+        pytest.param(["mpirun", "-np", "2", "--oversubscribe"], "open", marks=pytest.mark.soak),
+    ],
+)
+def test_a_program_that_has_the_device_as_a_plugin_ends_well(launcher: list[str], ending: str, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    program = launcher if launcher == ["python"] or launcher[0] == "torchrun" else [*launcher, sys.executable]
+    devices = 1 if launcher == ["python"] else 2
+    job = run_job([*program, "script.py", ending], tmp_path, environ=environment(devices=devices))
+    assert job.code == 0, job.output
+    assert job.stdout.count("computed") == 1, job.output
+    assert not job.left
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("backend", ["ddp", "fsdp"])
+def test_unitrain_verify_passes_on_the_device(backend: str, tmp_path: Path) -> None:
+    """Under every launcher, in programs that import torch themselves."""
+    command = [sys.executable, "-m", "unitrain.commands.cli", "verify", "--device", "sim", "--backend", backend]
+    job = run_job(command, tmp_path, environ=environment(devices=3), deadline=280)
+    assert job.code == 0, job.output

@@ -1,0 +1,147 @@
+"""Training by UniTrain, run on a simulated accelerator, gives the CPU's numbers to the digit.
+
+Its autocast has a GPU's lists of operators, by which cross-entropy is computed in fp32. On the CPU it is not, so here
+logits are converted before it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from on_device import NEEDS_COMPILER, run, sim
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import TensorDataset
+
+import unitrain
+from unitrain.commands.verify import cases, trial
+from unitrain.commands.verify.cases import CASES, Case
+
+pytestmark = NEEDS_COMPILER
+BY_NAME = {case.name: case for case in CASES}
+NORMALISED = replace(BY_NAME["bf16"], name="normalised_bf16", batch_norm=True)
+NORMALISED.settings.update(sync_batchnorm=True)
+OFFLOADED = replace(BY_NAME["plain"], name="offloaded", settings={"fsdp": {"cpu_offload": True}})
+CHOSEN = {
+    "ddp": (NORMALISED, *(BY_NAME[name] for name in ("token_weights", "shard_optimizer", "fp16_overflow"))),
+    "fsdp": (NORMALISED, OFFLOADED),
+}
+
+
+def mean_loss(case: Case, logits: Tensor, labels: Tensor, tokens: Tensor) -> Tensor:
+    precise = logits if logits.dtype == torch.float64 else logits.float()
+    return cases.mean_loss(case, precise, labels, tokens)
+
+
+def differences(backend: str, chosen: list[Case]) -> list[str]:
+    """Train cases of `verify` on the CPU and on the device, and return what is not the same."""
+    setattr(trial, "mean_loss", mean_loss)  # noqa: B010  (mypy: it is imported there)
+    found = []
+    for case in chosen:
+        init = partial(unitrain.init, backend=backend, threads_per_process=1)
+        (_, cpu), (_, device) = (trial.train(case, partial(init, device=name)) for name in ("cpu", "sim"))
+        for name, expected in vars(cpu).items():
+            try:
+                torch.testing.assert_close(getattr(device, name), expected, rtol=0, atol=0)
+            except AssertionError as error:
+                found.append(f"{case.name}, {name}: {error}")
+    return found
+
+
+@pytest.mark.parametrize("backend", ["ddp", "fsdp"])
+def test_digits(backend: str) -> None:
+    assert run(differences, backend, CHOSEN[backend], nprocs=2) == [[], []]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("progress", ["late", "random", "at-once"])
+@pytest.mark.parametrize(("backend", "nprocs"), [("single", 1), ("ddp", 1), ("ddp", 3), ("fsdp", 2)])
+def test_digits_of_every_case(backend: str, nprocs: int, progress: str) -> None:
+    chosen = [*CASES, NORMALISED, *([OFFLOADED] if backend == "fsdp" else [])]
+    found = run(differences, backend, chosen, nprocs=nprocs, timeout=280, devices=nprocs, progress=progress)
+    assert found == [[]] * nprocs
+
+
+def rows() -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    return TensorDataset(torch.randn(40, 3, 8, 8, generator=generator), torch.arange(40) % 10)
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 10)
+    )  # fmt: skip
+
+
+def loop(folder: Path, device: str, interrupted: bool = False, **settings: Any) -> list[Tensor]:
+    """Train with all that a script has, and return numbers of all parts; optionally up to a checkpoint in an epoch."""
+    common = {"backend": "ddp", "device": device, "threads_per_process": 1, "sync_batchnorm": True, "accumulate": 2}
+    with unitrain.init(**{**common, "clip_norm": 0.5, "on_nonfinite": "skip", **settings}) as strategy:
+        net = network()
+        model, optimizer = strategy.prepare(net, torch.optim.Adam(net.parameters(), fused=True))
+        average = strategy.ema(model, decay=0.5)
+        train = strategy.dataloader(rows(), global_batch_size=8, num_workers=1, persistent_workers=True)
+        test = strategy.dataloader(rows(), global_batch_size=16, shuffle=False)
+        checkpoint = strategy.checkpoint(folder, model=model, optimizer=optimizer, average=average, train=train)
+        throughput, losses = strategy.throughput(), strategy.meter()
+        checkpoint.resume()
+        for _ in train.epochs(3):
+            for images, labels in train:
+                loss = cross_entropy(model(images), labels)
+                if strategy.global_step == 2:
+                    loss = loss * torch.inf
+                result = strategy.step(loss, optimizer)
+                losses.add(mean=loss.detach().nan_to_num(posinf=0.0), count=len(labels))
+                if strategy.global_step == 4 and result.stepped and interrupted:
+                    checkpoint.save()
+                    return []
+        right = strategy.meter()
+        with strategy.evaluation(average):
+            for images, labels in test:
+                right.add(total=(model(images).argmax(1) == labels).sum(), count=len(labels))
+        assert throughput.read() is not None
+        every = [*model.state_dict().values(), *average.state_dict().values()]
+        weights = torch.cat([value.reshape(-1).float().cpu() for value in every if isinstance(value, Tensor)])
+        return [weights, torch.tensor(losses.value()), torch.tensor(right.value())]
+
+
+def trained_and_resumed(folder: Path) -> None:
+    expected = loop(folder / "cpu", "cpu")
+    torch.testing.assert_close(loop(folder / "whole", "sim"), expected, rtol=0, atol=0)
+    loop(folder / "parts", "sim", interrupted=True)
+    torch.testing.assert_close(loop(folder / "parts", "sim")[0], expected[0], rtol=0, atol=0)
+
+
+def test_a_script_and_its_continuation(tmp_path: Path) -> None:
+    run(trained_and_resumed, tmp_path, nprocs=2)
+
+
+def found_size() -> tuple[int, int]:
+    with unitrain.init(backend="single", device="sim:0", threads_per_process=1) as strategy:
+        net = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
+        model, optimizer = strategy.prepare(net, torch.optim.Adam(net.parameters()))
+        before = [p.detach().cpu() for p in model.parameters()]
+        data = TensorDataset(torch.randn(128, 64), torch.arange(128) % 10)
+        train = strategy.dataloader(data, global_batch_size=128)
+
+        def compute_loss(batch: list[Tensor]) -> Tensor:
+            return cross_entropy(model(batch[0]), batch[1])
+
+        sim.set_memory_limit(sim.memory_allocated() + 450_000)
+        size = strategy.find_micro_batch_size(train, compute_loss, optimizer)
+        torch.testing.assert_close([p.cpu() for p in model.parameters()], before)
+        for batch in train:
+            strategy.step(compute_loss(batch), optimizer)
+        return size, strategy.global_step
+
+
+def test_the_batch_finder_runs_out_of_the_devices_memory() -> None:
+    [(size, steps)] = run(found_size)
+    assert 8 <= size <= 64
+    assert steps == 1
