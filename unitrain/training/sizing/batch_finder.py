@@ -111,7 +111,8 @@ class BatchFinder:
                     break
             del margins
         gc.collect()
-        torch.accelerator.empty_cache()
+        if self._gpus:
+            torch.accelerator.empty_cache()
         return failure
 
     def _error_of(self, part: Callable[[int], None], size: int) -> str:
