@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from core_steps import clip_by_hand
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.optim import SGD, Adafactor, Muon, Optimizer
@@ -29,7 +30,6 @@ from unitrain.testing.models import (
     Twins,
     assert_bit_equal_on_all_ranks,
     assert_same,
-    clip_by_hand,
     flat,
     samples,
     sgd,

@@ -34,7 +34,7 @@ WORLDS = [
 ]
 ALL = (*DUTIES.values(), *CORE_DUTIES.values())
 # What may depend on the number of ranks.
-WITH_THREE = ("verbs", "collectives", "parity", "gradients")
+WITH_THREE = ("verbs", "collectives", "parity", "gradients", "core_steps")
 # Its process groups are those of ddp, so what duties of these modules demand is tested above.
 WITH_GROUPS_OF_DDP = ("lifecycle", "verbs", "collectives", "failures")
 
@@ -57,7 +57,7 @@ DUTIES_IN_WORLDS = [
     *parameters(WORLDS, duties=ALL),
     *parameters([World("horovod", 2, horovodrun_environments)], HOROVOD, duties=ALL),
     *in_part(World("ddp", 3), WITH_THREE),
-    *in_part(World("horovod", 3, horovodrun_environments), ("parity", "gradients"), HOROVOD),
+    *in_part(World("horovod", 3, horovodrun_environments), ("parity", "gradients", "core_steps"), HOROVOD),
     *in_part(World("fsdp", 2), {duty.module for duty in ALL} - {*WITH_GROUPS_OF_DDP}),
     *in_part(World("fsdp", 3), ()),
 ]

@@ -80,15 +80,6 @@ def step_by_hand(loss: Tensor, *optimizers: Optimizer) -> None:
         one.step()
 
 
-def clip_by_hand(optimizer: Optimizer, norm: float) -> None:
-    """Clip the gradients of a plain loop before each step of the optimizer."""
-
-    def clip(*_: object) -> None:
-        nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], norm)
-
-    optimizer.register_step_pre_hook(clip)
-
-
 class Twins:
     """Two equal models: the strategy trains one on each rank's rows, a plain loop the other on the rows of all ranks.
 

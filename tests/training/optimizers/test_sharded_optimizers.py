@@ -394,7 +394,7 @@ def test_states_are_saved_and_loaded_as_a_whole_and_nothing_loses_state_silently
 
 # ------------------------------------------------------------------------------------------------------------ steps
 
-DUTY_MODULES = ("optimizers", "gradients", "preparation", "core_duties")
+DUTY_MODULES = ("gradients", "preparation", "core_duties", "core_steps")
 
 
 @pytest.mark.soak

@@ -7,7 +7,7 @@ from unitrain.testing.duty import Duty, registered
 STARTS = (
     ("lifecycle", "verbs", "collectives"),
     ("parity",),
-    ("gradients", "optimizers"),
+    ("gradients",),
     ("preparation",),
     ("failures",),
 )

@@ -1,31 +1,26 @@
-"""Duties of gradients, with unused, complex and sparse parameters."""
+"""Duties of gradients: of unused and sparse parameters, of several losses and of several models."""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, AdamW
 
 from unitrain import UsageError
 from unitrain.testing.duty import duty
 from unitrain.testing.models import (
-    EXACT,
     Branches,
+    Net,
     Twins,
-    assert_same,
-    clip_by_hand,
     samples,
     step_by_hand,
-    two_rows_each,
     whole,
 )
 from unitrain.testing.worlds import World
-from unitrain.training.gradients.gradients import GradientReducer
 
 
 @duty()
@@ -49,53 +44,10 @@ def unused_parameters(world: World) -> None:
         assert torch.equal(whole(never), Branches().never.weight)
 
 
-def _two_branches(*, norm: bool = False) -> Branches:
-    model = Branches(norm=norm)
-    del model.never  # its bucket, never full, would hold back those that follow
+def _two_branches() -> Branches:
+    model = Branches()
+    del model.never
     return model
-
-
-@duty(each={"overlapping": {}, "deterministic": {"deterministic": True}})
-def unused_parameters_beside_batch_norm(world: World, settings: dict[str, Any]) -> None:
-    """Ranks that take different branches still agree on the order of gradients' and BatchNorm's collectives."""
-    settings = {**world.for_unused_parameters, **settings}
-    one_for_each_parameter = patch.dict(GradientReducer.__init__.__kwdefaults__ or {}, bucket_mb=1e-6)
-    with one_for_each_parameter, world.open(sync_batchnorm=True, **settings) as strategy:
-        twins = Twins(strategy, partial(_two_branches, norm=True))
-        expected = twins.expected
-        _, targets, _ = two_rows_each(strategy)
-        for _ in range(3):
-            strategy.step(twins.loss(strategy.rank), twins.optimizer)
-            trunk = torch.tanh(expected.norm(expected.trunk(twins.inputs)))
-            outputs = expected.left(trunk[:2])
-            if strategy.world_size > 1:
-                outputs = torch.cat([outputs, expected.right(trunk[2:])])
-            step_by_hand(mse_loss(outputs, targets), twins.by_hand)
-        assert_same(twins.model, expected)
-
-
-class _Turns(nn.Module):
-    """A layer with complex weights, as Fourier operators have."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(7)
-        self.turn = nn.Linear(4, 2, dtype=torch.cdouble)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.turn(x.to(torch.cdouble)).abs()
-        return out
-
-
-@duty()
-def complex_weights(world: World) -> None:
-    """Complex gradients are averaged, clipped and stepped as on one device."""
-    with world.open(clip_norm=0.5) as strategy:
-        twins = Twins(strategy, _Turns)
-        clip_by_hand(twins.by_hand, 0.5)
-        twins.train()
-        found, wanted = whole(twins.model.turn.weight), twins.expected.turn.weight
-        torch.testing.assert_close(found, wanted, rtol=0, atol=EXACT)
 
 
 def _embedding() -> nn.Embedding:
@@ -118,22 +70,6 @@ def sparse_gradients(world: World) -> str:
         step_by_hand(torch.stack(losses).mean(), twins.by_hand)
         twins.assert_same()
         return ""
-
-
-@duty()
-def gradients_in_a_step_hook(world: World) -> None:
-    """An optimizer's step pre-hook gets the averaged gradients, and may change them."""
-
-    def sign(optimizer: Optimizer, *_: Any) -> None:
-        for p in (p for group in optimizer.param_groups for p in group["params"]):
-            p.grad.sign_()
-
-    with world.open() as strategy:
-        twins = Twins(strategy)
-        for optimizer in (twins.optimizer, twins.by_hand):
-            optimizer.register_step_pre_hook(sign)
-        twins.train(steps=1)
-        twins.assert_same()
 
 
 @duty()
@@ -170,3 +106,34 @@ def the_module_itself(world: World) -> str:
             return refused
         twins.assert_same()
         return ""
+
+
+@duty(each={"accumulate=1": 1, "accumulate=2": 2})
+def adversaries(world: World, accumulate: int) -> None:
+    """A GAN trains as on one device: two models, two optimizers, each loss through both models."""
+    with world.open(accumulate=accumulate) as strategy:
+        pair = [Twins(strategy, partial(Net, seed)) for seed in (1, 2)]
+        prepared, expected = [one.prepared for one in pair], [one.expected for one in pair]
+        generator = torch.Generator().manual_seed(0)
+        for micro_batch in range(3 * accumulate):
+            noise = torch.randn(strategy.world_size, 2, 4, generator=generator, dtype=torch.float64)
+            for which, one in enumerate(pair):
+                result = strategy.step(_game(prepared, noise[strategy.rank], which), one.optimizer)
+                loss = _game(expected, noise.flatten(0, 1), which) / accumulate
+                loss.backward(inputs=list(one.expected.parameters()))  # type: ignore[no-untyped-call]
+                assert result.stepped == ((micro_batch + 1) % accumulate == 0)
+                if result.stepped:
+                    one.by_hand.step()
+                    one.by_hand.zero_grad()
+        for one in pair:
+            one.assert_same()
+
+
+def _game(models: Any, noise: Tensor, which: int) -> Tensor:
+    """Return the loss of model 0, the discriminator, or of model 1, the generator."""
+    forged = models[1](noise)
+    if which == 0:
+        forged = forged.detach()
+    judged = models[0](torch.cat([forged, forged], 1)).mean()
+    loss: Tensor = judged + models[0](noise).pow(2).mean() if which == 0 else -judged
+    return loss

@@ -10,57 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD
-from torch.optim.lr_scheduler import StepLR
 
 from unitrain import Strategy, UsageError
 from unitrain.testing.duty import duty
-from unitrain.testing.models import Net, Twins, assert_bit_equal_on_all_ranks
+from unitrain.testing.models import Net, Twins
 from unitrain.testing.worlds import World
-
-
-@duty()
-def preparation(world: World) -> None:
-    """Objects keep their identity, unless they are sharded; weights, buffers and state become rank 0's."""
-    with world.open(sync_batchnorm=True) as strategy:
-        model = Net(seed=strategy.rank, norm=True)
-        turn = torch.polar(torch.ones(3), torch.full((3,), float(strategy.rank)))
-        model.register_buffer("turn", turn)
-        model.register_buffer("flag", torch.tensor(strategy.rank == 0), persistent=False)
-        parameters = dict(model.named_parameters())
-        optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
-        for p in model.parameters():
-            p.grad = torch.full_like(p, float(strategy.rank + 1))
-        optimizer.step()
-        optimizer.zero_grad()
-        momentum = optimizer.state[model.first.weight]["momentum_buffer"].clone()
-        scheduler = StepLR(optimizer, 1)
-        keys = list(model.state_dict())
-
-        returned = strategy.prepare(scheduler, model, optimizer)  # in any order
-        assert returned[0] is scheduler
-        assert returned[2] is optimizer
-        assert world.shards or all(p is parameters[name] for name, p in model.named_parameters())
-        assert all(p is q for p, q in zip(optimizer.param_groups[0]["params"], model.parameters(), strict=True))
-        momentum, state = strategy.broadcast(momentum), optimizer.state[model.first.weight]
-        assert strategy.all_reduce(torch.tensor(bool(state)), "max")  # with shard_optimizer, one rank has it
-        assert not state or torch.equal(strategy.full_tensor(state["momentum_buffer"]), momentum)
-        assert strategy.unwrap(returned[1]) is model
-        assert strategy.unwrap(model) is model
-        assert list(strategy.unwrap(returned[1]).state_dict()) == keys
-        assert torch.equal(model.get_buffer("turn").to(torch.cfloat), torch.ones(3, dtype=torch.cfloat))
-        assert bool(model.get_buffer("flag"))
-        del model.turn  # which is complex
-        assert_bit_equal_on_all_ranks(strategy, model)
-        strategy.check_in_sync(returned[1])
-        with pytest.raises(UsageError, match="has already been prepared"):
-            strategy.prepare(model)
-        with pytest.raises(UsageError, match="has already been prepared"):
-            strategy.prepare(returned[1])
-        with pytest.raises(UsageError, match="takes modules, optimizers and schedulers, not list"):
-            strategy.prepare([model])
-        if strategy.world_size > 1:
-            with pytest.raises(UsageError, match="1 parameters of the optimizer belong to no prepared module"):
-                strategy.prepare(SGD([nn.Parameter(torch.ones(2))], lr=0.1))
 
 
 @duty()
