@@ -100,10 +100,9 @@ def parse_command_line(model: type[RecipeModel], argv: Sequence[str], *, prog: s
     if environment := _read_environment(os.environ):
         sources.insert(0, Source({"strategy": environment}, lambda path: variable(list(path)[1:])))
     if config_file is not None:
-        from unitrain.settings.yaml_file import YamlFile  # and yaml, which takes 10 ms
+        from unitrain.settings.yaml_file import read  # and yaml, which takes 10 ms
 
-        file = YamlFile(config_file)
-        sources.insert(0, Source(file.values, file.name_of))
+        sources.insert(0, Source(read(config_file), lambda path: f"{dotted(path)} ({config_file})"))
     return validate(model, [Source(set_by_default, dotted), *sources])
 
 
