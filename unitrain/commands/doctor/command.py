@@ -10,13 +10,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from unitrain.commands.doctor.finding import Finding, Probe, Status, guarded
+from unitrain.commands.doctor.finding import Finding, Status, guarded
 from unitrain.commands.doctor.hosts import examine_hosts
-from unitrain.commands.doctor.machine import MACHINE
-from unitrain.commands.doctor.software import SOFTWARE
+from unitrain.commands.doctor.probes import PROBES
 from unitrain.commands.launch import parse_hosts
 
-PROBES: dict[str, Probe] = {**SOFTWARE, **MACHINE}
 _STYLES: dict[Status, str] = {"ok": "green", "absent": "dim", "warning": "yellow", "error": "red"}
 
 

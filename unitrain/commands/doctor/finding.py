@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 Status = Literal["ok", "absent", "warning", "error"]
 
@@ -18,8 +18,6 @@ class Finding:
     summary: str
     fix: str | None = None
     """The commands that install or fix it, one on each line."""
-    details: dict[str, Any] = field(default_factory=dict)
-    """Details for the JSON output."""
 
 
 Probe = Callable[[], Finding]

