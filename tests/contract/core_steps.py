@@ -1,4 +1,4 @@
-"""Duties of preparing and of steps, which the core does for any backend; see ``core_duties``."""
+"""Duties of objects, preparing and steps, which the core does for any backend; see ``core_duties``."""
 
 from __future__ import annotations
 
@@ -38,6 +38,20 @@ def clip_by_hand(optimizer: Optimizer, norm: float) -> None:
         nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], norm)
 
     optimizer.register_step_pre_hook(clip)
+
+
+@duty()
+def objects(world: World) -> None:
+    """Picklable objects of any size can be communicated, also of a different size on each rank."""
+    with world.open() as strategy:
+        rank, size = strategy.rank, strategy.world_size
+        assert (size, strategy.is_main) == (world.processes, rank == 0)
+        for src in range(size):
+            mine, theirs = ({"from": r, "none": None, "long": "x" * 100_000 * (r + 1)} for r in (rank, src))
+            assert strategy.communicator.broadcast_object(mine, src) == theirs
+        assert strategy.communicator.broadcast_object(None) is None
+        assert strategy.communicator.all_gather_object(["r"] * rank) == [["r"] * other for other in range(size)]
+        strategy.barrier()
 
 
 @duty()

@@ -1,4 +1,4 @@
-"""Duties of the collectives that scripts call, on tensors and objects, and of meters."""
+"""Duties of the collectives that scripts call, on tensors."""
 
 from __future__ import annotations
 
@@ -106,17 +106,3 @@ def nan_in_reductions(world: World) -> None:
                 reduced = strategy.all_reduce(mine, op)  # type: ignore[arg-type]
                 everyone = strategy.all_gather(reduced.double().nan_to_num(-1.0))
                 assert torch.equal(everyone, everyone[:1].expand_as(everyone)), f"{op} of {dtype} differs between ranks"
-
-
-@duty()
-def objects(world: World) -> None:
-    """Picklable objects of any size can be communicated, also of a different size on each rank."""
-    with world.open() as strategy:
-        rank, size = strategy.rank, strategy.world_size
-        assert (size, strategy.is_main) == (world.processes, rank == 0)
-        for src in range(size):
-            mine, theirs = ({"from": r, "none": None, "long": "x" * 100_000 * (r + 1)} for r in (rank, src))
-            assert strategy.communicator.broadcast_object(mine, src) == theirs
-        assert strategy.communicator.broadcast_object(None) is None
-        assert strategy.communicator.all_gather_object(["r"] * rank) == [["r"] * other for other in range(size)]
-        strategy.barrier()
