@@ -12,7 +12,7 @@ import pytest
 from jobs import run_job
 from rich.console import Console
 
-from unitrain.commands.bench.command import Measurement, bench, evaluate, measure, print_table
+from unitrain.commands.bench import Measurement, bench, evaluate, measure, print_table
 from unitrain.commands.verify.worlds import World
 from unitrain.errors import UsageError
 

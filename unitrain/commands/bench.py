@@ -1,20 +1,28 @@
-"""The command: measures a recipe in every world of this host, and prints a table."""
+"""``unitrain bench``: measures how fast a recipe trains with each launcher and backend of this host.
+
+The recipe runs unchanged, in real processes: ``python -m unitrain.commands.bench FILE STEPS RECIPE [FLAG ...]``, which
+reads the strategy's own throughput in each of them.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
+import runpy
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
+import unitrain
 from unitrain.commands.arguments import AfterDashes, path
 from unitrain.commands.launchers import launch_command, local_launchers
 from unitrain.commands.toolchain import run_to_end, small_mpi_environment
@@ -25,6 +33,7 @@ from unitrain.errors import UsageError
 from unitrain.launch.detect import detect
 from unitrain.process import usable_cores
 from unitrain.settings.schema import variable
+from unitrain.training.hooks import StepHook
 
 FEWEST_STEPS = 6
 
@@ -113,7 +122,7 @@ def measure(world: World, recipe: Path, flags: Sequence[str], steps: int) -> Mea
     """Run a recipe for ``steps`` optimizer steps in a world, and measure it without the first third of them."""
     with TemporaryDirectory() as folder:
         file = Path(folder, "record.json")
-        program = ["-m", "unitrain.commands.bench.trial", str(file), str(steps), str(recipe), *flags]
+        program = ["-m", "unitrain.commands.bench", str(file), str(steps), str(recipe), *flags]
         program += ["--output-dir", str(Path(folder, "output"))]
         environment = {**small_mpi_environment(), variable(["backend"]): world.backend}
         code, printed = run_to_end(*launch_command(world.launcher, world.size, program), environment=environment)
@@ -195,3 +204,50 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "flags", nargs=argparse.REMAINDER, action=AfterDashes, metavar="FLAG", help="flags for the recipe"
     )
     parser.set_defaults(run=bench)
+
+
+# -------------------------------------------------------------------------------------------------- in each process
+
+
+class _Recorder(StepHook):
+    """Writes the throughput of the second and of the last third of a number of steps on rank 0, and ends the run."""
+
+    def __init__(self, strategy: unitrain.Strategy, file: Path, steps: int) -> None:
+        self._strategy = strategy
+        self._file = file
+        self._throughput = strategy.throughput()
+        self._ends = [strategy.global_step + third * steps // 3 for third in (1, 2, 3)]
+        self._thirds: list[dict[str, float]] = []
+        strategy._step.hooks.add_hook(self)
+
+    def after_call(self) -> None:
+        """Read the throughput if a third has ended."""
+        if self._strategy.global_step < self._ends[0]:
+            return
+        del self._ends[0]
+        self._thirds.append(self._throughput.read())
+        if not self._ends:
+            if self._strategy.is_main:
+                record = {"backend": self._strategy.config.backend, "thirds": self._thirds[1:]}
+                self._file.write_text(json.dumps(record), encoding="utf-8")
+            self._strategy.close()
+            raise SystemExit(0)
+
+
+def _run(file: Path, steps: int, recipe: str, *flags: str) -> None:
+    """Run the recipe like ``python RECIPE FLAG ...``, with a recorder on its strategy."""
+    init = unitrain.init
+
+    def recorded(*arguments: Any, **settings: Any) -> unitrain.Strategy:
+        strategy = init(*arguments, **settings)
+        _Recorder(strategy, file, steps)
+        return strategy
+
+    unitrain.init = recorded
+    sys.argv = [recipe, *flags]
+    sys.path[0] = str(Path(recipe).parent)
+    runpy.run_path(recipe, run_name="__main__")
+
+
+if __name__ == "__main__":
+    _run(Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])

@@ -22,7 +22,7 @@ from unitrain.process import occupy_standard_descriptors, print_stderr
 _INTERRUPTED = 130
 _COMMANDS = {
     "bench": (
-        "bench.command",
+        "bench",
         "measure how fast a recipe trains with every launcher and backend found here",
     ),
     "checkpoint": (
