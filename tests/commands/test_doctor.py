@@ -18,13 +18,13 @@ from bare_environment import BareEnvironment
 from cluster import cluster
 from hosts import joined_hosts
 from needs import HOROVOD
-from slurm import Slurm
 
 from unitrain.commands.cli import main
 from unitrain.commands.doctor import command
 from unitrain.commands.doctor.command import examine
 from unitrain.commands.doctor.finding import Finding
 from unitrain.commands.doctor.hosts import examine_hosts
+from unitrain.commands.doctor.probes import PROBES
 from unitrain.commands.toolchain import small_mpi_environment
 from unitrain.communication.backend import backend_names
 
@@ -56,7 +56,7 @@ def report() -> dict[str, Any]:
 
 
 def test_every_finding_has_the_same_three_parts(report: dict[str, Any]) -> None:
-    assert list(report) == list(command.PROBES)
+    assert list(report) == list(PROBES)
     for finding in report.values():
         assert set(finding) == {"status", "summary", "fix"}
         assert finding["status"] in ("ok", "absent", "warning", "error")
@@ -166,7 +166,7 @@ def test_a_probe_that_raises_is_shown_in_its_row(
     def broken() -> Finding:
         raise OSError("no such [thing]")
 
-    monkeypatch.setattr(command, "PROBES", {"broken": broken, "machine": command.PROBES["machine"]})
+    monkeypatch.setattr(command, "PROBES", {"broken": broken, "machine": PROBES["machine"]})
     assert examine()["broken"] == Finding("error", "OSError: no such [thing]")
     command.doctor()
     said = capsys.readouterr().out
@@ -178,25 +178,6 @@ def test_the_table_ends_with_the_commands(monkeypatch: pytest.MonkeyPatch, capsy
     monkeypatch.setattr(command, "PROBES", {"mpi": lambda: Finding("absent", "none", "pip install 'unitrain[mpi]'")})
     command.doctor()
     assert capsys.readouterr().out.splitlines()[-1].strip() == "mpi: pip install 'unitrain[mpi]'"
-
-
-def test_srun_without_a_controller_is_said_to_start_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for program in ("srun", "scontrol"):
-        (tmp_path / program).write_text("#!/bin/sh\necho 'Slurmctld(primary) at login1 is DOWN'\nexit 1\n")
-        (tmp_path / program).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    found = command.PROBES["launchers"]()
-    assert found.status == "warning"
-    assert found.summary.endswith("does not answer: Slurmctld(primary) at login1 is DOWN")
-    assert found.fix == "sudo systemctl restart slurmctld"
-
-
-@pytest.mark.launcher
-@pytest.mark.xdist_group("slurm")
-def test_srun_with_a_controller(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in slurm.env.items():
-        monkeypatch.setenv(name, value)
-    assert command.PROBES["launchers"]().status == "ok"
 
 
 @pytest.mark.parametrize("known", ["127.0.1.1 {name}", "127.0.0.1 localhost {name}", "# {name}"])
