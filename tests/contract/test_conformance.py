@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import SGD
 
 import unitrain
-from unitrain.commands.verify.trace import Trace
+from unitrain.commands.verify.cases import Trace
 from unitrain.communication.backend import backend_names
 from unitrain.testing.contract import check, parameters
 from unitrain.testing.duties import DUTIES, gradients, parity

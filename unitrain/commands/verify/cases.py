@@ -1,12 +1,14 @@
-"""The cases: a small model, its data, and one case per mode of the training step."""
+"""The cases: a small model, its data, one case per mode of the training step, and the record of each."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, StepLR
 from torch.utils.data import Dataset
 
@@ -110,12 +112,12 @@ class Network(nn.Module):
         return out
 
 
-def build(case: Case) -> tuple[Network, torch.optim.Optimizer, LRScheduler]:
+def build(case: Case) -> tuple[Network, Optimizer, LRScheduler]:
     """Return the model of a case, with the same weights in every call, its optimizer and its scheduler."""
     torch.manual_seed(7)
     model = Network(case)
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer: torch.optim.Optimizer
+    optimizer: Optimizer
     if case.optimizer == "adamw":
         optimizer = torch.optim.AdamW(trained, lr=0.01, weight_decay=0.1)
     else:
@@ -136,3 +138,32 @@ def overflow(case: Case, step: int, indices: Tensor, loss: Tensor) -> Tensor:
     steps_per_epoch = -(-case.samples // case.global_batch)
     chosen = step % steps_per_epoch * case.global_batch + 1  # the first row of rank 1, if there is one
     return loss * 1e38 if step == case.overflow_at and bool((indices == chosen).any()) else loss
+
+
+@dataclass
+class Trace:
+    """One process's record of a case, the same for the plain loop and for each rank of a strategy."""
+
+    samples: list[list[int]] = field(default_factory=list)
+    """Indices of the samples of each optimizer step."""
+    losses: list[tuple[float, float]] = field(default_factory=list)
+    """Loss and weight (number of samples or tokens) of each batch."""
+    gradients: list[Tensor] = field(default_factory=list)
+    """Gradients of each step as passed to the optimizer, flattened."""
+    norms: list[float] = field(default_factory=list)
+    """Norm of the gradients of each step before clipping, in cases that clip by norm."""
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    """Parameters and buffers at the end."""
+
+    def watch(self, optimizer: Optimizer, full: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> None:
+        """Record the gradients of every step of ``optimizer`` from now on; ``full`` gathers one that is sharded."""
+
+        def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            self.gradients.append(torch.cat([full(g.detach()).double().reshape(-1).cpu() for g in gradients]))
+
+        optimizer.register_step_pre_hook(before_step)
+
+    def finish(self, model: nn.Module) -> None:
+        """Record the weights."""
+        self.weights = {name: t.detach().double().cpu().clone() for name, t in model.state_dict().items()}

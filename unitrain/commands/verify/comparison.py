@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from unitrain.commands.verify.cases import Case
-from unitrain.commands.verify.trace import Trace
+from unitrain.commands.verify.cases import Case, Trace
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from unitrain.commands.verify.cases import Case, Digits, build, mean_loss, overflow
-from unitrain.commands.verify.trace import Trace
+from unitrain.commands.verify.cases import Case, Digits, Trace, build, mean_loss, overflow
 from unitrain.device import HALF_DTYPES
 from unitrain.module_copy import move_foreign
 

@@ -14,8 +14,7 @@ from pathlib import Path
 import torch
 
 import unitrain
-from unitrain.commands.verify.cases import CASES, Case, Digits, build, mean_loss, overflow
-from unitrain.commands.verify.trace import Trace
+from unitrain.commands.verify.cases import CASES, Case, Digits, Trace, build, mean_loss, overflow
 from unitrain.launch.detect import detect
 
 

@@ -11,8 +11,7 @@ from dataclasses import replace
 from functools import cache
 
 from unitrain.commands.verify import cases, comparison, plain, trial
-from unitrain.commands.verify.cases import Case
-from unitrain.commands.verify.trace import Trace
+from unitrain.commands.verify.cases import Case, Trace
 from unitrain.testing.duty import duty
 from unitrain.testing.ranks import run_ranks
 from unitrain.testing.worlds import World
