@@ -203,6 +203,47 @@ def test_a_backend_that_trains_another_model_is_found_out(
     assert said in " ".join(capsys.readouterr().out.split())
 
 
+RECIPE = """
+import json
+import os
+import sys
+
+import unitrain
+from unitrain.config import Section
+
+
+class Settings(Section):
+    max_steps: int = 1
+    output_dir: str = "out"
+    error: float = 0.0
+    strategy: unitrain.StrategyConfig = unitrain.StrategyConfig()
+
+
+settings = unitrain.parse_command_line(Settings, sys.argv[1:], prog="tiny.py", description="Train.")
+with unitrain.init(settings.strategy) as strategy:
+    if strategy.is_main:
+        os.mkdir(settings.output_dir)
+        row = {"step": settings.max_steps, "train_loss": 2.0 + settings.error * (strategy.world_size - 1)}
+        with open(f"{settings.output_dir}/metrics.jsonl", "w") as file:
+            file.write(json.dumps({**row, "val_loss": 1.0, "val_accuracy": 1.0, "val_count": 8}))
+"""
+
+
+@pytest.mark.launcher
+@pytest.mark.usefixtures("forked")
+def test_a_recipe_is_compared_by_its_metrics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for launcher in worlds._SIZES:
+        monkeypatch.setitem(worlds._SIZES, launcher, (2,) if launcher == "torchrun" else ())
+    recipe = tmp_path / "tiny.py"
+    recipe.write_text(RECIPE)
+    assert verify(backend="ddp", script=recipe) == 0
+    assert "1 of 1 trained the same as one process" in capsys.readouterr().out
+    assert verify(backend="ddp", script=recipe, flags=["--error", "0.002"]) == 1
+    assert "train_loss deviates by 1.0e-03" in " ".join(capsys.readouterr().out.split())
+
+
 @pytest.mark.usefixtures("forked")
 def test_an_unknown_backend_is_one_message() -> None:
     done = run_verify("--backend", "horovid")
