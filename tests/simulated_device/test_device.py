@@ -150,7 +150,9 @@ def freed_while_used(recorded: bool) -> float:
     total = value.sum()
     if recorded:
         value.record_stream(sim.current_stream())
-    del value  # the side stream may use the memory again at once
+    del value
+    with sim.stream(side):
+        torch.zeros(1, device="sim")  # from now on, the side stream uses the memory again
     return float(total)
 
 

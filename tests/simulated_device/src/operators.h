@@ -203,7 +203,8 @@ struct Call : Kernel {
                         kernel.compute(stack);
                         for (const auto& [computed, memory] : outs) store(kernel, computed, memory);
                         for (size_t i = 0; i < made.size(); i++) store(kernel, stack[i], made[i]);
-                      }});
+                      },
+                      std::nullopt, nullptr, true});
   }
 
   // Waits for the arguments, computes the results, and returns them.
@@ -311,7 +312,7 @@ inline Tensor copy_from(const Tensor& self, const Tensor& to, bool non_blocking)
                                                    Plainly plainly;
                                                    target.copy_(source);
                                                  },
-                                                 after});
+                                                 after, nullptr, true});
   if (is_between) streams().enqueue(current_stream(self.device().index()), {nullptr, copied});
   const bool converts = self.scalar_type() != to.scalar_type();
   if ((leaves && (!is_later || converts)) || (enters && !non_blocking)) streams().wait_for(copied);
