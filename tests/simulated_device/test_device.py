@@ -48,6 +48,7 @@ CALLS: list[Callable[[Tensor, Tensor], Any]] = [
     lambda x, i: x.clone().mul_(2).add_(x).clamp_(-1, 1),
     lambda x, i: torch._foreach_norm([x, x * 2]),
     lambda x, i: F.max_pool2d(F.conv2d(x[None, None], x[None, None, :2, :2]), 2),
+    lambda x, i: F.mse_loss(x, x * 2),
     lambda x, i: F.cross_entropy(x, i[:4] % 5),
     lambda x, i: F.batch_norm(x, None, None, training=True),
     lambda x, i: torch.linalg.svdvals(x),
