@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Collection, Iterable
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ _MASKS = (
     "ASCEND_RT_VISIBLE_DEVICES",
 )  # fmt: skip
 IN_STEP = ("cpu", "mps")
-"""Types of devices without streams beside the host's work: MPS has one queue, and the host's memory."""
+"""Types of devices that are used without streams: MPS has one queue, and the host's memory."""
 HALF_DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -41,7 +41,6 @@ def by_device(tensors: Iterable[Tensor]) -> Collection[list[Tensor]]:
     return lists.values()
 
 
-@cache
 def accelerator() -> str | None:
     """Return the type of this process's accelerator, or None if no device of one is available."""
     found = torch.accelerator.current_accelerator(check_available=True)
@@ -54,16 +53,16 @@ def device_type(setting: str) -> str:
     Raises:
         ConfigError: it names an accelerator that is not available.
     """
-    kind, found = setting.partition(":")[0], accelerator()
+    found = accelerator()
     if setting in ("auto", "cpu"):
         return (found or "cpu") if setting == "auto" else "cpu"
-    if kind != found:
+    if found is None or setting.partition(":")[0] != found:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "unset")
         raise ConfigError(
             f"device is {setting!r}, but torch finds {f'devices of type {found} only' if found else 'no accelerator'} "
             f"(torch {torch.__version__}, CUDA_VISIBLE_DEVICES={visible}): use device cpu or auto."
         )
-    return kind
+    return found
 
 
 def choices(setting: str) -> int:
@@ -104,12 +103,17 @@ def pick_device(setting: str, launch: Launch) -> torch.device:
             "processes per host, or use device cpu."
         )
     torch.accelerator.set_device_index(index)
-    return torch.device(kind, index)
+    device = torch.device(kind, index)
+    if launch.world_size > 1 and precise(device) != device:
+        raise ConfigError(f"{kind} has no float64, in which ranks add weights: train in one process, or on device cpu.")
+    return device
 
 
 def streams_of(device: torch.device) -> Any:
     """Return torch's module for a device that computes beside the host, in streams; None if it does not."""
-    return None if device.type in IN_STEP or device.type != accelerator() else torch.get_device_module(device)
+    own = torch.accelerator.current_accelerator()
+    runs_beside = own is not None and device.type == own.type and own.type not in IN_STEP
+    return torch.get_device_module(device) if runs_beside else None
 
 
 @lru_cache
@@ -120,12 +124,3 @@ def precise(device: torch.device) -> torch.device:
     except (TypeError, RuntimeError):
         return torch.device("cpu")
     return device
-
-
-def free_memory(device: torch.device) -> int:
-    """Return the bytes of an accelerator's memory that are free; 0 if torch does not tell."""
-    try:
-        return torch.accelerator.get_memory_info(device)[0]
-    except (AttributeError, RuntimeError):  # torch before 2.10, or not implemented for this device
-        ask = getattr(torch.get_device_module(device), "mem_get_info", lambda _: (0, 0))
-        return int(ask(device)[0])

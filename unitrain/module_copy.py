@@ -48,7 +48,8 @@ def move_foreign(tensors: Iterable[Tensor], device: torch.device) -> None:
     ``Module.to`` would make new parameters there, which are not the optimizer's. All others are left where they are.
     """
     for tensor in tensors:
-        if tensor.is_meta or torch._has_compatible_shallow_copy_type(tensor, torch.empty(0, device=device)):
+        here, there = torch.empty(0, device=tensor.device), torch.empty(0, device=device)
+        if tensor.is_meta or torch._has_compatible_shallow_copy_type(here, there):
             continue
         moved = tensor.detach().to(device)
         if isinstance(tensor, Parameter):

@@ -22,7 +22,7 @@ from unitrain.config import StrategyConfig
 from unitrain.data import Loader
 from unitrain.data.options import LoaderOptions
 from unitrain.data.order.shares import Shares
-from unitrain.device import devices_of, pick_device
+from unitrain.device import accelerator, devices_of, pick_device
 from unitrain.errors import UsageError
 from unitrain.job.job import join
 from unitrain.launch.detect import Launch
@@ -352,17 +352,17 @@ class Strategy:
             self._communicator,
             self._step,
             self._prepared,
-            [device for device in self._devices_in_use() if device.type != "cpu"],
+            self._accelerators(),
             self.config,
             loader,
             compute_loss,
             optimizers,
         ).find()
 
-    def _devices_in_use(self) -> tuple[torch.device, ...]:
-        """Return the devices of this process, and the GPUs on which the script has put layers of its models."""
-        of_layers = (device for module in self._prepared for device in devices_of(module) if device.type != "cpu")
-        return tuple(dict.fromkeys([*self.devices, *of_layers]))
+    def _accelerators(self) -> list[torch.device]:
+        """Return the GPUs of this process, with those on which the script has put layers of its models."""
+        in_use = [*self.devices, *(device for module in self._prepared for device in devices_of(module))]
+        return [device for device in dict.fromkeys(in_use) if device.type == accelerator()]
 
     @contextmanager
     def evaluation(self, *modules: nn.Module) -> Iterator[None]:
@@ -421,7 +421,7 @@ class Strategy:
     def throughput(self) -> Throughput:
         """Return a meter of samples per second, of where the time goes, and of peak memory, from the first call on."""
         if self._throughput is None:
-            self._throughput = Throughput(self._communicator, self._devices_in_use())
+            self._throughput = Throughput(self._communicator, self._accelerators())
             self._hooks.add_hook(self._throughput)
         return self._throughput
 

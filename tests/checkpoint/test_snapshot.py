@@ -46,6 +46,7 @@ class Stream:
 def test_each_gpu_that_is_copied_from_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies run on streams of the tensors' devices, of which the current one need not be any."""
     waited: list[Any] = []
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream(device, waited))
     first, second = torch.device("cuda", 1), torch.device("cuda", 2)
     with FakeTensorMode():  # tensors that know where they would be

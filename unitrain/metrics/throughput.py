@@ -37,9 +37,9 @@ class Throughput(StepHook):
     after an epoch is not included; one within an epoch is part of ``rest_seconds``.
     """
 
-    def __init__(self, communicator: Communicator, devices: Sequence[torch.device]) -> None:
+    def __init__(self, communicator: Communicator, gpus: Sequence[torch.device]) -> None:
         self._communicator = communicator
-        self._gpus = [device for device in devices if device.type != "cpu"]
+        self._gpus = gpus
         self._samples = 0
         self._seconds = self._data = self._step = 0.0
         self._iterations = 0  # in progress

@@ -42,11 +42,15 @@ def _torch() -> Finding:
 def _gpus() -> Finding:
     import torch
 
-    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    from unitrain.device import accelerator
+
+    kind = accelerator()
+    name_of = getattr(torch.get_device_module(kind or "cpu"), "get_device_name", str)
+    names = [name_of(index) for index in range(torch.accelerator.device_count())]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    details = {"available": torch.cuda.is_available(), "devices": names, "CUDA_VISIBLE_DEVICES": visible}
-    if torch.cuda.is_available():
-        return Finding("ok", ", ".join(f"cuda:{index} {name}" for index, name in enumerate(names)), details=details)
+    details = {"available": kind is not None, "devices": names, "CUDA_VISIBLE_DEVICES": visible}
+    if kind is not None:
+        return Finding("ok", ", ".join(f"{kind}:{index} {name}" for index, name in enumerate(names)), details=details)
     limited = f" (CUDA_VISIBLE_DEVICES={visible!r})" if visible is not None else ""
     return Finding("absent", f"torch finds no GPU{limited}: training runs on the CPU", details=details)
 

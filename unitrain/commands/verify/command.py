@@ -41,7 +41,7 @@ def verify(
     """Train in every world, print the largest deviations, write JSON, and return the exit code.
 
     Without a ``script``, a built-in model is trained in every mode. The plain loop that it is compared with runs on the
-    CPU, whatever the ``device``.
+    CPU, but for half precision, which it computes on the ``device``.
 
     Raises:
         ConfigError: the device is not available.
@@ -97,7 +97,8 @@ def _recipe_trials(
 
 
 def _trials(worlds: Sequence[World], device: str, folders: Path, progress: Progress) -> Iterator[Verdict]:
-    expected = {case.name: plain.train(case) for case in CASES}
+    reference = pick_device(device, Launch("python"))
+    expected = {case.name: plain.train(case, reference) for case in CASES}
     for world in _announced(worlds, progress):
         folder = folders / f"{world} {world.backend}"
         folder.mkdir()

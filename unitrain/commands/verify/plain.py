@@ -6,29 +6,35 @@ import torch
 
 from unitrain.commands.verify.cases import Case, Digits, build, mean_loss, overflow
 from unitrain.commands.verify.trace import Trace
+from unitrain.device import HALF_DTYPES
+from unitrain.module_copy import move_foreign
 
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_CPU = torch.device("cpu")
 
 
-def train(case: Case) -> Trace:
-    """Train a case on the CPU, with every global batch as one batch, and return its record."""
+def train(case: Case, device: torch.device = _CPU) -> Trace:
+    """Train a case with every global batch as one batch, and return its record.
+
+    In half precision, it trains on ``device``, where autocast may convert other operations than on the CPU.
+    """
     # The tensors are small: on busy cores, several threads took 40 times as long, waiting for one another.
     torch.set_num_threads(1)
     trace = Trace()
     model, optimizer, scheduler = build(case)
-    double = case.precision == "fp64"
-    if double:
-        model.double()
+    half, double = case.precision in HALF_DTYPES, case.precision == "fp64"
+    at = device if half else _CPU
+    move_foreign([*model.parameters(), *model.buffers()], at)
+    model.to(at, torch.float64 if double else None)
     trace.watch(optimizer)
     data = Digits(case.samples)
-    scaler = torch.amp.GradScaler("cpu", enabled=case.precision == "fp16")
+    scaler = torch.amp.GradScaler(at.type, enabled=case.precision == "fp16")
     starts = range(0, case.samples, case.global_batch)
     for step in range(case.steps):
         begin = starts[step % len(starts)]
         rows = torch.arange(begin, min(begin + case.global_batch, case.samples))
-        images, labels, tokens = data.images[rows], data.labels[rows], data.tokens[rows]
+        images, labels, tokens = (values[rows].to(at) for values in (data.images, data.labels, data.tokens))
         optimizer.zero_grad()
-        with torch.autocast("cpu", _AUTOCAST.get(case.precision), enabled=case.precision in _AUTOCAST):
+        with torch.autocast(at.type, HALF_DTYPES.get(case.precision), enabled=half):
             logits = model(images.double() if double else images)
             loss = mean_loss(case, logits, labels, tokens)
         trace.samples.append(rows.tolist())

@@ -13,7 +13,8 @@ from torch.utils.hooks import RemovableHandle
 
 from unitrain.communication.communicator import Communicator
 from unitrain.config import Precision as PrecisionName
-from unitrain.device import HALF_DTYPES, devices_of
+from unitrain.device import HALF_DTYPES, devices_of, precise
+from unitrain.errors import ConfigError
 from unitrain.training.gradients.sharded_scaler import ShardedScaler
 
 _HANDLES = "unitrain_hooks"  # an attribute of modules: a deep copy has handles of its own hooks
@@ -91,6 +92,8 @@ class Precision:
         self._name = name
         self._dtype = HALF_DTYPES.get(name)
         self.scaler: torch.amp.GradScaler | None = None
+        if name == "fp64" and precise(device) != device:
+            raise ConfigError(f"precision is fp64, which {device.type} lacks: set it to fp32, or device to cpu.")
         if name == "fp16":
             self.scaler = torch.amp.GradScaler(device.type) if sharded is None else ShardedScaler(sharded)
 

@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from unitrain.communication.communicator import Communicator
 from unitrain.config import StrategyConfig
 from unitrain.data.loader import Loader
-from unitrain.device import free_memory
 from unitrain.errors import DataError, UsageError, listed
 from unitrain.process import print_stdout
 from unitrain.training.batch_norm import layers as batch_norm
@@ -101,7 +100,7 @@ class BatchFinder:
         failure = ""
         with self._state.restored(), self._step.trial(self._optimizers):
             margins = [
-                torch.empty(int(_MARGIN * free_memory(gpu)), dtype=torch.uint8, device=gpu) for gpu in self._gpus
+                torch.empty(int(_MARGIN * _free_memory(gpu)), dtype=torch.uint8, device=gpu) for gpu in self._gpus
             ]
             # The second round has the optimizer's state in memory, and the third gradients to add to.
             for part in (self._backward, self._update, self._backward, *[self._backward] * accumulates):
@@ -112,7 +111,8 @@ class BatchFinder:
                     break
             del margins
         gc.collect()
-        torch.accelerator.empty_cache()
+        if self._gpus:
+            torch.accelerator.empty_cache()
         return failure
 
     def _error_of(self, part: Callable[[int], None], size: int) -> str:
@@ -138,6 +138,12 @@ class BatchFinder:
         for optimizer in self._optimizers:
             optimizer.step()
             optimizer.zero_grad()
+
+
+def _free_memory(gpu: torch.device) -> int:
+    """Return the free bytes of a GPU's memory; 0 if its module does not tell, as that of MPS."""
+    ask = getattr(torch.get_device_module(gpu), "mem_get_info", None)
+    return int(ask(gpu)[0]) if ask is not None else 0
 
 
 def is_out_of_memory(error: BaseException) -> bool:
