@@ -8,6 +8,8 @@ background, compared with ``torch.save``, alone and followed by fsync, and torch
 checkpoint waits, but has no checksums; ``torch.save`` does neither. Each has been written to disk before the next one
 begins.
 
+Copies in memory are of the same state, on the same two processes; a host keeps two, and one that is being copied.
+
 For emergency checkpoints, two processes train for one step, and rank 0 does what it does when the other one fails. The
 time includes SHA-256 of every byte and the rename, after which the checkpoint is complete for every process of the
 host, but no fsync. Launchers leave 1 second (mpirun), 5 (horovodrun) or 30 (torchrun).
@@ -37,6 +39,7 @@ from shared.processes import ALONE, GLOO, in_processes, startable
 from shared.report import Found, run, table
 from shared.rounds import Way, compared, shown_ratio, turns
 from shared.workloads import OnlyParameters, resnet50_shapes
+from unitrain.checkpoint.emergency.memory import Memory, steps_between
 from unitrain.job.job import current
 
 SYNC, ASYNC = "UniTrain, background=False", "UniTrain, background=True"
@@ -150,17 +153,39 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, torch.optim.Optimizer]]] = {
 
 def measure_model(name: str, rounds: int) -> Found | None:
     """Measure the emergency checkpoints of a model, and its boundaries, on rank 0."""
-    with unitrain.init(device="cpu", threads_per_process=1) as strategy:
+    with unitrain.init(device="cpu", threads_per_process=1, memory_every=10**9) as strategy:
         model, optimizer = strategy.prepare(*MODELS[name]())
         folder = Path(strategy.on_main(tempfile.mkdtemp))
         checkpoint = strategy.checkpoint(folder, model=model, optimizer=optimizer)
         inputs = torch.ones(()) if name == "1 GB, Adam" else torch.randn(*INPUTS[name])
-        strategy.step(model(inputs).square().mean(), optimizer)
+        steps, copies, written = [], [], []
+        for _ in range(rounds + 1):
+            start = time.perf_counter()
+            strategy.step(model(inputs).square().mean(), optimizer)
+            steps.append(time.perf_counter() - start)
+            copy, whole = measure_copy(checkpoint._memory)
+            copies.append(copy)
+            written.append(whole)
         found = measure_rank_0(strategy, model, optimizer, folder, rounds) if strategy.is_main else None
         strategy.barrier()
+        if found is not None:  # the first copy takes new memory
+            medians = [statistics.median(one[1:]) for one in (steps, copies, written)]
+            found.update(step_s=medians[0], copy_s=medians[1], written_s=medians[2])
         checkpoint.close()
         strategy.on_main(lambda: shutil.rmtree(folder))
     return found and {"model": name, **found}
+
+
+def measure_copy(memory: Memory) -> tuple[float, float]:
+    """Return how long a copy in memory stalls training, and until it is written. Collective."""
+    memory._next = 0
+    start = time.perf_counter()
+    memory.at_boundary()
+    stall = time.perf_counter() - start
+    assert memory._background is not None
+    assert memory._background.under_way is not None
+    memory._background.under_way.result()
+    return stall, time.perf_counter() - start
 
 
 def measure_rank_0(
@@ -184,7 +209,7 @@ def measure_rank_0(
     seconds = []
     for _ in range(rounds):
         start = time.perf_counter()
-        assert saver.last_whole(1.0) == (1, "")
+        assert saver.last_whole(1.0) == (strategy.global_step, "")
         saver.save()
         seconds.append(time.perf_counter() - start)
         [saved] = folder.glob("step-*")
@@ -222,10 +247,13 @@ def tables(found: Found) -> str:
             f"{case['seconds']:.3f}, {case['slowest']:.3f}",
             ", ".join(name for name, seconds in LAUNCHERS_S.items() if case["slowest"] < USED * seconds) or "none",
             f"{case['boundary_s'] * 1e6:.0f}",
+            f"{case['copy_s'] * 1e3:.1f}, {case['written_s'] * 1e3:.0f}",
+            f"{steps_between(case['copy_s'] / case['step_s'])}",
         ]
         for case in found["emergency"]
     ]
     head = ["model", "MB", "s: median, slowest", "in time under", "a step boundary, µs of CPU"]
+    head += ["a copy in memory, ms: stall, until written", "steps between, for 1%"]
     return "\n".join(
         [
             table(["way", "stall, ms", "on the disk, ms"], saving),

@@ -123,6 +123,13 @@ class StrategyConfig(Section):
     """Seconds without a heartbeat after which a rank counts as stalled and the job ends; at most timeout_s."""
     emergency_checkpoint: Literal["auto", "off"] = "auto"
     """auto: when a rank fails while a checkpoint is open, another one saves the last complete step; off: none does."""
+    memory_every: Annotated[
+        Literal["auto"] | Annotated[int, Field(ge=0, le=10**9)],
+        Field(json_schema_extra={"allowed": "auto or an integer >= 0, <= 1000000000"}),
+    ] = "auto"
+    """Steps between copies of the state in host memory, which outlive processes; auto: 1% of the time; 0: none."""
+    memory_folder: str | None = None
+    """Folder of these copies, the same on each host; null: /dev/shm, or the one for temporary files without it."""
     threads_per_process: Annotated[int, Field(ge=1, le=4096)] | None = None
     """Compute threads per process; null: OMP_NUM_THREADS, else this host's cores // processes."""
     cudnn_benchmark: bool | None = None

@@ -42,14 +42,22 @@ def add_hooks(leaf: Tensor, *, of: Tensor) -> None:
         leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
 
+def _is_alike(device: torch.device, other: torch.device) -> bool:
+    """Return whether a tensor can stay the same object when it moves, as ``Module.to`` moves parameters."""
+    try:
+        torch.empty(0, device=device).data = torch.empty(0, device=other)
+    except RuntimeError:
+        return False
+    return True
+
+
 def move_foreign(tensors: Iterable[Tensor], device: torch.device) -> None:
     """Move tensors in place to a device for which torch has another type of tensors, as for a plug-in's.
 
     ``Module.to`` would make new parameters there, which are not the optimizer's. All others are left where they are.
     """
     for tensor in tensors:
-        here, there = torch.empty(0, device=tensor.device), torch.empty(0, device=device)
-        if tensor.is_meta or torch._has_compatible_shallow_copy_type(here, there):
+        if tensor.is_meta or _is_alike(tensor.device, device):
             continue
         moved = tensor.detach().to(device)
         if isinstance(tensor, Parameter):

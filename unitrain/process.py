@@ -161,11 +161,6 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def open_descriptors() -> list[int]:
-    """Return the file descriptors that are open, among them one of this listing."""
-    return [int(name) for name in os.listdir("/proc/self/fd" if _LINUX else "/dev/fd")]
-
-
 def kill_stalled(pid: int, started: int, *, aborts: bool) -> None:
     """Kill a stalled process of this host.
 

@@ -155,7 +155,7 @@ def test_parameters_stay_the_same_objects_on_a_device_with_tensors_of_another_ty
     memory = weight.data_ptr()
     move_foreign(module.parameters(), CPU)
     assert weight.data_ptr() == memory
-    monkeypatch.setattr(torch, "_has_compatible_shallow_copy_type", lambda *_: False)
+    monkeypatch.setattr("unitrain.module_copy._is_alike", lambda *_: False)
     monkeypatch.setattr(torch.Tensor, "to", lambda tensor, device: tensor.clone())
     move_foreign([*module.parameters(), *module.buffers()], CPU)
     assert module.weight is weight

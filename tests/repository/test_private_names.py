@@ -20,7 +20,6 @@ REASONS = {
     "_backward_hooks": "hooks of the script move to the parameter that takes another's place",
     "_buffers": "a buffer is read at each step, without nn.Module's lookup",
     "_compiled_call_impl": "tells whether module.compile() was called",
-    "_has_compatible_shallow_copy_type": "tells whether Module.to moves a parameter in place",
     "_metadata": "the versions of layers in a state dict, which load_state_dict reads",
     "_optimizer_step_post_hooks": "hooks of scripts run outside of the exchange of a sharded optimizer's parameters",
     "_optimizer_step_pre_hooks": "as _optimizer_step_post_hooks",

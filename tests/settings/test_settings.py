@@ -607,6 +607,8 @@ SECTIONS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "timeout_s": positive(1_000_000),
         "heartbeat_timeout_s": positive(1_000_000),
         "emergency_checkpoint": st.sampled_from(["auto", "off"]),
+        "memory_every": st.just("auto") | st.integers(0, 10**9),
+        "memory_folder": or_none(TEXT.filter(lambda text: text != "null")),
         "threads_per_process": or_none(st.integers(1, 4096)),
         "cudnn_benchmark": or_none(st.booleans()),
         "tf32": or_none(st.booleans()),

@@ -48,6 +48,7 @@ CALLS: list[Callable[[Tensor, Tensor], Any]] = [
     lambda x, i: x.clone().mul_(2).add_(x).clamp_(-1, 1),
     lambda x, i: torch._foreach_norm([x, x * 2]),
     lambda x, i: F.max_pool2d(F.conv2d(x[None, None], x[None, None, :2, :2]), 2),
+    lambda x, i: F.mse_loss(x, x * 2),
     lambda x, i: F.cross_entropy(x, i[:4] % 5),
     lambda x, i: F.batch_norm(x, None, None, training=True),
     lambda x, i: torch.linalg.svdvals(x),
@@ -149,7 +150,9 @@ def freed_while_used(recorded: bool) -> float:
     total = value.sum()
     if recorded:
         value.record_stream(sim.current_stream())
-    del value  # the side stream may use the memory again at once
+    del value
+    with sim.stream(side):
+        torch.zeros(1, device="sim")  # from now on, the side stream uses the memory again
     return float(total)
 
 

@@ -39,7 +39,7 @@ def train(strategy: Strategy, folder: Path | None = None, fault: Callable[[], ob
     return strategy.global_step
 
 
-def open_strategy(timeout_s: float = 5) -> Strategy:
+def open_strategy(timeout_s: float = 2) -> Strategy:
     return unitrain.init(backend="ddp", device="sim", timeout_s=timeout_s, threads_per_process=1)
 
 

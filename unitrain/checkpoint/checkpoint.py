@@ -12,13 +12,14 @@ from unitrain.checkpoint.completeness import warn_of_missing
 from unitrain.checkpoint.emergency.emergency import EmergencyCheckpoint
 from unitrain.checkpoint.emergency.epoch_end import EpochEnd, EpochEndHook
 from unitrain.checkpoint.emergency.last_boundary import LastBoundary
+from unitrain.checkpoint.emergency.memory import Memory
 from unitrain.checkpoint.run_state import RunState
 from unitrain.checkpoint.sharded import loading
-from unitrain.checkpoint.sharded.opening import OpenCheckpoint, Search, best_beside, opened
+from unitrain.checkpoint.sharded.opening import OpenCheckpoint, Search, best_beside, best_in, opened
 from unitrain.checkpoint.sharded.saving import divided, gathered, shared_store
 from unitrain.checkpoint.store.disk import Disk
 from unitrain.checkpoint.store.folder import Draft, Folder
-from unitrain.checkpoint.store.located import METRICS, RUN, Manifest, store_at
+from unitrain.checkpoint.store.located import METRICS, RUN, Located, store_at
 from unitrain.checkpoint.store.store import Store, folder_name
 from unitrain.checkpoint.writer import Together, Writer
 from unitrain.communication.communicator import Communicator
@@ -86,16 +87,18 @@ class Checkpoint:
         self.closed: bool = False
         communicator.on_main(lambda: self._folder.claim(state.nbytes))
         communicator.on_main(self._look)
+        self._memory = Memory(communicator, state, step, self._writer, watch, self._parts)
         if watch is not None:
             self._prepare_for_emergencies(watch)
         # Before the ranks are compared at the end of an epoch, where one may turn out to be gone.
         for hook in (self._boundary, self._epoch_end):
             if hook is not None:
                 step.hooks.add_hook(hook, first=True)
+        step.hooks.add_hook(self._memory)
         stopping.listen(self)
 
     def _look(self) -> None:
-        self._unclaimed = next(iter(self._folder.steps()), None)
+        self._unclaimed = self._writer.newest = next(iter(self._folder.steps()), None)
         if self._unclaimed is not None:
             self._stopping.request(StopReason())  # before the first step, unless resume or discard is called
 
@@ -107,7 +110,7 @@ class Checkpoint:
             return
         store = self._folder.store
         if not isinstance(store, Disk):  # an upload takes longer than a launcher leaves
-            if ranks.is_main:
+            if ranks.is_main and not self._memory.copies:
                 print_stderr(
                     f"unitrain: no emergency checkpoints in {store}: they are written to folders only. If a rank "
                     "fails, the run resumes from its last save."
@@ -142,6 +145,7 @@ class Checkpoint:
         """
         self._save(ended=self._epoch_end.pending)
         self.wait()
+        self._memory.close()  # the run stops
         return self._communicator.on_main(lambda: self._folder.name(self._step.global_step))
 
     def _save(self, *, best: bool = False, ended: EpochEnd | None = None) -> None:
@@ -154,25 +158,28 @@ class Checkpoint:
                 self._is_complete = True
                 if ranks.is_main:
                     warn_of_missing(state, self._step)
-            modules = state.modules
-            batch_norm.average_statistics(list(modules.values()), ranks, state.prepared.shares)
+            batch_norm.average_statistics(list(state.modules.values()), ranks, state.prepared.shares)
             random = rng.capture() if ended is None else ended.random
             marks = ranks.all_gather_object((bool(best), random))
             _check_alike([mark for mark, _ in marks])
             if best:
                 self._writer.marked = self._step.global_step
-            metrics = metric_states.metrics_in(modules)
-            metric_parts = metric_states.gather(ranks, metrics) if metrics else None
-            parts = state.parts() if ended is None else ended.applied_to(state.parts())
-            state.complete_shards(ranks, parts)
+            parts = self._parts([random for _, random in marks], ended)
             together: Together | None = None
             if ranks.shards:
                 parts, together = self._sharded(parts)
             step = self._step.global_step
-            parts[RUN] = state.run(step, [random for _, random in marks])
-            if metric_parts is not None:
-                parts[METRICS] = metric_parts
             ranks.on_main(lambda: self._writer.write(step, parts, together, best=best))
+            self._memory.put_off(step)
+
+    def _parts(self, random: list[dict[str, Any]], ended: EpochEnd | None = None) -> dict[str, Any]:
+        """Return what a checkpoint has, given the states of each rank's random number generators. Collective."""
+        ranks, state = self._communicator, self._state
+        metrics = metric_states.metrics_in(state.modules)
+        metric_parts = {METRICS: metric_states.gather(ranks, metrics)} if metrics else {}
+        parts = state.parts() if ended is None else ended.applied_to(state.parts())
+        state.complete_shards(ranks, parts)
+        return {**parts, RUN: state.run(self._step.global_step, random), **metric_parts}
 
     def _sharded(self, parts: dict[str, Any]) -> tuple[dict[str, Any], Together | None]:
         """Return what rank 0 writes alone, and what each rank writes; or whole states, and None. Collective.
@@ -198,9 +205,10 @@ class Checkpoint:
             for step in self._folder.steps():
                 self._folder.remove(step)
             self._folder.point_to_best(None)
-            self._unclaimed = self._writer.best = None
+            self._unclaimed = self._writer.best = self._writer.newest = None
 
         self._communicator.on_main(remove)
+        self._memory.forget()
 
     def wait(self) -> None:
         """Wait until the checkpoint in the background is written. Collective.
@@ -241,21 +249,21 @@ class Checkpoint:
             found = self._find(path, force=force)
             if found is None:
                 return False
-            view, changed = found
+            view, changed, recalled = found
             outlines = view.outlines
             metrics = metric_states.metrics_in(state.modules)
             loaded = metric_states.check(metrics, outlines.get(METRICS), ranks.world_size, force=force)
             if changed and ranks.is_main:
                 print_stderr(f"unitrain: resuming with other settings: {'; '.join(changed)}")
-            ranks.on_main(lambda: self._keep_best(view.manifest, is_newest=path is None))
+            where = ranks.on_main(lambda: self._settle(view, recalled, is_newest=path is None))
             replaced = [] if self._step.global_step else state.replaced_options(outlines)
             self._go_on_from(loading.load(ranks, state, view))
+            self._memory.go_on(self._step.global_step, where[0])
             if METRICS in outlines:
                 metric_states.load(ranks, metrics, loaded, outlines[METRICS], view.source(METRICS))
             view.close()
         if view.saved is not None:  # on rank 0
-            kind = ", an emergency checkpoint" if view.manifest.emergency else ""
-            print_stderr(f"unitrain: resumed after step {self._step.global_step}, from {view.saved.found}{kind}")
+            print_stderr(f"unitrain: resumed after step {self._step.global_step}, from {view.saved.found}{where[1]}")
             if replaced:
                 print_stderr(
                     f"unitrain: as saved, and not as this script has made it: {'; '.join(replaced)}. To train with "
@@ -263,17 +271,21 @@ class Checkpoint:
                 )
         return True
 
-    def _find(self, path: str | Path | None, *, force: bool) -> tuple[loading.CheckpointView, list[str]] | None:
-        """Return an intact checkpoint that fits this run, and which settings have changed."""
+    def _find(
+        self, path: str | Path | None, *, force: bool
+    ) -> tuple[loading.CheckpointView, list[str], list[tuple[Located, str]]] | None:
+        """Return an intact checkpoint that fits this run, which settings have changed, and what is in memory."""
         ranks, state = self._communicator, self._state
         search: Search | None = None  # on rank 0
         damage: str | None = None
+        ranks.on_main(self._writer.finish)  # what this run saves in the background may be what it goes back to
+        recalled = self._memory.recall() if path is None else []
 
         def open_next() -> OpenCheckpoint | None:
             nonlocal search
             if search is None:
-                self._writer.finish()  # what this run saves in the background may be what it goes back to
                 search = Search(self._folder, path)
+                search.prefer([located for located, _ in recalled])
             if damage is not None:
                 search.reject(damage)
             return search.next(opened)
@@ -289,15 +301,25 @@ class Checkpoint:
             loading.order_by_name(state, view)
             damage = view.verify()
             if damage is None:
-                return view, changed
+                return view, changed, recalled
             view.close()
         return None
 
-    def _keep_best(self, manifest: Manifest, *, is_newest: bool) -> None:
+    def _settle(
+        self, view: loading.CheckpointView, recalled: list[tuple[Located, str]], *, is_newest: bool
+    ) -> tuple[str, str]:
+        """Know the best checkpoint from now on. Return the name of a copy in memory, or "", and what to say of it."""
+        assert view.saved is not None
+        found, newest = view.saved.found, next(iter(self._folder.steps()), 0)
+        hosts = next((hosts for located, hosts in recalled if located is found), "")
         self._unclaimed = None
-        self._writer.best = best = best_beside(manifest, self._folder)
+        self._writer.best = best = best_in(self._folder) if hosts else best_beside(found.manifest, self._folder)
         if is_newest:
             self._folder.point_to_best(best)  # a kill may have come before this
+        if hosts:
+            newer = f"{found.manifest.step - newest} steps after the newest checkpoint in {self._folder}"
+            return found.folder, f", in the memory of {hosts}: {newer}"
+        return "", ", an emergency checkpoint" if found.manifest.emergency else ""
 
     def _go_on_from(self, run: Mapping[str, Any]) -> None:
         """Restore the state of the run itself."""
@@ -318,18 +340,22 @@ class Checkpoint:
         try:
             with self._communicator.pulse.within("checkpoint.wait"):
                 self._communicator.on_main(self._writer.finish)
+            self._memory.close()
         finally:
             self.closed = True
             self._writer.close(wait=True)
             if self._watch is not None:
                 self._watch.saver = None
             self._step.hooks.remove_hook(self._epoch_end)
+            self._step.hooks.remove_hook(self._memory)
+            self._memory.abandon()
             if self._boundary is not None:
                 self._step.hooks.remove_hook(self._boundary)
             self._stopping.close()
 
     def abandon(self) -> None:
         """End the background writer, without waiting for it, and let other jobs use the folder. Not collective."""
+        self._memory.abandon()
         self._writer.close(wait=False)
 
 

@@ -55,6 +55,8 @@ class RunState:
         self._world_size = communicator.world_size
         self.settings: StrategyConfig = settings
         self.config: dict[str, Any] = dict(config)
+        self.life: int = 0
+        """See ``Manifest.life``."""
 
     @property
     def modules(self) -> dict[str, nn.Module]:
@@ -113,6 +115,7 @@ class RunState:
         """Return what the manifest of a checkpoint says, given the step of the best one."""
         return {
             "best": best,
+            "life": self.life,
             "unitrain": version("unitrain"),
             "torch": torch.__version__,
             "world_size": self._world_size,

@@ -44,6 +44,35 @@ class Together(NamedTuple):
     """The number of ranks that write."""
 
 
+class Background:
+    """Writes one state after another from host memory, in a thread."""
+
+    def __init__(self, name: str) -> None:
+        self._thread = ThreadPoolExecutor(1, name)
+        self._snapshot: Any = None
+        self.under_way: Future[None] | None = None
+        """What is being written, or was written last."""
+
+    def run(self, state: Any, write: Callable[[Any], None]) -> Future[None]:
+        """Start to write a snapshot of a state, once the one before is written."""
+        if self.under_way is not None:
+            wait([self.under_way])
+        self._snapshot = snapshot(state, self._snapshot)
+        self.under_way = writing = self._thread.submit(write, self._snapshot)
+        _writing.add(writing)
+        writing.add_done_callback(_writing.discard)
+        return writing
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is being written."""
+        return self.under_way is not None and not self.under_way.done()
+
+    def close(self, *, wait: bool) -> None:
+        """End the thread, after what is under way, which is waited for if ``wait`` is set."""
+        self._thread.shutdown(wait=wait)
+
+
 class Writer:
     """Writes checkpoints of a run, and keeps the newest and the best. Rank 0 writes; of shards, each rank its own.
 
@@ -54,6 +83,7 @@ class Writer:
         folder: the folder of the checkpoints.
         under_way: what is written in the background, or was written last and is not finished yet.
         best: the step of the best checkpoint that is complete, if any; on rank 0 only.
+        newest: the step of the newest checkpoint in the folder, as far as this process knows; on rank 0 only.
         resumed_from: the step that the run was resumed from, if any.
         marked: the step that this run saved as the best last, or is saving, if any.
     """
@@ -73,11 +103,11 @@ class Writer:
         self._keep = keep
         self._patience_s = patience_s
         self._failed = failed
-        self._thread = ThreadPoolExecutor(1, "checkpoint") if background else None
-        self._snapshot: Any = None
+        self._background = Background("checkpoint") if background else None
         self._began = False
         self.under_way: Future[None] | None = None
         self.best: int | None = None
+        self.newest: int | None = None
         self.resumed_from: int | None = None
         self.marked: int | None = None
 
@@ -93,15 +123,10 @@ class Writer:
 
     def _run(self, state: Any, write: Callable[[Any], None]) -> None:
         """Write a state from host memory, or start to write a snapshot of it."""
-        if self._thread is None:
+        if self._background is None:
             write(on_host(state))
             return
-        if self.under_way is not None:
-            wait([self.under_way])  # rank 0 has finished, so this is about to
-        self._snapshot = snapshot(state, self._snapshot)
-        self.under_way = writing = self._thread.submit(write, self._snapshot)
-        _writing.add(writing)
-        writing.add_done_callback(_writing.discard)
+        self.under_way = writing = self._background.run(state, write)
         writing.add_done_callback(lambda done: None if done.exception() is None else self._failed())
 
     def _write(
@@ -121,6 +146,7 @@ class Writer:
             shards = together.shards._replace(values=values)
             others = partial(write_all, together.draft, shards, together.writers, self._patience_s)
             self.folder.write(step, parts, about, together.draft, others)
+        self.newest = step
         self.best = best_step  # not before: what was the best is kept if this one can't be written
         self.folder.point_to_best(best_step)
         self.folder.prune(self._keep, best_step)
@@ -140,8 +166,8 @@ class Writer:
 
     def close(self, *, wait: bool) -> None:
         """End the background, after what is under way, which is waited for if ``wait`` is set. Release the folder."""
-        if self._thread is not None:
-            self._thread.shutdown(wait=wait)
+        if self._background is not None:
+            self._background.close(wait=wait)
         self.release()
 
     def release(self) -> None:

@@ -20,7 +20,7 @@ from typing import NoReturn
 
 from unitrain.launch import horovod_elastic
 from unitrain.launch.detect import Launch
-from unitrain.process import exit_now, flush, open_descriptors, print_stderr
+from unitrain.process import exit_now, flush, print_stderr
 
 _END_S = 1.0
 _started_in = os.getcwd()
@@ -45,7 +45,7 @@ def start_again(line: str = "") -> NoReturn:
         worker.kill()
         worker.join(_END_S)
     # What C++ libraries have opened would stay open, and other ranks would wait at it.
-    for descriptor in open_descriptors():
+    for descriptor in map(int, os.listdir("/dev/fd")):
         if descriptor > 2:
             with suppress(OSError):  # the descriptor of the listing
                 os.set_inheritable(descriptor, False)

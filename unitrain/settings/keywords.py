@@ -37,6 +37,8 @@ class StrategySettings(TypedDict, total=False):
     timeout_s: float
     heartbeat_timeout_s: float
     emergency_checkpoint: Literal["auto", "off"]
+    memory_every: Literal["auto"] | int
+    memory_folder: str | None
     threads_per_process: int | None
     cudnn_benchmark: bool | None
     tf32: bool | None

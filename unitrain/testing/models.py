@@ -112,8 +112,8 @@ class Twins:
         self.inputs: Tensor
         self.mine: slice
         self.inputs, self._targets, self.mine = two_rows_each(strategy)
-        self.rows: Tensor = self.inputs[self.mine]
-        self._own_targets: Tensor = self._targets[self.mine]
+        self.rows: Tensor = self.inputs[self.mine].to(strategy.device)
+        self._own_targets: Tensor = self._targets[self.mine].to(strategy.device)
 
     def loss(self, *arguments: Any, scale: float = 1.0) -> Tensor:
         """Return the loss of the prepared model for this rank's rows."""
@@ -142,7 +142,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 def flat(model: nn.Module) -> Tensor:
     """Return all parameters and buffers of a model in one tensor."""
-    return torch.cat([whole(t.detach()).double().reshape(-1) for t in (*model.parameters(), *model.buffers())])
+    return torch.cat([whole(t.detach()).double().reshape(-1).cpu() for t in (*model.parameters(), *model.buffers())])
 
 
 def assert_same(model: nn.Module, expected: nn.Module) -> None:

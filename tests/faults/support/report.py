@@ -28,11 +28,11 @@ processes that share an import of torch.
 |---|---|
 | a rank, in a step or between two epochs | at most this step: another rank [saves][emergency] the one before |
 | a rank, while the others wait for it between a step and the next batch | the steps since the last checkpoint |
-| a rank, with checkpoints at a URL | the steps since the last checkpoint |
 | all ranks, their only host, or the one rank of a job | the steps since the last checkpoint |
-| a rank of a sharded model, or on a GPU | the steps since the last checkpoint |
+| a rank, or a host of several, with sharded state, on a GPU or at a URL | those since the last [copy][copies] |
 
 [emergency]: ../guide/reliability.md#emergency-checkpoints
+[copies]: ../guide/reliability.md#copies-in-memory
 
 | fault | what happens |
 |---|---|

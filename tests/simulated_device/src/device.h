@@ -186,7 +186,8 @@ struct Hooks final : at::PrivateUse1HooksInterface {
       streams().enqueue(current_stream(current_device), {[to, from, kept] {
                           Access access;
                           std::memcpy(to, from, kept);
-                        }});
+                        },
+                        std::nullopt, nullptr, true});
     impl->set_data_ptr(std::move(resized));
     impl->set_nbytes(bytes);
   }

@@ -151,7 +151,7 @@ class DeviceMemory final : public c10::DeviceAllocator {
 
   static void release(void* memory);
 
-  // Poisons a block once the work on it is done that its own stream and record_stream know of.
+  // Poisons a block when its stream may use it again, after the work of streams that record_stream named.
   void free(char* address) {
     Block block;
     {
@@ -163,16 +163,14 @@ class DeviceMemory final : public c10::DeviceAllocator {
       uses_.at(block.stream.device).now -= static_cast<int64_t>(block.bytes);
     }
     for (auto id : block.used_on)
-      streams().enqueue(block.stream, {nullptr, streams().end_of({block.stream.device, id})});
-    const auto end = streams().enqueue(block.stream, {[address, bytes = block.bytes] {
-                                         {
-                                           Access access;
-                                           std::memset(address, kPoison, bytes);
-                                         }
-                                         arena().give_back(address, bytes);
-                                       }});
-    // A side stream may be ahead of the others, and use the memory again while they still read it: the worst case.
-    if (block.stream.id != 0 && block.used_on.empty()) streams().work_to(end);
+      streams().enqueue_before_use(block.stream, {nullptr, streams().end_of({block.stream.device, id})});
+    streams().enqueue_before_use(block.stream, {[address, bytes = block.bytes] {
+                                   {
+                                     Access access;
+                                     std::memset(address, kPoison, bytes);
+                                   }
+                                   arena().give_back(address, bytes);
+                                 }});
   }
 
   std::mutex mutex_;

@@ -111,18 +111,18 @@ struct Kernel {
     const auto call = [&] { op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack); };
     is_random ? generator->lend(call) : call();
   }
-
-  // Copies a result into the memory that was made for it.
-  void store(const IValue& computed, const IValue& output, int alias) const {
-    const auto from = tensors_of(computed), to = tensors_of(output);
-    for (size_t i = 0; i < std::min(from.size(), to.size()); i++) {
-      const bool nothing = from[i].numel() == 0 && alias < 0;  // not asked for, by an output mask for example
-      TORCH_CHECK(nothing || from[i].sizes() == to[i].sizes(), op.schema().name(), " was given or promised ",
-                  to[i].sizes(), ", and returned ", from[i].sizes());
-      if (!nothing && alias < 0) to[i].copy_(from[i]);
-    }
-  }
 };
+
+// Copies what was computed into the memory that was made for it.
+inline void store(const Kernel& kernel, const IValue& computed, const IValue& memory) {
+  const auto from = tensors_of(computed), to = tensors_of(memory);
+  for (size_t i = 0; i < std::min(from.size(), to.size()); i++) {
+    if (from[i].numel() == 0) continue;  // or not asked for, by an output mask for example
+    TORCH_CHECK(from[i].sizes() == to[i].sizes(), kernel.op.schema().name(), " was to return ", to[i].sizes(),
+                ", and returned ", from[i].sizes());
+    to[i].copy_(from[i]);
+  }
+}
 
 // A call of an operator with arguments on the device.
 struct Call : Kernel {
@@ -189,16 +189,22 @@ struct Call : Kernel {
 
   // Queues the computation of results that have been made.
   void enqueue(const std::vector<IValue>& results) const {
-    std::vector<IValue> inputs, outputs;
-    for (const auto& argument : arguments) inputs.push_back(mapped(argument, at::kCPU, as_argument));
-    for (const auto& result : results) outputs.push_back(mapped(result, at::kCPU, as_cpu));
-    streams().enqueue(current_stream(current_device), {[kernel = Kernel(*this), inputs, outputs] {
+    auto inputs = on_cpu(as_argument);
+    std::vector<std::pair<IValue, IValue>> outs;  // what is computed, and where it belongs
+    for (size_t i = 0; i < arguments.size(); i++)
+      if (op.schema().arguments()[i].is_out()) outs.emplace_back(inputs[i], mapped(arguments[i], at::kCPU, as_cpu));
+    std::vector<IValue> made;
+    for (size_t i = 0; i < results.size(); i++)
+      made.push_back(aliases[i] < 0 ? mapped(results[i], at::kCPU, as_cpu) : IValue());
+    streams().enqueue(current_stream(current_device), {[kernel = Kernel(*this), inputs, outs, made] {
                         Access access;
                         Plainly plainly;
                         Stack stack(inputs);
                         kernel.compute(stack);
-                        for (size_t i = 0; i < outputs.size(); i++) kernel.store(stack[i], outputs[i], kernel.aliases[i]);
-                      }});
+                        for (const auto& [computed, memory] : outs) store(kernel, computed, memory);
+                        for (size_t i = 0; i < made.size(); i++) store(kernel, stack[i], made[i]);
+                      },
+                      std::nullopt, nullptr, true});
   }
 
   // Waits for the arguments, computes the results, and returns them.
@@ -206,11 +212,7 @@ struct Call : Kernel {
     const auto& schema = op.schema();
     waiting_operators[schema.name()]++;
     wait_for_current(current_device);
-    Stack stack;
-    for (size_t i = 0; i < arguments.size(); i++)  // an `out` is resized, which memory of the device can't be
-      stack.push_back(mapped(arguments[i], at::kCPU, [&](const Tensor& tensor) {
-        return schema.arguments()[i].is_out() ? at::empty({0}, tensor.options().device(at::kCPU)) : as_cpu(tensor);
-      }));
+    auto stack = on_cpu(as_cpu);
     const auto inputs = stack;
     Access access;
     compute(stack);
@@ -238,6 +240,18 @@ struct Call : Kernel {
   }
 
  private:
+  // Returns arguments for the CPU's kernel. An `out` is one of its own: kernels may resize it.
+  template <class Function>
+  Stack on_cpu(Function function) const {
+    Stack stack;
+    for (size_t i = 0; i < arguments.size(); i++)
+      stack.push_back(mapped(arguments[i], at::kCPU, [&](const Tensor& tensor) {
+        const bool is_out = op.schema().arguments()[i].is_out();
+        return is_out ? at::empty({0}, tensor.options().device(at::kCPU)) : function(tensor);
+      }));
+    return stack;
+  }
+
   static c10::intrusive_ptr<Generator> as_generator(const at::Generator& generator) {
     TORCH_CHECK(generator.device().type() == kSim, "expected a generator on sim, but got one on ", generator.device());
     return c10::static_intrusive_pointer_cast<Generator>(generator.getIntrusivePtr());
@@ -298,7 +312,7 @@ inline Tensor copy_from(const Tensor& self, const Tensor& to, bool non_blocking)
                                                    Plainly plainly;
                                                    target.copy_(source);
                                                  },
-                                                 after});
+                                                 after, nullptr, true});
   if (is_between) streams().enqueue(current_stream(self.device().index()), {nullptr, copied});
   const bool converts = self.scalar_type() != to.scalar_type();
   if ((leaves && (!is_later || converts)) || (enters && !non_blocking)) streams().wait_for(copied);

@@ -87,6 +87,7 @@ struct Task {
   std::function<void()> work;
   std::optional<Point> after = std::nullopt;  // of another stream: has to be reached before
   std::shared_ptr<Gate> gate = nullptr;       // has to be open before
+  bool uses_memory = false;                   // its stream may use again what was freed before
 };
 
 enum class Progress {
@@ -104,9 +105,17 @@ class Streams {
   // Appends a task to a stream, and returns the point behind it.
   Point enqueue(StreamKey key, Task task) {
     std::optional<WithoutGil> no_gil;
-    if (progress != Progress::late) no_gil.emplace();
+    if (progress != Progress::late || key.id != 0) no_gil.emplace();
     std::unique_lock lock(mutex_);
     auto& stream = streams_[key];
+    if (task.uses_memory && !stream.freed.empty()) {
+      for (auto& one : std::exchange(stream.freed, {})) {
+        stream.tasks.push_back(std::move(one));
+        stream.queued++;
+      }
+      // A side stream may be ahead of others that still read the memory: the worst case.
+      if (key.id != 0) approach(lock, {key, stream.queued});
+    }
     stream.tasks.push_back(std::move(task));
     const Point point{key, ++stream.queued};
     if (progress == Progress::at_once) {
@@ -117,6 +126,12 @@ class Streams {
       if (left) approach(lock, {chosen->first, chosen->second.done + 1 + random_() % left});
     }
     return point;
+  }
+
+  // Appends a task before the next one that uses memory: memory that was freed serves its stream again from then on.
+  void enqueue_before_use(StreamKey key, Task task) {
+    std::lock_guard lock(mutex_);
+    streams_[key].freed.push_back(std::move(task));
   }
 
   Point end_of(StreamKey key) {
@@ -168,6 +183,7 @@ class Streams {
  private:
   struct Stream {
     std::deque<Task> tasks;
+    std::vector<Task> freed;
     uint64_t queued = 0, done = 0;
     bool is_running = false;
   };

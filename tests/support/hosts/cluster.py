@@ -1,7 +1,7 @@
 """Hosts on this machine, as a cluster has them: network namespaces on a switch, with names, addresses and sshd.
 
 The hosts are called node0, node1, ...; each knows the others' names, and a user may go from each to each with ssh.
-They share this machine's files and processes.
+They share this machine's files, but for /dev/shm, and its processes.
 """
 
 from __future__ import annotations
@@ -103,6 +103,8 @@ class Cluster:
         """End everything on a host in the midst of what it does, without a word to the others."""
         self.pull_cable(host)
         self.kill_all(host)
+        for one in self._memory(host).iterdir():
+            shutil.rmtree(one) if one.is_dir() else one.unlink()
 
     def kill_all(self, host: int) -> None:
         """Kill everything on a host, its sshd too. The others see its connections close."""
@@ -126,9 +128,16 @@ class Cluster:
     def _set_cable(self, host: int, state: str) -> None:
         subprocess.run(["ip", "-n", self._switch, "link", "set", f"port{host}", state], check=True)
 
+    def _memory(self, host: int) -> Path:
+        """Return what a host has as /dev/shm."""
+        folder = self.ssh.parent / "memory" / self.names[host]
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
     def _enter(self, host: int) -> list[str]:
         # ip netns exec also puts the namespace's own /etc/hosts in the place of this machine's.
-        named = ["unshare", "--uts", "sh", "-c", f'hostname {self.names[host]}; exec "$@"', "sh"]
+        given = f"hostname {self.names[host]}; mount --bind {self._memory(host)} /dev/shm"
+        named = ["unshare", "--uts", "sh", "-c", f'{given}; exec "$@"', "sh"]
         return ["ip", "netns", "exec", self._namespaces[host], *named]
 
 

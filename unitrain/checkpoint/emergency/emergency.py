@@ -15,9 +15,10 @@ from pathlib import Path
 from unitrain.checkpoint import metric_states
 from unitrain.checkpoint.emergency.last_boundary import LastBoundary, Recorded
 from unitrain.checkpoint.run_state import RunState
+from unitrain.checkpoint.sharded.opening import best_in
 from unitrain.checkpoint.store.disk import Disk
 from unitrain.checkpoint.store.folder import Folder
-from unitrain.checkpoint.store.located import RUN, DamagedError
+from unitrain.checkpoint.store.located import RUN
 from unitrain.checkpoint.store.lock import holder_of
 from unitrain.checkpoint.writer import Writer
 from unitrain.errors import CheckpointError
@@ -125,12 +126,7 @@ class EmergencyCheckpoint:
             if marked not in steps:
                 raise CheckpointError(f"the best one, of step {marked}, is not complete")
             return marked
-        for step in steps:
-            try:
-                return self._folder.find(step).manifest.best
-            except DamagedError:
-                continue
-        return None
+        return best_in(self._folder)
 
     def _is_here(self) -> bool:
         """Return whether the folder is the one that rank 0 saves to, and not one of the same name on another host."""

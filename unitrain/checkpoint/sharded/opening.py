@@ -67,6 +67,10 @@ class Search:
                 )
             self._wanted, self._left = "the best checkpoint", [partial(folder.find, newest.manifest.best)]
 
+    def prefer(self, found: list[Located]) -> None:
+        """Try these first."""
+        self._left[:0] = [partial(_same, one) for one in found]
+
     def next(self, attempt: Callable[[Located], T]) -> T | None:
         """Return what ``attempt`` returns for the next checkpoint for which it raises no DamagedError, if there is one.
 
@@ -90,6 +94,10 @@ class Search:
             raise CheckpointError(f"{self._wanted} is damaged: {damage}")
         self._damage.append(damage)
         print_stderr(f"unitrain: skipping a damaged checkpoint: {damage}")
+
+
+def _same(found: Located) -> Located:
+    return found
 
 
 def _named(path: str | Path, folder: Folder) -> Located:
@@ -118,6 +126,18 @@ def best_beside(manifest: Manifest, folder: Folder) -> int | None:
     except DamagedError:
         return None
     return step if is_from_here else None
+
+
+def best_in(folder: Folder) -> int | None:
+    """Return the step of the best checkpoint in ``folder``, as its newest intact one says."""
+    steps = folder.steps()
+    for step in steps:
+        try:
+            best = folder.find(step).manifest.best
+        except DamagedError:
+            continue
+        return best if best in steps else None
+    return None
 
 
 # ----------------------------------------------------------------------------------------------------------- opening

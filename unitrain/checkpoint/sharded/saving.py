@@ -219,11 +219,20 @@ def write_all(draft: Draft, shards: Shards, writers: int, patience_s: float) -> 
     Raises CheckpointError if a rank could not write its file, or not in time, or parts of a tensor are missing.
     """
     files, own = write_shards(draft, 0, shards)
-    layouts = [own]
-    for rank in range(1, writers):
-        said = _told(draft, rank, patience_s)
-        files.update(said["files"])
-        layouts.append({key: _entry(*entry) for key, entry in said["layout"].items()})
+    return joined_files(
+        draft, [{"files": files, "layout": own}, *(_told(draft, r, patience_s) for r in range(1, writers))]
+    )
+
+
+def joined_files(draft: Draft, said: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Write the metadata of what ranks say that they have written, if it has a layout. Return the manifest's files."""
+    files: dict[str, Any] = {}
+    layouts: list[Layout] = []
+    for one in said:
+        files.update(one["files"])
+        layouts.append({key: _entry(*entry) for key, entry in one["layout"].items()})
+    if not any(layouts):
+        return files
     content = to_bytes(merged(layouts))
     draft.store.put(f"{draft.name}/{METADATA}", content)
     return {**files, METADATA: {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}}

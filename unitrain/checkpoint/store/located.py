@@ -56,6 +56,8 @@ class Manifest(BaseModel):
     """The step of the best checkpoint, when this one was saved."""
     emergency: bool = False
     """Whether it is an emergency checkpoint."""
+    life: Annotated[int, Field(ge=0)] = 0
+    """Which start of the run has written it, if the run keeps copies in memory."""
 
 
 def to_json(step: int, about: Mapping[str, Any], files: Mapping[str, Any]) -> str:

@@ -19,7 +19,8 @@ from unitrain.launch.network.open_files import allow_connections
 _CHECKS_PER_HEARTBEAT = 4
 
 
-def _listen(one_host: bool, backlog: int) -> socket.socket:
+def listen(one_host: bool, backlog: int) -> socket.socket:
+    """Return a listener at a free port: of this host only, or of all its addresses."""
     if one_host:
         return socket.create_server(("127.0.0.1", 0), backlog=backlog)
     if socket.has_dualstack_ipv6():
@@ -54,7 +55,7 @@ class HubServer(threading.Thread):
     ) -> None:
         super().__init__(name="unitrain hub", daemon=True)
         allow_connections(len(members))
-        self._listener = _listen(one_host, len(members))
+        self._listener = listen(one_host, len(members))
         close_in_children(self._listener)
         self.port: int = self._listener.getsockname()[1]
         self._admit = partial(admit_ranks, self._listener, key, len(members), timeout_s)

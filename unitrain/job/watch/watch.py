@@ -48,6 +48,7 @@ class Watch:
 
     Attributes:
         members: all processes of the job, by rank.
+        key: the job's key.
         saver: writes an emergency checkpoint when the job fails; None if none is to be written.
 
     Raises:
@@ -64,6 +65,7 @@ class Watch:
         key: bytes,
     ) -> None:
         self.saver: Saver | None = None
+        self.key: bytes = key
         self._launch = launch
         self._one_host = launch.local_world_size == communicator.world_size
         self._grace_s = grace_s(launch)  # that an emergency checkpoint may take

@@ -33,7 +33,8 @@ def unused_parameters(world: World) -> None:
             # All ranks use the left branch, except the last one in even steps.
             branch = [int(step % 2 == 0 and rank == strategy.world_size - 1) for rank in range(strategy.world_size)]
             rank = strategy.rank
-            strategy.step(mse_loss(twins.prepared(inputs[rank], branch[rank]), targets[rank]), twins.optimizer)
+            own = targets[rank].to(strategy.device)
+            strategy.step(mse_loss(twins.prepared(inputs[rank], branch[rank]), own), twins.optimizer)
             losses = [
                 mse_loss(twins.expected(*given), its) for *given, its in zip(inputs, branch, targets, strict=True)
             ]

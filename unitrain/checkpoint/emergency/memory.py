@@ -1,0 +1,284 @@
+"""Copies of a run's state in the memory of its hosts, every few steps: they outlive the processes.
+
+``resume`` finds the newest complete one if it is newer than the folder's newest checkpoint. Where a survivor can't save
+the last step (sharded state, accelerators, URLs), this is what a failure leaves.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+from uuid import uuid4
+
+from unitrain import rng
+from unitrain.checkpoint.emergency.memory_store import NOTE, MemoryStore
+from unitrain.checkpoint.emergency.neighbour import Neighbour
+from unitrain.checkpoint.run_state import RunState
+from unitrain.checkpoint.sharded.dcp import Layout
+from unitrain.checkpoint.sharded.saving import Shards, divided, write_shards
+from unitrain.checkpoint.store.disk import Disk
+from unitrain.checkpoint.store.folder import Draft, Folder
+from unitrain.checkpoint.store.located import METRICS, DamagedError, Located
+from unitrain.checkpoint.store.store import folder_name
+from unitrain.checkpoint.writer import Background, Writer
+from unitrain.communication.communicator import Communicator
+from unitrain.data.structure import tensors
+from unitrain.errors import CheckpointError
+from unitrain.job.watch.watch import Watch
+from unitrain.process import print_stderr
+from unitrain.training.hooks import StepHook
+from unitrain.training.loop.step import TrainingStep
+
+_ID = "run.json"
+_SHARE = 0.01  # of the time, which copies may take
+_AT_FIRST = 10  # steps between the first copy and the second, when the cost of one is known
+_POLL_S = 0.01
+_PART_OF_ROOM = 4
+
+
+class Memory(StepHook):
+    """Copies the state at boundaries, and finds what an earlier start of the run has copied.
+
+    ``collect`` returns the states to save, given those of each rank's random number generators. Collective.
+    """
+
+    def __init__(
+        self,
+        ranks: Communicator,
+        state: RunState,
+        step: TrainingStep,
+        writer: Writer,
+        watch: Watch | None,
+        collect: Callable[[list[Any]], dict[str, Any]],
+    ) -> None:
+        self._ranks = ranks
+        self._state = state
+        self._step = step
+        self._writer = writer
+        self._folder: Folder = writer.folder
+        self._watch = watch
+        self._collect = collect
+        self._every = state.settings.memory_every
+        remote = ranks.world_size > 1 and not isinstance(self._folder.store, Disk)
+        needed = ranks.shards or ranks.device.type != "cpu" or remote
+        self.copies: bool = needed if self._every == "auto" else self._every > 0
+        if self._every == 0 and ranks.is_main:
+            with suppress(OSError, CheckpointError):
+                self._folder.store.remove(_ID)  # what is in memory is not to come back later
+        self._store: MemoryStore | None = None
+        self._background: Background | None = None
+        self._neighbour: Neighbour | None = None
+        self._run = ""
+        self._next = self._steps = 1 if self._every == "auto" else int(self._every)
+        self._last: tuple[int, float] | None = None  # the step of the last copy, and when it was made
+        self._cost_s = 0.0  # what that took
+        self._newest = self._kept = ""  # the last copy, and the last that is known to be complete
+        self._why = ""  # the last one failed on this rank
+        self._begin()
+
+    # ------------------------------------------------------------------------------------------------ the run's life
+
+    def _begin(self) -> None:
+        """Record in the run's folder that this start of the run writes from now on. Collective."""
+        if self._every != 0:
+            self._run, self._state.life = self._ranks.on_main(self._draw)
+
+    def _draw(self) -> tuple[str, int]:
+        run, life = self._known() or (uuid4().hex if self.copies else "", 0)
+        if run:
+            try:
+                self._folder.store.put(_ID, json.dumps({"run": run, "life": life + 1}).encode())
+            except OSError as error:
+                raise CheckpointError(f"{self._folder.store.shown(_ID)} can't be written: {error}") from error
+        return run, life + 1 if run else 0
+
+    def _known(self) -> tuple[str, int] | None:
+        """Return the identity of the folder's run, and the number of its last start."""
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            found = json.loads(self._folder.store.get(_ID))
+            return str(found["run"]), int(found["life"])
+        return None
+
+    def forget(self) -> None:
+        """Let nothing that is in memory come back: a new run begins. Collective."""
+        self._kept = ""
+        self._ranks.on_main(lambda: self._folder.store.remove(_ID))
+        self._begin()
+
+    def go_on(self, step: int, copy: str) -> None:
+        """Continue after the step of a copy, or of a checkpoint if ``copy`` is "". Collective."""
+        self._kept, self._newest, self._last = copy, "", None
+        if self._background is not None:  # its copies of later steps are another branch's
+            self._begin()
+        self.put_off(step)
+
+    def put_off(self, step: int) -> None:
+        """Record that a step needs no copy."""
+        if self.copies:
+            self._next = step + self._steps - (0 if self._every == "auto" else step % self._steps)
+
+    def recall(self) -> list[tuple[Located, str]]:
+        """Return copies newer than the folder's newest checkpoint, the newest first, and their hosts. Collective."""
+        if self._every == 0 or self._background is not None:
+            return []  # a script that goes back goes to what it has saved
+
+        def look() -> tuple[str, int, int]:
+            known, steps = self._known(), self._folder.steps()
+            if known is None or not steps:
+                return (known[0] if known else ""), 0, -1
+            try:
+                return known[0], self._folder.find(steps[0]).manifest.life, steps[0]
+            except DamagedError:
+                return known[0], 0, steps[0]
+
+        run, life, step = self._ranks.on_main(look)
+        if not run or self._meet().why:
+            return []
+        return self._meet().recall(run, (life, step), self._state.settings.model_dump(mode="json"))
+
+    def _meet(self) -> MemoryStore:
+        if self._store is None:
+            location = self._ranks.on_main(lambda: self._folder.store.location)
+            self._store = MemoryStore(self._ranks, location, self._state.settings.memory_folder)
+        return self._store
+
+    # ------------------------------------------------------------------------------------------------------- copying
+
+    def at_boundary(self) -> None:
+        """Copy the state if it is time to."""
+        if self.copies and self._step.global_step >= self._next:
+            with self._ranks.pulse.within("a copy in memory"), self._state.prepared.training_weights():
+                self._copy()
+
+    def _copy(self) -> None:
+        ranks, step, began = self._ranks, self._step.global_step, time.perf_counter()
+        busy = self._background is not None and self._background.busy
+        step_s = (began - self._last[1]) / (step - self._last[0]) if self._last else 0.0
+        ratio = self._cost_s / step_s if step_s else 0.0
+        answers = ranks.all_gather_object((busy, self._why, ratio, self._writer.newest, rng.capture()))
+        if self._off(next((why for _, why, *_ in answers if why), "")):
+            return
+        if self._every == "auto":
+            self._steps = steps_between(max(ratio for _, _, ratio, *_ in answers))
+        self.put_off(step)
+        if any(answer[0] for answer in answers):
+            return
+        if self._newest:
+            self._kept = self._newest
+        parts = self._collect([random for *_, random in answers])
+        shards: Shards | None = None
+        if ranks.shards:
+            parts, shards = divided(ranks, self._state, parts)
+        store, writers = self._meet(), ranks.world_size // ranks.replicas if shards else 1
+        if shards is not None:
+            part = ranks.rank if ranks.rank < writers else None
+        else:  # rank 0 has the metrics of all ranks
+            leads = store.leader[ranks.rank] == ranks.rank
+            part = 0 if leads and (ranks.is_main or METRICS not in parts) else None
+        own_shards = shards.values if shards is not None and part is not None else {}
+        state = (parts if part == 0 else {}, own_shards)
+        if self._background is None and self._off(self._refusal(state)):
+            return
+        self._background = self._background or Background("copy in memory")
+        self._newest = f"{folder_name(step)}.{self._state.life}"
+        note = {"run": self._run, "step": step, "saved": answers[0][3], "writers": writers}
+        note["about"] = self._state.about(None)
+        name, kept = self._newest, self._kept
+        self._background.run(state, lambda copied: self._write(name, kept, part, copied, shards, note))
+        self._cost_s, self._last = time.perf_counter() - began, (step, time.perf_counter())
+
+    def _off(self, why: str) -> bool:
+        """Make no more copies if there is a reason."""
+        if why:
+            self.copies = False
+            if self._ranks.is_main:
+                print_stderr(
+                    f"unitrain: no more copies of the state in memory: {why}. A failure costs what was trained since "
+                    "the last checkpoint."
+                )
+        return bool(why)
+
+    def _refusal(self, state: Any) -> str:
+        """Return why there can be no copies. Collective; before the first."""
+        ranks, store = self._ranks, self._meet()
+        if store.why:
+            return store.why
+        sizes = ranks.all_gather_data(sum(tensor.nbytes for tensor in tensors(state)))
+        leaders = sorted(set(store.leader))
+        totals = [sum(size for size, one in zip(sizes, store.leader, strict=True) if one == host) for host in leaders]
+        at, why = leaders.index(store.leader[ranks.rank]), ""
+        several = ranks.shards and len(leaders) > 1
+        needed, room = totals[at] + (totals[at - 1] if several else 0), store.room()
+        if needed > room / _PART_OF_ROOM:
+            why = (
+                f"{store.host[ranks.rank]} would keep {needed} bytes, and several copies, where {room} are free "
+                f"({store.disk}; memory_folder may name another folder)"
+            )
+        why = next(filter(None, ranks.all_gather_data(why)), "")
+        if not why and several and self._watch is not None:
+            self._neighbour = Neighbour(ranks, store, self._watch.key, self._state.settings.timeout_s)
+        return why
+
+    def _write(
+        self, name: str, kept: str, number: int | None, state: Any, shards: Shards | None, note: dict[str, Any]
+    ) -> None:
+        """Write this rank's part of a copy, in the background. Remove others than this one and ``kept``."""
+        store, rank = self._meet(), self._ranks.rank
+        leads = store.leader[rank] == rank
+        try:
+            store.make()
+            if leads:
+                store.keep_only(name, kept)
+            store.disk.make(name)
+            if number is not None:
+                draft = Draft(store.disk, name)
+                files = draft.write(state[0])
+                layout: Layout = {}
+                if shards is not None:
+                    own, layout = write_shards(draft, number, shards._replace(values=state[1]))
+                    files.update(own)
+                text = json.dumps({**note, "files": files, "layout": layout})
+                store.disk.put(f"{name}/{NOTE.format(number)}", text.encode())
+            if leads and self._neighbour is not None:
+                for one in range(note["writers"]):
+                    if store.leader[one] == rank:
+                        self._neighbour.send(list(self._files(name, one)))
+        except Exception as error:  # pickling may raise any exception; the next copy tells the other ranks
+            self._why = f"rank {rank} on {store.host[rank]}: {store.disk.reason(error)}"
+
+    def _files(self, name: str, rank: int) -> Iterator[str]:
+        """Yield the files of a rank of this host, once it has written them. Its note is the last."""
+        disk, note = self._meet().disk, NOTE.format(rank)
+        until = time.monotonic() + self._state.settings.timeout_s
+        while note not in disk.list(name):
+            if time.monotonic() > until:
+                raise CheckpointError(f"rank {rank} has not written its part within timeout_s")
+            time.sleep(_POLL_S)
+        said: Mapping[str, Any] = json.loads(disk.get(f"{name}/{note}"))
+        yield from (f"{name}/{file}" for file in (*said["files"], note))
+
+    # -------------------------------------------------------------------------------------------------------- ending
+
+    def close(self) -> None:
+        """Remove the copies: what is to be kept is saved. Collective. Further calls do nothing."""
+        self.copies = False
+        if self._background is not None:
+            self._background.close(wait=True)
+        if self._store is not None:
+            self._ranks.barrier()  # a neighbour may send until then
+            self._store.clear()
+            self._store = None
+
+    def abandon(self) -> None:
+        """End the background without waiting for it."""
+        if self._background is not None:
+            self._background.close(wait=False)
+
+
+def steps_between(ratio: float) -> int:
+    """Return the steps between two copies, given what one costs as a share of a step; 0 if that is not known yet."""
+    return math.ceil(ratio / _SHARE) if ratio else _AT_FIRST
