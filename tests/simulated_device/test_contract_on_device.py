@@ -8,9 +8,11 @@ from typing import Any
 
 import on_device
 import pytest
+from core_duties import CORE_DUTIES
 
 from unitrain import Strategy
 from unitrain.testing.contract import check, parameters
+from unitrain.testing.duties import DUTIES
 from unitrain.testing.duty import Duty
 from unitrain.testing.worlds import World
 
@@ -41,8 +43,9 @@ LEFT_OUT = {
 
 def _parameters() -> list[Any]:
     found = []
+    duties = [*DUTIES.values(), *(duty for duty in CORE_DUTIES.values() if duty.module == "core_steps")]
     for world in (OnDevice("single", 1), OnDevice("ddp", 2), OnDevice("fsdp", 2)):
-        for one in parameters([world], on_device.NEEDS_COMPILER):
+        for one in parameters([world], on_device.NEEDS_COMPILER, duties=duties):
             name = one.values[1].name
             if name not in LEFT_OUT:
                 marks = [] if world.backend == "ddp" and name in SHORT else [pytest.mark.soak]
