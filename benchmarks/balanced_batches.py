@@ -6,7 +6,7 @@ The language model's recipe and the speaker recipe, with lognormal lengths (sigm
 batch, on two and four processes of this machine. Each way trains an epoch of the same samples with the same loop:
 
 - every W-th sample of a global batch (UniTrain without lengths, and PyTorch's DistributedSampler);
-- UniTrain with lengths;
+- UniTrain with lengths, and with ``length + length**2 / 1000`` instead, as transformers counts attention;
 - transformers' length grouping, which changes the global batches, and its batch rebalancing.
 """
 
@@ -30,8 +30,9 @@ from unitrain.recipes.speaker_verification import model as speaker_model
 from unitrain.recipes.text import gpt
 
 PROCESSES = (2, 4)
-PLAIN, BALANCED, GROUPED, REBALANCED = (
-    "every W-th sample", "lengths", "transformers, grouped by length", "transformers, rebalanced",
+PLAIN, BALANCED, QUADRATIC, GROUPED, REBALANCED = (
+    "every W-th sample", "lengths", "lengths, with squares",
+    "transformers, grouped by length", "transformers, rebalanced",
 )  # fmt: skip
 ROUNDS, SHORT = 5, 2
 VOCABULARY = 256
@@ -53,7 +54,7 @@ def _lengths(samples: int, median: float, least: int, most: int) -> list[int]:
 
 
 def language_model(short: bool) -> Task:
-    lengths = _lengths(16 if short else 512, 48, 4, 512)
+    lengths = _lengths(16 if short else 1024, 48, 4, 512)
 
     def loss(model: nn.Module, samples: list[int]) -> Tensor:
         rows = [torch.arange(lengths[one]) * (one + 1) % VOCABULARY for one in samples]
@@ -66,7 +67,7 @@ def language_model(short: bool) -> Task:
 
 def speaker(short: bool) -> Task:
     rate = 16000
-    lengths = _lengths(8 if short else 128, 0.5 * rate, rate // 8, 4 * rate)
+    lengths = _lengths(8 if short else 512, 0.5 * rate, rate // 8, 4 * rate)
 
     def loss(model: nn.Module, samples: list[int]) -> Tensor:
         rows = [torch.sin(torch.arange(lengths[one]) / (one + 1)) for one in samples]
@@ -89,6 +90,9 @@ def _batches(name: str, task: Task, strategy: unitrain.Strategy) -> Iterable[lis
         return strategy.dataloader(range(len(lengths)), **sharing)
     if name == BALANCED:
         return strategy.dataloader(range(len(lengths)), lengths=lengths, **sharing)
+    if name == QUADRATIC:
+        costs = [length + length**2 / 1000 for length in lengths]
+        return strategy.dataloader(range(len(lengths)), lengths=costs, **sharing)
     if name == GROUPED:
         grouped = DistributedLengthGroupedSampler(each, num_replicas=ranks, rank=strategy.rank, lengths=lengths)
         return DataLoader(range(len(lengths)), each, sampler=grouped, collate_fn=list)  # type: ignore[arg-type]
@@ -104,7 +108,7 @@ def measure_world(which: str, rounds: int, short: bool) -> Found | None:
         model, optimizer = strategy.prepare(task.model, torch.optim.SGD(task.model.parameters(), lr=1e-3))
         padded: dict[str, list[int]] = {}
         ways = {}
-        for name in (PLAIN, BALANCED, GROUPED, REBALANCED):
+        for name in (PLAIN, BALANCED, QUADRATIC, GROUPED, REBALANCED):
             batches, costs = _batches(name, task, strategy), padded.setdefault(name, [])
             ways[name] = partial(_epoch, strategy, task, model, optimizer, batches, costs)
         found: Found = {**compared(alternate(ways, rounds, before=strategy.barrier), PLAIN)}
