@@ -13,7 +13,7 @@ from page_blocks import PAGES
 from places import ROOT
 
 CODE = [path for folder in ("unitrain", "backends") for path in sorted((ROOT / folder).rglob("*.py"))]
-README_WORDS, DOCS_WORDS = 700, 47_300
+README_WORDS, DOCS_WORDS = 700, 46_100
 # For each phrase, how often the pages have it, and how often the code.
 MOST = {
     "that of": (0, 27),
@@ -49,7 +49,8 @@ def test_the_readme_is_short() -> None:
 
 
 def test_the_pages_are_short() -> None:
-    assert sum(map(words, PAGES[1:])) <= DOCS_WORDS
+    written = [page for page in PAGES[1:] if page.name != "faults.md"]  # which make soak writes
+    assert sum(map(words, written)) <= DOCS_WORDS
 
 
 @pytest.mark.parametrize(("phrase", "most"), MOST.items(), ids=str)

@@ -250,7 +250,11 @@ def at_a_site(variables: dict[str, str], hosts: Sequence[str], **more: str) -> l
     return [rank.communicate(timeout=60)[0].strip() for rank in ranks]
 
 
-@pytest.mark.parametrize("variables", [PALS, JSRUN, FLUX], ids=["PALS", "jsrun", "Flux"])
+@pytest.mark.parametrize(
+    "variables",
+    [pytest.param(PALS, marks=pytest.mark.soak), pytest.param(JSRUN, marks=pytest.mark.soak), FLUX],
+    ids=["PALS", "jsrun", "Flux"],
+)
 def test_a_site_without_mpi4py_on_one_host(variables: dict[str, str]) -> None:
     assert at_a_site(variables, ["here"]) == ["rank 0 met 2 by mpi", "rank 1 met 2 by mpi"]
 

@@ -60,7 +60,7 @@ SURVIVED = (
 WALKS = (
     "Random walks changed launcher, backend (ddp, horovod, fsdp, ZeRO-1) and the number of ranks (1 to 4) at each "
     "start, and were ended by SIGKILL, SIGTERM, a frozen rank, a killed launcher or a full disk: {} starts in {} "
-    "walks. Each sample was used once, and the final weights equalled those of an undisturbed process, to 1e-9."
+    "walks. Each sample was used once, and the final weights equalled an undisturbed process's, to 1e-9."
 )
 
 
@@ -97,7 +97,10 @@ def main(file: Path) -> None:
     walks = {end["walk"]: end["starts"] for end in ends if "walk" in end}
     print(f"{fill(WALKS.format(sum(walks.values()), len(walks)), 120, break_on_hyphens=False)}\n")
     print(f"Run on {os.cpu_count()} cores ({platform.machine()}), torch {version('torch')}.\n")
-    print("Seconds until the job ended, and its exit code; the message is the shortest under any launcher.\n")
+    print(
+        "Seconds until the job ended, more if the machine had other work, and its exit code; the message is the "
+        "shortest under any launcher.\n"
+    )
     print(table(ends))
 
 

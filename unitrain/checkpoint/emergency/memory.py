@@ -266,6 +266,7 @@ class Memory(StepHook):
     def close(self) -> None:
         """Remove the copies: what is to be kept is saved. Collective. Further calls do nothing."""
         self.copies = False
+        self._collect = lambda _: {}  # a cycle would keep the connections of the ranks open
         if self._background is not None:
             self._background.close(wait=True)
         if self._store is not None:
