@@ -98,6 +98,13 @@ def test_plans_have_the_same_windows_on_any_ranks(batches: bool, most: float | N
     assert windows[0] == [list(range(8 + batches)[:8]), *windows[0][1:]]
 
 
+@pytest.mark.parametrize("by_length", [True, False])
+def test_a_window_with_fewer_samples_than_parts_has_as_many_micro_batches_as_it_says(by_length: bool) -> None:
+    costs = (Costs(np.arange(1.0, 8.0), by_length), InOrder())
+    for plan in (EpochPlan(7, 3, 2, 0, 4, False, costs=costs), BatchPlan((3, 3, 1), 2, 0, 4, costs=costs)):
+        assert len(list(plan)) == plan.micro_batches == 3
+
+
 # ----------------------------------------------------------------------------------------------------- in a loader
 
 

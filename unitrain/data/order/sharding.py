@@ -84,7 +84,12 @@ class _Plan:
         """Number of micro-batches, the same on every rank."""
         if self.costs is not None and self.costs[0].most is not None:
             return sum(1 for _ in self)
-        return sum(sum(edge < size for edge in edges[:-1]) for _, _, size, edges in self._windows())
+        return sum(self._cuts(size, edges) for _, _, size, edges in self._windows())
+
+    def _cuts(self, size: int, edges: Sequence[int]) -> int:
+        """Return the number of micro-batches in a window, unless a cost limits them."""
+        cuts = sum(edge < size for edge in edges[:-1])
+        return cuts if self.costs is None else min(cuts, -(-size // self.world_size))  # each needs a sample
 
     @abstractmethod
     def _windows(self) -> Iterator[tuple[int, int, int, Sequence[int]]]:
@@ -98,7 +103,7 @@ class _Plan:
                 yield from cut(first, size, edges, step, opening, self.part)
                 continue
             costs, order = self.costs
-            parts = costs.parts(order, first, size, sum(edge < size for edge in edges[:-1]), self._shares)
+            parts = costs.parts(order, first, size, self._cuts(size, edges), self._shares)
             yield from _dealt(parts, first, size, step, opening, self.rank)
 
 
@@ -134,8 +139,8 @@ class EpochPlan(_Plan):
         full, rest = divmod(self.samples - self.start, self.global_batch)
         if self.costs is not None and self.costs[0].most is not None:
             return super().micro_batches
-        in_rest = 0 if self.drop_last else sum(edge < rest for edge in self.edges()[:-1])
-        return full * self.accumulate + in_rest
+        in_rest = 0 if self.drop_last else self._cuts(rest, self.edges())
+        return full * self._cuts(self.global_batch, self.edges()) + in_rest
 
     def can_start_at(self, start: int) -> bool:
         """Return whether the rest of the epoch can be planned from this position."""
