@@ -47,6 +47,7 @@ def test_without_tools_and_mpi_all_of_them_are_named_with_the_command_that_adds_
     assert "pip install 'unitrain[mpi]'" in done.stdout
 
 
+@pytest.mark.soak
 def test_only_what_is_missing_is_named(bare: BareEnvironment) -> None:
     bare.allow("make", "c++")
     said = bare.run("install-horovod").stderr
@@ -64,6 +65,7 @@ def test_a_launcher_without_its_compiler_wrapper_is_refused(bare: BareEnvironmen
     assert "mpicxx" not in bare.run("install-horovod", "--without-mpi").stderr
 
 
+@pytest.mark.soak
 def test_an_mpirun_that_starts_nothing_is_refused_in_its_own_words(bare: BareEnvironment) -> None:
     script = "[ $1 = --version ] && echo 'mpirun (Open MPI) 4.1.8' || { echo plm_rsh_agent: ssh not found; exit 1; }"
     mpirun = bare.add("mpirun", script)
@@ -72,6 +74,7 @@ def test_an_mpirun_that_starts_nothing_is_refused_in_its_own_words(bare: BareEnv
     assert "apt-get install openssh-client" in done.stderr
 
 
+@pytest.mark.soak
 def test_an_environment_without_pip_is_told_how_to_get_it(tmp_path: Path) -> None:
     program = (
         "import sys, importlib.util as u; find = u.find_spec\n"

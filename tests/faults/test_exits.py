@@ -41,7 +41,7 @@ SLACK_S, IMPORT_S = 20.0, 40.0
 STEPS = 8
 
 
-@worlds(MPIRUN, soak=[MPIRUN_DDP, TORCHRUN, HOROVODRUN])
+@worlds(soak=[MPIRUN, MPIRUN_DDP, TORCHRUN, HOROVODRUN])
 def test_leaving_before_the_others_have_started(world: World, tmp_path: Path) -> None:
     """mpirun takes a rank that exits with 0 for one that is done, and MPI_Init waits for it for ever."""
     end = run(world, tmp_path, steps=STEPS, fault="exit:1:start", program=LEAVES_FIRST)

@@ -118,7 +118,7 @@ def train_with(devices: tuple[str, str], folder: str, settings: dict[str, Any]) 
 @pytest.mark.parametrize(
     ("launcher", "settings"),
     [
-        ("spawn", {"backend": "ddp"}),
+        pytest.param("spawn", {"backend": "ddp"}, marks=pytest.mark.soak),
         ("spawn", {"backend": "ddp", "deterministic": True}),  # the core's buckets
         pytest.param("horovodrun", {"backend": "horovod"}, marks=HOROVOD),
     ],

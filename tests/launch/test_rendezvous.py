@@ -259,6 +259,7 @@ def test_a_site_without_mpi4py_on_one_host(variables: dict[str, str]) -> None:
     assert at_a_site(variables, ["here"]) == ["rank 0 met 2 by mpi", "rank 1 met 2 by mpi"]
 
 
+@pytest.mark.soak
 def test_a_site_without_mpi4py_on_two_hosts(two_hosts: tuple[str, str], tmp_path: Path) -> None:
     """Of LSF, the first host may be that of the batch script."""
     (tmp_path / "hosts").write_text("10.99.0.1\n10.99.0.1\n10.99.0.2\n10.99.0.2\n")

@@ -116,7 +116,8 @@ def test_a_run_writes_resumes_and_learns(capsys: pytest.CaptureFixture[str]) -> 
     assert Path("out/best.pt").exists()
 
 
-@pytest.mark.parametrize("start", ["torchrun", pytest.param("mpirun", marks=[HOROVOD, pytest.mark.soak])])
+@pytest.mark.soak
+@pytest.mark.parametrize("start", ["torchrun", pytest.param("mpirun", marks=HOROVOD)])
 @pytest.mark.launcher
 @pytest.mark.usefixtures("forked")
 def test_the_defaults_run_under_launchers(tmp_path: Path, start: str) -> None:

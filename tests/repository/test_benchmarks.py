@@ -72,6 +72,7 @@ def test_sharded_optimizer(tmp_path: Path) -> None:
             assert ways[f"{kind}, UniTrain"]["largest_difference"] < 1e-6
 
 
+@pytest.mark.soak
 def test_loading(tmp_path: Path) -> None:
     found = short("loading", tmp_path)
     assert {(case["data"], case["workers"]) for case in found["cases"]} == {

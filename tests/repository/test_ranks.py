@@ -169,6 +169,7 @@ def hang_on_rank_1() -> None:
         time.sleep(600)
 
 
+@pytest.mark.soak
 def test_deadline(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(TimeoutError, match=r"did not end in time: \[1\]"):
         run_ranks(hang_on_rank_1, timeout=8)
@@ -203,6 +204,7 @@ def test_real_launchers_start_the_ranks(launcher: str) -> None:
     assert [place[:3] for place in found] == [(launcher, 0, 2), (launcher, 1, 2)]
 
 
+@pytest.mark.soak
 @pytest.mark.launcher
 @HOROVOD
 def test_mpirun_starts_the_ranks() -> None:
@@ -254,6 +256,7 @@ def script(tmp_path: Path) -> list[str]:
     return forked_python.command(str(tmp_path / "script.py"), str(tmp_path / "out"))
 
 
+@pytest.mark.soak
 def test_spawn_from_a_script(script: list[str]) -> None:
     subprocess.run([*script, "work"], check=True, timeout=60)
     assert {path.name for path in Path(script[-1]).iterdir()} == {"rank0of2", "rank1of2"}
@@ -280,7 +283,7 @@ def test_spawn_needs_what_can_be_pickled() -> None:
         unitrain.spawn(lambda: None, nprocs=2)
 
 
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("end", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.soak)])
 def test_ranks_end_with_their_parent(script: list[str], end: signal.Signals) -> None:
     # A shell's background jobs are started deaf to SIGINT, and so are these tests where they are one.
     hearing = ["env", "--default-signal=INT", *script, "wait"]
@@ -308,7 +311,9 @@ def test_spawn_needs_to_know_how_many() -> None:
         unitrain.spawn(places, nprocs=0)
 
 
-@pytest.mark.parametrize("how", ["stdin", "typed in", "imported"])
+@pytest.mark.parametrize(
+    "how", ["stdin", *(pytest.param(how, marks=pytest.mark.soak) for how in ("typed in", "imported"))]
+)
 def test_spawn_from_no_file(how: str) -> None:
     own = "import unitrain\ndef f():\n    return 1\nif __name__ == '__main__':\n    unitrain.spawn(f, nprocs=2)\n"
     imported = "import time, unitrain; unitrain.spawn(time.time, nprocs=2)"

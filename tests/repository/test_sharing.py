@@ -33,6 +33,12 @@ TESTS = """
     @pytest.mark.parametrize("number", range(3))
     def test_group(number): time.sleep(0.05)
 
+    @pytest.fixture(scope="module")
+    def slowly_made(): time.sleep(0.1)
+
+    @pytest.mark.parametrize("number", range(3))
+    def test_sharing(slowly_made, number): time.sleep(0.05)
+
     @pytest.mark.launcher
     @pytest.mark.parametrize("number", range(2))
     def test_long(number): time.sleep(0.3)
@@ -65,10 +71,11 @@ def notes(suite: pytest.Pytester) -> list[Note]:
 
 def test_groups_stay_together_and_what_runs_alone_is_last(suite: pytest.Pytester) -> None:
     result = suite.runpytest_subprocess("-n2")
-    result.assert_outcomes(passed=13, skipped=1)
+    result.assert_outcomes(passed=16, skipped=1)
     made = notes(suite)
     assert len({note.process for note in made}) == 2
-    assert len({note.process for note in made if "::test_group" in note.test}) == 1
+    for together in ("::test_group", "::test_sharing"):
+        assert len({note.process for note in made if together in note.test}) == 1
     alone = [note for note in made if "::test_alone" in note.test]
     assert len(alone) == 2
     assert all(one.end <= other.start for one, other in itertools.product(made, alone) if one not in alone)
@@ -77,16 +84,16 @@ def test_groups_stay_together_and_what_runs_alone_is_last(suite: pytest.Pytester
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("selected", "count"), [("test_alone", 2), ("0", 4)])
+@pytest.mark.parametrize(("selected", "count"), [("test_alone", 2), ("0", 5)])
 def test_fewer_tests_than_there_are_workers_or_little_more(suite: pytest.Pytester, selected: str, count: int) -> None:
     suite.runpytest_subprocess("-n3", "-k", selected).assert_outcomes(passed=count)
     assert len(notes(suite)) == count
 
 
 def test_in_one_process_they_keep_the_order_of_the_file(suite: pytest.Pytester) -> None:
-    suite.runpytest_subprocess().assert_outcomes(passed=13, skipped=1)
+    suite.runpytest_subprocess().assert_outcomes(passed=16, skipped=1)
     assert [note.test.split("[")[0].split("_")[-1] for note in notes(suite)] == (
-        ["alone"] * 2 + ["short"] * 6 + ["group"] * 3 + ["long"] * 2
+        ["alone"] * 2 + ["short"] * 6 + ["group"] * 3 + ["sharing"] * 3 + ["long"] * 2
     )
 
 

@@ -73,6 +73,7 @@ def greet_as_if_on_two_hosts() -> list[str]:
     return [greet("ddp"), greet("horovod")]
 
 
+@pytest.mark.soak
 @pytest.mark.launcher
 @HOROVOD
 def test_mpi_brings_a_secret_to_ranks_on_several_hosts() -> None:

@@ -1,8 +1,9 @@
 """A pytest plugin: how the workers of ``pytest -n`` share the tests.
 
-The long ones come first, so that all workers end together; those of an ``xdist_group`` stay on one worker, because they
-share what takes long to make; and those marked ``alone`` run when the other workers are done, because they bound a time
-from above that another worker's load could exceed. A bound that a busy machine keeps by a factor of ten needs no mark.
+The long ones come first, so that all workers end together; those of an ``xdist_group``, or with the same fixture of a
+module, stay on one worker, because they share what takes long to make; and those marked ``alone`` run when the other
+workers are done, because they bound a time from above that another worker's load could exceed. A bound that a busy
+machine keeps by a factor of ten needs no mark.
 
 pytest-xdist's own ``--dist loadgroup`` is not enough. It knows no test that runs alone, and it passes a group on as a
 suffix of the test's id, which it writes where pytest 9.2 does not look. Here each worker writes its groups into a file.
@@ -51,7 +52,13 @@ def _group_of(item: pytest.Item) -> str | None:
     if item.get_closest_marker("alone") is not None:
         return _ALONE
     mark = item.get_closest_marker("xdist_group")
-    return None if mark is None else str(mark.args[0])
+    if mark is not None:
+        return str(mark.args[0])
+    if not isinstance(item, pytest.Function):
+        return None
+    fixtures = item._fixtureinfo.name2fixturedefs  # pytest has no public name for their scopes
+    of_module = sorted(name for name, [*_, last] in fixtures.items() if last.scope == "module")
+    return f"{item.path}:{of_module[0]}" if of_module else None
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -108,6 +108,7 @@ def _compiled() -> None:
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
+@pytest.mark.soak
 def test_compiled() -> None:
     run_ranks(_compiled, timeout=120)
 

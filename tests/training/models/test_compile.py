@@ -154,6 +154,7 @@ def _accumulated(compiled: bool) -> list[float]:
         return losses
 
 
+@pytest.mark.soak
 def test_accumulation_and_autocast() -> None:
     torch.testing.assert_close(run_ranks(_accumulated, True), run_ranks(_accumulated, False), rtol=1e-2, atol=1e-2)
 
