@@ -97,10 +97,10 @@ class StrategyConfig(Section):
     accumulate: Annotated[int, Field(ge=1)] = 1
     """Micro-batches per optimizer step (gradient accumulation); global_batch_size is the sum over them."""
     shares: Annotated[
-        Literal["auto"] | tuple[Annotated[int, Field(ge=1, le=1000)], ...] | None,
-        Field(json_schema_extra={"allowed": "null, auto or a list (2,1,1), each an integer >= 1, <= 1000"}),
+        tuple[Annotated[int, Field(ge=1, le=1000)], ...] | None,
+        Field(json_schema_extra={"allowed": "null or a list (2,1,1), each an integer >= 1, <= 1000"}),
     ] = None
-    """Each rank's share of the samples, on unequal devices: a list, or auto, which measures; null: equal shares."""
+    """Each rank's share of the samples, on unequal devices; null: equal shares."""
     clip_norm: Annotated[float, Field(gt=0)] | None = None
     """Clip gradients to this total 2-norm; null: no clipping."""
     clip_value: Annotated[float, Field(gt=0)] | None = None
@@ -165,8 +165,6 @@ class StrategyConfig(Section):
             raise conflict("precision", "compression", "fp64 is for exact comparisons, and compression is lossy")
         if self.exact_randomness:
             self._refuse_unreproducible()
-        if self.deterministic and self.shares == "auto":
-            raise conflict("deterministic", "shares", "measured shares may differ between runs: give them as a list")
         if self.compression == "powersgd":
             if self.deterministic:
                 raise conflict("deterministic", "compression", "powersgd needs DDP's buckets, whose order may vary")
@@ -179,8 +177,6 @@ class StrategyConfig(Section):
     def _refuse_unreproducible(self) -> None:
         if self.compile:
             raise conflict("exact_randomness", "compile", "compiled code draws its own random numbers")
-        if self.shares == "auto":
-            raise conflict("exact_randomness", "shares", "give the shares as a list")
         if self.compression == "powersgd":
             raise conflict("exact_randomness", "compression", "powersgd is lossy, and draws random numbers itself")
 

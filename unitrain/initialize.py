@@ -193,10 +193,10 @@ def _check_honoured(backend: type[Backend], config: StrategyConfig, launch: Laun
 
 
 def _check_shares(config: StrategyConfig, launch: Launch) -> None:
-    if isinstance(config.shares, tuple) and len(config.shares) != launch.world_size:
+    if config.shares is not None and len(config.shares) != launch.world_size:
         raise ConfigError(
             f"shares is {list(config.shares)}, for {len(config.shares)} ranks, but this job has {launch.world_size}: "
-            "give one share for each rank, or auto, or null for equal shares."
+            "give one share for each rank, or null for equal shares."
         )
 
 

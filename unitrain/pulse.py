@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 USER_CODE = "user code"
 CLOSING = "close"
@@ -19,12 +19,11 @@ class Pulse:
         calls: number of waits so far, which distinguishes two consecutive waits from a long one.
         step: number of optimizer steps so far.
         boundary: number of boundaries passed so far, at which a run can be stopped.
-        around: makes the context manager in which waits run while they are measured (``shares: auto``); else None.
         trained: number of steps that this process has made, and the position in the data at the end of the last one.
             Unlike ``step``, neither goes back in a resume.
     """
 
-    __slots__ = ("_failed", "around", "boundary", "calls", "phase", "step", "trained")
+    __slots__ = ("_failed", "boundary", "calls", "phase", "step", "trained")
 
     def __init__(self) -> None:
         self.step: int = 0
@@ -32,7 +31,6 @@ class Pulse:
         self.trained: tuple[int, int] = (0, 0)
         self.phase: str = USER_CODE
         self.calls: int = 0
-        self.around: Callable[[], AbstractContextManager[None]] | None = None
         self._failed = False
 
     @contextmanager
@@ -46,11 +44,7 @@ class Pulse:
         if outermost:
             self.phase, self._failed = phase, False
         try:
-            if self.around is None or not outermost:
-                yield
-            else:
-                with self.around():
-                    yield
+            yield
         except BaseException:
             self._failed = True
             raise

@@ -21,7 +21,7 @@ from unitrain.communication.gathering import Gathering
 from unitrain.config import StrategyConfig
 from unitrain.data import Loader
 from unitrain.data.options import LoaderOptions
-from unitrain.data.order.shares import Shares
+from unitrain.data.order.shares import reduced
 from unitrain.device import accelerator, devices_of, pick_device
 from unitrain.errors import UsageError
 from unitrain.job.job import join
@@ -33,7 +33,6 @@ from unitrain.metrics.throughput import Throughput
 from unitrain.pulse import CLOSING
 from unitrain.training.batch_norm import layers as batch_norm
 from unitrain.training.hooks import Hooks
-from unitrain.training.loop.load_balancing import LoadBalancer
 from unitrain.training.loop.loop import TrainingLoop
 from unitrain.training.loop.parts import Losses, LossWeights
 from unitrain.training.loop.step import StepResult, TrainingStep
@@ -69,6 +68,7 @@ class Strategy:
         device: the device of this process.
         devices: all devices of this process.
         is_main: whether this is rank 0.
+        shares: each rank's share of the samples, relative to the others (the setting ``shares``).
     """
 
     def __init__(self, backend: type[Backend], config: StrategyConfig, launch: Launch) -> None:
@@ -83,8 +83,8 @@ class Strategy:
         self.is_main: bool = self._communicator.is_main
         sharded = self._communicator if self._communicator.shards_parameters else None
         self._precision = Precision(config.precision, self.device, sharded)
-        shares = Shares(config.shares if isinstance(config.shares, tuple) else None, self.world_size)
-        self._prepared = PreparedModules(shares)
+        self.shares: tuple[int, ...] = reduced(config.shares or (1,) * self.world_size)
+        self._prepared = PreparedModules(self.shares)
         pass_boundary = self._job.stopping.pass_boundary
         optimizers = _sharded_optimizers(self._communicator)
         self._hooks = _hooks(self._communicator, self._prepared, optimizers, config)
@@ -101,14 +101,12 @@ class Strategy:
         self._gathering = Gathering(self._communicator)
         self._loop = TrainingLoop(self._step, self._prepared, pass_boundary)
         if self.world_size > 1:
-            if config.shares == "auto":
-                self._hooks.add_hook(LoadBalancer(self._communicator, self._step, shares))
             self._hooks.add_hook(InSyncCheck(self._communicator, self._prepared, self._step.optimizers))
             if config.check_in_sync_every:
                 self._hooks.add_hook(FrequentCheck(self._communicator, self._prepared, config.check_in_sync_every))
         randomness = None
         if config.exact_randomness:
-            randomness = ExactRandomness(self._step.batches, self._communicator, shares)
+            randomness = ExactRandomness(self._step.batches, self._communicator, self.shares)
             self._hooks.add_hook(randomness)
         self._preparation = preparation.Preparation(
             self._communicator,
@@ -377,7 +375,7 @@ class Strategy:
         with ExitStack() as swaps:
             modules = tuple(swaps.enter_context(one.swapped()) if isinstance(one, EMA) else one for one in modules)
             modes = [(layer, layer.training) for module in modules for layer in module.modules()]
-            batch_norm.average_statistics(modules, self._communicator, self._loop.shares)
+            batch_norm.average_statistics(modules, self._communicator, self.shares)
             outer, self._loop.evaluating = self._loop.evaluating, True
             try:
                 for module in modules:
@@ -398,11 +396,6 @@ class Strategy:
             >>> train = strategy.dataloader(train_set, global_batch_size=256, shuffle=True, num_workers=4)
         """
         return Loader(self._communicator, self._loop, self.config, self.launch.local_world_size, dataset, **options)
-
-    @property
-    def shares(self) -> tuple[int, ...]:
-        """Each rank's share of the samples, relative to the others: the setting ``shares``, or what was measured."""
-        return self._loop.shares.current
 
     def meter(self) -> Meter:
         """Return a meter: a sum and a mean over all ranks, reduced only when it is read."""

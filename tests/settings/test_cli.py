@@ -29,7 +29,7 @@ def test_help_names_every_subcommand(capsys: pytest.CaptureFixture[str]) -> None
         main(["--help"])
     assert caught.value.code == 0
     said = capsys.readouterr().out
-    assert all(name in said for name in ("bench", "conform", "doctor", "install-horovod", "run", "verify"))
+    assert all(name in said for name in ("conform", "doctor", "install-horovod", "run", "verify"))
 
 
 def test_the_help_of_a_subcommand_has_its_defaults(capsys: pytest.CaptureFixture[str]) -> None:
@@ -46,11 +46,9 @@ def test_the_help_of_a_subcommand_has_its_defaults(capsys: pytest.CaptureFixture
         (["install-horovod", "--gpu", "rccl"], "'rccl'"),
         (["doctor", "--yaml"], "--yaml"),
         (
-            ["bench", "--output", "s3://bucket/bench", "resnet.py"],
-            "--output: s3://bucket/bench is a URL: pass the path",
+            ["verify", "--output", "gs://bucket/verify.json"],
+            "--output: gs://bucket/verify.json is a URL: pass the path",
         ),
-        (["bench", "https://host/resnet.py"], "TARGET: https://host/resnet.py is a URL"),
-        (["verify", "--output", "gs://bucket/verify.json"], "--output: gs://bucket/verify.json is a URL"),
     ],
 )
 def test_a_wrong_command_line_ends_with_2_and_names_what_is_wrong(

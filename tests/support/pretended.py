@@ -14,7 +14,7 @@ from unitrain.communication.communicator import Communicator
 from unitrain.config import StrategyConfig
 from unitrain.data import Loader
 from unitrain.data.order.sharding import MicroBatch
-from unitrain.data.order.shares import Shares
+from unitrain.data.order.shares import reduced
 from unitrain.job.watch.stopping import Boundaries, Stopping
 from unitrain.launch.detect import Launch
 from unitrain.pulse import Pulse
@@ -59,7 +59,7 @@ class PretendedRank:
         self.config, self.rank, self.world_size, self.device = config, rank, world_size, CPU
         self.communicator = _Alike(backend, pulse)
         stopping = Stopping(Boundaries(pulse), pulse, None, is_main=rank == 0)
-        shares = Shares(config.shares if isinstance(config.shares, tuple) else None, world_size)
+        shares = reduced(config.shares or (1,) * world_size)
         prepared = PreparedModules(shares)
         model = nn.Identity()  # in training mode: ranks without samples get stand-ins
         prepared.add(model, model)

@@ -21,10 +21,6 @@ from unitrain.process import occupy_standard_descriptors, print_stderr
 
 _INTERRUPTED = 130
 _COMMANDS = {
-    "bench": (
-        "bench",
-        "measure how fast a recipe trains with every launcher and backend found here",
-    ),
     "checkpoint": (
         "checkpoint",
         "show what is in a checkpoint, or write the whole weights in it to one file",

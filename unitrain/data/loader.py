@@ -65,7 +65,7 @@ class Loader:
     ) -> None:
         given = LoaderSettings.of(dataset, options)
         self.dataset: Any = given.dataset
-        self._shares = loop.shares.current
+        self._shares = loop.shares
         self.global_batch_size: int | None = None
         if given.batch_sampler is None:
             micro_batches = given.micro_batches(self._shares, config.accumulate)
@@ -250,8 +250,7 @@ class Loader:
             )
 
     def _batches(self, iteration: Iteration) -> Iterator[Any]:
-        batches = self._balanced() if self._config.shares == "auto" else self._fed(*self._start)
-        for micro_batch, batch in self._loop.begin(iteration, batches):
+        for micro_batch, batch in self._loop.begin(iteration, self._fed(*self._start)):
             if not self._loop.hand_out(micro_batch, iteration):
                 continue
             yield batch
@@ -261,21 +260,6 @@ class Loader:
     def _fed(self, consumed: int, steps: int) -> Iterator[tuple[MicroBatch, Any]]:
         """Yield the micro-batches of an epoch after ``consumed`` samples and ``steps`` steps, on the device."""
         return feed(self._source.batches(self._seed, self._epoch, consumed, steps), self._communicator.device)
-
-    def _balanced(self) -> Iterator[tuple[MicroBatch, Any]]:
-        """Yield the micro-batches of an epoch. If the shares change, the next step is split by the new ones."""
-        start: tuple[int, int] | None = self._start
-        while start is not None:
-            shares = self._loop.shares.current
-            if shares != self._shares:
-                self._shares = shares
-                self._source.split_by(shares, self._given.micro_batches(shares, self._config.accumulate))
-            fed, start = self._fed(*start), None
-            for micro_batch, batch in fed:
-                yield micro_batch, batch
-                if micro_batch.last and self._loop.shares.current != self._shares:
-                    start = micro_batch.stop, micro_batch.step + 1
-                    break
 
     def _check_same_data(self) -> None:
         """Check that all ranks were given the same data. Collective.

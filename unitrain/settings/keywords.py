@@ -25,7 +25,7 @@ class StrategySettings(TypedDict, total=False):
     exact_randomness: bool
     deterministic: bool
     accumulate: int
-    shares: Literal["auto"] | tuple[int, ...] | None
+    shares: tuple[int, ...] | None
     clip_norm: float | None
     clip_value: float | None
     grad_norm: bool

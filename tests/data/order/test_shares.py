@@ -1,4 +1,4 @@
-"""Shares: positions are dealt out in proportion, each once, and measured speeds give small and stable shares."""
+"""Shares: positions are dealt out in proportion, each once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from itertools import chain, pairwise
 from math import ceil, floor
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from streams import Numbers
@@ -16,7 +15,7 @@ from torch.utils.data import default_collate
 
 from unitrain.data.order.samplers import Orders
 from unitrain.data.order.sharding import BatchPlan, EpochPlan
-from unitrain.data.order.shares import Part, Shares, part_of, proportional, reduced
+from unitrain.data.order.shares import Part, part_of, reduced
 from unitrain.data.reading.map_style import requests
 from unitrain.data.reading.stream import WholeStream
 
@@ -42,8 +41,8 @@ def test_each_position_comes_once_in_proportion(shares: tuple[int, ...], size: i
 
 @given(st.integers(1, 12), sizes, st.integers(0, 50), st.integers(1, 3))
 def test_equal_shares_are_every_nth_position(world_size: int, size: int, start: int, share: int) -> None:
-    shares = Shares([share] * world_size, world_size).current
-    assert shares == Shares(None, world_size).current
+    shares = reduced([share] * world_size)
+    assert shares == (1,) * world_size
     for rank, part in enumerate(parts_of(shares)):
         assert np.array_equal(part.positions(start, start + size), range(start + rank, start + size, world_size))
         assert part.enough == world_size
@@ -76,32 +75,3 @@ def test_map_style_data_and_streams_are_dealt_out_alike(
         assert [piece.micro_batch for piece in pieces] == list(plan)
         seen += [sample for piece in pieces for sample in piece.batch.tolist()[: piece.samples]]
     assert sorted(seen) == list(range(samples))
-
-
-@pytest.mark.parametrize(
-    ("speeds", "expected"),
-    [
-        ([100.0], (1,)),
-        ([400.0, 200.0, 200.0], (2, 1, 1)),
-        ([412.0, 197.0, 205.0], (2, 1, 1)),
-        ([100.0, 109.0, 100.0], (1, 1, 1)),
-        ([300.0, 200.0], (3, 2)),
-        ([1.0, 1e9], (1, 1000)),
-    ],
-)
-def test_shares_in_proportion_to_speeds(speeds: list[float], expected: tuple[int, ...]) -> None:
-    assert proportional(speeds) == expected
-
-
-@given(st.lists(st.floats(1, 1.1), min_size=1, max_size=9), st.floats(0.01, 1000))
-def test_devices_of_one_speed_stay_equal(noise: list[float], speed: float) -> None:
-    slowest = min(noise)
-    assert proportional([speed * min(one / slowest, 1.0999) for one in noise]) == (1,) * len(noise)
-
-
-@given(st.lists(st.floats(1, 50), min_size=1, max_size=12))
-def test_measured_shares_are_small_and_close_to_exact_proportions(speeds: list[float]) -> None:
-    shares = proportional(speeds)
-    assert min(shares) <= 21
-    time = max(share / speed for share, speed in zip(shares, speeds, strict=True)) / sum(shares)
-    assert time * sum(speeds) <= (1.1 if len(set(shares)) == 1 else 1.05) + 1e-9

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import random
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,12 +11,12 @@ import pytest
 import torch
 from jobs import run_job
 from needs import HOROVOD
-from pretended import in_training, pretended_rank
+from pretended import pretended_rank
 from ranks import run_ranks
-from streams import Numbers, Shards, of_workers
+from streams import Numbers, Shards
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
-from torch.utils.data import Sampler, TensorDataset
+from torch.utils.data import TensorDataset
 
 import unitrain
 from unitrain import ConfigError, Strategy
@@ -186,57 +184,9 @@ def test_the_global_batch_does_not_depend_on_the_shares() -> None:
 def test_shares_that_can_not_be_used_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"shares is \[2, 1, 1\], for 3 ranks, but this job has 1: give one share"):
         unitrain.init(backend="single", shares=(2, 1, 1))
-    with pytest.raises(ConfigError, match=r"deterministic is true, and shares is 'auto'; they are mutually exclusive"):
-        unitrain.init(backend="single", shares="auto", deterministic=True)
-    for shares in ("auto", (2, 1)):
-        with pytest.raises(ConfigError, match=r"a sharded Shards can't be split by shares, .* set strategy\.shares to"):
-            pretended_rank(0, 2, shares=shares).dataloader(Shards([4, 4]), batch_size=2)
-        pretended_rank(0, 2, shares=shares).dataloader(Numbers(4), batch_size=2)
-    with unitrain.init(backend="single", device="cpu", shares="auto") as strategy:  # nothing to share
-        assert [batch.tolist() for batch in strategy.dataloader(Shards([2]), batch_size=2)] == [[0, 1]]
-
-
-class Reshuffled(Sampler[int]):
-    """Draws another order whenever it is asked, as a sampler with a state of its own may."""
-
-    def __init__(self) -> None:
-        self.random = random.Random(0)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.random.sample(range(48), 48))
-
-
-@pytest.mark.parametrize(
-    ("dataset", "options"),
-    [
-        (list(range(48)), {"global_batch_size": 8, "shuffle": True}),
-        (list(range(48)), {"global_batch_size": 8, "sampler": Reshuffled}),
-        (list(range(48)), {"batch_sampler": [list(range(i, i + 8)) for i in range(0, 48, 8)]}),
-        (list(range(48)), {"global_batch_size": 8, "micro_batch_size": 4}),
-        (list(range(48)), {"global_batch_size": 8, "persistent_workers": True, **of_workers(2)}),
-        (Numbers(48), {"global_batch_size": 8}),
-        (Numbers(48), {"global_batch_size": 8, "persistent_workers": True, **of_workers(2)}),
-    ],
-    ids=["shuffled", "sampler", "batch_sampler", "micro_batches", "workers", "stream", "stream_workers"],
-)
-def test_shares_may_change_within_an_epoch(dataset: Any, options: dict[str, Any]) -> None:
-    """The second epoch takes the shares that the first one has ended with."""
-    epochs: list[list[list[int]]] = []
-    for rank_number in (0, 1):
-        rank = pretended_rank(rank_number, 2, shares="auto")
-        sampler = {"sampler": options["sampler"]()} if "sampler" in options else {}
-        loader = rank.dataloader(dataset, **options | sampler)
-        for epoch in (0, 1):
-            steps: list[list[int]] = [[] for _ in range(6)]
-            for batch in loader:
-                micro_batch = in_training(loader)
-                steps[micro_batch.step] += batch.tolist()[: micro_batch.count]
-                if micro_batch.step == 2 and epoch == 0:
-                    rank.loop.shares.current = (3, 1)
-            epochs.append(steps)
-    for mine, others in ((epochs[0], epochs[2]), (epochs[1], epochs[3])):
-        assert sorted(itertools.chain(*mine, *others)) == list(range(48))
-    assert [list(map(len, steps)) for steps in epochs[:2]] == [[4, 4, 4, 6, 6, 6], [6] * 6]
+    with pytest.raises(ConfigError, match=r"a sharded Shards can't be split by shares, .* set strategy\.shares to"):
+        pretended_rank(0, 2, shares=(2, 1)).dataloader(Shards([4, 4]), batch_size=2)
+    pretended_rank(0, 2, shares=(2, 1)).dataloader(Numbers(4), batch_size=2)
 
 
 @pytest.mark.usefixtures("forked")

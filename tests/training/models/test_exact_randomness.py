@@ -193,7 +193,7 @@ def test_layers_with_another_first_dimension_are_refused(layer: nn.Module, said:
         strategy.prepare(nn.LSTM(4, 4, num_layers=2), nn.TransformerEncoderLayer(4, 2, dropout=0.0))
 
 
-@pytest.mark.parametrize("setting", [{"compile": True}, {"shares": "auto"}, {"compression": "powersgd"}])
+@pytest.mark.parametrize("setting", [{"compile": True}, {"compression": "powersgd"}])
 def test_settings_that_exclude_it(setting: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"exact_randomness.*{next(iter(setting))}.*mutually exclusive"):
         unitrain.init(exact_randomness=True, **setting)

@@ -13,7 +13,6 @@ from torch import nn
 
 import unitrain
 from unitrain import UsageError
-from unitrain.data.order.shares import Shares
 from unitrain.training.models.prepared import PreparedModules
 
 
@@ -26,7 +25,7 @@ class Wrapper(nn.Module):
 
 
 def test_a_module_is_found_behind_wrappers_in_any_order() -> None:
-    prepared = PreparedModules(Shares(None, 2))
+    prepared = PreparedModules((1, 1))
     module = nn.Linear(2, 2)
     compiled: Any = torch.compile(module, backend="eager")
     wrapper = Wrapper(compiled)
@@ -41,7 +40,7 @@ def test_a_module_is_found_behind_wrappers_in_any_order() -> None:
 
 
 def test_parameters_have_the_names_of_the_user_s_module() -> None:
-    prepared = PreparedModules(Shares(None, 2))
+    prepared = PreparedModules((1, 1))
     module = nn.Linear(2, 2)
     compiled: Any = torch.compile(module, backend="eager")
     prepared.add_names(compiled)
@@ -58,11 +57,11 @@ def test_parameters_of_no_prepared_module_are_refused() -> None:
         UsageError,
         match=r"2 parameters of the optimizer belong to no prepared module \(shapes \(1,\), \(2,\), \.\.\.\)",
     ):
-        PreparedModules(Shares(None, 2)).check(weights)
+        PreparedModules((1, 1)).check(weights)
 
 
 def test_released_wrappers_go_with_their_last_user() -> None:
-    prepared = PreparedModules(Shares(None, 2))
+    prepared = PreparedModules((1, 1))
     wrapper = Wrapper(nn.Linear(2, 2))
     module = wrapper.module
     prepared.add(wrapper, module)

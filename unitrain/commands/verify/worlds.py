@@ -28,14 +28,12 @@ class World:
         return f"{self.launcher} x{self.size}"
 
 
-def find_worlds(
-    backends: Sequence[str], sizes: Mapping[str, Sequence[int]] = _SIZES, *, device: str = "cpu"
-) -> list[World]:
-    """Return the worlds that can be started here with any of ``backends``, of the given sizes under each launcher."""
+def find_worlds(backends: Sequence[str], *, device: str = "cpu") -> list[World]:
+    """Return the worlds that can be started here with any of ``backends``."""
     return [
         world
         for launcher in local_launchers()
-        for size in sizes.get(launcher, ())
+        for size in _SIZES.get(launcher, ())
         for backend in backends
         if works(world := World(launcher, size, backend), device)
     ]

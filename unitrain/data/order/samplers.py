@@ -82,10 +82,6 @@ class Orders:
             return Epoch(replace(self._plan, sizes=drawn.sizes, start=start), drawn, repeats=True)
         return Epoch(replace(self._plan, samples=len(drawn.indices), start=start), drawn, repeats=True)
 
-    def split_by(self, shares: tuple[int, ...], accumulate: int) -> None:
-        """Split the epochs that are planned from now on by other shares, into another number of micro-batches."""
-        self._plan = replace(self._plan, shares=shares, accumulate=accumulate)
-
     def drawn(self, seed: int, number: int) -> str:
         """Return a digest of an epoch's indices, if they come from a sampler and were drawn last; else ""."""
         return self._last[1].digest if self._last is not None and self._last[0] == (seed, number) else ""

@@ -12,29 +12,10 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import count
 from math import gcd
 
 import numpy as np
 from numpy.typing import NDArray
-
-# Devices whose speeds differ by no more than this factor count as equal: so much may be noise.
-_EQUAL = 1.1
-# A device that seems to be faster than that is not: something was not measured. And patterns stay short.
-_FASTEST = 1000
-# Measured shares take at most this many times as long as exact proportions would.
-_CLOSE = 1.05
-
-
-class Shares:
-    """The shares of all ranks, equal if none are given. They change when measured ones replace them.
-
-    Attributes:
-        current: the shares now, without a common divisor.
-    """
-
-    def __init__(self, given: Sequence[int] | None, world_size: int) -> None:
-        self.current: tuple[int, ...] = reduced(given or (1,) * world_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +42,7 @@ class Part:
 
 
 def reduced(shares: Sequence[int]) -> tuple[int, ...]:
-    """Return shares divided by their greatest common divisor."""
+    """Return the shares of all ranks divided by their greatest common divisor."""
     divisor = gcd(*shares)
     return tuple(share // divisor for share in shares)
 
@@ -98,20 +79,3 @@ def owners(shares: tuple[int, ...]) -> NDArray[np.int64]:
         pattern[position] = heapq.heappop(open_windows)[1]
     pattern.flags.writeable = False  # it is cached
     return pattern
-
-
-def proportional(speeds: Sequence[float]) -> tuple[int, ...]:
-    """Return small shares in proportion to measured speeds. Speeds that differ by up to 10 % give equal shares."""
-    slowest = min(speeds)
-    speeds = [min(speed, _FASTEST * slowest) for speed in speeds]
-    if max(speeds) <= _EQUAL * slowest:
-        return (1,) * len(speeds)
-
-    def time(shares: Sequence[int]) -> float:
-        """Return the seconds per sample of all ranks together, which the slowest rank determines."""
-        return max(share / speed for share, speed in zip(shares, speeds, strict=True)) / sum(shares)
-
-    exact = 1 / sum(speeds)
-    candidates = ([round(smallest * speed / slowest) for speed in speeds] for smallest in count(1))
-    # Rounding changes shares by at most one half, so 21 is always close enough for the slowest.
-    return reduced(next(shares for shares in candidates if time(shares) <= _CLOSE * exact))

@@ -108,11 +108,6 @@ class Iterable:
         """Return an empty string: a stream has no sampler."""
         return ""
 
-    def split_by(self, shares: tuple[int, ...], accumulate: int) -> None:
-        """Split what is read as a whole by other shares from now on, into another number of micro-batches."""
-        self._plan = replace(self._plan, shares=shares, accumulate=accumulate)
-        self._read(self._reading)
-
     def plan(self, seed: int, number: int) -> EpochPlan:
         """Return the plan of an epoch.
 

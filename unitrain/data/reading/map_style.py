@@ -53,10 +53,6 @@ class MapStyle:
         """Draw the indices of the next epoch anew, if they come from a sampler."""
         self._orders.forget()
 
-    def split_by(self, shares: tuple[int, ...], accumulate: int) -> None:
-        """Split the epochs that are planned from now on by other shares, into another number of micro-batches."""
-        self._orders.split_by(shares, accumulate)
-
     def readers(self, number: int) -> None:
         """Return None: a position does not depend on the number of ranks and workers."""
 

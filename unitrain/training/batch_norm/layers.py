@@ -14,7 +14,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from unitrain.communication.communicator import Communicator
 from unitrain.data.loop import CurrentBatch
-from unitrain.data.order.shares import Shares
 from unitrain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -193,7 +192,7 @@ def ignore_stand_ins(modules: Iterable[nn.Module], current_batch: CurrentBatch) 
 
 
 @torch.no_grad()
-def average_statistics(modules: Iterable[nn.Module], communicator: Communicator, shares: Shares) -> None:
+def average_statistics(modules: Iterable[nn.Module], communicator: Communicator, shares: tuple[int, ...]) -> None:
     """Average the running means and variances of layers that are not synchronised over the ranks, in place.
 
     A rank weighs as much as the share of the samples that it trains on.
@@ -208,11 +207,9 @@ def average_statistics(modules: Iterable[nn.Module], communicator: Communicator,
     ]
     if communicator.world_size == 1 or not buffers:
         return
-    flat = (
-        torch.cat([b.double().reshape(-1).to(communicator.device) for b in buffers]) * shares.current[communicator.rank]
-    )
+    flat = torch.cat([b.double().reshape(-1).to(communicator.device) for b in buffers]) * shares[communicator.rank]
     with communicator.pulse.within("averaging BatchNorm statistics"):
         communicator.all_reduce_async(flat, "sum", "batch_norm.statistics")()
-    flat /= sum(shares.current)
+    flat /= sum(shares)
     for buffer, mean in zip(buffers, torch.split(flat, [b.numel() for b in buffers]), strict=True):
         buffer.copy_(mean.view_as(buffer))

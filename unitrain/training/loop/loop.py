@@ -8,7 +8,6 @@ import torch
 
 from unitrain.data.loop import Batches, Iteration, optimizer_steps
 from unitrain.data.order.sharding import MicroBatch
-from unitrain.data.order.shares import Shares
 from unitrain.errors import UsageError
 from unitrain.training.batch_norm import layers as batch_norm
 from unitrain.training.loop.step import TrainingStep
@@ -32,7 +31,7 @@ class TrainingLoop:
         self._optimizer_steps = optimizer_steps()
         self._evaluations: list[Iteration] = []  # in progress
         self._latest: Iteration | None = None  # has yielded the last batch
-        self.shares: Shares = prepared.shares
+        self.shares: tuple[int, ...] = prepared.shares
         self.evaluating: bool = False
 
     def begin(self, iteration: Iteration, batches: Batches) -> Batches:

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from unitrain.communication.communicator import Communicator
-from unitrain.data.order.shares import Shares, part_of
+from unitrain.data.order.shares import part_of
 from unitrain.errors import ConfigError, UsageError
 from unitrain.rng import Draw, derived_seed, mixed, seed_torch
 from unitrain.training.hooks import StepHook
@@ -44,7 +44,7 @@ class ExactRandomness(StepHook):
         shares: how the samples are shared among the processes.
     """
 
-    def __init__(self, batches: OpenBatches, communicator: Communicator, shares: Shares) -> None:
+    def __init__(self, batches: OpenBatches, communicator: Communicator, shares: tuple[int, ...]) -> None:
         self._batches = batches
         self._rank = communicator.rank
         self._device = communicator.device
@@ -135,7 +135,7 @@ class ExactRandomness(StepHook):
         if place == self._place:
             return
         self._place, self._forwards = place, 0
-        positions = micro_batch.positions(part_of(self._rank, self._shares.current))
+        positions = micro_batch.positions(part_of(self._rank, self._shares))
         hashes = mixed(positions, derived_seed("position", *order)).view(np.int64)
         self._mode.samples = torch.from_numpy(hashes).to(self._device)
 

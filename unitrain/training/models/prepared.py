@@ -10,7 +10,6 @@ from torch import nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from unitrain.data.order.shares import Shares
 from unitrain.errors import UsageError
 
 
@@ -21,10 +20,10 @@ class PreparedModules:
         shares: how the samples are shared among the processes.
     """
 
-    def __init__(self, shares: Shares) -> None:
+    def __init__(self, shares: tuple[int, ...]) -> None:
         self._originals: MutableMapping[nn.Module, nn.Module] = {}
         self._names: dict[Parameter, str] = {}
-        self.shares = shares
+        self.shares: tuple[int, ...] = shares
         self._replaced: dict[Parameter, Parameter] = {}
         self._swapped: dict[nn.Module, Callable[[], None]] = {}
         self._refusals: dict[nn.Module, Callable[[], None]] = {}
