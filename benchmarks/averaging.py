@@ -11,9 +11,10 @@ bit for bit.
 
 **Over slow links**: two network namespaces, joined by a link that ``tc`` slows down to 100 Mbit/s or 1 Gbit/s, stand
 for two hosts. DDP averages ResNet-18's gradients (45 MB) with each compression, without accumulation and over 4
-micro-batches; an optimizer step is timed. The settings belong to a strategy, so each turn starts one. Its first steps,
-in which buckets are built or compression has not begun, are not counted. Losses are compared on scikit-learn's digits
-over a fast link: the effect of a setting on the loss does not depend on the link. Links need root, iproute2, and a
+micro-batches, or its weights every 32 steps (``local_steps``); an optimizer step is timed. The settings belong to a
+strategy, so each turn starts one. Its first steps, in which buckets are built or compression has not begun, are not
+counted. Losses are compared on scikit-learn's digits over a fast link, where rounds of ``local_steps`` end with the
+epoch, after 22 steps: the effect of a setting on the loss does not depend on the link. Links need root, iproute2, and a
 kernel with tbf; those that can't be made are skipped.
 """
 
@@ -52,7 +53,16 @@ SHORT_ELEMENTS = 2**14  # maximum number of elements of a tensor
 
 COMPRESSIONS: tuple[str, ...] = get_args(StrategyConfig.model_fields["compression"].annotation)
 ACCUMULATIONS = (1, 4)
-PLAIN = ("none", 1)
+PLAIN = "none"
+ROUND = 32
+AVERAGED = {"outer_lr": 1.0, "outer_momentum": 0.0}
+SETTINGS: dict[str, dict[str, Any]] = {
+    **{name if a == 1 else f"{name}, accumulate {a}": {"compression": name, "accumulate": a}
+       for name in COMPRESSIONS for a in ACCUMULATIONS},
+    f"local SGD, {ROUND} steps": {"local_steps": ROUND, **AVERAGED},
+    f"DiLoCo, {ROUND} steps": {"local_steps": ROUND},
+    f"DiLoCo, {ROUND} steps, bf16": {"local_steps": ROUND, "compression": "bf16"},
+}  # fmt: skip
 LINK_LENGTH, SHORT_LINK = (2, 2), (2, 1)  # rounds, and steps per round
 # Warm-up steps, in which buckets are built; PowerSGD starts with two exact steps.
 WARM, WARM_POWERSGD = 1, 3
@@ -131,41 +141,37 @@ def measure_world(model: str, rounds: int, steps_: int, most: int | None, meetin
         return found if strategy.is_main else None
 
 
-def name_of(compression: str, accumulate: int) -> str:
-    """Return the name of a setting in tables."""
-    return compression if accumulate == 1 else f"{compression}, accumulate {accumulate}"
-
-
-def settings_of(compression: str, exact_steps: int) -> dict[str, Any]:
+def settings_of(name: str, exact_steps: int) -> dict[str, Any]:
     """Return a strategy's settings. With PowerSGD, the first ``exact_steps`` steps are not compressed."""
-    settings: dict[str, Any] = {"device": "cpu", "threads_per_process": 1, "compression": compression}
-    return {**settings, "ddp": {"powersgd_start_step": exact_steps}} if compression == "powersgd" else settings
+    settings = {"device": "cpu", "threads_per_process": 1, **SETTINGS[name]}
+    return {**settings, "ddp": {"powersgd_start_step": exact_steps}} if "powersgd" in name else settings
 
 
 def measure_link(rounds: int, steps: int, small: bool) -> Found | None:
     """Measure a step with each setting, in turns, each with its own strategy."""
-    settings = {name_of(c, a): (c, a) for c in COMPRESSIONS for a in ACCUMULATIONS}
-    seconds: dict[str, list[float]] = {name: [] for name in settings}
+    seconds: dict[str, list[float]] = {name: [] for name in SETTINGS}
     main = False
-    for counts, name in turns(list(settings), rounds):
-        compression, accumulate = settings[name]
-        if not counts and name != name_of(*PLAIN):
+    for counts, name in turns(list(SETTINGS), rounds):
+        if not counts and name != PLAIN:
             continue  # each strategy has its own warm-up
-        warm = WARM_POWERSGD if compression == "powersgd" else WARM
-        with unitrain.init(accumulate=accumulate, **settings_of(compression, warm - 1)) as strategy:
+        accumulate = SETTINGS[name].get("accumulate", 1)
+        warm = WARM_POWERSGD if "powersgd" in name else WARM
+        whole = SETTINGS[name].get("local_steps", 1)  # a round begins with the first counted step
+        with unitrain.init(**settings_of(name, warm - 1)) as strategy:
             main = strategy.is_main
             task = (mlp if small else resnet18)(strategy.rank)
             model, optimizer = strategy.prepare(*task.make())
             start = 0.0
-            for step in range(warm + steps):
+            warm, counted = (warm, steps) if whole == 1 else (whole, whole)
+            for step in range(warm + counted):
                 if step == warm:
                     strategy.barrier()
                     start = time.perf_counter()
                 for _ in range(accumulate):
                     strategy.step(task.loss(model(task.inputs)), optimizer)
             if counts:
-                seconds[name].append((time.perf_counter() - start) / steps)
-    return compared(seconds, name_of(*PLAIN)) if main else None
+                seconds[name].append((time.perf_counter() - start) / counted)
+    return compared(seconds, PLAIN) if main else None
 
 
 def measure_learning(seeds: int, epochs: int) -> Found | None:
@@ -175,30 +181,29 @@ def measure_learning(seeds: int, epochs: int) -> Found | None:
     exact = max(2, epochs * (len(images) - held_out) // BATCH // 10)  # a tenth of all steps
     found: Found = {}
     main = False
-    for compression in COMPRESSIONS:
-        for accumulate in ACCUMULATIONS:
-            curves, accuracies = [], []
-            for seed in range(seeds):
-                with unitrain.init(accumulate=accumulate, seed=seed, **settings_of(compression, exact)) as strategy:
-                    main = strategy.is_main
-                    net = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
-                    model, optimizer = strategy.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
-                    train = torch.utils.data.TensorDataset(images[held_out:], labels[held_out:])
-                    loader = strategy.dataloader(train, global_batch_size=BATCH, shuffle=True)
-                    curve = []
-                    for _ in loader.epochs(epochs):
-                        losses = strategy.meter()
-                        for inputs, targets in loader:
-                            loss = F.cross_entropy(model(inputs), targets)
-                            strategy.step(loss, optimizer)
-                            losses.add(mean=loss, count=len(targets))
-                        curve.append(losses.value())
-                    with strategy.evaluation(model):
-                        right = model(images[:held_out]).argmax(1) == labels[:held_out]
-                    curves.append(curve)
-                    accuracies.append(right.double().mean().item())
-            means = [statistics.mean(losses) for losses in zip(*curves, strict=True)]
-            found[name_of(compression, accumulate)] = {"losses": means, "accuracies": accuracies}
+    for name in SETTINGS:
+        curves, accuracies = [], []
+        for seed in range(seeds):
+            with unitrain.init(seed=seed, **settings_of(name, exact)) as strategy:
+                main = strategy.is_main
+                net = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+                model, optimizer = strategy.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
+                train = torch.utils.data.TensorDataset(images[held_out:], labels[held_out:])
+                loader = strategy.dataloader(train, global_batch_size=BATCH, shuffle=True)
+                curve = []
+                for _ in loader.epochs(epochs):
+                    losses = strategy.meter()
+                    for inputs, targets in loader:
+                        loss = F.cross_entropy(model(inputs), targets)
+                        strategy.step(loss, optimizer)
+                        losses.add(mean=loss, count=len(targets))
+                    curve.append(losses.value())
+                with strategy.evaluation(model):
+                    right = model(images[:held_out]).argmax(1) == labels[:held_out]
+                curves.append(curve)
+                accuracies.append(right.double().mean().item())
+        means = [statistics.mean(losses) for losses in zip(*curves, strict=True)]
+        found[name] = {"losses": means, "accuracies": accuracies}
     return found if main else None
 
 
@@ -271,7 +276,7 @@ def tables(found: Found) -> str:
     ]
     seeds = len(next(iter(learned.values()))["accuracies"])
     head = [
-        "compression",
+        "setting",
         *(f"{kind}, ms a step" for kind in found["links"]),
         f"loss and accuracy on digits, {seeds} seeds",
     ]

@@ -113,6 +113,12 @@ class StrategyConfig(Section):
     """Compress gradients: half the bytes (fp16, bf16) or far fewer (powersgd, ddp only); lossy."""
     shard_optimizer: bool = False
     """Divide the optimizer's state and its update over the ranks (ZeRO-1): less memory; fsdp does so in any case."""
+    local_steps: Annotated[int, Field(ge=1, le=10**9)] = 1
+    """Optimizer steps that ranks make alone before they average weights (local SGD, DiLoCo); 1: average gradients."""
+    outer_lr: Annotated[float, Field(gt=0)] = 0.7
+    """With local_steps: learning rate of the outer optimizer; 1, with outer_momentum 0, averages the weights."""
+    outer_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """With local_steps: Nesterov momentum of the outer optimizer."""
     check_in_sync_every: Annotated[int, Field(ge=0, le=10**9)] = 0
     """Steps between checks that all ranks have the same weights, for debugging; 0: never."""
     debug: bool = False
@@ -165,6 +171,7 @@ class StrategyConfig(Section):
             raise conflict("precision", "compression", "fp64 is for exact comparisons, and compression is lossy")
         if self.exact_randomness:
             self._refuse_unreproducible()
+        self._refuse_within_rounds()
         if self.compression == "powersgd":
             if self.deterministic:
                 raise conflict("deterministic", "compression", "powersgd needs DDP's buckets, whose order may vary")
@@ -173,6 +180,26 @@ class StrategyConfig(Section):
             if self.on_nonfinite == "skip":
                 raise conflict("on_nonfinite", "compression", "powersgd carries a skipped gradient into later steps")
         return self
+
+    def _refuse_within_rounds(self) -> None:
+        """Refuse what needs equal weights, or a decision of all ranks, in every step."""
+        if self.local_steps == 1:
+            for name in ("outer_lr", "outer_momentum"):
+                if getattr(self, name) != StrategyConfig.model_fields[name].default:
+                    raise conflict("local_steps", name, "every step averages gradients, so there is no outer optimizer")
+            return
+        reasons = {
+            "sync_batchnorm": (self.sync_batchnorm, "ranks have different weights within a round"),
+            "check_in_sync_every": (self.check_in_sync_every, "ranks have different weights within a round"),
+            "memory_every": (self.memory_every not in ("auto", 0), "ranks have different weights within a round"),
+            "shard_optimizer": (self.shard_optimizer, "each rank has an optimizer state of its own"),
+            "compression": (self.compression == "powersgd", "powersgd compresses gradients: use bf16 or fp16"),
+            "precision": (self.precision == "fp16", "ranks would skip different steps: use bf16"),
+            "on_nonfinite": (self.on_nonfinite == "skip", "ranks would skip different steps"),
+        }
+        for name, (given, reason) in reasons.items():
+            if given:
+                raise conflict("local_steps", name, reason)
 
     def _refuse_unreproducible(self) -> None:
         if self.compile:

@@ -73,6 +73,11 @@ def init(config: StrategyConfig | None = None, **settings: Unpack[StrategySettin
     backend.check(resolved, launch)
     _check_honoured(backend, resolved, launch)
     _check_shares(resolved, launch)
+    if resolved.local_steps > 1 and backend.shards:
+        raise ConfigError(
+            f"local_steps is {resolved.local_steps}, which backend {backend.name} does not support, since ranks have "
+            "shards of one model: use ddp or horovod, or set it to 1."
+        )
     _set_process_state(resolved, launch)
     if launch.rank == 0:
         if resolved.shard_optimizer and backend.shards:

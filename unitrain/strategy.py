@@ -287,6 +287,8 @@ class Strategy:
             >>> with strategy.evaluation(ema):
             ...     logits = model(images)
         """
+        if self.config.local_steps > 1:
+            raise UsageError("ema() averages weights after each step, and with local_steps ranks have different ones.")
         average = EMA(self._prepared, model, decay, self._communicator.to_local)
         self._hooks.add_hook(average)
         return average
@@ -371,6 +373,7 @@ class Strategy:
         """
         if not modules:
             raise UsageError("evaluation() needs the model or models to evaluate: strategy.evaluation(model).")
+        self._step.check_between_rounds("evaluation()")
         self._metric_check.begin()
         with ExitStack() as swaps:
             modules = tuple(swaps.enter_context(one.swapped()) if isinstance(one, EMA) else one for one in modules)
@@ -449,6 +452,7 @@ class Strategy:
         Raises:
             CommunicationError: on every rank, naming the first tensor that differs and the ranks where it does.
         """
+        self._step.check_between_rounds("check_in_sync()")
         check_in_sync(self._communicator, self._prepared.unwrap(module))
 
     def full_tensor(self, tensor: Tensor) -> Tensor:
@@ -574,6 +578,7 @@ class Strategy:
             CheckpointError: the file could not be written, or holds objects that ``load`` would refuse; on every rank.
             UsageError: only some ranks passed modules.
         """
+        self._step.check_between_rounds("save()")
         files.save(self._communicator, self._prepared, value, path)
 
     def load(self, path: str | Path) -> Any:
@@ -669,6 +674,7 @@ class Strategy:
 
         Of an EMA, it is a copy of its model with the averaged weights.
         """
+        self._step.check_between_rounds("export()")
         if isinstance(module, EMA):
             with module.swapped() as averaged:
                 return self.export(averaged)
@@ -733,6 +739,6 @@ def _hooks(
     hooks = Hooks()
     if sharded is not None:
         hooks.add_hook(sharded)
-    if communicator.world_size > 1 and config.broadcast_buffers:
+    if communicator.world_size > 1 and config.broadcast_buffers and config.local_steps == 1:
         hooks.add_hook(BufferSync(communicator, prepared))
     return hooks

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unitrain.checkpoint.names import GROUPS, PARAMS, Name, names_of
-from unitrain.checkpoint.store.located import METRICS, RUN, Manifest
+from unitrain.checkpoint.store.located import LOCAL, METRICS, RUN, Manifest
 from unitrain.communication.communicator import Communicator
 from unitrain.communication.streaming import Form
 from unitrain.config import StrategyConfig
@@ -20,7 +20,10 @@ from unitrain.errors import CheckpointError, UsageError
 from unitrain.training.models.prepared import PreparedModules
 
 # Settings that must not change when a run is resumed. Launcher, backend, world size and timeouts may.
-_TRAINING_SETTINGS = ("seed", "precision", "sync_batchnorm", "clip_norm", "clip_value", "compression")
+_TRAINING_SETTINGS = (
+    "seed", "precision", "sync_batchnorm", "clip_norm", "clip_value", "compression",
+    "local_steps", "outer_lr", "outer_momentum",
+)  # fmt: skip
 # What schedulers of a cycle change beside the learning rate.
 _CYCLED = ("momentum", "betas")
 
@@ -47,7 +50,7 @@ class RunState:
                     f"checkpoint: {name} is a {type(value).__name__}, which has no load_state_dict: pass an object "
                     "with state_dict and load_state_dict, or a dict."
                 )
-            if name in (RUN, METRICS, "") or "/" in name or "\0" in name:
+            if name in (RUN, METRICS, LOCAL, "") or "/" in name or "\0" in name:
                 raise UsageError(f"checkpoint: {name!r} can't be the name of an object, which is that of a file, too.")
         self.objects: dict[str, Any] = objects
         self.prepared: PreparedModules = prepared
@@ -133,7 +136,10 @@ class RunState:
         # A loader's global batch does not depend on the number of micro-batches, and it compares that itself.
         loads = any(isinstance(value, Loader) for value in self.objects.values())
         compared = _TRAINING_SETTINGS if loads else (*_TRAINING_SETTINGS, "accumulate")
-        pairs = [(f"strategy.{name}", manifest.strategy.get(name), own[name]) for name in compared]
+        defaults = StrategyConfig.model_fields  # what an earlier version has not saved
+        pairs = [
+            (f"strategy.{name}", manifest.strategy.get(name, defaults[name].default), own[name]) for name in compared
+        ]
         names = dict.fromkeys([*manifest.config, *self.config])
         pairs += [(name, manifest.config.get(name), self.config.get(name)) for name in names]
         return [f"{name} was {before!r} and is now {now!r}" for name, before, now in pairs if before != now]
@@ -142,7 +148,7 @@ class RunState:
         """Raise CheckpointError unless the outlines of saved states fit this run's objects."""
         # Another tool has saved modules and optimizers only.
         objects = self.objects if manifest.files else {**self.modules, **self.optimizers}
-        saved = outlines.keys() - {RUN, METRICS}
+        saved = outlines.keys() - {RUN, METRICS, LOCAL}
         if set(objects) != saved:
             raise CheckpointError(
                 f"the checkpoint contains {', '.join(sorted(saved))}, but this run has {', '.join(sorted(objects))}: "

@@ -32,6 +32,9 @@ class StrategySettings(TypedDict, total=False):
     on_nonfinite: Literal["stop", "skip", "raise"]
     compression: Literal["none", "fp16", "bf16", "powersgd"]
     shard_optimizer: bool
+    local_steps: int
+    outer_lr: float
+    outer_momentum: float
     check_in_sync_every: int
     debug: bool
     timeout_s: float

@@ -22,6 +22,7 @@ from unitrain.errors import CheckpointError
 SCHEMA = 1
 RUN = "_run"
 METRICS = "_metrics"
+LOCAL = "_local"
 """Parts of a checkpoint that are not an object's state."""
 _LARGEST = 2**26  # bytes that are read of a manifest
 _BLOCK = 2**20

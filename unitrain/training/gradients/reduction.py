@@ -29,7 +29,7 @@ class Reduction:
         self._wire_dtype = HALF_DTYPES.get(config.compression)
         # Libraries that match calls by order would confuse buckets with BatchNorm's collectives.
         self._overlap = backend.matches_by_name or not config.sync_batchnorm
-        self._distributed = communicator.world_size > 1
+        self._distributed = communicator.world_size > 1 and config.local_steps == 1
         self._finishers: dict[Parameter, Finish] = {}
         self._reducers: list[GradientReducer] = []
         self.armed: bool = True

@@ -124,6 +124,7 @@ class TrainingLoop:
     def end(self, iteration: Iteration, *, complete: bool) -> None:
         """Record the end of an iteration. If it is not complete, its batches are forgotten: it does not count."""
         if complete and self.is_training():
+            self._step.end_round()
             self._batches.end(iteration)
             for ended in self._step.hooks.at_epoch_end:
                 ended()

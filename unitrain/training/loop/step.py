@@ -31,8 +31,10 @@ from unitrain.training.loop.nonfinite import NonFinitePolicy
 from unitrain.training.loop.parts import Losses, LossWeights, parts_of, run_parts
 from unitrain.training.loop.weights import Weights
 from unitrain.training.loop.window import Window, Windows
+from unitrain.training.models.buffers import BufferSync
 from unitrain.training.models.prepared import PreparedModules
 from unitrain.training.models.supported import check_scheduler
+from unitrain.training.optimizers.local_sgd import LocalSGD
 
 if TYPE_CHECKING:
     from unitrain.training.optimizers.sharded import ShardedOptimizers
@@ -83,17 +85,19 @@ class TrainingStep:
         self._unscaled = False
         self._pass_boundary = pass_boundary
         self._pulse = communicator.pulse
-        self._distributed = communicator.world_size > 1
+        self._local = LocalSGD(communicator, config) if config.local_steps > 1 else None
+        if self._local is not None:
+            hooks.add_hook(self._local)
+        self._buffers = BufferSync(communicator, prepared) if config.broadcast_buffers else None
+        self._distributed = communicator.world_size > 1 and self._local is None
         self._on_host = communicator.device.type == "cpu"
         self._accumulate = config.accumulate
-        averages = backend.gradient_reduction == "mean"
+        averages = backend.gradient_reduction == "mean" or self._local is not None
         self._weights = Weights(communicator, config.accumulate, scaler, averages=averages)
         self._reduction = Reduction(communicator, backend, config)
         self._guard = _guard(communicator, config)
         self._nonfinite = NonFinitePolicy(communicator, prepared, config.on_nonfinite)
-        self._windows = Windows(
-            communicator, backend, prepared, self._reduction, self._guard, sharded, debug=config.debug
-        )
+        self._windows = Windows(communicator, backend, prepared, self._reduction, self._guard, sharded, config)
         self._first_steps = FirstSteps(
             CopyCheck(communicator),
             LossCheck(config.accumulate, communicator.world_size),
@@ -120,7 +124,12 @@ class TrainingStep:
         self._windows.register(optimizer)
 
     def check_complete(self) -> None:
-        """Warn at the end of a run if the script has left out a batch that looked like one taken ahead."""
+        """Warn at the end of a run if a round is open, or the script has left out a batch, as one taken ahead."""
+        if self._local is not None and self._local.steps and self._communicator.is_main:
+            call_site.warn(
+                f"the run has ended within a round of local_steps: its last {self._local.steps} steps were not "
+                "averaged over the ranks. End it after an epoch, or after the last step of a round."
+            )
         if self.batches.one_is_left_out and self._communicator.is_main:
             call_site.warn(
                 "a loader has yielded a batch more than step() was called for: a batch before the first step of an "
@@ -149,12 +158,40 @@ class TrainingStep:
 
     @property
     def within_window(self) -> bool:
-        """Whether an optimizer has gradients of an accumulation window that is not complete."""
-        return self._windows.any_open
+        """Whether an optimizer has gradients of an accumulation window that is not complete, or a round is not."""
+        return self._windows.any_open or (self._local is not None and self._local.steps > 0)
 
     def at_window_end(self, action: Callable[[], None]) -> None:
-        """Call ``action`` once, after the step that ends all open windows."""
+        """Call ``action`` once, after the step that ends all open windows, and the round of ``local_steps``."""
         self._at_window_end.append(action)
+
+    @property
+    def local(self) -> LocalSGD | None:
+        """The rounds of ``local_steps``, if it is set."""
+        return self._local
+
+    def check_between_rounds(self, call: str) -> None:
+        """Raise UsageError within a round of ``local_steps``."""
+        if self._local is not None and self._local.steps:
+            raise UsageError(
+                f"{call} was called after step {self._local.steps} of a round of {self._local.length} (local_steps), "
+                "within which the ranks have different weights: call it after the last step of a round, or after the "
+                "epoch, which ends one."
+            )
+
+    def end_round(self) -> None:
+        """End the round of ``local_steps``, if one is open: average what the ranks have learned. Collective."""
+        local = self._local
+        if local is None or not local.steps:
+            return
+        with self._pulse.within(_WAITING):
+            [window] = self._windows
+            steps = f"within the {local.steps} steps up to step {self._pulse.step}"
+            if not local.end_round():
+                self._nonfinite.end(self._nonfinite.message(window, steps, distributed=False))
+            if self._buffers is not None and self._communicator.world_size > 1:
+                self._buffers.after_update(window.optimizer, window.parameters, True)
+        self._end_windows()
 
     def expect_next(self, window: Window | None = None) -> None:
         """Let the next forward and backward communicate if they end a window, as far as that is known.
@@ -391,13 +428,19 @@ class TrainingStep:
             self._scaler.unscale_(window.optimizer)
             self._unscaled = True
         stepped, norm = self._step(window, gradients)
-        if not stepped and (self._scaler is None or self._scaler.get_scale() <= 1.0):
+        if not stepped and self._local is not None:
+            self._nonfinite.record(window)
+        elif not stepped and (self._scaler is None or self._scaler.get_scale() <= 1.0):
             self._not_finite(window)
         # else an overflow, which the GradScaler handles until its scale reaches 1
         return stepped, norm
 
     def _end_windows(self) -> None:
         """Run the actions that wait for the end of all open windows, and pass the boundary."""
+        if self._local is not None and self._local.steps:
+            if self._local.steps == self._local.length:
+                self.end_round()
+            return
         if self._at_window_end and not self._windows.any_open:
             actions, self._at_window_end = self._at_window_end, []
             for action in actions:
@@ -444,7 +487,7 @@ class TrainingStep:
 
     def _not_finite(self, window: Window) -> None:
         """Apply ``on_nonfinite``. All ranks call this at the same step."""
-        message = self._nonfinite.message(window, self._pulse.step + 1, distributed=self._distributed)
+        message = self._nonfinite.message(window, f"at step {self._pulse.step + 1}", distributed=self._distributed)
         if self._nonfinite.skips(message):
             return
         for one in self._windows:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from unitrain.communication.backend import Backend
 from unitrain.communication.communicator import Communicator
+from unitrain.config import StrategyConfig
 from unitrain.data.order.sharding import MicroBatch
 from unitrain.errors import UsageError
 from unitrain.training.gradients.guard import GuardedStep
@@ -132,17 +133,16 @@ class Windows:
         reduction: Reduction,
         guard: GuardedStep,
         sharded: ShardedOptimizers | None,
-        *,
-        debug: bool,
+        config: StrategyConfig,
     ) -> None:
         self._device = communicator.device
-        self._distributed = communicator.world_size > 1
+        self._distributed = communicator.world_size > 1 and config.local_steps == 1
         self._backend = backend
         self._prepared = prepared
         self._reduction = reduction
         self._guard = guard
         self._sharded = sharded
-        self._debug = debug
+        self._debug = config.debug
         self._windows: dict[Optimizer, Window] = {}
 
     def __iter__(self) -> Iterator[Window]:

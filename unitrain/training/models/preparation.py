@@ -105,7 +105,8 @@ class Preparation:
                 # Hooks that are added later would make the compiler start again.
                 batch_norm.ignore_stand_ins([module], self._current_batch)
             compile_in_place(module, self._config)
-        wrapped = self._backend.wrap_model(module)
+        averages = self._communicator.world_size == 1 or self._config.local_steps == 1
+        wrapped = self._backend.wrap_model(module) if averages else module
         if values is not None:
             values.fill(plain)
             if values.unknown:
