@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import builtins
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, final, overload
 
@@ -616,6 +616,35 @@ class Strategy:
 
         with self._prepared.training_weights():
             load_weights(self._communicator, self._prepared, module, path)
+
+    def save_weights(self, module: nn.Module, folder: str | Path, *, max_file_size: int = 5 * 10**9) -> None:
+        """Save a model's weights as safetensors, in several files with an index if they are large. Collective.
+
+        With a ``config.json``, transformers' ``from_pretrained`` reads the folder, and so does ``load_weights``. The
+        ranks write the files together, and none has more than one whole tensor of a sharded model. Running statistics
+        of BatchNorm layers that are not synchronised are averaged over the ranks first. Of an EMA, the averaged
+        weights are saved.
+
+        An earlier model in the folder is replaced. If that is interrupted, the folder has no model that can be read.
+
+        Args:
+            module: the model, as ``prepare`` returned it, or an EMA.
+            folder: a path, or a URL that fsspec knows.
+            max_file_size: number of bytes of tensors in a file. A larger tensor has a file of its own.
+
+        Raises:
+            CheckpointError: a file could not be written; on every rank.
+            UsageError: the model has something that safetensors can't hold.
+
+        Example:
+            >>> strategy.save_weights(model, "models/llama-tuned")
+        """
+        from unitrain.checkpoint.saved_weights import save_weights  # few scripts need it
+
+        self._step.check_between_rounds("save_weights()")
+        with module.swapped() if isinstance(module, EMA) else nullcontext(module) as model:
+            batch_norm.average_statistics([model], self._communicator, self.shares)
+            save_weights(self._communicator, self._prepared.unwrap(model), folder, max_file_size)
 
     def checkpoint(
         self,

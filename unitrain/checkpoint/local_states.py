@@ -1,6 +1,7 @@
 """What ranks don't share between the rounds of ``local_steps``: each has an optimizer state of its own.
 
-A checkpoint has rank 0's beside its weights. This is the rest: the states of the outer optimizer, and of the other ranks' optimizers.
+A checkpoint has rank 0's beside its weights. This is the rest: the states of the outer optimizer, and of the other
+ranks' optimizers.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
-_INDEX = ".safetensors.index.json"
+INDEX = ".safetensors.index.json"
 _LARGEST_HEADER = 10**8  # bytes, as in the library safetensors
 _BEGINNING = 2**20  # bytes, in which most headers fit: one request for each file
 _REQUEST = 2**25  # bytes: a request takes as long as a few MB
@@ -161,7 +161,7 @@ class WeightFiles:
         """
         if isinstance(place, Path):
             store, name = (store_at(place), "") if place.is_dir() else (store_at(place.parent), place.name)
-        elif place.rstrip("/").endswith((".safetensors", _INDEX)):
+        elif place.rstrip("/").endswith((".safetensors", INDEX)):
             folder, _, name = place.rstrip("/").rpartition("/")
             store = store_at(folder)
         else:
@@ -170,10 +170,10 @@ class WeightFiles:
             found: list[str] = []
             with _readable(str(store)), suppress(FileNotFoundError):
                 found = store.list()
-            name = next((one for one in ("model.safetensors", f"model{_INDEX}") if one in found), "")
+            name = next((one for one in ("model.safetensors", f"model{INDEX}") if one in found), "")
             if not name:
-                raise CheckpointError(f"{store} has neither model.safetensors nor model{_INDEX}: name the file.")
-        if not name.endswith(_INDEX):
+                raise CheckpointError(f"{store} has neither model.safetensors nor model{INDEX}: name the file.")
+        if not name.endswith(INDEX):
             return WeightFiles(store, [name])
         with _readable(store.shown(name)):
             text = store.get(name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -11,17 +10,15 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from unitrain.checkpoint.saved_weights import NAMES, header
 from unitrain.checkpoint.sharded.opening import OpenCheckpoint, Search, opened
 from unitrain.checkpoint.store.disk import Disk
 from unitrain.checkpoint.store.folder import Folder
 from unitrain.checkpoint.store.located import DamagedError, Located, NotACheckpointError, checkpoint_at
-from unitrain.checkpoint.weights import DTYPES
 from unitrain.commands.arguments import path, sentence
 from unitrain.communication.streaming import Form
 from unitrain.data.structure import rebuilt
 from unitrain.errors import CheckpointError, UsageError
-
-_SAFETENSORS = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def inspect(path: Path) -> int:
@@ -114,18 +111,14 @@ def _whole(saved: OpenCheckpoint, state: Any) -> Any:
 
 def _write_safetensors(file: BinaryIO, name: str, saved: OpenCheckpoint) -> None:
     state = saved.parts[name]
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
+    forms: dict[str, Form] = {}
     for key, value in state.items():
         form = value if isinstance(value, Form) else Form(value) if isinstance(value, Tensor) else None
-        if form is None or form.dtype not in _SAFETENSORS:
+        if form is None or form.dtype not in NAMES:
             kind = type(value).__name__ if form is None else str(form.dtype)
             raise UsageError(f"{key} of {name} is {kind}, which safetensors can't hold: merge into a .pt file.")
-        start, end = end, end + torch.Size(form.shape).numel() * form.dtype.itemsize
-        header[key] = {"dtype": _SAFETENSORS[form.dtype], "shape": list(form.shape), "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    file.write(len(text).to_bytes(8, "little") + text)
+        forms[key] = form
+    file.write(header(forms))
     for value in state.values():
         file.write(saved.tensor(value).contiguous().reshape(-1).view(torch.uint8).numpy().data)
 

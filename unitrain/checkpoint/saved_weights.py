@@ -1,0 +1,170 @@
+"""``strategy.save_weights``: writes a model as files of safetensors with an index, in which Hugging Face reads models.
+
+Each file is written by one rank, a tensor at a time, so that no rank has more than a tensor of a sharded model.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import torch
+from torch import Tensor, nn
+
+from unitrain.checkpoint.store.located import store_at
+from unitrain.checkpoint.store.store import Store
+from unitrain.checkpoint.weights import DTYPES, INDEX
+from unitrain.communication.communicator import Communicator
+from unitrain.errors import CheckpointError, UsageError
+from unitrain.url import parsed
+
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_WHOLE = "model.safetensors"
+_PART = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+
+
+def save_weights(communicator: Communicator, module: nn.Module, folder: str | Path, max_file_size: int) -> None:
+    """See ``Strategy.save_weights``, for an unwrapped module."""
+    if max_file_size < 1:
+        raise UsageError(f"save_weights: max_file_size is {max_file_size}, but must be at least 1 byte.")
+    store, state = store_at(parsed(folder)), _tensors(module)
+    files = _divided(state, max_file_size)
+    writers = communicator.world_size if _all_see(communicator, store) else 1
+    if len(files) > 1:  # until the new index is there, nothing must take new files for old ones
+        communicator.on_main(lambda: _remove(store, (_WHOLE, f"model{INDEX}")))
+    why = ""
+    for first in range(0, len(files), writers):
+        why = _write(communicator, store, state, list(files.items())[first : first + writers]) or why
+    reasons = {rank: said for rank, said in enumerate(communicator.all_gather_data(why)) if said}
+    for rank, said in reasons.items():
+        raise CheckpointError(f"the weights could not be written to {store}: rank {rank}: {said}")
+    communicator.on_main(lambda: _finish(store, state, files))
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors to save, by name. A tied weight has its first name only, as Hugging Face expects."""
+    state: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, value in module.state_dict(keep_vars=True).items():
+        if not isinstance(value, Tensor) or value.dtype not in NAMES or value.layout != torch.strided:
+            what = f"{value.dtype}, {value.layout}" if isinstance(value, Tensor) else type(value).__name__
+            raise UsageError(f"save_weights: {name} is {what}, which safetensors can't hold: use strategy.save.")
+        if id(value) not in seen:
+            seen.add(id(value))
+            state[name] = value.detach()
+    return state
+
+
+def _divided(state: Mapping[str, Tensor], most: int) -> dict[str, list[str]]:
+    """Return the names of the files, with the tensors in each, in order: at most so many bytes, or one tensor."""
+    groups: list[list[str]] = [[]]
+    size = 0
+    for name, tensor in state.items():
+        if groups[-1] and size + tensor.nbytes > most:
+            groups.append([])
+            size = 0
+        groups[-1].append(name)
+        size += tensor.nbytes
+    if len(groups) == 1:
+        return {_WHOLE: groups[0]}
+    return {f"model-{i:05}-of-{len(groups):05}.safetensors": group for i, group in enumerate(groups, 1)}
+
+
+def _all_see(communicator: Communicator, store: Store) -> bool:
+    """Return whether what rank 0 writes to the store is there for all ranks. Collective."""
+
+    def write() -> str:
+        with _explained(store):
+            store.make()
+            store.put(mark := f"{uuid4().hex}.tmp", b"x")
+        return mark
+
+    mark = communicator.on_main(lambda: "" if store.few_writes else write())
+    sees = bool(mark)
+    if mark and not communicator.is_main:
+        try:
+            sees = store.size(mark) == 1
+        except (OSError, CheckpointError):
+            sees = False
+    everywhere = all(communicator.all_gather_data(sees))
+    communicator.on_main(lambda: _remove(store, [mark] if mark else []))
+    return everywhere
+
+
+def _write(
+    communicator: Communicator, store: Store, state: Mapping[str, Tensor], files: list[tuple[str, list[str]]]
+) -> str:
+    """Write files, one by each of the first ranks, and return why this rank's could not be written. Collective."""
+    rank = communicator.rank
+    tensors = _in_turns(communicator, state, [names for _, names in files])
+    why = ""
+    if rank < len(files):
+        name, names = files[rank]
+        try:
+            with store.draft(name) as draft:
+                with open(draft, "wb") as output:
+                    output.write(header({one: state[one] for one in names}))
+                    for tensor in tensors:
+                        output.write(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+                store.put(name, draft)
+        except (OSError, CheckpointError) as error:
+            why = store.reason(error)
+    for _ in tensors:  # which other ranks gather, too
+        pass
+    return why
+
+
+def _in_turns(communicator: Communicator, state: Mapping[str, Tensor], groups: list[list[str]]) -> Iterator[Tensor]:
+    """Yield the whole tensors of this rank's group. All ranks gather the next sharded one of each group together."""
+    for names in zip_longest(*groups):
+        mine = None
+        for rank, name in enumerate(names):
+            if name is not None and (rank == communicator.rank or communicator.is_sharded(state[name])):
+                whole = communicator.full_tensor(state[name])
+                mine = whole if rank == communicator.rank else mine
+        if mine is not None:
+            yield mine
+
+
+def header(state: Mapping[str, Any]) -> bytes:
+    """Return the beginning of a file of safetensors with these tensors, or their forms, in this order."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, one in state.items():
+        start, end = end, end + torch.Size(one.shape).numel() * one.dtype.itemsize
+        entries[name] = {"dtype": NAMES[one.dtype], "shape": list(one.shape), "data_offsets": [start, end]}
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _finish(store: Store, state: Mapping[str, Tensor], files: Mapping[str, list[str]]) -> None:
+    """Write the index of several files, and remove the files of a model that was there before."""
+    with _explained(store):
+        index = f"model{INDEX}"
+        if len(files) > 1:
+            total = sum(tensor.nbytes for tensor in state.values())
+            names = {one: file for file, group in files.items() for one in group}
+            text = json.dumps({"metadata": {"total_size": total}, "weight_map": names}, indent=2)
+            store.put(index, text.encode())
+        kept = {*files, index} if len(files) > 1 else {*files}
+        _remove(store, [one for one in store.list() if _PART.fullmatch(one) and one not in kept])
+
+
+def _remove(store: Store, names: Iterable[str]) -> None:
+    for name in names:
+        store.remove(name)
+
+
+@contextmanager
+def _explained(store: Store) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"weights can't be written to {store}: {store.reason(error)}") from error
