@@ -32,9 +32,9 @@ def unused_parameters(world: World) -> None:
         for step in range(4):
             # All ranks use the left branch, except the last one in even steps.
             branch = [int(step % 2 == 0 and rank == strategy.world_size - 1) for rank in range(strategy.world_size)]
-            rank = strategy.rank
-            own = targets[rank].to(strategy.device)
-            strategy.step(mse_loss(twins.prepared(inputs[rank], branch[rank]), own), twins.optimizer)
+            rank, device = strategy.rank, strategy.device
+            output = twins.prepared(inputs[rank].to(device), branch[rank])
+            strategy.step(mse_loss(output, targets[rank].to(device)), twins.optimizer)
             losses = [
                 mse_loss(twins.expected(*given), its) for *given, its in zip(inputs, branch, targets, strict=True)
             ]
@@ -119,7 +119,8 @@ def adversaries(world: World, accumulate: int) -> None:
         for micro_batch in range(3 * accumulate):
             noise = torch.randn(strategy.world_size, 2, 4, generator=generator, dtype=torch.float64)
             for which, one in enumerate(pair):
-                result = strategy.step(_game(prepared, noise[strategy.rank], which), one.optimizer)
+                own = noise[strategy.rank].to(strategy.device)
+                result = strategy.step(_game(prepared, own, which), one.optimizer)
                 loss = _game(expected, noise.flatten(0, 1), which) / accumulate
                 loss.backward(inputs=list(one.expected.parameters()))  # type: ignore[no-untyped-call]
                 assert result.stepped == ((micro_batch + 1) % accumulate == 0)
