@@ -70,6 +70,8 @@ class SimulatedGroup(Backend):
         self._thread.join()
 
     def _communicate(self) -> None:
+        # It may do the streams' work. OpenMP counts threads for each, and another number would round in another way.
+        torch.set_num_threads(torch.get_num_threads())
         while (work := self._work.get()) is not None:
             work()
 
