@@ -27,7 +27,6 @@ if TYPE_CHECKING:
         UsageError,
     )
     from unitrain.initialize import init
-    from unitrain.job.starting.notebook import notebook_launch
     from unitrain.job.starting.spawn import spawn
     from unitrain.job.watch.stopping import Stopped
     from unitrain.launch.detect import Launch
@@ -58,7 +57,6 @@ __all__ = [
     "UsageError",
     "dump_yaml",
     "init",
-    "notebook_launch",
     "parse_command_line",
     "spawn",
 ]
@@ -72,7 +70,6 @@ _HOMES = {
     "Loader": "data",
     "init": "initialize",
     "Launch": "launch.detect",
-    "notebook_launch": "job.starting.notebook",
     "spawn": "job.starting.spawn",
     "Stopped": "job.watch.stopping",
     "Strategy": "strategy",

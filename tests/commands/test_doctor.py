@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 import sysconfig
-from contextlib import ExitStack
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -15,15 +14,12 @@ import psutil
 import pytest
 import torch
 from bare_environment import BareEnvironment
-from cluster import cluster
 from hosts import joined_hosts
 from needs import HOROVOD
 
-from unitrain.commands.cli import main
 from unitrain.commands.doctor import command
 from unitrain.commands.doctor.command import examine
 from unitrain.commands.doctor.finding import Finding
-from unitrain.commands.doctor.hosts import examine_hosts
 from unitrain.commands.doctor.probes import PROBES
 from unitrain.commands.toolchain import small_mpi_environment
 from unitrain.communication.backend import backend_names
@@ -204,107 +200,3 @@ import dataclasses, json
 from unitrain.commands.doctor.probes import PROBES
 print(json.dumps(dataclasses.asdict(PROBES["host_name"]())))
 """
-
-
-def test_hosts_that_can_t_be_reached(tmp_path: Path) -> None:
-    ssh = tmp_path / "ssh"
-    for said, fix in [
-        ("ssh: Could not resolve hostname node9: Name or service not known", "tee -a"),
-        ("root@node9: Permission denied (publickey,password).", "\nssh-copy-id node9"),
-        ("Host key verification failed.", "ssh-keyscan -H node9"),
-        ("ssh: connect to host node9 port 22: No route to host", "ip route get node9"),
-        ("ssh: connect to host node9 port 22: Connection timed out", "ping -c 3"),
-        ("ssh: connect to host node9 port 22: Connection refused", "openssh-server"),
-        ("kex_exchange_identification: banner line contains invalid characters", "ssh -v node9"),
-    ]:
-        ssh.write_text(f"#!/bin/sh\necho '{said}' >&2\nexit 255\n")
-        ssh.chmod(0o755)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-            (found,) = examine_hosts(["node9"]).values()
-        assert (found.status, found.summary) == ("error", f"ssh fails: {said}")
-        assert fix in str(found.fix)
-
-
-def test_a_host_without_this_python_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "ssh").write_text("#!/bin/sh\necho \"$0: No module named 'unitrain'\" >&2\nexit 1\n")
-    (tmp_path / "ssh").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    (found,) = examine_hosts(["node9"]).values()
-    assert found.summary.endswith("No module named 'unitrain'")
-    assert f"pip install unitrain=={metadata.version('unitrain')}" in str(found.fix)
-
-
-def test_a_list_of_hosts_that_is_none(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--hosts", "node1;node2"]) == 1
-    assert capfd.readouterr().err.startswith("unitrain doctor: --hosts is 'node1;node2', but must be names of hosts")
-
-
-# A library for LD_PRELOAD: what a host's clock shows.
-AN_HOUR_AHEAD = """
-#define _GNU_SOURCE
-#include <dlfcn.h>
-#include <time.h>
-int clock_gettime(clockid_t clock, struct timespec *now) {
-    static int (*real)(clockid_t, struct timespec *);
-    if (!real) real = dlsym(RTLD_NEXT, "clock_gettime");
-    int code = real(clock, now);
-    if (clock == CLOCK_REALTIME) now->tv_sec += 3600;
-    return code;
-}
-"""
-
-
-@pytest.mark.soak
-@pytest.mark.launcher
-def test_other_hosts(tmp_path: Path) -> None:
-    """Two of them are well. The others lack a route, the time, a version or a name, or ask for a password."""
-    (tmp_path / "ahead.c").write_text(AN_HOUR_AHEAD)
-    ahead = tmp_path / "ahead.so"
-    subprocess.run(["gcc", "-shared", "-fPIC", "-o", ahead, tmp_path / "ahead.c", "-ldl"], check=True)
-    for package, version in (("torch", "2.14.0"), ("horovod", "0.27.0")):
-        info = tmp_path / "other" / f"{package}-{version}.dist-info"
-        info.mkdir(parents=True)
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
-    keys = tmp_path / "cluster"
-    keys.mkdir()
-    with cluster(keys, 7) as hosts, ExitStack() as daemons:
-        others = {
-            2: ["-o", f"SetEnv=LD_PRELOAD={ahead}"],
-            3: ["-o", f"SetEnv=PYTHONPATH={tmp_path / 'other'}"],
-            4: ["-o", "AuthorizedKeysFile=none", "-o", "PasswordAuthentication=yes"],
-        }
-        config = keys / "ssh_config"
-        for host, options in others.items():
-            config.write_text(f"Host node{host}\n    Port 2222\n{config.read_text()}")
-            sshd = ["/usr/sbin/sshd", "-D", "-e", "-f", str(keys / "sshd_config"), "-p", "2222", *options]
-            daemon = hosts.start(host, sshd)
-            daemons.callback(daemon.communicate)
-            daemons.callback(daemon.terminate)
-        hosts.start(0, ["ip", "route", "add", "unreachable", hosts.addresses[5]]).communicate()
-        (Path("/etc/netns") / hosts._namespaces[6] / "hosts").write_text(
-            "127.0.1.1 node6\n" + "".join(f"10.98.0.{i + 1} node{i}\n" for i in range(6))
-        )
-        listed = ",".join(f"{name}:2" for name in hosts.names)
-        asked = hosts.start(0, [UNITRAIN, "doctor", "--json", "-H", listed])
-        said = asked.communicate(timeout=280)[0]
-    assert asked.returncode == 1, said
-    found = {name.removeprefix("host "): one for name, one in json.loads(said).items() if name.startswith("host ")}
-    expected = {
-        "node0": ("ok", "node0: this host", None),
-        "node1": ("ok", "node1: reached by ssh", None),
-        "node2": ("warning", "its clock is 3,600 s ahead of this host's", "timedatectl"),
-        "node3": (
-            "error",
-            "torch is 2.14.0, but",
-            f"-m pip install torch=={metadata.version('torch')}",
-        ),
-        "node4": ("error", "Permission denied", "ssh-copy-id node4"),
-        "node5": ("error", "ssh fails: ssh: connect to host node5", "ip route get 10.98.0.6"),
-        "node6": ("warning", "its own name, node6, is a loopback address there", "doctor"),
-    }
-    for name, (status, summary, fix) in expected.items():
-        one = found[name]
-        assert (one["status"], summary in one["summary"]) == (status, True), one
-        assert fix in one["fix"] if fix is not None else one["fix"] is None, one
-    assert "horovod is 0.27.0" in found["node3"]["summary"]

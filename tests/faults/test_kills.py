@@ -11,22 +11,12 @@ from pathlib import Path
 import pytest
 from harness import HOROVODRUN, MPIRUN, MPIRUN_DDP, TORCHRUN, World, note, worlds
 from lives import Killer, assert_undisturbed, begun_again, restarting, train
-from slurm import Slurm, slurm_missing
 
 pytestmark = [pytest.mark.launcher, pytest.mark.soak, pytest.mark.timeout(900), pytest.mark.xdist_group("slurm")]
 
 # The ranks of each start of a job. All but the last are killed.
 SAME, OTHER = (3, 3, 3, 3, 3), (2, 3, 2, 3, 1)
 SRUN = World("srun", "ddp")
-
-
-@pytest.fixture(scope="module")
-def slurm_environ(request: pytest.FixtureRequest) -> dict[str, str]:
-    """What srun needs to find the tests' SLURM, started before the first test, where it can be."""
-    if slurm_missing():
-        return {}
-    running: Slurm = request.getfixturevalue("slurm")
-    return {"SLURM_CONF": running.env["SLURM_CONF"]}
 
 
 @worlds(TORCHRUN, MPIRUN, MPIRUN_DDP, HOROVODRUN, SRUN)

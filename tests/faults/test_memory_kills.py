@@ -22,7 +22,6 @@ from harness import (
     when_step,
     worlds,
 )  # fmt: skip
-from slurm import Slurm, slurm_missing
 
 pytestmark = [pytest.mark.launcher, pytest.mark.soak, pytest.mark.xdist_group("slurm")]
 
@@ -30,15 +29,6 @@ EVERY = 3
 FSDP, FSDP_MPI, SRUN = World("torchrun", "fsdp"), World("mpirun", "fsdp"), World("srun", "fsdp")
 UNITRAIN_RUN = ["unitrain", "run", "--max-restarts", "2", "--"]
 ZERO = {"UNITRAIN_SHARD_OPTIMIZER": "true"}
-
-
-@pytest.fixture(scope="module")
-def slurm_environ(request: pytest.FixtureRequest) -> dict[str, str]:
-    """What srun needs to find the tests' SLURM, started before the first test, where it can be."""
-    if slurm_missing():
-        return {}
-    running: Slurm = request.getfixturevalue("slurm")
-    return {"SLURM_CONF": running.env["SLURM_CONF"]}
 
 
 @pytest.fixture

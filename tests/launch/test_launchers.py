@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import pytest
 from jobs import Job, run_job
 from places import TESTS
-from slurm import Slurm, slurm_missing
+from slurm import slurm_missing
 
 pytestmark = [pytest.mark.launcher, pytest.mark.xdist_group("slurm")]
 
@@ -133,15 +133,6 @@ class Launchers:
         if name not in self._with_cases:
             self._with_cases[name] = self.train(name, cases(name))
         return self._with_cases[name]
-
-
-@pytest.fixture(scope="module")
-def slurm_environ(request: pytest.FixtureRequest) -> dict[str, str]:
-    """What srun needs to find the tests' SLURM, started before the first test, where it can be."""
-    if slurm_missing():
-        return {}
-    running: Slurm = request.getfixturevalue("slurm")
-    return running.env
 
 
 @pytest.fixture(scope="module")

@@ -39,8 +39,7 @@ def test_public_names_are_these() -> None:
     assert sorted(unitrain.__all__) == unitrain.__all__ == [
         "Backend", "BackendError", "CheckpointError", "CommunicationError", "ConfigError", "DataError", "Launch",
         "LaunchError", "Loader", "Meter", "NonFiniteError", "Section", "StepResult", "Stopped", "Strategy",
-        "StrategyConfig", "UnitrainError", "UsageError", "dump_yaml", "init", "notebook_launch",
-        "parse_command_line", "spawn",
+        "StrategyConfig", "UnitrainError", "UsageError", "dump_yaml", "init", "parse_command_line", "spawn",
     ]  # fmt: skip
     assert dir(unitrain) == unitrain.__all__
     assert unitrain.__version__ == version("unitrain")  # type: ignore[attr-defined]
@@ -61,7 +60,7 @@ def test_every_error_is_public_and_in_the_drawing() -> None:
     assert all(error.__name__ in str(errors.__doc__) for error in found)
 
 
-@pytest.mark.parametrize("name", ["Strategy", "Loader", "Meter", "init", "notebook_launch", "spawn"])
+@pytest.mark.parametrize("name", ["Strategy", "Loader", "Meter", "init", "spawn"])
 def test_public_verbs_are_documented(name: str) -> None:
     made = getattr(unitrain, name)
     verbs = {name: made, **(vars(made) if inspect.isclass(made) else {})}
@@ -267,7 +266,7 @@ assert gc.get_freeze_count() <= frozen
 gc.collect()
 assert cycle() is None
 gc.disable()
-unitrain.notebook_launch
+unitrain.spawn
 assert not gc.isenabled()
 """
 

@@ -18,10 +18,8 @@ __all__ = ["expected"]  # the fixture
 pytestmark = [pytest.mark.launcher, pytest.mark.xdist_group("cluster")]
 
 BLOCKS = {block.place: block.text for block in blocks_for(Path(__file__))}
-NUMBERED, DOCTOR, MPICH = (
-    next(place for place, text in BLOCKS.items() if part in text) for part in ("--node-rank", "doctor", " -hosts")
-)
-STARTS = [place for place in BLOCKS if place not in (DOCTOR, MPICH)]
+NUMBERED, MPICH = (next(place for place, text in BLOCKS.items() if part in text) for part in ("--node-rank", " -hosts"))
+STARTS = [place for place in BLOCKS if place != MPICH]
 ENDS_S = 90
 
 
@@ -110,9 +108,3 @@ def test_hosts_that_find_their_own_names_at_the_addresses_that_others_know(
     with cluster(tmp_path / "cluster", 2) as hosts:
         run(hosts, place, str(TRAINS), str(tmp_path))
     assert_trained(tmp_path, expected, world_size=4)
-
-
-@pytest.mark.soak
-def test_the_doctor_finds_nothing_that_keeps_hosts_from_training(tmp_path: Path) -> None:
-    with cluster(tmp_path, 2) as hosts:
-        run(hosts, DOCTOR)

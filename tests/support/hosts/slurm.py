@@ -112,6 +112,15 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
         yield running
 
 
+@pytest.fixture(scope="session")
+def slurm_environ(request: pytest.FixtureRequest) -> dict[str, str]:
+    """What srun needs to find the tests' SLURM, started before the first test, where it can be."""
+    if slurm_missing():
+        return {}
+    running: Slurm = request.getfixturevalue("slurm")
+    return {"SLURM_CONF": running.env["SLURM_CONF"]}
+
+
 @contextmanager
 def local_slurm(folder: Path) -> Iterator[Slurm]:
     """Run SLURM with all its files in ``folder``, and end its processes afterwards."""

@@ -79,8 +79,8 @@ def _check_importable(fn: Callable[..., object]) -> None:
     if main.__spec__ is None and (not os.path.exists(file) if file else fn.__module__ == "__main__"):
         raise UsageError(
             "unitrain.spawn starts processes that import the function again, but this script was read from stdin, "
-            "typed in, or is a notebook: call unitrain.notebook_launch, or put the function into a file, and import it "
-            "from there."
+            "typed in, or is a notebook: put the function into a file, and import it from there; or run the whole "
+            "script from a cell: !torchrun --nproc-per-node 2 train.py."
         )
 
 
