@@ -176,7 +176,13 @@ def test_the_table_ends_with_the_commands(monkeypatch: pytest.MonkeyPatch, capsy
     assert capsys.readouterr().out.splitlines()[-1].strip() == "mpi: pip install 'unitrain[mpi]'"
 
 
-@pytest.mark.parametrize("known", ["127.0.1.1 {name}", "127.0.0.1 localhost {name}", "# {name}"])
+@pytest.mark.parametrize(
+    "known",
+    [
+        "127.0.1.1 {name}",
+        *(pytest.param(k, marks=pytest.mark.soak) for k in ("127.0.0.1 localhost {name}", "# {name}")),
+    ],
+)
 def test_a_host_name_that_leads_nowhere(known: str, tmp_path: Path) -> None:
     """In a network of its own, so that /etc/hosts may be another. What the finding advises mends it."""
     name, hosts = "node-1", tmp_path / "hosts"

@@ -254,7 +254,7 @@ wait -n && wait -n
 
 
 @pytest.mark.usefixtures("forked")
-@pytest.mark.parametrize("kind", ["pbs", "lsf", "flux"])
+@pytest.mark.parametrize("kind", ["flux", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("pbs", "lsf"))])
 def test_a_script_for_a_scheduler(kind: str, expected: Weights, tmp_path: Path) -> None:
     """The scheduler's lines are comments here. Below them, the script does what it does in a job on this host."""
     script, hosts, flux = tmp_path / "job.sh", tmp_path / "hosts", tmp_path / "flux"

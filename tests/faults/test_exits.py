@@ -50,7 +50,7 @@ def test_leaving_before_the_others_have_started(world: World, tmp_path: Path) ->
     assert re.match(r"rank 1 has ended before it joined the job, maybe with exit code 0", end.said(0))
 
 
-@worlds(PLAIN, soak=[TORCHRUN, MPIRUN, MPIRUN_DDP, HOROVODRUN])
+@worlds(soak=[PLAIN, TORCHRUN, MPIRUN, MPIRUN_DDP, HOROVODRUN])
 def test_leaving_while_the_others_wait_for_it_to_join(world: World, tmp_path: Path) -> None:
     end = run(world, tmp_path, steps=STEPS, fault="exit:1:init")
     assert end.job.code != 0

@@ -166,6 +166,7 @@ def test_parameters_stay_the_same_objects_on_a_device_with_tensors_of_another_ty
     assert len(seen) == 1
 
 
+@pytest.mark.soak
 def test_training_and_checkpoints_need_nothing_that_only_linux_has(tmp_path: Path) -> None:
     """In one process, and resumed on two ranks."""
     program = [sys.executable, str(TESTS / "programs" / "without_linux.py"), str(tmp_path)]

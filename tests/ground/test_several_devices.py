@@ -120,7 +120,7 @@ def train_with(devices: tuple[str, str], folder: str, settings: dict[str, Any]) 
     [
         pytest.param("spawn", {"backend": "ddp"}, marks=pytest.mark.soak),
         ("spawn", {"backend": "ddp", "deterministic": True}),  # the core's buckets
-        pytest.param("horovodrun", {"backend": "horovod"}, marks=HOROVOD),
+        pytest.param("horovodrun", {"backend": "horovod"}, marks=[HOROVOD, pytest.mark.soak]),
     ],
 )
 def test_two_ranks_train_the_same_model(

@@ -64,7 +64,7 @@ def ported(backend: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("backend", "launcher", "nprocs"),
-    [("ddp", "spawn", 3), pytest.param("horovod", "horovodrun", 2, marks=HOROVOD)],
+    [pytest.param("ddp", "spawn", 3, marks=pytest.mark.soak), pytest.param("horovod", "horovodrun", 2, marks=HOROVOD)],
 )
 def test_open_clip(backend: str, launcher: Any, nprocs: int) -> None:
     pytest.importorskip("open_clip")

@@ -79,7 +79,7 @@ def ported(backend: str) -> tuple[dict[str, torch.Tensor], float]:
         return strategy.export(model).state_dict(), math.exp(losses.value())
 
 
-@pytest.mark.parametrize(("backend", "nprocs"), [("ddp", 3), ("fsdp", 2)])
+@pytest.mark.parametrize(("backend", "nprocs"), [pytest.param("ddp", 3, marks=pytest.mark.soak), ("fsdp", 2)])
 def test_run_clm_no_trainer(backend: str, nprocs: int) -> None:
     pytest.importorskip("transformers")
     [(theirs, perplexity)] = run_ranks(original, nprocs=1, timeout=120, fresh=True)

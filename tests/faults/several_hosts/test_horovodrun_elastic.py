@@ -127,6 +127,7 @@ class OnTwoNames(World):
         return [made[0], *elastic, *made[1:]]
 
 
+@pytest.mark.soak
 def test_a_rank_is_lost(tmp_path: Path, alone: Path) -> None:
     end = run(OnTwoNames("horovodrun", "horovod"), tmp_path, fault="kill:0:8")
     assert end.job.code == 0, end.job.output

@@ -8,6 +8,8 @@ import textwrap
 import time
 from pathlib import Path
 
+import pytest
+
 from unitrain.job.starting.spawn import spawn_environments
 
 SETTINGS = "backend='ddp', heartbeat_timeout_s=1, timeout_s=3"
@@ -61,6 +63,7 @@ def test_a_reader_of_stdout_that_has_stopped(tmp_path: Path) -> None:
     assert "stopped because it did not exit within 3 s" in said_1.splitlines()[-1]
 
 
+@pytest.mark.soak
 def test_what_still_trains_or_waits_may_stay(tmp_path: Path) -> None:
     """The main threads end at once, and other threads train for longer than a process may stay."""
     script = """

@@ -20,8 +20,14 @@ from torch.utils.data import TensorDataset
 from torchvision.ops import StochasticDepth
 
 import unitrain
-from unitrain import ConfigError, UsageError
+from unitrain import ConfigError, StrategyConfig, UsageError
+from unitrain.communication.backend import load_backend
+from unitrain.communication.communicator import Communicator
+from unitrain.launch.detect import Launch
+from unitrain.pulse import Pulse
 from unitrain.rng import Draw, mix, mixed
+from unitrain.training.loop.batches import OpenBatches
+from unitrain.training.models.exact_randomness import ExactRandomness
 
 WIDTH, LENGTH, SAMPLES, GLOBAL_BATCH = 8, 5, 22, 6
 EXACT = 1e-9
@@ -197,6 +203,14 @@ def test_layers_with_another_first_dimension_are_refused(layer: nn.Module, said:
 def test_settings_that_exclude_it(setting: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"exact_randomness.*{next(iter(setting))}.*mutually exclusive"):
         unitrain.init(exact_randomness=True, **setting)
+
+
+def test_a_device_without_float64_is_refused() -> None:
+    communicator = Communicator(
+        load_backend("single")(StrategyConfig(backend="single"), Launch("python"), torch.device("mps")), Pulse()
+    )
+    with pytest.raises(ConfigError, match=r"exact_randomness draws some numbers in float64, which device mps does not"):
+        ExactRandomness(OpenBatches(), communicator, (1,))
 
 
 def test_evaluations_exports_and_the_process_s_generator_are_as_before() -> None:

@@ -258,7 +258,7 @@ def train_with_all(backend: str) -> dict[str, tuple[Result, int]]:
     ("backend", "world", "launcher"),
     [
         ("ddp", 2, "spawn"),
-        pytest.param("horovod", 3, "horovodrun", marks=HOROVOD),
+        pytest.param("horovod", 3, "horovodrun", marks=[HOROVOD, pytest.mark.soak]),
         pytest.param("ddp", 3, "spawn", marks=pytest.mark.soak),
         pytest.param("horovod", 2, "horovodrun", marks=[HOROVOD, pytest.mark.soak]),
     ],
@@ -297,7 +297,7 @@ def continue_in(backend: str, name: str, epochs: int, folder: str, shards: bool)
 
 
 @HOROVOD
-@pytest.mark.parametrize("name", ["adamw", "shampoo"])
+@pytest.mark.parametrize("name", ["adamw", pytest.param("shampoo", marks=pytest.mark.soak)])
 def test_a_run_continues_in_any_world_with_and_without_it(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -86,9 +86,10 @@ class TrainingStep:
         self._pass_boundary = pass_boundary
         self._pulse = communicator.pulse
         self._local = LocalSGD(communicator, config) if config.local_steps > 1 else None
+        self._buffers: BufferSync | None = None
         if self._local is not None:
             hooks.add_hook(self._local)
-        self._buffers = BufferSync(communicator, prepared) if config.broadcast_buffers else None
+            self._buffers = BufferSync(communicator, prepared) if config.broadcast_buffers else None
         self._distributed = communicator.world_size > 1 and self._local is None
         self._on_host = communicator.device.type == "cpu"
         self._accumulate = config.accumulate

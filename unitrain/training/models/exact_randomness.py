@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from unitrain.communication.communicator import Communicator
 from unitrain.data.order.shares import part_of
+from unitrain.device import precise
 from unitrain.errors import ConfigError, UsageError
 from unitrain.rng import Draw, derived_seed, mixed, seed_torch
 from unitrain.training.hooks import StepHook
@@ -42,9 +43,17 @@ class ExactRandomness(StepHook):
         batches: the batches that loaders have yielded.
         communicator: gives this process's rank and device.
         shares: how the samples are shared among the processes.
+
+    Raises:
+        ConfigError: the device has no float64, in which probabilities are compared.
     """
 
     def __init__(self, batches: OpenBatches, communicator: Communicator, shares: tuple[int, ...]) -> None:
+        if precise(communicator.device) != communicator.device:
+            raise ConfigError(
+                f"exact_randomness draws some numbers in float64, which device {communicator.device} does not have: set "
+                "it to false, or device to cpu."
+            )
         self._batches = batches
         self._rank = communicator.rank
         self._device = communicator.device
