@@ -109,6 +109,8 @@ class StrategyConfig(Section):
     """Return the 2-norm of the gradients in every StepResult, even without clipping."""
     on_nonfinite: Literal["stop", "skip", "raise"] = "stop"
     """What all ranks do when a loss or gradient is NaN or infinite: stop the run, skip the step, or raise."""
+    on_spike: Literal["ignore", "warn", "skip", "stop"] = "ignore"
+    """What all ranks do when the norm of the gradients is far above the last 128 steps' norms; waits for a GPU."""
     compression: Literal["none", "fp16", "bf16", "powersgd"] = "none"
     """Compress gradients: half the bytes (fp16, bf16) or far fewer (powersgd, ddp only); lossy."""
     shard_optimizer: bool = False
@@ -177,8 +179,9 @@ class StrategyConfig(Section):
                 raise conflict("deterministic", "compression", "powersgd needs DDP's buckets, whose order may vary")
             if self.precision == "fp16":
                 raise conflict("precision", "compression", "powersgd carries an overflow into all later steps")
-            if self.on_nonfinite == "skip":
-                raise conflict("on_nonfinite", "compression", "powersgd carries a skipped gradient into later steps")
+            for name in ("on_nonfinite", "on_spike"):
+                if getattr(self, name) == "skip":
+                    raise conflict(name, "compression", "powersgd carries a skipped gradient into later steps")
         return self
 
     def _refuse_within_rounds(self) -> None:
@@ -196,6 +199,7 @@ class StrategyConfig(Section):
             "compression": (self.compression == "powersgd", "powersgd compresses gradients: use bf16 or fp16"),
             "precision": (self.precision == "fp16", "ranks would skip different steps: use bf16"),
             "on_nonfinite": (self.on_nonfinite == "skip", "ranks would skip different steps"),
+            "on_spike": (self.on_spike != "ignore", "ranks have different gradients"),
         }
         for name, (given, reason) in reasons.items():
             if given:

@@ -680,7 +680,7 @@ class Strategy:
         scaler, ranks = self._precision.scaler, self._communicator
         self._checkpoint = Checkpoint(
             ranks,
-            RunState(objects, self._prepared, scaler, ranks, self.config, config or {}),
+            RunState(objects, self._prepared, scaler, ranks, self.config, config or {}, self._step.spikes),
             self._step,
             self._job.stopping,
             self._job.watch,

@@ -334,7 +334,7 @@ class Checkpoint:
         ranks = self._communicator
         self._step.global_step = run["steps"]
         self._writer.go_on_from(run["steps"])
-        self._state.load_scaler(run["scaler"])
+        self._state.load_run(run)
         if len(run["random"]) == ranks.world_size:
             rng.restore(run["random"][ranks.rank])
         else:

@@ -17,6 +17,7 @@ from unitrain.communication.streaming import Form
 from unitrain.config import StrategyConfig
 from unitrain.data import Loader
 from unitrain.errors import CheckpointError, UsageError
+from unitrain.training.loop.spikes import Spikes
 from unitrain.training.models.prepared import PreparedModules
 
 # Settings that must not change when a run is resumed. Launcher, backend, world size and timeouts may.
@@ -43,6 +44,7 @@ class RunState:
         communicator: Communicator,
         settings: StrategyConfig,
         config: Mapping[str, Any],
+        spikes: Spikes | None,
     ) -> None:
         for name, value in objects.items():
             if not isinstance(value, dict) and not callable(getattr(value, "load_state_dict", None)):
@@ -54,7 +56,7 @@ class RunState:
                 raise UsageError(f"checkpoint: {name!r} can't be the name of an object, which is that of a file, too.")
         self.objects: dict[str, Any] = objects
         self.prepared: PreparedModules = prepared
-        self._scaler = scaler
+        self._scaler, self._spikes = scaler, spikes
         self._world_size = communicator.world_size
         self.settings: StrategyConfig = settings
         self.config: dict[str, Any] = dict(config)
@@ -107,12 +109,16 @@ class RunState:
     def run(self, steps: int, random: list[dict[str, Any]]) -> dict[str, Any]:
         """Return the state of the run itself, given the states of the random number generators of each rank."""
         scaler = None if self._scaler is None else self._scaler.state_dict()
-        return {"steps": steps, "scaler": scaler, "random": random, "names": self.names}
+        norms = [] if self._spikes is None else list(self._spikes.norms)
+        return {"steps": steps, "scaler": scaler, "norms": norms, "random": random, "names": self.names}
 
-    def load_scaler(self, state: dict[str, Any] | None) -> None:
-        """Load the state of the GradScaler, if there is one."""
-        if self._scaler is not None and state is not None:
-            self._scaler.load_state_dict(state)
+    def load_run(self, state: Mapping[str, Any]) -> None:
+        """Load the state of the GradScaler, and the norms of gradients, that ``run`` has returned, if they are used."""
+        if self._scaler is not None and state["scaler"] is not None:
+            self._scaler.load_state_dict(state["scaler"])
+        if self._spikes is not None:
+            self._spikes.norms.clear()
+            self._spikes.norms.extend(state.get("norms", []))  # an earlier version has saved none
 
     def about(self, best: int | None) -> dict[str, Any]:
         """Return what the manifest of a checkpoint says, given the step of the best one."""

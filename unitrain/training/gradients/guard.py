@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -25,16 +25,23 @@ class GuardedStep:
     """Clips gradients and steps an optimizer. Changes neither weights nor state if one is non-finite.
 
     Elements are clamped to ``clip_value`` before the norm is computed. ``device`` is that of the first gradient.
+    ``refuses`` is given the norm of finite gradients before clipping, and returns whether there is to be no step.
 
     Attributes:
         all_plain: whether torch's kernel may be given all gradients at once: they are dense, and on ``device``.
     """
 
     def __init__(
-        self, device: torch.device, clip_norm: float | None, clip_value: float | None, measure_norm: bool = False
+        self,
+        device: torch.device,
+        clip_norm: float | None,
+        clip_value: float | None,
+        measure_norm: bool = False,
+        refuses: Callable[[float], bool] | None = None,
     ) -> None:
+        self._refuses = refuses
         self._clip_norm, self._clip_value = clip_norm, clip_value
-        self._takes_norm = measure_norm or clip_norm is not None
+        self._takes_norm = measure_norm or clip_norm is not None or refuses is not None
         self._streams = streams_of(device)
         on_host = self._streams is None
         self._found = torch.zeros((), dtype=torch.float32, device=device)
@@ -42,7 +49,7 @@ class GuardedStep:
         self._found_now = self._found.numpy().item if device.type == "cpu" else self._found.item  # numpy's is faster
         self._one = torch.ones((), dtype=torch.float32, device=device)
         # Clamping makes infinite gradients finite, so they must be checked before it.
-        self._may_flag = not on_host and clip_value is None
+        self._may_flag = not on_host and clip_value is None and refuses is None
         self._norm_tells = self._takes_norm and clip_value is None
         self._only_checks = not self._takes_norm and clip_value is None
         self.all_plain: bool = True
@@ -62,7 +69,7 @@ class GuardedStep:
         """Step if all gradients and ``losses`` are finite.
 
         Returns:
-            Whether the optimizer stepped, and the norm of the gradients if it did and the norm is computed.
+            Whether the optimizer stepped, and the norm of the gradients if it is computed and finite.
         """
         if self._may_flag and gradients and getattr(optimizer, "_step_supports_amp_scaling", False):
             return self._step_flagged(optimizer, parameters, gradients, losses)
@@ -76,6 +83,10 @@ class GuardedStep:
         known = norm is not None and math.isfinite(_added(norm, losses).item())
         if not known and not self._are_finite(gradients, losses):
             return False, None
+        if self._refuses is not None and gradients:
+            whole = self._norm(parameters, gradients) if norm is None else norm
+            if self._refuses(whole.item()):
+                return False, whole
         norm = self._clip(parameters, gradients, norm)
         optimizer.step()
         return True, norm

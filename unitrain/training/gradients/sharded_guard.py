@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -21,9 +21,14 @@ class ShardedGuardedStep(GuardedStep):
     """
 
     def __init__(
-        self, communicator: Communicator, clip_norm: float | None, clip_value: float | None, measure_norm: bool
+        self,
+        communicator: Communicator,
+        clip_norm: float | None,
+        clip_value: float | None,
+        measure_norm: bool,
+        refuses: Callable[[float], bool] | None = None,
     ) -> None:
-        super().__init__(communicator.device, clip_norm, clip_value, measure_norm)
+        super().__init__(communicator.device, clip_norm, clip_value, measure_norm, refuses)
         self._communicator = communicator
         # What is in host memory is checked there, and stepped there: no optimizer reads a flag on the GPU.
         self._may_flag = self._may_flag and not communicator.offloads

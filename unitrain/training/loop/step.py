@@ -29,6 +29,7 @@ from unitrain.training.loop.checks import CopyCheck, DirectStepCheck, FirstSteps
 from unitrain.training.loop.loss_check import LossCheck
 from unitrain.training.loop.nonfinite import NonFinitePolicy
 from unitrain.training.loop.parts import Losses, LossWeights, parts_of, run_parts
+from unitrain.training.loop.spikes import Spikes
 from unitrain.training.loop.weights import Weights
 from unitrain.training.loop.window import Window, Windows
 from unitrain.training.models.buffers import BufferSync
@@ -48,7 +49,7 @@ class StepResult(NamedTuple):
     grad_norm: Tensor | None = None
     """2-norm of the gradients before clipping, with ``clip_norm`` or ``grad_norm``; the same on all ranks."""
     skipped: bool = False
-    """Whether the step was skipped because a loss or a gradient was non-finite."""
+    """Whether the step was skipped because a loss or a gradient was non-finite, or of a spike (``on_spike``)."""
 
 
 _WAITING = "step"  # phase of the pulse while gradients are averaged
@@ -64,6 +65,7 @@ class TrainingStep:
     Attributes:
         hooks: what happens around a step.
         batches: the batches that loaders have yielded.
+        spikes: what applies ``on_spike``, if it is set.
     """
 
     def __init__(
@@ -96,7 +98,8 @@ class TrainingStep:
         averages = backend.gradient_reduction == "mean" or self._local is not None
         self._weights = Weights(communicator, config.accumulate, scaler, averages=averages)
         self._reduction = Reduction(communicator, backend, config)
-        self._guard = _guard(communicator, config)
+        self.spikes: Spikes | None = None if config.on_spike == "ignore" else Spikes(communicator, config.on_spike)
+        self._guard = _guard(communicator, config, self.spikes)
         self._nonfinite = NonFinitePolicy(communicator, prepared, config.on_nonfinite)
         self._windows = Windows(communicator, backend, prepared, self._reduction, self._guard, sharded, config)
         self._first_steps = FirstSteps(
@@ -429,7 +432,11 @@ class TrainingStep:
             self._scaler.unscale_(window.optimizer)
             self._unscaled = True
         stepped, norm = self._step(window, gradients)
-        if not stepped and self._local is not None:
+        if not stepped and norm is not None:
+            if self.spikes is not None and self.spikes.stops:
+                self._clear_complete()
+                self.spikes.end()
+        elif not stepped and self._local is not None:
             self._nonfinite.record(window)
         elif not stepped and (self._scaler is None or self._scaler.get_scale() <= 1.0):
             self._not_finite(window)
@@ -489,17 +496,21 @@ class TrainingStep:
     def _not_finite(self, window: Window) -> None:
         """Apply ``on_nonfinite``. All ranks call this at the same step."""
         message = self._nonfinite.message(window, f"at step {self._pulse.step + 1}", distributed=self._distributed)
-        if self._nonfinite.skips(message):
-            return
-        for one in self._windows:
-            if one.complete:  # others that shared the loss
-                one.clear()
+        if not self._nonfinite.skips(message):
+            self._clear_complete()
+            self._nonfinite.end(message)
+
+    def _clear_complete(self) -> None:
+        """Drop the gradients of all complete windows, since the run ends."""
+        for window in self._windows:
+            if window.complete:  # others share the loss
+                window.clear()
         if self._scaler is not None:
             self._update_scale(self._scaler)
-        self._nonfinite.end(message)
 
 
-def _guard(communicator: Communicator, config: StrategyConfig) -> GuardedStep:
+def _guard(communicator: Communicator, config: StrategyConfig, spikes: Spikes | None) -> GuardedStep:
+    given = config.clip_norm, config.clip_value, config.grad_norm, None if spikes is None else spikes.found
     if communicator.shards_parameters:
-        return ShardedGuardedStep(communicator, config.clip_norm, config.clip_value, config.grad_norm)
-    return GuardedStep(communicator.device, config.clip_norm, config.clip_value, config.grad_norm)
+        return ShardedGuardedStep(communicator, *given)
+    return GuardedStep(communicator.device, *given)
