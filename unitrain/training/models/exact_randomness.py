@@ -45,14 +45,14 @@ class ExactRandomness(StepHook):
         shares: how the samples are shared among the processes.
 
     Raises:
-        ConfigError: the device has no float64, in which probabilities are compared.
+        ConfigError: the device has no float64, which some draws need.
     """
 
     def __init__(self, batches: OpenBatches, communicator: Communicator, shares: tuple[int, ...]) -> None:
         if precise(communicator.device) != communicator.device:
             raise ConfigError(
-                f"exact_randomness draws some numbers in float64, which device {communicator.device} does not have: set "
-                "it to false, or device to cpu."
+                f"exact_randomness draws some numbers in float64, which device {communicator.device} does not have: "
+                "set it to false, or device to cpu."
             )
         self._batches = batches
         self._rank = communicator.rank
