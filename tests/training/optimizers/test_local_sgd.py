@@ -157,6 +157,8 @@ def not_finite() -> tuple[str, bool]:
         model = net()
         prepared, optimizer = strategy.prepare(model, SGD(model.parameters(), lr=0.1))
         before = flat(model)
+        with pytest.raises(UsageError, match=r"strategy\.step"):
+            optimizer.step()
         for step in range(STEPS - 1):
             loss = prepared(torch.ones(2, 4) * (1 + strategy.rank)).sum()
             strategy.step(loss * torch.nan if (step, strategy.rank) == (1, 1) else loss, optimizer)

@@ -107,7 +107,7 @@ class TrainingStep:
             LossCheck(config.accumulate, communicator.world_size),
             SchedulerCheck(pending=communicator.is_main),
         )
-        self._direct_steps = DirectStepCheck(prepared.has) if self._distributed else None
+        self._direct_steps = DirectStepCheck(prepared.has) if communicator.world_size > 1 else None
         self._at_window_end: list[Callable[[], None]] = []
 
     @property
@@ -465,8 +465,9 @@ class TrainingStep:
             before(window.optimizer, window.parameters)
         stepped, norm = False, None
         try:
-            if self._direct_steps is not None:  # reduced gradients show every rank's loss
+            if self._direct_steps is not None:
                 self._direct_steps.allowed = True
+            if self._distributed:  # reduced gradients show every rank's loss
                 stepped, norm = self._guard(window.optimizer, window.parameters, gradients, ())
             elif window.loss_is_finite:
                 # No NaN was added to a gradient: the guard checks the losses as well.
