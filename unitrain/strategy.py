@@ -27,7 +27,6 @@ from unitrain.errors import UsageError
 from unitrain.job.job import join
 from unitrain.launch.detect import Launch
 from unitrain.metrics import torchmetric
-from unitrain.metrics.early_stopping import EarlyStopping, Mode
 from unitrain.metrics.meter import Meter
 from unitrain.metrics.throughput import Throughput
 from unitrain.pulse import CLOSING
@@ -292,25 +291,6 @@ class Strategy:
         average = EMA(self._prepared, model, decay, self._communicator.to_local)
         self._hooks.add_hook(average)
         return average
-
-    def early_stopping(self, mode: Mode = "max", patience: int = 5, min_delta: float = 0.0) -> EarlyStopping:
-        """Return an object that decides, identically on all ranks, when a metric has stopped improving.
-
-        Args:
-            mode: whether the metric is to become as large (``max``) or as small (``min``) as possible.
-            patience: number of evaluations in a row without an improvement after which to stop.
-            min_delta: an improvement is a difference from the best value of more than this.
-
-        Raises:
-            UsageError: an argument is out of range.
-
-        Example:
-            >>> stopping = strategy.early_stopping(mode="max", patience=5)
-            >>> improved = stopping.update(accuracy.value())
-            >>> if stopping.should_stop:
-            ...     break
-        """
-        return EarlyStopping(self._communicator, mode, patience, min_delta)
 
     def find_micro_batch_size(
         self,
