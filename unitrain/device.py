@@ -99,8 +99,7 @@ def pick_device(setting: str, launch: Launch) -> torch.device:
     else:
         raise LaunchError(
             f"local rank {launch.local_rank} has no device: {launch.launcher} started {launch.local_world_size} "
-            f"processes on this host, and {visible} devices of type {kind} are visible. Start at most {visible} "
-            "processes per host, or use device cpu."
+            f"processes on this host, with {visible} visible devices of type {kind}. Start fewer, or use device cpu."
         )
     torch.accelerator.set_device_index(index)
     device = torch.device(kind, index)

@@ -50,8 +50,7 @@ class FSDPBackend(ProcessGroupBackend):
         settings = config.section(cls.name, FSDPSettings)
         if settings.cpu_offload and config.precision == "fp16":
             raise ConfigError(
-                "fsdp.cpu_offload does not support precision fp16, with a loss scale on the GPU: set precision to "
-                "bf16, or fsdp.cpu_offload to false."
+                "fsdp.cpu_offload does not support fp16: set precision to bf16, or fsdp.cpu_offload to false."
             )
         if settings.shards == "host" and launch.world_size % launch.local_world_size:
             raise ConfigError(
@@ -155,8 +154,8 @@ class FSDPBackend(ProcessGroupBackend):
             return super().copy_module(module)
         if not dist.is_initialized():
             raise UsageError(
-                "a sharded model can't be exported after strategy.close(), when its weights can't be gathered any "
-                "more: call export() before."
+                "a sharded model can't be exported after strategy.close(): its weights can't be gathered any more. "
+                "Call export() before."
             )
         return self._modules[module].copy()
 
@@ -210,8 +209,7 @@ class FSDPBackend(ProcessGroupBackend):
         self._used.add(parameter)
         if leaf.grad is not None and leaf.grad.is_sparse:
             raise UsageError(
-                f"{self._names[parameter]} has a sparse gradient, which FSDP does not support: create its layer with "
-                "sparse=False."
+                f"{self._names[parameter]} has a sparse gradient, which FSDP lacks: create its layer with sparse=False."
             )
 
     def _drop_unused(self, parameters: Sequence[Parameter]) -> None:

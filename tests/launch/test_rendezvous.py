@@ -336,7 +336,7 @@ def test_host_is_unknown() -> None:
 
 def test_host_of_rank_0_is_not_told() -> None:
     launch = replace(rank_0_of_2(""), launcher="srun", address=None)
-    with pytest.raises(LaunchError, match=r"does not say on which host rank 0 is\. Set MASTER_ADDR to that host, "):
+    with pytest.raises(LaunchError, match=r"does not say on which host rank 0 is\. Set MASTER_ADDR to the first line "):
         rendezvous(launch, 5)
 
 

@@ -127,10 +127,7 @@ class Communicator:
         if work.is_complex():
             raise UsageError("all_reduce does not support complex tensors: pass torch.view_as_real(tensor).")
         if op == "mean" and not work.is_floating_point():
-            raise UsageError(
-                f"the mean of a {tensor.dtype} tensor is not a {tensor.dtype}: convert the tensor to a floating-point "
-                "dtype first."
-            )
+            raise UsageError(f"the mean of a {tensor.dtype} tensor is not a {tensor.dtype}: pass tensor.float().")
         if work.dtype == torch.bool:
             work = work.to(torch.int64 if op == "sum" else torch.uint8)
         elif op == "sum" and not work.is_floating_point():
@@ -252,8 +249,7 @@ class Communicator:
         if (digests != digests[0]).any():
             forms = by_rank(enumerate(self.all_gather_data(form)))
             raise UsageError(
-                f"all_gather needs tensors of the same shape and dtype on all ranks, but got {forms}: pad them, or use "
-                "all_gather_object."
+                f"all_gather needs the same shape and dtype on all ranks, but got {forms}: pad, or use gather."
             )
 
     def _communicable(self, tensor: Tensor, verb: str) -> Tensor:
@@ -302,10 +298,7 @@ class Communicator:
         return self
 
     def __reduce__(self) -> Any:
-        raise UsageError(
-            "an object that communicates can't be pickled: save a model's state with strategy.save, or use "
-            "strategy.export."
-        )
+        raise UsageError("an object that communicates can't be pickled: use strategy.save or strategy.export.")
 
 
 def _check_range(total: Tensor, dtype: torch.dtype) -> None:
@@ -313,8 +306,7 @@ def _check_range(total: Tensor, dtype: torch.dtype) -> None:
     held = torch.iinfo(dtype)
     if total.numel() and not held.min <= int(total.min()) <= int(total.max()) <= held.max:
         raise UsageError(
-            f"the sum over the ranks is outside of the range of {dtype}, {held.min} to {held.max}: pass "
-            "tensor.to(torch.int64)."
+            f"the sum over the ranks is not within {held.min} to {held.max} ({dtype}): pass tensor.to(torch.int64)."
         )
 
 

@@ -130,6 +130,5 @@ def _check_same_forms(forms: list[str]) -> None:
     """Raise UsageError, on all ranks, if they give different structures, dtypes or shapes of a row."""
     if len(set(forms)) > 1:
         raise UsageError(
-            "gather needs the same structure, dtypes and shapes of rows on all ranks, but got "
-            f"{by_rank(enumerate(forms))}."
+            f"gather needs the same structure, dtypes and row shapes on all ranks, but got {by_rank(enumerate(forms))}."
         )

@@ -90,10 +90,7 @@ class _FailureHook:
             reason = "" if isinstance(error, UnitrainError) else f": {summary(error)}"
             who = f"rank {launch.rank} of {launch.world_size} on {socket.gethostname()} (pid {os.getpid()})"
             if reason and job.is_secondary(error):
-                reason += (
-                    ". Another rank has ended, or has made other calls than this one: run with UNITRAIN_DEBUG=true to "
-                    "see which."
-                )
+                reason += ". Another rank has ended, or has made other calls: UNITRAIN_DEBUG=true shows which."
             print_stderr(f"unitrain: {who} failed{reason}")
         if launch.world_size > 1 or isinstance(error, UnitrainError):
             exit_now(code)

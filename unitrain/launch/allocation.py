@@ -88,7 +88,6 @@ def address_of_rank_0(launch: Launch, environ: Mapping[str, str]) -> str | None:
     if launch.rank == 0 and addresses_of(host) and not is_here(host):
         raise LaunchError(
             f"the ranks would meet at {host}, the first host of the scheduler's list, but rank 0 is on "
-            f"{socket.gethostname()}. Set MASTER_ADDR to that host and MASTER_PORT to a port that is free there, or "
-            "install mpi4py with the site's MPI."
+            f"{socket.gethostname()}. Set MASTER_ADDR and MASTER_PORT, or install mpi4py with the site's MPI."
         )
     return f"{host}:{port}"

@@ -31,8 +31,7 @@ def synchronise(metric: M, communicator: Communicator, current_batch: CurrentBat
     metrics = [one for one in modules if _is_metric(one)]
     if not metrics:
         raise UsageError(
-            f"metric() takes a torchmetrics Metric or MetricCollection, not {type(metric).__name__}. For a mean, use "
-            "strategy.meter()."
+            f"metric() takes torchmetrics' metrics, not {type(metric).__name__}. For a mean, use strategy.meter()."
         )
 
     def synchronise_states(self: Any, dist_sync_fn: object = None, process_group: object = None) -> None:
@@ -138,8 +137,7 @@ def _unless_stand_in(update: Callable[..., None], current_batch: CurrentBatch) -
 def _synchronised(metric: Any, communicator: Communicator) -> dict[str, Any]:
     """Return the states of a metric over all ranks. Collective.
 
-    torchmetrics' own way needs lists of the same length on all ranks, and fails if a rank has no rows of a state. Some
-    of its metrics call torch.distributed.
+    torchmetrics' own way needs lists of one length on all ranks, rows on each, and, for some, torch.distributed.
     """
     reductions = metric._reductions
     states = {name: getattr(metric, name) for name in reductions}

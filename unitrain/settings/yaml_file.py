@@ -15,8 +15,7 @@ def read(name: str) -> dict[str, Any]:
     """Return the settings of a YAML file; ``name`` is its path, as the user wrote it.
 
     Raises:
-        ConfigError: the file can't be read, is not UTF-8, not YAML or not a mapping, or has a duplicate key or a tag
-            of a Python object.
+        ConfigError: the file can't be read, is not a mapping in YAML, or has a duplicate key or an object's tag.
     """
     try:
         with open(name, encoding="utf-8-sig") as file:

@@ -32,8 +32,7 @@ Launcher: TypeAlias = str | Environments
 the name of a real launcher, in seconds."""
 
 _FORKSERVER = multiprocessing.get_context("forkserver")
-# pytest, because every child imports the parent's main module, which imports it; torch's compiler, because the first
-# step of any optimizer imports it (2 s).
+# pytest: every child imports the parent's main module. torch's compiler: an optimizer's first step imports it (2 s).
 _PRELOADED = [
     "pytest", "torch._dynamo", "torch._inductor", "unitrain.initialize", "unitrain.data", "unitrain.testing.duties",
 ]  # fmt: skip

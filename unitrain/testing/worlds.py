@@ -54,8 +54,7 @@ class World:
     def open(self, **settings: Any) -> Strategy:
         """Start a strategy on a rank, by default in float64 and with a short timeout.
 
-        It uses one thread: models are small, and on busy cores, threads that wait for one another are many times
-        slower.
+        It uses one thread: models are small, and threads that wait for one another on busy cores are far slower.
         """
         common = {"backend": self.backend, "precision": "fp64", "device": "cpu", "timeout_s": 30}
         return unitrain.init(**{**common, "threads_per_process": 1, **settings})

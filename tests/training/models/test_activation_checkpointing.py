@@ -183,7 +183,7 @@ def test_blocks_that_do_not_exist_are_refused_with_those_that_do() -> None:
     replaced.blocks[1].forward = lambda x, shift: x
     with (
         _open(backend="single", activation_checkpointing=True) as strategy,
-        pytest.raises(ConfigError, match="a Block with an attribute in place of its forward"),
+        pytest.raises(ConfigError, match="a Block whose forward is an attribute"),
     ):
         strategy.prepare(replaced)
 

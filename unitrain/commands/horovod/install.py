@@ -54,8 +54,7 @@ def install_horovod(
     version, console = str(version), Console(soft_wrap=True, highlight=False)
     if find_spec("pip") is None:
         raise BackendError(
-            "This environment has no pip, which is needed to install Horovod: python -m ensurepip (or: uv pip install "
-            "pip)"
+            "This environment has no pip, which installs Horovod: python -m ensurepip (or: uv pip install pip)"
         )
     nccl = "nccl" if gpu == "nccl" or (gpu == "auto" and torch.cuda.is_available()) else None
     mpi = None if without_mpi else find_mpi()

@@ -54,8 +54,7 @@ def authenticate(
     given = environ.get(SECRET, "")
     if given and len(given) < _FEWEST_CHARACTERS:
         raise ConfigError(
-            f"{SECRET} has {len(given)} characters, but must have at least {_FEWEST_CHARACTERS}: a shorter one can be "
-            f"guessed. {_REMEDY}"
+            f"{SECRET} has {len(given)} characters, but needs {_FEWEST_CHARACTERS}, or it can be guessed. {_REMEDY}"
         )
     nonce = secrets.token_bytes(_BYTES)
     in_file = not given and launch.local_world_size == launch.world_size
@@ -84,8 +83,7 @@ def _exchange(communicator: Communicator, nonce: bytes, *, has_variable: bool) -
     lacking = [rank for rank, has in enumerate(gathered[:, 0].tolist()) if not has]
     if 0 < len(lacking) < communicator.world_size:
         raise ConfigError(
-            f"{SECRET} is set on some ranks, but not on rank {listed(lacking)}: ranks of one job share their secret. "
-            f"{_REMEDY}"
+            f"{SECRET} is set on some ranks, but not on rank {listed(lacking)}: ranks share their secret. {_REMEDY}"
         )
     return gathered[:, 1:].contiguous().numpy().tobytes()
 

@@ -49,8 +49,7 @@ def _watch(launch: Launch, config: StrategyConfig, joined: threading.Event) -> N
     patience_s = min(config.heartbeat_timeout_s, config.timeout_s)
     ranks = LocalRanks(launch)
     began = checked_at = time.monotonic()
-    # Launchers start all ranks of a host at once. Without one, a rank may come any time: only one that was seen can
-    # be missed.
+    # Launchers start all ranks of a host at once. Without one, only a rank that was seen can be missed.
     all_started = launch.launcher != "env" and ranks.all_visible()
     seen_at = dict.fromkeys(range(launch.local_world_size), began) if all_started else {}
     while not joined.wait(min(_CHECK_S, patience_s / 5)):
@@ -72,8 +71,7 @@ def _watch(launch: Launch, config: StrategyConfig, joined: threading.Event) -> N
         elif now - began > 1.5 * config.timeout_s:
             reason = (
                 f"the ranks have not all joined the job within {now - began:.0f} s (timeout_s is "
-                f"{config.timeout_s:g}): check that all {launch.world_size} processes are running, and that their "
-                "hosts can reach one another"
+                f"{config.timeout_s:g}): check that all {launch.world_size} are running, and can reach one another"
             )
             is_first = launch.rank == 0
         else:

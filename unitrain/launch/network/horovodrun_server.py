@@ -38,8 +38,7 @@ def share(offer: str | None, server: str, timeout: timedelta) -> str:
 def await_all(launch: Launch, server: str, timeout_s: float) -> None:
     """Wait at the server of horovodrun's elastic driver until every rank has come there. Collective.
 
-    Horovod's own rendezvous would abort the process if a rank never came, for example one on a host that was added and
-    can't start processes.
+    Horovod's own rendezvous would abort the process if a rank never came, as on a host that can't start processes.
 
     Raises:
         CommunicationError: a rank did not come in time, or the server does not answer.

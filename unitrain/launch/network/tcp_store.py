@@ -45,8 +45,7 @@ def join_store(host: str, port: int, launch: Launch, timeout: timedelta) -> TCPS
         if time.monotonic() > deadline:
             raise CommunicationError(
                 f"rank {launch.rank} of {launch.world_size} waited {timeout.total_seconds():g} s for rank 0 at "
-                f"{host}:{port}, but nothing listens there. Check that rank 0 is running, and that this host can reach "
-                "that address (firewall, MASTER_ADDR)."
+                f"{host}:{port}, but nothing listens there: check that rank 0 runs, the firewall and MASTER_ADDR."
             )
         time.sleep(_RETRY_S)
     joined: Future[TCPStore] = Future()
@@ -61,8 +60,7 @@ def join_store(host: str, port: int, launch: Launch, timeout: timedelta) -> TCPS
     if wait([joined], _ANSWER_S).not_done and _listens(host, port) and not _is_store(host, port):
         raise LaunchError(
             f"the rendezvous address of {launch.launcher} is {host}:{port}, but another program than rank 0 listens "
-            "there. End that program (ss -ltnp on that host shows it), or set MASTER_ADDR and MASTER_PORT to another "
-            "address.",
+            "there. End it (ss -ltnp on that host shows it), or set MASTER_ADDR and MASTER_PORT to another address.",
             on_all_ranks=launch.local_rank > 0,
         )
     return joined.result()

@@ -57,8 +57,7 @@ def _check(block: nn.Module) -> None:
     kind = type(block).__name__
     if "forward" in vars(block):
         raise ConfigError(
-            f"activation_checkpointing does not support a {kind} with an attribute in place of its forward: override "
-            "forward in a subclass."
+            f"activation_checkpointing does not support a {kind} whose forward is an attribute: use a subclass."
         )
     for name, layer in block.named_modules():
         if isinstance(layer, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)):
@@ -72,8 +71,7 @@ def _check(block: nn.Module) -> None:
 def apply(block: nn.Module) -> None:
     """Checkpoint the activations of a block, in place.
 
-    Only its forward changes: parameters, buffers, hooks and state dict keys stay the same. The hooks of the block
-    itself are not run again.
+    Parameters, buffers, hooks and state dict keys stay the same. The hooks of the block itself are not run again.
     """
     block.forward = partial(_checkpointed, block.forward)
 

@@ -37,9 +37,8 @@ class _Slot(NamedTuple):
 class BufferSync(StepHook):
     """Broadcasts changed buffers of the prepared modules after each step.
 
-    Whether a buffer has changed is known from its version, without reading it. The ranks agree on that in a small
-    all-reduce, which overlaps the next step: a buffer that changes for the first time after the second step is
-    broadcast one step later.
+    A buffer's version tells whether it has changed. The ranks agree on that in a small all-reduce, which overlaps the
+    next step: a buffer that changes for the first time after the second step is broadcast one step later.
     """
 
     def __init__(self, communicator: Communicator, prepared: PreparedModules) -> None:

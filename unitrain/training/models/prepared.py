@@ -117,8 +117,7 @@ class PreparedModules:
         if replaced:
             raise UsageError(
                 f"the optimizer has {len(replaced)} parameters ({', '.join(replaced[:3])}, ...) that prepare() has "
-                "replaced, so it would change nothing: pass the optimizer to prepare(), with the model or "
-                "after it."
+                "replaced, so it would change nothing: pass the optimizer to prepare(), with or after the model."
             )
         if missing:
             shapes = ", ".join(str(tuple(p.shape)) for p in missing[:3])

@@ -57,8 +57,7 @@ def check_optimizer(optimizer: Optimizer, *, shards_parameters: bool) -> None:
     """Raise UsageError if an optimizer does not work with ``strategy.step``, or not with sharded parameters."""
     if isinstance(optimizer, LBFGS):
         raise UsageError(
-            "LBFGS evaluates the loss several times per step, which strategy.step does not support: use it without "
-            "strategy.prepare, in a single process."
+            "LBFGS evaluates the loss several times per step: use it without the strategy, in a single process."
         )
     if shards_parameters and isinstance(optimizer, Adafactor):
         raise UsageError(

@@ -134,8 +134,7 @@ class EMA(nn.Module, StepHook):
             self._exchange()
         if changed:
             raise UsageError(
-                f"the model's weights ({changed}) were changed within ema.swapped(), where they are the averaged ones: "
-                "train, and load weights, outside."
+                f"the averaged weights ({changed}) were changed within ema.swapped(): train and load weights outside."
             )
 
     @torch.no_grad()

@@ -123,10 +123,7 @@ class _ShardedOptimizer:
     def _enter(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Give the optimizer the parameters of this rank."""
         if self._communicator.closed:
-            raise UsageError(
-                "an optimizer was stepped after strategy.close(), when each rank has a part of its state only "
-                "(shard_optimizer): step it before."
-            )
+            raise UsageError("with shard_optimizer, an optimizer can't step after strategy.close(): step it before.")
         self._depth += 1
         if self._depth > 1:
             return
@@ -189,9 +186,8 @@ def _refuse_own_state_dict(optimizer: Optimizer) -> None:
     hook.remove()
     if not called:
         raise UsageError(
-            f"shard_optimizer does not support {type(optimizer).__name__}, since its state_dict() does not call "
-            "state_dict() of torch.optim.Optimizer, and would return the state of one rank's parameters only: have it "
-            "do so, or set shard_optimizer to false."
+            f"shard_optimizer does not support {type(optimizer).__name__}: its state_dict() would return one rank's "
+            "state, since it does not call torch.optim.Optimizer's. Have it do so, or set shard_optimizer to false."
         )
 
 

@@ -178,8 +178,7 @@ def _check(
         raise UsageError("find_micro_batch_size takes a torch optimizer, or a non-empty list of them.")
     if communicator.shards_parameters:
         raise UsageError(
-            "find_micro_batch_size tries sizes on each rank alone, but the forward of a sharded model needs all "
-            "ranks: set accumulate yourself."
+            "find_micro_batch_size tries sizes on each rank alone, but a sharded model needs all: set accumulate."
         )
     if config.accumulate > 1:
         raise UsageError(
