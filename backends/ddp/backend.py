@@ -43,8 +43,7 @@ class DDPBackend(ProcessGroupBackend):
             raise ConfigError("compile needs ddp.bucket_cap_mb of at least 1: torch can't split a graph at less.")
         if settings.static_graph and config.accumulate > 1:
             raise ConfigError(
-                f"ddp.static_graph is true, and accumulate is {config.accumulate}; they are mutually exclusive: DDP "
-                "fails if a static graph skips a reduction."
+                f"ddp.static_graph is true, and accumulate is {config.accumulate}; they are mutually exclusive in DDP."
             )
         super().check(config, launch)
 
@@ -84,8 +83,7 @@ class DDPBackend(ProcessGroupBackend):
         if shared:
             names = ", ".join(sorted(self._names[p] for p in shared))
             raise UsageError(
-                f"two prepared modules share parameters ({names}), which DDP would average twice: make both modules "
-                "parts of one module, and prepare that one."
+                f"two modules share parameters ({names}), which DDP would average twice: prepare one that has both."
             )
         wrapped = AveragingModule(
             module,

@@ -113,8 +113,7 @@ class FSDPBackend(ProcessGroupBackend):
         if len(spread) > 1:
             raise UsageError(
                 f"the model's layers are on {', '.join(map(str, spread))}, but FSDP has the shards of a rank on its "
-                "one device: build the model on one device, or on the CPU. FSDP shards it among the ranks instead. Or "
-                "use backend ddp, which leaves layers where they are."
+                "one device: build the model there, or on the CPU, or use backend ddp, which leaves it as it is."
             )
 
     def wrap_model(self, module: nn.Module) -> nn.Module:
@@ -124,8 +123,7 @@ class FSDPBackend(ProcessGroupBackend):
         original = getattr(module, "_orig_mod", module)  # of torch.compile
         if isinstance(original, (nn.ModuleList, nn.ModuleDict)):
             raise UsageError(
-                f"a {type(original).__name__} can't be sharded, as it has no forward that could gather its weights: "
-                "prepare the modules in it, or a module that calls them."
+                f"a {type(original).__name__} has no forward that could gather its weights: prepare what is in it."
             )
         if not any(True for _ in original.parameters()):
             return module.to(self.device)
@@ -154,8 +152,7 @@ class FSDPBackend(ProcessGroupBackend):
             return super().copy_module(module)
         if not dist.is_initialized():
             raise UsageError(
-                "a sharded model can't be exported after strategy.close(): its weights can't be gathered any more. "
-                "Call export() before."
+                "a sharded model's weights can't be gathered after strategy.close(): call export() before."
             )
         return self._modules[module].copy()
 

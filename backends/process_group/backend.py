@@ -108,10 +108,7 @@ class ProcessGroupBackend(Backend):
     def _hint(self, library: str) -> str:
         if self.launch.local_world_size == self.world_size:
             return ""
-        return (
-            f". If the hosts have several networks, set {library.upper()}_SOCKET_IFNAME on each to the interface on "
-            "which the others reach it (unitrain doctor lists them)"
-        )
+        return f". If hosts have several networks (see unitrain doctor), set {library.upper()}_SOCKET_IFNAME on each"
 
     def _library(self, store: dist.Store) -> str:
         """Return the communication library, the same on all ranks."""
@@ -148,8 +145,7 @@ class ProcessGroupBackend(Backend):
         if names:
             raise UsageError(
                 f"{len(names)} parameters were not used in computing this step's loss ({', '.join(names[:3])}, ...), "
-                f"but {self.name} waits for the gradients of all: set {self.name}.find_unused_parameters to true, or "
-                "freeze them (requires_grad_(False)) before prepare()."
+                f"but {self.name} waits for all: set {self.name}.find_unused_parameters to true, or freeze them first."
             )
 
     def average(self, parameters: Sequence[Parameter]) -> None:

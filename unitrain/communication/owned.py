@@ -35,6 +35,5 @@ class OwnedBy:
 def refuse() -> NoReturn:
     """Raise the error for what would lose state."""
     raise UsageError(
-        "with shard_optimizer, each rank has the optimizer's state of some parameters only: save it with "
-        "strategy.checkpoint or strategy.save, which write all of it."
+        "with shard_optimizer, a rank has a part of the optimizer's state: use strategy.checkpoint or strategy.save."
     )

@@ -63,7 +63,7 @@ def _hosts_in_file(variable: str, path: str) -> list[Host]:
     except OSError as error:
         raise LaunchError(
             f"{variable} is {path!r}, which can't be read: {error.strerror}. Pass --hosts to unitrain launch, or set "
-            "MASTER_ADDR and MASTER_PORT to an address of rank 0's host."
+            "MASTER_ADDR and MASTER_PORT."
         ) from None
     return [Host(*one) for one in Counter(line.split()[0] for line in lines if line.strip()).items()]
 

@@ -213,8 +213,7 @@ _SPAWN = _Launcher("spawn", (), "Start the processes with unitrain.spawn", _TORC
 _ENV = _Launcher(
     "env",
     ("RANK", "WORLD_SIZE"),
-    "Give every process RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE (the number of processes on its host), "
-    "MASTER_ADDR and MASTER_PORT, or let torchrun do it",
+    "Give every process RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun does",
     _Place("RANK", "WORLD_SIZE", "LOCAL_RANK", _processes_here),
 )
 """Variables that were set by hand or by a cluster."""

@@ -15,8 +15,7 @@ from unitrain.launch.detect import Launch
 from unitrain.process import print_stderr
 
 _REMEDY = (
-    "Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun is started, on every host: the ranks then get a new "
-    "address after each change of hosts."
+    "Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun is started, on every host, for new addresses each time."
 )
 _GO_ON, _DOUBLED, _COMPLETE = "unitrain/go on", "unitrain/doubled", "unitrain/complete"
 _STEP = "unitrain/step"
@@ -118,8 +117,7 @@ def check_torchrun(launch: Launch) -> None:
     hosts = re.search(r"--nnodes[= ](\d+):(\d+)", command)
     if launch.rank == 0 and hosts is not None and hosts[1] != hosts[2]:
         print_stderr(
-            f"unitrain: torchrun may start this job on {hosts[1]} to {hosts[2]} hosts, but none could join it later. "
-            f"{_REMEDY}"
+            f"unitrain: torchrun may use {hosts[1]} to {hosts[2]} hosts, but none could join it later. {_REMEDY}"
         )
 
 
@@ -174,8 +172,8 @@ def _missing(store: Store, launch: Launch) -> str:
 
 def _doubled(rank: int, launch: Launch, *, on_all_ranks: bool) -> LaunchError:
     return LaunchError(
-        f"two processes have come to {launch.address} as rank {rank} of {launch.world_size}: give every process its "
-        "own RANK, and every job its own MASTER_PORT.",
+        f"two processes have come to {launch.address} as rank {rank} of {launch.world_size}: give each its own RANK, "
+        "and each job its own MASTER_PORT.",
         on_all_ranks=on_all_ranks,
     )
 

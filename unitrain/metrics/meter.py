@@ -76,7 +76,7 @@ class Meter:
         except RuntimeError:
             if isinstance(value, Tensor) and value.dim():
                 raise UsageError(
-                    f"a meter adds numbers, not a tensor of shape {tuple(value.shape)}: pass mean=x.mean() or total=x.sum()."
+                    f"a meter adds numbers, not a tensor of shape {tuple(value.shape)}: pass its mean() or sum()."
                 ) from None
             raise
         self._count += count

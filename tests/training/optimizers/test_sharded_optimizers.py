@@ -388,7 +388,7 @@ def save_and_load(folder: str) -> list[str]:
 
 def test_states_are_saved_and_loaded_as_a_whole_and_nothing_loses_state_silently(tmp_path: Path) -> None:
     for *lossy, stepped in run_ranks(save_and_load, str(tmp_path)):
-        assert all("save it with strategy.checkpoint or strategy.save" in said for said in lossy)
+        assert all("use strategy.checkpoint or strategy.save" in said for said in lossy)
         assert "can't step after strategy.close()" in stepped
 
 

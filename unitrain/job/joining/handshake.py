@@ -84,8 +84,7 @@ def are_identical(communicator: Communicator, facts: Mapping[str, Any]) -> bool:
 def difference_between_ranks(communicator: Communicator, facts: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return a name whose values differ between ranks, and the values with their ranks; None if all agree. Collective.
 
-    Digests are compared first. Only if they differ are rank 0's facts sent: the name is the first in which the first
-    rank that has others differs from rank 0.
+    Digests are compared first. The name is the first in which the first rank that has others differs from rank 0.
     """
     if are_identical(communicator, facts):
         return None

@@ -62,9 +62,8 @@ def _check(block: nn.Module) -> None:
     for name, layer in block.named_modules():
         if isinstance(layer, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)):
             raise ConfigError(
-                f"activation_checkpointing does not support a {kind} with a {type(layer).__name__} ({name}): its "
-                "forward runs twice, which would count a batch twice in the running statistics. Name blocks without "
-                "BatchNorm, or use GroupNorm or LayerNorm."
+                f"activation_checkpointing does not support a {kind} with a {type(layer).__name__} ({name}), which "
+                "would count each batch twice. Name blocks without BatchNorm, or use GroupNorm or LayerNorm."
             )
 
 
@@ -96,8 +95,7 @@ def _checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
             known, version = before.get(name, (None, 0))
             if known is not buffer or version != buffer._version:
                 raise UsageError(
-                    f"the forward of a {type(block).__name__} changes its buffer {name}, which activation "
-                    "checkpointing would change a second time in the backward: leave the class out of "
-                    "activation_checkpointing, or update the buffer after the step."
+                    f"the forward of a {type(block).__name__} changes its buffer {name}, which would change again in "
+                    "the backward: leave it out of activation_checkpointing, or update the buffer after the step."
                 )
     return result

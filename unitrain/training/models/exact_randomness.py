@@ -52,7 +52,7 @@ class ExactRandomness(StepHook):
         if precise(communicator.device) != communicator.device:
             raise ConfigError(
                 f"exact_randomness draws some numbers in float64, which device {communicator.device} does not have: "
-                "set it to false, or device to cpu."
+                "set device to cpu."
             )
         self._batches = batches
         self._rank = communicator.rank
@@ -92,8 +92,7 @@ class ExactRandomness(StepHook):
             return
         if not self._mode.in_forward:
             raise UsageError(
-                "exact_randomness does not cover activation checkpointing of a whole prepared module: checkpoint its "
-                "blocks, with activation_checkpointing for example."
+                "exact_randomness does not cover checkpointing of a whole prepared module: checkpoint its blocks."
             )
         self._locate()
         self._forwards += 1

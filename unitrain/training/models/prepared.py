@@ -123,8 +123,7 @@ class PreparedModules:
             shapes = ", ".join(str(tuple(p.shape)) for p in missing[:3])
             raise UsageError(
                 f"{len(missing)} parameters of the optimizer belong to no prepared module (shapes {shapes}, ...), so "
-                "it would train another model, or with several processes a different one on each rank. Pass the "
-                "module to prepare(), before or with the optimizer."
+                "it would train another model. Pass the module to prepare(), before or with the optimizer."
             )
 
     def check_modules(self) -> None:

@@ -165,8 +165,7 @@ class EMA(nn.Module, StepHook):
         for name in {**self._named, **now}:
             if now.get(name) is not self._named.get(name):
                 raise UsageError(
-                    f"{name} of the model is not the tensor that it was when ema() was called, and is not averaged: "
-                    "change the model first, or load other values into its weights."
+                    f"{name} is not the tensor that ema() averages: change the model before, or load values into it."
                 )
 
     # ------------------------------------------------------------------------------------------------------- state

@@ -81,8 +81,8 @@ class BatchFinder:
         while failure := self._tried(size := -(-global_batch // (parts * world_size)), accumulates=parts > 1):
             if size == 1:
                 raise DataError(
-                    f"a micro-batch of 1 sample does not fit into memory: {failure}. Use activation_checkpointing, "
-                    "precision bf16, smaller samples or a smaller model."
+                    f"a micro-batch of 1 sample does not fit into memory: {failure}. Use activation_checkpointing or "
+                    "precision bf16."
                 )
             parts, why = 2 * parts, f": {size} samples did not fit on {failure}"
         if why and self._compiled:
@@ -186,6 +186,5 @@ def _check(
         )
     if config.shares is not None:
         raise UsageError(
-            "find_micro_batch_size does not support unequal shares: find the size in a run on the device with the "
-            "largest share, and pass it as micro_batch_size."
+            "find_micro_batch_size does not support unequal shares: find it on the device with the largest share."
         )
