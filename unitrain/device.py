@@ -48,11 +48,7 @@ def accelerator() -> str | None:
 
 
 def device_type(setting: str) -> str:
-    """Return the type of device that the setting ``device`` means here.
-
-    Raises:
-        ConfigError: it names an accelerator that is not available.
-    """
+    """Return the type of device that the setting ``device`` means here."""
     found = accelerator()
     if setting in ("auto", "cpu"):
         return (found or "cpu") if setting == "auto" else "cpu"

@@ -29,9 +29,6 @@ def units(module: nn.Module, wrap: Sequence[str] | int | None) -> list[nn.Module
         module: the model.
         wrap: names of classes; or the least number of parameters of a module that is not within another; or None for
             the children of lists of modules, except tiny ones.
-
-    Raises:
-        ConfigError: there is no module of a class.
     """
     owners = _owners(module)
     total = sum(parameter.numel() for parameter in owners)

@@ -33,9 +33,6 @@ def allocated_hosts(environ: Mapping[str, str]) -> list[Host]:
     """Return the hosts of this job, with the number of processes that it has asked for on each; none outside of a job.
 
     Flux does not tell the number: it is 1.
-
-    Raises:
-        LaunchError: the scheduler's list of hosts can't be read.
     """
     if "SLURM_JOB_NODELIST" in environ:
         names = slurm.hosts(environ["SLURM_JOB_NODELIST"])
@@ -69,11 +66,7 @@ def _hosts_in_file(variable: str, path: str) -> list[Host]:
 
 
 def address_of_rank_0(launch: Launch, environ: Mapping[str, str]) -> str | None:
-    """Return host:port for the rendezvous of a job, from the scheduler's hosts and its id; None if these are unknown.
-
-    Raises:
-        LaunchError: the list of hosts can't be read, or this is rank 0 and not on the first of them.
-    """
+    """Return host:port for the rendezvous of a job, from the scheduler's hosts and its id; None without these."""
     if launch.step is None:
         return None
     port = slurm.PORTS.start + zlib.crc32(launch.step.encode()) % len(slurm.PORTS)

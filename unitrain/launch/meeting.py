@@ -28,10 +28,6 @@ def meet_in_new_store(store: Store, launch: Launch, timeout: timedelta) -> None:
     """Wait until every rank has connected to the store that rank 0 has opened. Collective.
 
     The last of them lets all go on: what the store does for a rank does not depend on their number.
-
-    Raises:
-        CommunicationError: some ranks did not connect; the message names them.
-        LaunchError: two processes have come as one rank, or rank 0 belongs to another step of SLURM.
     """
     if launch.step is not None:
         _check_step(store, launch, timeout)
@@ -59,9 +55,6 @@ def meet_in_served_store(store: Store, launch: Launch, timeout: timedelta) -> St
     each host counts its own restarts, and none that another host has caused. So rank 0 draws the name of a part and
     announces it. Another rank may find the name that an earlier rank 0 has announced; it looks for a new one until
     the rank 0 that drew the name has seen it.
-
-    Raises:
-        CommunicationError: some ranks did not connect; the message names them.
     """
     announcement = f"unitrain/part for {launch.world_size}"
     if launch.rank == 0:
@@ -96,9 +89,6 @@ def check_torchrun(launch: Launch) -> None:
 
     torchrun keeps the first address that it was told (torch 2.15). A host that comes later is told none, and ends after
     60 s; and after rank 0's host was lost, the next one keeps its own, though another host becomes the first.
-
-    Raises:
-        LaunchError: this host's ranks were sent to a store of their own host, and rank 0 is on another.
     """
     torchrun = psutil.Process().parent()
     if torchrun is None:

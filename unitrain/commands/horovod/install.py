@@ -47,9 +47,6 @@ def install_horovod(
     """Build Horovod for the installed torch, install it and test it, unless this was done before.
 
     ``gpu`` is nccl to build GPU operations, too, auto to do so if torch finds a GPU, or none.
-
-    Raises:
-        BackendError: a tool is missing, or a step failed; the message says what to do.
     """
     version, console = str(version), Console(soft_wrap=True, highlight=False)
     if find_spec("pip") is None:

@@ -46,11 +46,7 @@ class JobKey:
 def authenticate(
     communicator: Communicator, backend: Backend, launch: Launch, timeout_s: float, environ: Mapping[str, str]
 ) -> JobKey:
-    """Agree on the job's key, and check that every rank knows the job's secret. Collective.
-
-    Raises:
-        ConfigError: the secret is too short, or a rank has none or another; on every rank.
-    """
+    """Agree on the job's key, and check that every rank knows the job's secret. Collective."""
     given = environ.get(SECRET, "")
     if given and len(given) < _FEWEST_CHARACTERS:
         raise ConfigError(

@@ -26,11 +26,7 @@ _OWN_SETTINGS = frozenset({"device", "threads_per_process", "pin_memory"})
 
 
 def handshake(communicator: Communicator, config: StrategyConfig, backend: type[Backend]) -> list[Member]:
-    """Check that all ranks run the same thing, and return all processes of the job, by rank. Collective.
-
-    Raises:
-        ConfigError: settings, versions or code differ between ranks; on every rank, naming the difference.
-    """
+    """Check that all ranks run the same thing, and return all processes of the job, by rank. Collective."""
     found = difference_between_ranks(communicator, _facts(config, backend))
     if found is not None:
         name, values = found

@@ -17,12 +17,7 @@ from unitrain.errors import BackendError, CommunicationError, UnitrainError
 
 
 def check_collectives(backend: Backend) -> None:
-    """Check one result of each collective of a started backend, and that sums are the same on all ranks. Collective.
-
-    Raises:
-        BackendError: a call failed, or its result is wrong on this rank.
-        CommunicationError: another rank has ended.
-    """
+    """Check one result of each collective of a started backend, and that sums are the same on all ranks. Collective."""
     inputs = torch.stack([input_of(rank) for rank in range(backend.world_size)])
     own, last = inputs[backend.rank].to(backend.device), backend.world_size - 1
     reduced = {op: own.clone() for op in ("sum", "max", "min")}

@@ -16,11 +16,7 @@ _RETRY_S, _OFFER_RETRY_S = 0.1, 0.05
 
 
 def share(offer: str | None, server: str, timeout: timedelta) -> str:
-    """Return what rank 0 offers, which the other ranks wait for; they pass None.
-
-    Raises:
-        CommunicationError: rank 0 did not come in time, or the server does not answer.
-    """
+    """Return what rank 0 offers, which the other ranks wait for; they pass None."""
     if offer is not None:
         _request(server, "PUT", _OFFER, offer)
         return offer
@@ -38,9 +34,6 @@ def await_all(launch: Launch, server: str, timeout_s: float) -> None:
     """Wait at the server of horovodrun's elastic driver until every rank has come there. Collective.
 
     Horovod's own rendezvous would abort the process if a rank never came, as on a host that can't start processes.
-
-    Raises:
-        CommunicationError: a rank did not come in time, or the server does not answer.
     """
     deadline = time.monotonic() + timeout_s
     # Only rank 0 asks for each of them.

@@ -35,10 +35,6 @@ def join_store(host: str, port: int, launch: Launch, timeout: timedelta) -> TCPS
 
     If nothing listens at the address, torch's client waits for up to twice its timeout and prints many lines. If a
     program listens that never answers, it waits forever. So it is started in a thread, once something listens.
-
-    Raises:
-        CommunicationError: nothing listened there in time.
-        LaunchError: another program listens there.
     """
     deadline = time.monotonic() + timeout.total_seconds()
     while not _listens(host, port):

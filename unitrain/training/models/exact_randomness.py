@@ -43,9 +43,6 @@ class ExactRandomness(StepHook):
         batches: the batches that loaders have yielded.
         communicator: gives this process's rank and device.
         shares: how the samples are shared among the processes.
-
-    Raises:
-        ConfigError: the device has no float64, which some draws need.
     """
 
     def __init__(self, batches: OpenBatches, communicator: Communicator, shares: tuple[int, ...]) -> None:
@@ -68,11 +65,7 @@ class ExactRandomness(StepHook):
         return self
 
     def apply(self, module: nn.Module) -> None:
-        """Let a module's forwards draw random numbers by sample.
-
-        Raises:
-            ConfigError: a layer draws them for tensors whose first dimension is not the sample.
-        """
+        """Let a module's forwards draw random numbers by sample."""
         for name, layer in module.named_modules():
             drops = isinstance(layer, (nn.RNNBase, nn.MultiheadAttention)) and layer.dropout > 0
             if drops and (isinstance(layer, nn.RNNBase) or not layer.batch_first):
