@@ -71,10 +71,8 @@ def choices(setting: str) -> int:
 def pick_device(setting: str, launch: Launch) -> torch.device:
     """Return the device of this process: one accelerator for each local rank, or the CPU.
 
-    Args:
-        setting: ``auto``, ``cpu``, or a type of accelerator, with or without an index, such as ``cuda`` or ``cuda:1``.
-            ``auto`` takes an accelerator if there is one.
-        launch: its local rank is the index of the accelerator among the visible ones.
+    ``setting`` is ``auto`` (an accelerator, if there is one), ``cpu``, or a type of accelerator, perhaps with an index,
+    such as ``cuda:1``. Without one, the local rank is the index among the visible accelerators.
 
     Raises:
         ConfigError: an accelerator was requested and is not available.

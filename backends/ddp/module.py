@@ -24,9 +24,8 @@ _SYNC_BUFFERS = next(
 class AveragingModule(Wrapper, DistributedDataParallel):
     """DistributedDataParallel that raises errors for gradients that would not be averaged.
 
-    A deep copy of it (for an average of the weights, say) is a copy of the original module, without the wrapper.
-
-    Parameters and buffers are synchronised by the core.
+    A deep copy of it (for an average of the weights, say) is a copy of the original module, without the wrapper. The
+    core synchronises parameters and buffers.
 
     Attributes:
         forwards: number of forwards that had a backward to come.

@@ -23,12 +23,8 @@ _CONVERTED = frozenset(
 def units(module: nn.Module, wrap: Sequence[str] | int | None) -> list[nn.Module]:
     """Return the modules within ``module`` to gather separately, inner ones first.
 
-    A module that shares a parameter with one outside of it is left out, and so is a BatchNorm layer.
-
-    Args:
-        module: the model.
-        wrap: names of classes; or the least number of parameters of a module that is not within another; or None for
-            the children of lists of modules, except tiny ones.
+    A module that shares a parameter with one outside of it is left out, and so is a BatchNorm layer. ``wrap`` has names
+    of classes, or is the least number of parameters, or None for the children of lists of modules, except tiny ones.
     """
     owners = _owners(module)
     total = sum(parameter.numel() for parameter in owners)

@@ -1,7 +1,6 @@
 """The ``unitrain`` command: parses the command line with the parser of a subcommand, and calls its function.
 
-``add_arguments`` of a subcommand's module adds the arguments to the parser, each named like a parameter of the function
-that it sets as ``run``.
+``add_arguments`` of its module adds arguments to the parser, named like the parameters of what it sets as ``run``.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class Communicator:
     """Collectives on a started backend.
 
     Args:
-        backend: the started backend.
+        backend: has been started.
         pulse: records which collective this process is waiting in.
         peers: the state of the other ranks; None in a world of one, and before the handshake.
         compares: whether ranks compare their calls before they make them (``debug``).
@@ -48,7 +48,6 @@ class Communicator:
         is_main: whether this is rank 0.
         world_size: number of processes.
         device: the device of the tensors that are communicated.
-        pulse: as given.
         compares: as given; False in a world of one.
         closed: whether communication has ended.
         all_reduce_async: the backend's ``all_reduce``, for the core: in place, without checks.

@@ -1,8 +1,7 @@
 """Handles uncaught exceptions: reports the error once, and ends the whole job.
 
-An error on one rank must end the job. Launchers end it when a process fails, provided that the process really exits:
-the exit handlers of a communication library may wait for ranks that are still computing. So a process of a job that
-fails exits without running them.
+Launchers end a job when a process fails, if the process really exits: the exit handlers of a communication library may
+wait for ranks that are still computing. So a process of a job that fails exits without running them.
 """
 
 from __future__ import annotations

@@ -45,11 +45,8 @@ def refuse_copies() -> None:
     """Refuse to train if other processes of this host seem to be ranks of the same job. Takes milliseconds.
 
     They have the same user, command line, folder and settings, and were started together. Processes that a program has
-    forked are no copies, nor are workers of pytest and multiprocessing, which Python starts with ``-c``.
-
-    Raises:
-        LaunchError: there are copies, and this process was the first of them.
-        SystemExit: there are copies, and an earlier one has the error.
+    forked are no copies, nor are workers of pytest and multiprocessing, which Python starts with ``-c``. The first copy
+    raises LaunchError; the others, SystemExit.
     """
     looks = sys.platform == "linux" and OVERRIDE not in os.environ and _runs_program()
     copies = _copies() if looks else []

@@ -52,9 +52,8 @@ def meet_in_served_store(store: Store, launch: Launch, timeout: timedelta) -> St
     """Return an empty part of the launcher's store once every rank has connected to it. Collective.
 
     The store outlives the ranks and keeps what earlier ones have set. No variable tells them apart: the torchrun of
-    each host counts its own restarts, and none that another host has caused. So rank 0 draws the name of a part and
-    announces it. Another rank may find the name that an earlier rank 0 has announced; it looks for a new one until
-    the rank 0 that drew the name has seen it.
+    each host counts its own restarts only. So rank 0 draws the name of a part and announces it. Another rank may find
+    the name of an earlier rank 0; it looks for a new one until the rank 0 that drew the name has seen it.
     """
     announcement = f"unitrain/part for {launch.world_size}"
     if launch.rank == 0:

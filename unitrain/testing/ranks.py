@@ -1,8 +1,7 @@
 """``run_ranks``: runs a function as the ranks of a job, in new processes, as fast as a unit test.
 
-The processes are forked from a server that has imported torch, so they start in 0.1 s instead of 3 s. They need no
-fixed port, and end with the call. The function is pickled, so it must be at the top level of a module. It calls
-``unitrain.init``, as a script does.
+The processes are forked from a server that has imported torch, so they start in 0.1 s instead of 3 s. They end with the
+call. The function is pickled, so it must be at the top level of a module. It calls ``unitrain.init``, as a script does.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The start watch: ends a process that waits for a rank which has ended before it joined the job.
 
-The watchdog notices the end of a rank by its connection, and connects when all ranks have met. Until then,
-communication libraries wait for all ranks, MPI_Init without a timeout, and launchers take a rank that exits with 0 for
-one that has done its work.
+The watchdog connects when all ranks have met. Until then, communication libraries wait for all ranks, MPI_Init without
+a timeout, and launchers take a rank that exits with 0 for one that has done its work.
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ def watched_start(launch: Launch, config: StrategyConfig) -> Iterator[None]:
     """End this process if a rank of this host has ended while the block waits for all ranks.
 
     A rank counts as ended if it has had no process for ``heartbeat_timeout_s``. Ranks of other hosts are not seen from
-    here: if one of them never comes, the block is given up after one and a half times ``timeout_s``, when the libraries
-    have not reported it after ``timeout_s``.
+    here: for them, the block is given up after 1.5 ``timeout_s``, if the libraries have not done so before.
     """
     if launch.world_size == 1:
         yield

@@ -74,8 +74,7 @@ def _listens(host: str, port: int) -> bool:
 def _is_store(host: str, port: int) -> bool:
     """Return whether a store of torch listens at an address.
 
-    Its client may need longer than this, since it looks up the names of both ends. Where the name server does not
-    know them, or is asked by thousands of ranks at once, that takes seconds.
+    Its client may need seconds longer than this: it asks the name server, as thousands of ranks may, for both ends.
     """
     try:
         with socket.create_connection((host, port), 1.0) as connection:

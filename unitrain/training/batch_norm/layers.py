@@ -97,8 +97,7 @@ def synchronise(
     """Make every BatchNorm layer in ``module`` compute its training statistics over all ranks, in place.
 
     Only the class of a layer changes: its parameters, buffers, hooks and state dict keys stay the same. With
-    ``only_torchs``, torch's own ``SyncBatchNorm`` layers are replaced and no others. ConfigError refuses layers of
-    other subclasses of BatchNorm, and those that synchronise over a process group.
+    ``only_torchs``, torch's own ``SyncBatchNorm`` layers are replaced and no others.
     """
     layers = [
         (name, layer)

@@ -17,8 +17,7 @@ def blocks(modules: Sequence[nn.Module], wanted: bool | Sequence[str]) -> list[n
     """Return the outermost modules to checkpoint.
 
     ``wanted`` has names of classes; or is True for the children of each ``ModuleList`` and ``Sequential`` that have
-    children themselves, since a single layer would keep its input anyway. ConfigError is raised if there are
-    none, a name matches no module, or a module can't be run twice.
+    children themselves, since a single layer would keep its input anyway.
     """
     names = set() if isinstance(wanted, bool) else set(wanted)
     found: dict[nn.Module, None] = {}

@@ -1,8 +1,7 @@
 """Gives all ranks rank 0's values of buffers that a forward changes: codebooks, moving averages, counters.
 
-This is what torch's DDP does by default. DDP broadcasts every buffer before each forward; here only those that have
-changed on some rank are broadcast, after the step. BatchNorm's statistics are not among them: they are synchronised, or
-averaged for an evaluation.
+torch's DDP broadcasts every buffer before each forward; here only those that have changed on some rank are broadcast,
+after the step. BatchNorm's statistics are not among them: they are synchronised, or averaged for an evaluation.
 """
 
 from __future__ import annotations

@@ -37,13 +37,7 @@ _aten = torch.ops.aten
 
 
 class ExactRandomness(StepHook):
-    """Enters and leaves the mode in which random numbers belong to samples: in forwards, and in their backward.
-
-    Args:
-        batches: the batches that loaders have yielded.
-        communicator: gives this process's rank and device.
-        shares: how the samples are shared among the processes.
-    """
+    """Enters and leaves the mode in which random numbers belong to samples: in forwards, and in their backward."""
 
     def __init__(self, batches: OpenBatches, communicator: Communicator, shares: tuple[int, ...]) -> None:
         if precise(communicator.device) != communicator.device:

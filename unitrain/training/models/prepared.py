@@ -14,16 +14,12 @@ from unitrain.errors import UsageError
 
 
 class PreparedModules:
-    """Records the modules that a strategy has prepared, and their parameters.
-
-    Attributes:
-        shares: how the samples are shared among the processes.
-    """
+    """Records the modules that a strategy has prepared, and their parameters."""
 
     def __init__(self, shares: tuple[int, ...]) -> None:
         self._originals: MutableMapping[nn.Module, nn.Module] = {}
         self._names: dict[Parameter, str] = {}
-        self.shares: tuple[int, ...] = shares
+        self.shares: tuple[int, ...] = shares  # how the samples are shared among the processes
         self._replaced: dict[Parameter, Parameter] = {}
         self._swapped: dict[nn.Module, Callable[[], None]] = {}
         self._refusals: dict[nn.Module, Callable[[], None]] = {}

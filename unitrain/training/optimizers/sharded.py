@@ -1,10 +1,9 @@
 """Optimizers that each update a part of the parameters on each rank, and have its state only (``shard_optimizer``).
 
 Each rank owns whole parameters (ZeRO-1: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
-Parameter Models", SC 2020, first stage), so any optimizer that updates each parameter by itself works, whatever it
-computes of it. Gradients are averaged as otherwise, so all ranks check and clip them identically. The groups of an
-optimizer keep the model's parameters, and so do scripts and schedulers that look at them. Only while it steps, they
-have those that this rank owns. Then the owners send what they have updated.
+Parameter Models", SC 2020, first stage), so any optimizer that updates each parameter by itself works. Gradients are
+averaged as otherwise, so all ranks check and clip them identically. Scripts and schedulers see all of the model's
+parameters in the groups. Only while the optimizer steps, they have those of this rank. Then the owners send them.
 """
 
 from __future__ import annotations
@@ -35,10 +34,7 @@ class ShardedOptimizers(StepHook):
         self._loads = [0] * communicator.world_size  # elements of each rank
 
     def shard(self, optimizer: Optimizer) -> None:
-        """Shard an optimizer, or what was added to it since this was called before.
-
-        UsageError refuses one that does not update each parameter by itself, or replaces ``state_dict``.
-        """
+        """Shard an optimizer, or what was added to it since this was called before."""
         if optimizer not in self._sharded:
             refuse_coupled(optimizer)
             _refuse_own_state_dict(optimizer)
