@@ -55,6 +55,14 @@ class SyncBatchNorm(_BatchNorm):
         self.running_var.add_(momentum * (unbiased.to(self.running_var.dtype) - self.running_var))
 
 
+class _OfAnyDimension(SyncBatchNorm):
+    """torch's own ``SyncBatchNorm``, which needs GPUs and torch.distributed, on any device and backend."""
+
+    def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002  (torch's name)
+        if input.dim() < 2:
+            raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
+
+
 class _HasActivation(SyncBatchNorm):
     """timm's ``BatchNormAct2d``, which is followed by a dropout and an activation, over all ranks."""
 
@@ -77,8 +85,8 @@ def _synced(plain: type[nn.Module]) -> type[SyncBatchNorm] | None:
     if plain in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
         bases = (SyncBatchNorm, plain)
     elif plain is nn.SyncBatchNorm:
-        bases = (SyncBatchNorm,)  # torch's DDP refuses subclasses of its own on CPUs
-        own |= {"local_forward": _BatchNorm.forward, "_check_input_dim": nn.SyncBatchNorm._check_input_dim}
+        bases = (_OfAnyDimension,)  # torch's DDP refuses subclasses of its own on CPUs
+        own["local_forward"] = _BatchNorm.forward
     elif timm is not None and plain is timm.BatchNormAct2d:
         bases = (_HasActivation, nn.BatchNorm2d)
     else:
