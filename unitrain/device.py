@@ -73,10 +73,6 @@ def pick_device(setting: str, launch: Launch) -> torch.device:
 
     ``setting`` is ``auto`` (an accelerator, if there is one), ``cpu``, or a type of accelerator, perhaps with an index,
     such as ``cuda:1``. Without one, the local rank is the index among the visible accelerators.
-
-    Raises:
-        ConfigError: an accelerator was requested and is not available.
-        LaunchError: there are more processes on this host than visible accelerators.
     """
     kind = device_type(setting)
     if kind == "cpu":

@@ -64,7 +64,6 @@ def _candidates(module: nn.Module, wrap: Sequence[str] | int | None) -> list[nn.
 
 
 def _owners(module: nn.Module) -> dict[Parameter, set[nn.Module]]:
-    """Return the layers that have each parameter."""
     owners: dict[Parameter, set[nn.Module]] = {}
     for layer in module.modules():
         for parameter in layer.parameters(recurse=False):

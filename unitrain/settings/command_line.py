@@ -41,7 +41,6 @@ def read_command_line(
 
 
 def _nested(values: Mapping[tuple[str, ...], str]) -> dict[str, Any]:
-    """Return values by path as nested dicts."""
     root: dict[str, Any] = {}
     for path, value in values.items():
         section = root

@@ -47,9 +47,6 @@ def resolve_strategy(
     Fields that were set explicitly on ``config`` take precedence over the environment, and ``overrides`` over both.
     Sections are merged field by field. A field that no source sets is not in the result's ``model_fields_set``.
     A section of ``overrides`` is a dict or a model.
-
-    Raises:
-        ConfigError: a value is not allowed, a name is unknown, or two settings are mutually exclusive.
     """
     if config is not None and not isinstance(config, CommonConfig):
         raise ConfigError(

@@ -110,5 +110,4 @@ _SHORT.maxstring = _SHORT.maxother = 120
 
 
 def _shown(value: object) -> str:
-    """Return a value, shortened if it is long."""
     return as_string(value) if value is None or isinstance(value, bool) else _SHORT.repr(value)

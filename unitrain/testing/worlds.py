@@ -65,13 +65,7 @@ class World:
 
 
 def find_worlds(backend: str, sizes: Sequence[int]) -> list[World]:
-    """Return the worlds of a backend that can be started on this host, each with the first launcher that works.
-
-    Raises:
-        ConfigError: no backend of that name is installed, or it can't run with default settings.
-        BackendError: it can't be imported, or its library is missing.
-        LaunchError: no installed launcher starts processes that it can use.
-    """
+    """Return the worlds of a backend that can be started on this host, each with the first launcher that works."""
     kind = load_backend(backend)
     worlds: list[World] = []
     refusals: list[ConfigError | BackendError] = []
