@@ -53,12 +53,11 @@ def _candidates(module: nn.Module, wrap: Sequence[str] | int | None) -> list[nn.
     if wrap is None:
         children = {child for layer in module.modules() if isinstance(layer, _LISTS) for child in layer.children()}
         return [layer for layer in inner if layer in children]
-    classes = {type(layer).__name__ for layer in inner}
+    classes = sorted({type(layer).__name__ for layer in inner})
     for name in wrap:
         if name not in classes:
             raise ConfigError(
-                f"fsdp.wrap has {name!r}, but the model has no module of that class.{nearest(name, sorted(classes))} "
-                f"It has {', '.join(sorted(classes))}."
+                f"fsdp.wrap has {name!r}, a class of no module.{nearest(name, classes)} There are {', '.join(classes)}."
             )
     return [layer for layer in inner if type(layer).__name__ in wrap]
 

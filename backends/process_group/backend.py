@@ -133,8 +133,7 @@ class ProcessGroupBackend(Backend):
         if failed and _libraries() - {"gloo"}:
             return  # destroying NCCL's communicators, for one, waits for the other ranks of the host
         if not failed:
-            # gloo's threads end with the last reference to their group. If one frees the tensor of a finished work
-            # while Python shuts down, the process aborts.
+            # gloo's threads end with the last reference. If one frees a tensor while Python shuts down, it aborts.
             dist.destroy_process_group(self._group)
             del self._group
         if not self._adopted and dist.is_initialized():

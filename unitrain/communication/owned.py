@@ -10,8 +10,7 @@ from unitrain.errors import UsageError
 class OwnedBy:
     """Stands, in the state dict of an optimizer, for the state of a parameter that another rank updates.
 
-    It can't be copied, pickled or loaded: what is made of a state dict with it would lose state. ``rank`` is the rank
-    that has the state, if there is any yet.
+    It can't be copied, pickled or loaded: what is made of it would lose the state, which ``rank`` has, if it has any.
     """
 
     def __init__(self, rank: int) -> None:

@@ -59,8 +59,7 @@ def _hosts_in_file(variable: str, path: str) -> list[Host]:
         lines = Path(path).read_text().splitlines()
     except OSError as error:
         raise LaunchError(
-            f"{variable} is {path!r}, which can't be read: {error.strerror}. Pass --hosts to unitrain launch, or set "
-            "MASTER_ADDR and MASTER_PORT."
+            f"{variable} is {path!r}, unreadable ({error.strerror}): pass --hosts, or set MASTER_ADDR and MASTER_PORT."
         ) from None
     return [Host(*one) for one in Counter(line.split()[0] for line in lines if line.strip()).items()]
 

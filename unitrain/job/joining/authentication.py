@@ -96,8 +96,7 @@ def _check_proofs(communicator: Communicator, key: bytes) -> None:
     if wrong:
         raise ConfigError(
             f"rank {listed(wrong)} did not prove to rank {communicator.rank} that it knows the secret of this job: "
-            f"either {SECRET} differs between the ranks, or another program has taken that rank's place (SECURITY.md). "
-            f"{_REMEDY}"
+            f"{SECRET} differs, or another program has taken that rank's place (SECURITY.md). {_REMEDY}"
         )
 
 

@@ -44,8 +44,7 @@ def await_all(launch: Launch, server: str, timeout_s: float) -> None:
         if time.monotonic() > deadline:
             ranks = ", ".join(map(str, sorted(awaited)))
             raise CommunicationError(
-                f"rank {launch.rank} of {launch.world_size} waited {timeout_s:g} s for rank {ranks}, which horovodrun "
-                "has not started: see what it says above."
+                f"rank {launch.rank} waited {timeout_s:g} s for rank {ranks}, which horovodrun has not started."
             )
         time.sleep(_RETRY_S)
     if launch.rank == 0:

@@ -42,8 +42,7 @@ class ExactRandomness(StepHook):
     def __init__(self, batches: OpenBatches, communicator: Communicator, shares: tuple[int, ...]) -> None:
         if precise(communicator.device) != communicator.device:
             raise ConfigError(
-                f"exact_randomness draws some numbers in float64, which device {communicator.device} does not have: "
-                "set device to cpu."
+                f"exact_randomness draws numbers in float64, which device {communicator.device} lacks: set it to cpu."
             )
         self._batches = batches
         self._rank = communicator.rank
