@@ -46,8 +46,7 @@ def refuse_copies() -> None:
     """Refuse to train if other processes of this host seem to be ranks of the same job. Takes milliseconds.
 
     They have the same user, command line, folder and settings, and were started together. Processes that a program has
-    forked are no copies, nor are workers of pytest and multiprocessing, which Python starts with ``-c``. The first copy
-    raises LaunchError; the others, SystemExit.
+    forked are no copies, nor are workers of pytest and multiprocessing. All but the first copy raise SystemExit.
     """
     looks = sys.platform == "linux" and OVERRIDE not in os.environ and _runs_program()
     copies = _copies() if looks else []

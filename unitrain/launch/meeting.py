@@ -161,8 +161,8 @@ def _missing(store: Store, launch: Launch) -> str:
 
 def _doubled(rank: int, launch: Launch, *, on_all_ranks: bool) -> LaunchError:
     return LaunchError(
-        f"two processes have come to {launch.address} as rank {rank} of {launch.world_size}: give each its own RANK, "
-        "and each job its own MASTER_PORT.",
+        f"two processes have come to {launch.address} as rank {rank} of {launch.world_size}: give every process its "
+        "own RANK, and every job its own MASTER_PORT.",
         on_all_ranks=on_all_ranks,
     )
 

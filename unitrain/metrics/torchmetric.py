@@ -74,9 +74,8 @@ class MetricCheck:
             if should_sync and unknown:
                 raise UsageError(
                     f"{type(metric).__name__} was not passed to strategy.metric, so that its value would be of one "
-                    "rank or of all, by backend, or this rank would wait for the others. Pass it once it is made: "
-                    "metric = strategy.metric(metric). For a value of what this rank alone was given, such as gathered "
-                    "rows, make it with sync_on_compute=False."
+                    "rank or of all, by backend. Pass it once it is made: metric = strategy.metric(metric). For the "
+                    "value of this rank's data, such as gathered rows, make it with sync_on_compute=False."
                 )
             sync(metric, *args, should_sync=should_sync, **chosen)
 

@@ -37,8 +37,7 @@ def check_module(module: nn.Module) -> None:
     flat = any(type(layer).__name__ == "FullyShardedDataParallel" for layer in module.modules())
     if flat or any(hasattr(p, "placements") for p in parameters):
         raise UsageError(
-            "the model is sharded already, by FSDP or tensor parallelism, or as part of a prepared one: pass all of it "
-            "as it was built. The backend fsdp shards it."
+            "the model, or a part, is sharded already: pass all of it as it was built. The backend fsdp shards it."
         )
 
 
