@@ -337,7 +337,7 @@ def _overridden(environ: Mapping[str, str]) -> _Launcher | None:
     named = [launcher for launcher in (*_BY_PRECEDENCE, _SPAWN) if launcher.name == name]
     if not named:
         raise LaunchError(
-            f"{OVERRIDE} is {name!r}, but must be unset, or {', '.join(LAUNCHERS)}.{nearest(name, LAUNCHERS)}"
+            f"{OVERRIDE} is {name!r}, but must be one of {', '.join(LAUNCHERS)}, or unset.{nearest(name, LAUNCHERS)}"
         )
     # Two share the name mpirun: take the one with variables that are set, else the first, which says what is missing.
     return next((launcher for launcher in named if launcher.is_present(environ)), named[0])

@@ -85,7 +85,7 @@ def parse_command_line(model: type[RecipeModel], argv: Sequence[str], *, prog: s
     for name, field in model.model_fields.items():
         if field.annotation is CommonConfig:
             raise UsageError(
-                f"{model.__name__}.{name} is a unitrain.config.StrategyConfig: annotate unitrain.StrategyConfig."
+                f"{model.__name__}.{name} is a unitrain.config.StrategyConfig: make it a unitrain.StrategyConfig."
             )
     config_file, flags = read_command_line(groups_of(model), argv, prog=prog, description=description)
     # What the default of a section sets holds where other sources set other fields of it.
