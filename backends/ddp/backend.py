@@ -43,7 +43,8 @@ class DDPBackend(ProcessGroupBackend):
             raise ConfigError("compile needs ddp.bucket_cap_mb of at least 1: torch can't split a graph at less.")
         if settings.static_graph and config.accumulate > 1:
             raise ConfigError(
-                f"ddp.static_graph is true, and accumulate is {config.accumulate}; they are mutually exclusive in DDP."
+                f"ddp.static_graph is true, and accumulate is {config.accumulate}; they are mutually exclusive: DDP "
+                "fails if a static graph skips a reduction."
             )
         super().check(config, launch)
 

@@ -27,8 +27,8 @@ def gather(backend: str) -> list[str]:
 @pytest.mark.parametrize("backend", ["ddp"])
 def test_tensors_that_can_not_be_stacked_are_refused_on_all_ranks(backend: str) -> None:
     for shapes, dtypes in run_ranks(gather, backend):
-        assert "but got float32[3] on rank 0; float32[4] on rank 1: pad them" in shapes
-        assert "but got float32[2] on rank 0; float64[2] on rank 1: pad them" in dtypes
+        assert "but got float32[3] on rank 0; float32[4] on rank 1: pad, or" in shapes
+        assert "but got float32[2] on rank 0; float64[2] on rank 1: pad, or" in dtypes
 
 
 def reduce(backend: str) -> None:

@@ -514,7 +514,7 @@ def test_hooks_see_whole_parameters_and_a_step_that_fails_leaves_them() -> None:
 def test_what_can_t_be_sharded_is_refused() -> None:
     for found in run_ranks(refused):
         for name in ("Clipping", "Estimating"):
-            assert re.search(rf"does not support {name}, .* depends on other parameters, .* Set shard_opt", found[name])
+            assert re.search(rf"does not support {name}, .* depends on others, .* Set shard_opt", found[name])
         assert (
             "does not support Lookahead: its state_dict() would return one rank's state, since it does not call"
             in found["Lookahead"]
