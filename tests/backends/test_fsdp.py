@@ -416,7 +416,7 @@ def test_what_can_t_be_done_with_shards_is_refused_with_a_remedy() -> None:
         assert "but a sharded model needs all: set accumulate" in found
         assert mixed == "RuntimeError"
         assert "all_reduce does not support shards: pass strategy.full_tensor(tensor)" in reduced
-        assert "sharded already, by FSDP or tensor parallelism, or as a part of a prepared model" in shared
+        assert "sharded already, in part or whole" in shared
         assert "a ModuleDict has no forward that could gather its weights" in container
         assert "2 parameters were not used in computing this step's loss (unused.weight, unused.bias" in unused
         assert "set fsdp.find_unused_parameters to true" in unused
