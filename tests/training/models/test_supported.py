@@ -24,7 +24,7 @@ def test_models_that_are_wrapped_or_sharded_already_are_refused() -> None:
         strategy.prepare(nn.DataParallel(model_of()))
     sharded = model_of()
     next(sharded.parameters()).placements = ()  # type: ignore[attr-defined]  # as a DTensor has
-    with pytest.raises(UsageError, match="pass all of it as it was built"):
+    with pytest.raises(UsageError, match="pass it as it was built"):
         strategy.prepare(sharded)
 
 

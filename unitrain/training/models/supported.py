@@ -37,7 +37,7 @@ def check_module(module: nn.Module) -> None:
     flat = any(type(layer).__name__ == "FullyShardedDataParallel" for layer in module.modules())
     if flat or any(hasattr(p, "placements") for p in parameters):
         raise UsageError(
-            "the model is sharded already, in part or whole: pass all of it as it was built. The backend fsdp shards it."
+            "the model is sharded already, in part or whole: pass it as it was built. The backend fsdp shards it."
         )
 
 
