@@ -106,7 +106,7 @@ def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
 def print_stacks(title: str) -> None:
     """Print the stacks of all threads on stderr, the main thread's last."""
     # Through a file: written to a full pipe, they would block this process with the GIL held.
-    with TemporaryFile() as file:
+    with os.fdopen(os.memfd_create("stacks"), "w+b") if hasattr(os, "memfd_create") else TemporaryFile() as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
         print_stderr(f"{title}\n{file.read().decode(errors='replace').rstrip()}")

@@ -214,5 +214,5 @@ def _filled(skeleton: nn.Module, module: nn.Module) -> nn.Module:
 def _refuse_copy(module: nn.Module, memo: dict[int, Any]) -> NoReturn:
     """Raise UsageError. This is what a deep copy of a sharded module calls."""
     raise UsageError(
-        "a sharded model can't be deep-copied: use strategy.ema(model) for an average, strategy.export(model) else."
+        "a sharded model can't be deep-copied: use strategy.ema(model) for an average, or strategy.export(model)."
     )

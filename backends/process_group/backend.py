@@ -33,10 +33,9 @@ _WIDER = {torch.int16: torch.int32}
 
 
 class ProcessGroupBackend(Backend):
-    """Communicates through torch.distributed. The core's collectives use a separate process group.
+    """Communicates through torch.distributed, as its setting ``communication`` says. The core has a group of its own.
 
     On one group, ranks that order BatchNorm collectives and gradient collectives differently would abort inside gloo.
-    Its settings have a field ``communication``.
     """
 
     served_by = "torchrun, mpirun, srun or unitrain.spawn"

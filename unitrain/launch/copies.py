@@ -43,7 +43,7 @@ class _Process(NamedTuple):
 
 
 def refuse_copies() -> None:
-    """Refuse to train if other processes of this host seem to be ranks of the same job. Takes milliseconds.
+    """Refuse to train if other processes of this host seem to be ranks of the same job.
 
     They have the same user, command line, folder and settings, and were started together. Processes that a program has
     forked are no copies, nor are workers of pytest and multiprocessing. All but the first copy raise SystemExit.

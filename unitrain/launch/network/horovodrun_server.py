@@ -24,7 +24,8 @@ def share(offer: str | None, server: str, timeout: timedelta) -> str:
     while (answer := _request(server, "GET", _OFFER)) is None:
         if time.monotonic() > deadline:
             raise CommunicationError(
-                f"rank 0 sent no address to horovodrun's server ({server}) within {timeout.total_seconds():g} s."
+                f"rank 0 did not send its address to horovodrun's server ({server}) within "
+                f"{timeout.total_seconds():g} s. Check that rank 0 is running."
             )
         time.sleep(_OFFER_RETRY_S)
     return answer
@@ -44,7 +45,8 @@ def await_all(launch: Launch, server: str, timeout_s: float) -> None:
         if time.monotonic() > deadline:
             ranks = ", ".join(map(str, sorted(awaited)))
             raise CommunicationError(
-                f"rank {launch.rank} waited {timeout_s:g} s for rank {ranks}, which horovodrun has not started."
+                f"rank {launch.rank} of {launch.world_size} waited {timeout_s:g} s for rank {ranks}, which horovodrun "
+                "has not started: see above for what it says of its host."
             )
         time.sleep(_RETRY_S)
     if launch.rank == 0:

@@ -154,10 +154,7 @@ def local_statistics(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 class _StandInHooks:
-    """Forward hooks that run an unsynchronised layer in eval mode on a stand-in.
-
-    One sample can be too few for statistics, and is not one of this rank.
-    """
+    """Forward hooks that run an unsynchronised layer in eval mode on a stand-in, which is not a sample of this rank."""
 
     def __init__(self, current_batch: CurrentBatch | None = None) -> None:
         self._current_batch = current_batch

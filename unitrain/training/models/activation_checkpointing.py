@@ -67,10 +67,7 @@ def _check(block: nn.Module) -> None:
 
 
 def apply(block: nn.Module) -> None:
-    """Checkpoint the activations of a block, in place.
-
-    Parameters, buffers, hooks and state dict keys stay the same. The hooks of the block itself are not run again.
-    """
+    """Checkpoint the activations of a block, in place. Its own hooks are not run again."""
     block.forward = partial(_checkpointed, block.forward)
 
 

@@ -46,7 +46,7 @@ def check_lookups(module: nn.Module) -> None:
     for name, layer in module.named_modules():
         if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.max_norm is not None:
             raise UsageError(
-                f"{name or 'the model'} is an {type(layer).__name__} with max_norm: each rank would change the rows of "
+                f"{name or 'the model'} is an {type(layer).__name__} with max_norm, and each rank would change rows of "
                 "its own samples: set max_norm to None, and bound the norms after strategy.step, under torch.no_grad()."
             )
 

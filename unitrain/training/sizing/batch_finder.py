@@ -75,7 +75,8 @@ class BatchFinder:
         while failure := self._tried(size := -(-global_batch // (parts * world_size)), accumulates=parts > 1):
             if size == 1:
                 raise DataError(
-                    f"a micro-batch of 1 sample does not fit into memory: {failure}. Use activation_checkpointing."
+                    f"a micro-batch of 1 sample does not fit into memory: {failure}. Use activation_checkpointing, "
+                    "precision bf16, smaller samples or a smaller model."
                 )
             parts, why = 2 * parts, f": {size} samples did not fit on {failure}"
         if why and self._compiled:
