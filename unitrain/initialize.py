@@ -185,7 +185,7 @@ def _check_honoured(backend: type[Backend], config: StrategyConfig, launch: Laun
     if config.compression not in backend.compressions:
         if launch.world_size > 1:
             raise ConfigError(
-                f"compression is {config.compression!r}, but backend {backend.name!r} supports only "
+                f"compression {config.compression!r} is not supported by backend {backend.name!r}, which supports "
                 f"{', '.join(backend.compressions)}."
             )
         idle.append(f"compression={config.compression}")
