@@ -416,56 +416,42 @@ class Strategy:
         """
         return torchmetric.synchronise(metric, self._communicator, self._step.batches.current_batch)
 
-    def throughput(self, *, flops_per_sample: float | None = None, peak_flops: float | None = None) -> Throughput:
+    def throughput(self, *, flops_per_sample: float = 0.0, peak_flops: float = 0.0) -> Throughput:
         """Return a meter of samples per second, of where the time goes, and of peak memory, from the first call on.
 
         Args:
-            flops_per_sample: FLOPs of a forward and a backward for one sample, to measure FLOP/s and MFU; a number, or
-                from ``unitrain.metrics.flops.flops_per_sample(model, inputs)``.
-            peak_flops: peak FLOP/s of a device in this precision; by default, what is known of the device by its name.
+            flops_per_sample: FLOPs of a sample's forward and backward, to measure FLOP/s.
+            peak_flops: FLOP/s of a device at its peak, to measure MFU.
         """
         if self._throughput is None:
             self._throughput = Throughput(self._communicator, self._accelerators())
             self._hooks.add_hook(self._throughput)
-        if flops_per_sample is not None:
-            from unitrain.metrics.flops import peak_of  # few scripts need it
-
-            peak = peak_flops or peak_of(self.device, self.config.precision)
-            self._throughput.measure_flops(flops_per_sample, peak * len(self.devices))
+        if flops_per_sample:
+            self._throughput.add_flops(flops_per_sample, peak_flops * len(self.devices) * self.world_size)
         return self._throughput
 
-    def profile(
-        self, folder: str | Path, *, steps: int = 4, skip: int = 4, ranks: Sequence[int] | None = None,
-        memory: bool = False,
-    ) -> None:  # fmt: skip
+    def profile(self, folder: str | Path, *, steps: int = 4, skip: int = 4, ranks: Sequence[int] | None = None) -> None:
         """Record a few of the next steps with torch's profiler, on several ranks, in one trace. Collective.
 
         Rank 0 writes ``trace-stepN.json.gz``, named by the first step, for https://ui.perfetto.dev. Each rank is a
-        process in it, and the clocks of all hosts are aligned. Backward, update, the wait for data, checkpoints and
-        communication are marked ``unitrain: …``.
+        process in it, with the clocks of all hosts aligned. What UniTrain does is marked ``unitrain: …``.
 
         Args:
             folder: a path.
             steps: number of steps to record.
             skip: number of steps before them; the last of these warms the profiler up.
-            ranks: the ranks to record; all by default. A trace of many is large.
-            memory: write ``memory-stepN-rankR.pickle`` of each GPU for https://pytorch.org/memory_viz, too. CUDA only.
+            ranks: the ranks to record; all by default.
 
         Raises:
             ConfigError: the folder can't be created; on every rank.
-            UsageError: an argument is out of range, or a profile has not ended.
-
-        Example:
-            >>> strategy.profile("runs/a", ranks=[0, 1])
+            UsageError: an argument is out of range, or another profile has not ended.
         """
         from unitrain.metrics.profile import Profile  # few scripts need it
 
         if self._profile is not None and not self._profile.ended:
-            raise UsageError("the run is being profiled: call profile() again when the trace has been written.")
-        self._profile = Profile(
-            self._communicator, self._hooks, folder,
-            steps=steps, skip=skip, ranks=range(self.world_size) if ranks is None else ranks, memory=memory,
-        )  # fmt: skip
+            raise UsageError("profile() was called while another profile has not ended: call it later.")
+        chosen = range(self.world_size) if ranks is None else ranks
+        self._profile = Profile(self._communicator, self._hooks, folder, steps, skip, chosen)
 
     def trackers(self, trackers: Sequence[str | Tracker], folder: str | Path, *, name: str | None = None) -> Trackers:
         """Start trackers on rank 0, or continue their runs. Collective; call it after ``checkpoint.resume``.

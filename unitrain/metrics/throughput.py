@@ -48,8 +48,8 @@ class Throughput(StepHook):
         self._read = Totals()
         self._flops = self._peak = 0.0
 
-    def measure_flops(self, per_sample: float, peak: float) -> None:
-        """Return FLOP/s from now on, given those of a sample, and the peak of this process (0 if it is unknown)."""
+    def add_flops(self, per_sample: float, peak: float) -> None:
+        """Measure FLOP/s from now on, given those of a sample, and of all devices at their peak; 0 if not known."""
         self._flops, self._peak = per_sample, peak
 
     def totals(self) -> Totals:
@@ -68,23 +68,21 @@ class Throughput(StepHook):
             loop, including the forward), as means over the ranks; ``peak_memory_mb``, the maximum over the ranks since
             their start in MiB: memory allocated on the GPU, or resident memory without one. ``slowest_rank`` is the
             rank that spent the most time outside of its steps, for which the others wait in theirs, and
-            ``slowest_ratio`` is its time divided by the median over the ranks. With ``flops_per_sample``, there are
-            ``flops_per_second`` of all ranks together, and, if the peak of all devices is known, ``mfu``, their ratio.
+            ``slowest_ratio`` is its time divided by the median over the ranks. With ``flops_per_sample``, there is
+            ``flops_per_second`` of all ranks together, and with ``peak_flops`` the ratio to the peak, ``mfu``.
         """
         if self._iterations:
             self._await_device()
         totals = self.totals()
         since = [now - before for now, before in zip(totals, self._read, strict=True)]
         self._read = totals
-        ranks = self._communicator.all_gather(torch.tensor([*since, self._peak_memory(), self._peak], dtype=torch.float64))
+        ranks = self._communicator.all_gather(torch.tensor([*since, self._peak_memory()], dtype=torch.float64))
         samples, seconds, memory = ranks[:, 0].sum().item(), ranks[:, 1].max().item(), ranks[:, 4].max().item()
-        _, mean_seconds, data, step, _, _ = ranks.mean(0).tolist()
+        _, mean_seconds, data, step, _ = ranks.mean(0).tolist()
         outside = ranks[:, 1] - ranks[:, 3]
         slowest, median = outside.max(0), outside.median().item()
-        per_second, peaks = samples / seconds if seconds else 0.0, ranks[:, 5]
+        per_second = samples / seconds if seconds else 0.0
         flops = {"flops_per_second": per_second * self._flops} if self._flops else {}
-        if self._flops and peaks.all():
-            flops["mfu"] = flops["flops_per_second"] / peaks.sum().item()
         return {
             "samples_per_second": per_second,
             "data_seconds": data,
@@ -94,6 +92,7 @@ class Throughput(StepHook):
             "slowest_rank": slowest.indices.item(),
             "slowest_ratio": slowest.values.item() / median if median > 0 else 1.0,
             **flops,
+            **({"mfu": per_second * self._flops / self._peak} if self._flops and self._peak else {}),
         }
 
     def batches(self, batches: Batches) -> Batches:
