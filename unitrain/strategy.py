@@ -438,12 +438,11 @@ class Strategy:
 
         Args:
             folder: a path.
-            steps: number of steps to record.
+            steps: number of steps to record; with ``local_steps``, of rounds.
             skip: number of steps before them; the last of these warms the profiler up.
             ranks: the ranks to record; all by default.
 
         Raises:
-            ConfigError: the folder can't be created; on every rank.
             UsageError: an argument is out of range, or another profile has not ended.
         """
         from unitrain.metrics.profile import Profile  # few scripts need it

@@ -13,7 +13,7 @@ from typing import Any
 from torch.profiler import profile, record_function, schedule
 
 from unitrain.communication.communicator import Communicator
-from unitrain.errors import ConfigError, UsageError
+from unitrain.errors import UsageError
 from unitrain.metrics.timeline import clock, compare_clocks, part_of, write_trace
 from unitrain.process import print_stderr
 from unitrain.training.hooks import Hooks, StepHook
@@ -38,7 +38,8 @@ class Profile(StepHook):
             )
         self._communicator, self._hooks, self._folder = communicator, hooks, Path(folder)
         self._begin_at, self._end_at, self._ranks = skip, skip + steps, ranks
-        communicator.on_main(self._make_folder)
+        if communicator.is_main:
+            self._folder.mkdir(parents=True, exist_ok=True)
         self._seen = communicator.pulse.step
         self._first = 0  # the first step that is recorded
         self._recording, self._call = ExitStack(), ExitStack()  # close ends them
@@ -46,12 +47,6 @@ class Profile(StepHook):
         plan = schedule(wait=skip - 1, warmup=1, active=steps, repeat=1)
         self._profiler = self._recording.enter_context(profile(schedule=plan, acc_events=True))
         hooks.add_hook(self)
-
-    def _make_folder(self) -> None:
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"the folder of the profile can't be created: {error}. Pass another one.") from error
 
     def at_boundary(self) -> None:
         """Begin, go on or end, if a step was made. Collective where recording begins and ends."""
@@ -63,13 +58,21 @@ class Profile(StepHook):
             self.close()
             return
         if made == self._begin_at:
-            self._first = step + 1
-            self._offset, self._error, self._zero = compare_clocks(self._communicator)
-            self._mark_communication()
+            self._begin()
         self._profiler.step()
-        if made == self._begin_at:
-            with record_function(_ANCHOR):
-                self._anchor = clock()
+        with record_function(_ANCHOR):
+            self._anchor = clock()
+
+    def _begin(self) -> None:
+        ranks, undo = self._communicator, self._recording.callback
+        self._first = self._seen + 1
+        self._offsets, self._error, self._zero = compare_clocks(ranks)
+        ranks.pulse.mark = _mark
+        undo(setattr, ranks.pulse, "mark", None)
+        for name in ("all_reduce_async", "all_gather_async", "broadcast_async"):
+            call = getattr(ranks, name)
+            undo(setattr, ranks, name, call)
+            setattr(ranks, name, partial(_marked, call))
 
     def before_call(self, call: str) -> None:
         """Mark a backward or an update."""
@@ -79,15 +82,6 @@ class Profile(StepHook):
     def after_call(self) -> None:
         """Mark its end."""
         self._call.close()
-
-    def _mark_communication(self) -> None:
-        ranks, undo = self._communicator, self._recording.callback
-        ranks.pulse.mark = _mark
-        undo(setattr, ranks.pulse, "mark", None)
-        for name in ("all_reduce_async", "all_gather_async", "broadcast_async"):
-            call = getattr(ranks, name)
-            undo(setattr, ranks, name, call)
-            setattr(ranks, name, partial(_marked, call))
 
     def close(self, *, failed: bool = False) -> None:
         """End the profile, unless it has ended. Collective, unless this process is failing."""
@@ -106,9 +100,10 @@ class Profile(StepHook):
     def _gather(self, what: str, file: Path) -> None:
         """Write the trace of all ranks on rank 0. Collective."""
         ranks = self._communicator
-        offset, error, _ = compare_clocks(ranks)
-        error = max(error, self._error) + abs(offset - self._offset) / 2
-        own = self._part((offset + self._offset) / 2) if ranks.rank in self._ranks else b""
+        offsets, error, _ = compare_clocks(ranks)
+        error = max(error, self._error) + (offsets - self._offsets).abs().max().item() / 2  # clocks drift
+        offset = (offsets + self._offsets)[ranks.rank].item() / 2
+        own = self._part(offset) if ranks.rank in self._ranks else b""
         parts = (ranks.broadcast_data(own, src) for src in self._ranks)
         if ranks.is_main:
             try:
@@ -125,7 +120,7 @@ class Profile(StepHook):
             exported = Path(folder, "trace.json")
             self._profiler.export_chrome_trace(str(exported))
             events = json.loads(exported.read_bytes())["traceEvents"]
-        [anchor] = [event for event in events if event["name"] == _ANCHOR]
+        *_, anchor = (event for event in events if event["name"] == _ANCHOR)
         shift = self._anchor - anchor["ts"] - anchor["dur"] / 2  # torch's times are not this clock's
         return part_of(self._communicator.rank, events, shift - offset - self._zero)
 

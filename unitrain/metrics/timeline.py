@@ -16,6 +16,7 @@ from time import monotonic_ns
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from unitrain.communication.communicator import Communicator
 
@@ -27,11 +28,12 @@ def clock() -> float:
     return monotonic_ns() / 1e3
 
 
-def compare_clocks(communicator: Communicator) -> list[float]:
+def compare_clocks(communicator: Communicator) -> tuple[Tensor, float, float]:
     """Compare the clocks of all ranks. Collective. Times are in microseconds.
 
     Returns:
-        How far this rank's clock is ahead of rank 0's, the largest error of any rank's offset, and rank 0's time.
+        How far the clock of each rank is ahead of rank 0's, how wrong any of these offsets is at most, and rank 0's
+        time.
     """
     times = torch.empty(_BARRIERS, 2, dtype=torch.float64)
     for time in times:
@@ -42,11 +44,11 @@ def compare_clocks(communicator: Communicator) -> list[float]:
     low, high = (entered - left[0]).amax(1), (left - entered[0]).amin(1)
     same = (low <= 0) & (high >= 0)  # it counts from the start of the host, so this is the clock of rank 0's host
     offsets, errors = (torch.where(same, 0.0, one / 2) for one in (low + high, high - low))
-    return [offsets[communicator.rank].item(), errors.max().item(), left[0, -1].item()]
+    return offsets, errors.max().item(), left[0, -1].item()
 
 
 def part_of(rank: int, events: Iterable[dict[str, Any]], shift: float) -> bytes:
-    """Return a rank's part of a trace, compressed: one process, whose threads are those of the CPU and GPU streams.
+    """Return a rank's part of a trace, compressed: one process, with threads of the CPU and streams of GPUs.
 
     ``events`` are changed: their times are moved by ``shift`` (microseconds).
     """
