@@ -131,7 +131,7 @@ def _mark(phase: str) -> record_function:
 
 
 def _marked(call: Callable[..., Callable[[], Any]], *arguments: Any) -> Callable[[], Any]:
-    """Start a collective of the core, the last argument of which is its name, and mark this and the wait for it."""
+    """Start a collective of the core, and mark this and the wait for it by its name, the last argument."""
     with _mark(arguments[-1]):
         wait = call(*arguments)
 

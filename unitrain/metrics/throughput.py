@@ -49,7 +49,7 @@ class Throughput(StepHook):
         self._flops = self._peak = 0.0
 
     def add_flops(self, per_sample: float, peak: float) -> None:
-        """Measure FLOP/s from now on, given those of a sample, and of all devices at their peak; 0 if not known."""
+        """Measure FLOP/s from now on, given the FLOPs of a sample, and the peak of all devices; 0 if not known."""
         self._flops, self._peak = per_sample, peak
 
     def totals(self) -> Totals:

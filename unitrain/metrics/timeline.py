@@ -70,7 +70,7 @@ def part_of(rank: int, events: Iterable[dict[str, Any]], shift: float) -> bytes:
 
 
 def write_trace(file: Path, parts: Iterable[bytes]) -> None:
-    """Write a trace of several ranks' parts, one of which is in memory at a time."""
+    """Write a trace of several ranks' parts, with one in memory at a time."""
     with gzip.open(file, "wb", compresslevel=3) as trace:  # one stream: not every viewer reads several
         for number, part in enumerate(parts):
             trace.write((b",\n" if number else b'{"traceEvents": [\n') + gzip.decompress(part))
