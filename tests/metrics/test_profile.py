@@ -199,16 +199,18 @@ def test_a_profile_ends_with_a_run_that_fails(tmp_path: Path, capfd: pytest.Capt
         pass
 
 
-def unwritable(folder: Path) -> list[float]:
-    with unitrain.init(backend="ddp", device="cpu") as strategy:
+def unwritable(folder: Path, backend: str) -> list[float]:
+    with unitrain.init(backend=backend, device="cpu") as strategy:
         strategy.profile(folder / "gone", steps=1, skip=1)
         strategy.on_main((folder / "gone").rmdir)
         return train(strategy, 4)
 
 
 def test_training_goes_on_if_the_trace_can_not_be_written(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    weights = run_ranks(unwritable, tmp_path)
+    weights = run_ranks(unwritable, tmp_path, "ddp")
     assert weights[0] == weights[1]
+    unwritable(tmp_path, "single")
+    assert "the profile of steps 2 to 2 could not be written to " in capfd.readouterr().err
 
 
 def test_bad_arguments_are_refused(tmp_path: Path) -> None:
