@@ -260,7 +260,7 @@ class TrainingStep:
         if not self.hooks.before_call:
             self._backward(loss, optimizers, sync, weight)
             return
-        with self.hooks.call():
+        with self.hooks.call("backward"):
             self._backward(loss, optimizers, sync, weight)
 
     def _backward(
@@ -378,7 +378,7 @@ class TrainingStep:
             check_scheduler(scheduler)
         if not self.hooks.before_call:
             return self._update(optimizer, scheduler)
-        with self.hooks.call():
+        with self.hooks.call("update"):
             return self._update(optimizer, scheduler)
 
     def _update(self, optimizer: Optimizer, scheduler: Any) -> StepResult:

@@ -102,7 +102,7 @@ class ExactRandomness(StepHook):
                 "drawn from python's or numpy's: draw from torch's, or set exact_randomness to false."
             )
 
-    def before_call(self) -> None:
+    def before_call(self, call: str) -> None:
         """Enter the mode for a backward: activation checkpointing runs parts of the forward again."""
         self._locate()
         self._mode.in_forward = False
