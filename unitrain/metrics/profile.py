@@ -38,8 +38,7 @@ class Profile(StepHook):
             )
         self._communicator, self._hooks, self._folder = communicator, hooks, Path(folder)
         self._begin_at, self._end_at, self._ranks = skip, skip + steps, ranks
-        if communicator.is_main:
-            self._folder.mkdir(parents=True, exist_ok=True)
+        communicator.on_main(self._make_folder)
         self._seen = communicator.pulse.step
         self._first = 0  # the first step that is recorded
         self._recording, self._call = ExitStack(), ExitStack()  # close ends them
@@ -47,6 +46,12 @@ class Profile(StepHook):
         plan = schedule(wait=skip - 1, warmup=1, active=steps, repeat=1)
         self._profiler = self._recording.enter_context(profile(schedule=plan, acc_events=True))
         hooks.add_hook(self)
+
+    def _make_folder(self) -> None:
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"profile() can't create {self._folder}: {error.strerror}.") from error
 
     def at_boundary(self) -> None:
         """Begin, go on or end, if a step was made. Collective where recording begins and ends."""
