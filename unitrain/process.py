@@ -132,6 +132,11 @@ def is_busy() -> bool:
         return True
 
 
+def resident_memory() -> int:
+    """Return how many bytes of host memory this process has."""
+    return int(psutil.Process().memory_info().rss)
+
+
 def start_time(pid: int) -> int:
     """Return when a process was started, in clock ticks since boot: a pid may be reused, and clocks may be set.
 

@@ -49,6 +49,10 @@ _COMMANDS = {
         "template",
         "write a job file for a script: for SLURM, Kubernetes, Ray or Docker Compose",
     ),
+    "top": (
+        "top",
+        "show what the ranks of a running job do, in the terminal (needs its setting metrics_port)",
+    ),
     "verify": (
         "verify.command",
         "train with every launcher and backend found here, and compare each with a plain loop on one device",
