@@ -25,7 +25,7 @@ from jobs import run_job
 from rich.console import Console
 
 from unitrain.commands.cli import main
-from unitrain.commands.top import Address, View, bars
+from unitrain.commands.top import View, bars
 from unitrain.job.endpoint import FILE, Endpoint
 from unitrain.job.watch.hub import Member
 from unitrain.job.watch.messages import Heartbeat
@@ -50,13 +50,9 @@ def endpoint() -> Iterator[Endpoint]:
     made.close()
 
 
-def port_of(endpoint: Endpoint) -> int:
-    return int(endpoint._server.server_port)
-
-
 def test_once(endpoint: Endpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     endpoint.announce(tmp_path / "checkpoints")
-    for target in (f"127.0.0.1:{port_of(endpoint)}", str(tmp_path / "checkpoints"), str(tmp_path)):
+    for target in (f"127.0.0.1:{endpoint.port}", str(tmp_path / "checkpoints"), str(tmp_path)):
         assert main(["top", "--once", target]) == 0
         lines = capsys.readouterr().out.splitlines()
         assert lines[0].split("   ") == ["step 99", "ranks: 300", "hosts: 38", f"the others wait for rank {SLOW}"]
@@ -68,9 +64,9 @@ def test_once(endpoint: Endpoint, tmp_path: Path, capsys: pytest.CaptureFixture[
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_of_many_ranks_those_that_matter_are_shown(endpoint: Endpoint, width: int) -> None:
-    view = View()
+    view = View("127.0.0.1", endpoint.port)
     for _ in range(3):
-        view.ask(Address("127.0.0.1", port_of(endpoint)))
+        view.ask()
     console = Console(width=width)
     with console.capture() as captured:
         console.print(view.shown(24))
@@ -111,10 +107,10 @@ def test_a_target_that_is_none(target: str, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_a_folder_without_a_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "no job with metrics_port runs in" in refused(capsys, str(tmp_path))
+    assert "No such file or directory" in refused(capsys, str(tmp_path))
     for text in ("{", "[]", "{}", '{"address": "a", "port": "b", "host": "c"}'):
         (tmp_path / FILE).write_text(text)
-        assert "can't be read" in refused(capsys, str(tmp_path))
+        assert "does a job with metrics_port run in" in refused(capsys, str(tmp_path))
 
 
 def test_a_job_that_has_left_its_address(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,7 +120,7 @@ def test_a_job_that_has_left_its_address(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_another_job_at_the_address(endpoint: Endpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "another job answers at" in refused(capsys, announced(tmp_path, port=port_of(endpoint)))
+    assert "another job answers at" in refused(capsys, announced(tmp_path, port=endpoint.port))
 
 
 def test_a_job_on_another_host(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -178,7 +174,7 @@ def read_until(terminal: int, text: str) -> str:
 
 def test_a_job_that_ends_meanwhile() -> None:
     endpoint = Endpoint([Member(0, "here", 1, 0)], "127.0.0.1", 0, Pulse())
-    process, terminal = in_terminal(f"127.0.0.1:{port_of(endpoint)}")
+    process, terminal = in_terminal(f"127.0.0.1:{endpoint.port}")
     assert "user code" in read_until(terminal, "s ago")
     endpoint.close()
     left = read_until(terminal, "\0")
@@ -189,7 +185,7 @@ def test_a_job_that_ends_meanwhile() -> None:
 
 
 def test_ctrl_c_ends_it(endpoint: Endpoint) -> None:
-    process, terminal = in_terminal(f"127.0.0.1:{port_of(endpoint)}")
+    process, terminal = in_terminal(f"127.0.0.1:{endpoint.port}")
     read_until(terminal, "s ago")
     process.send_signal(signal.SIGINT)
     read_until(terminal, "\0")
@@ -213,7 +209,7 @@ with unitrain.init(device="cpu", metrics_port=port) as strategy:
     if not life and strategy.rank:
         os.kill(os.getpid(), signal.SIGKILL)
     if life and strategy.is_main:
-        View().ask(find("run"))
+        View(*find("run")).ask()
         print("answered at the port of the job that was killed:", port == json.loads(file.read_text())["port"])
     strategy.barrier()
 print("left:", file.exists())

@@ -40,7 +40,7 @@ def port() -> Iterator[int]:
             phase = USER_CODE if rank == 2 else "step"
             endpoint.observe(rank, Heartbeat(phase, second, 0.0, "", 0.0, (second, 0), 10**9), time.monotonic())
     endpoint.log({"loss": 1.0})
-    yield int(endpoint._server.server_port)
+    yield endpoint.port
     endpoint.close()
 
 

@@ -101,7 +101,7 @@ def test_what_the_script_logs(three: Endpoint) -> None:
 
 def test_a_forked_child_does_not_keep_the_port() -> None:
     first = opened(1)
-    port = int(first._server.server_port)
+    port = first.port
     child = multiprocessing.get_context("fork").Process(target=signal.pause, daemon=True)
     child.start()
     try:
@@ -128,10 +128,10 @@ def train(strategy: Strategy, folder: Path) -> None:
 
 def look(folder: Path) -> View:
     """Return what the endpoint shows once all ranks are seen after step 3."""
-    view, deadline = View(), time.monotonic() + DEADLINE_S
-    while not view._ranks or any(rank["step"] < 3 for rank in view._ranks.values()):
+    view, deadline = View(*find(str(folder))), time.monotonic() + DEADLINE_S
+    while not view.ranks or any(rank["step"] < 3 for rank in view.ranks.values()):
         assert time.monotonic() < deadline
-        view.ask(find(str(folder)))
+        view.ask()
     return view
 
 
@@ -141,9 +141,9 @@ def in_a_job(folder: Path) -> list[int]:
         found: list[int] = []
         if strategy.is_main:
             view = look(folder)
-            found = sorted(view._ranks)
-            assert view._values["loss"] >= 0
-            assert all(rank["resident_memory_bytes"] > 2**20 for rank in view._ranks.values())
+            found = sorted(view.ranks)
+            assert view.values[" loss"] >= 0
+            assert all(rank["resident_memory_bytes"] > 2**20 for rank in view.ranks.values())
             assert json.loads((folder / FILE).read_text()) == json.loads((folder / "checkpoints" / FILE).read_text())
         strategy.barrier()
     assert not list(folder.rglob(FILE))
@@ -173,7 +173,7 @@ def test_without_the_library_no_rank_begins() -> None:
 
 
 def test_a_port_that_is_taken(three: Endpoint) -> None:
-    port = three._server.server_port
+    port = three.port
     with pytest.raises(ConfigError, match=f"can't serve metrics at 127.0.0.1, port {port}, .*: Address already in use"):
         unitrain.init(device="cpu", metrics_port=port)
 

@@ -48,24 +48,19 @@ _OF_RANKS = {
 
 @dataclass
 class _Rank:
-    member: Member
-    beat: Heartbeat | None = None
-    heard_at: float = 0.0
+    """A rank that has sent heartbeats: the last and when it came, their number, the steps that they showed."""
+
+    beat: Heartbeat
+    heard_at: float
     beats: int = 0
     waits: float = 0.0
     steps: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_STEPS_OVER))
 
-    def observe(self, beat: Heartbeat, now: float) -> None:
-        self.beat, self.heard_at, self.beats = beat, now, self.beats + 1
-        self.waits += (beat.waits - self.waits) / min(self.beats, _WAITS_OVER)
-        if not self.steps or self.steps[-1][0] != beat.trained[0]:
-            self.steps.append((beat.trained[0], now))
-
-    def values(self, beat: Heartbeat, now: float) -> tuple[float | None, ...]:
+    def values(self, now: float) -> tuple[float | None, ...]:
         """Return the values of ``_OF_RANKS``."""
         (first, began), (last, ended) = self.steps[0], self.steps[-1]
         step_s = (ended - began) / (last - first) if last != first else None
-        return beat.step, step_s, self.waits, now - self.heard_at, beat.memory
+        return self.beat.step, step_s, self.waits, now - self.heard_at, self.beat.memory
 
 
 class Endpoint(Collector):
@@ -77,12 +72,16 @@ class Endpoint(Collector):
         port: the port; 0 for a free one.
         pulse: what this process is doing, since there are no heartbeats in a world of one.
 
+    Attributes:
+        port: the port that it listens at.
+
     Raises:
         ConfigError: the port is taken, or the address is not this host's.
     """
 
     def __init__(self, members: Sequence[Member], host: str, port: int, pulse: Pulse) -> None:
-        self._ranks = [_Rank(member) for member in members]
+        self._members = members
+        self._ranks: dict[int, _Rank] = {}
         self._pulse, self._script_thread = pulse, threading.get_ident()
         self._logged: dict[str, float] = {}
         self._about = {"id": uuid4().hex, "host": socket.gethostname(), "version": version("unitrain")}
@@ -96,13 +95,18 @@ class Endpoint(Collector):
                 "metrics_port to a free port, or to 0 for any, and metrics_host to an address of rank 0's host."
             ) from error
         close_in_children(self._server.socket)
-        self._text = json.dumps({"address": host, "port": self._server.server_port, **self._about})
+        self.port: int = self._server.server_port
+        self._text = json.dumps({"address": host, "port": self.port, **self._about})
         self._files: list[Path] = []
-        print_stderr(f"unitrain: metrics at http://{host}:{self._server.server_port}/metrics, on {self._about['host']}")
+        print_stderr(f"unitrain: metrics at http://{host}:{self.port}/metrics, on {self._about['host']}")
 
     def observe(self, rank: int, beat: Heartbeat, now: float) -> None:
         """Record a heartbeat. The work does not grow with the number of ranks."""
-        self._ranks[rank].observe(beat, now)
+        one = self._ranks.setdefault(rank, _Rank(beat, now))
+        one.beat, one.heard_at, one.beats = beat, now, one.beats + 1
+        one.waits += (beat.waits - one.waits) / min(one.beats, _WAITS_OVER)
+        if not one.steps or one.steps[-1][0] != beat.trained[0]:
+            one.steps.append((beat.trained[0], now))
 
     def log(self, metrics: Mapping[str, float]) -> None:
         """Record what the script logs."""
@@ -111,27 +115,25 @@ class Endpoint(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics, for prometheus_client."""
         now = time.monotonic()
-        if len(self._ranks) == 1:
+        if len(self._members) == 1:
             pulse, use = self._pulse, (resident_memory(), call_site.is_loading(self._script_thread))
             self.observe(0, Heartbeat(pulse.phase, pulse.step, 0.0, "", 0.0, (pulse.step, 0), *use), now)
         yield InfoMetricFamily("unitrain_job", "The job.", self._about)
-        yield GaugeMetricFamily("unitrain_ranks", "Number of ranks.", len(self._ranks))
+        yield GaugeMetricFamily("unitrain_ranks", "Number of ranks.", len(self._members))
         labels = ("rank", "host")
         families = [GaugeMetricFamily(f"unitrain_{name}", text, labels=labels) for name, text in _OF_RANKS.items()]
         phases = GaugeMetricFamily("unitrain_phase", "1, with what the rank does.", labels=(*labels, "phase"))
-        for rank in self._ranks:
-            if (beat := rank.beat) is not None:
-                label = (str(rank.member.rank), rank.member.host)
-                for family, value in zip(families, rank.values(beat, now), strict=True):
-                    if value is not None:
-                        family.add_metric(label, value)
-                phases.add_metric((*label, "data" if beat.loads and not beat.waits else beat.phase), 1)
+        ranks = sorted(self._ranks.copy().items())
+        for rank, one in ranks:
+            label = (str(rank), self._members[rank].host)
+            for family, value in zip(families, one.values(now), strict=True):
+                if value is not None:
+                    family.add_metric(label, value)
+            phases.add_metric((*label, "data" if one.beat.loads and not one.beat.waits else one.beat.phase), 1)
         yield from (*families, phases)
-        waits = [rank.waits for rank in self._ranks]
-        if (least := min(waits)) < median(waits) - _SLOWER:
-            slowest = GaugeMetricFamily("unitrain_slowest_rank", "Number of the rank that the others wait for.")
-            slowest.add_metric((), waits.index(least))
-            yield slowest
+        least, slowest = min(((one.waits, rank) for rank, one in ranks), default=(1.0, 0))
+        if least < median([one.waits for _, one in ranks] or [0.0]) - _SLOWER:
+            yield GaugeMetricFamily("unitrain_slowest_rank", "Number of the rank that the others wait for.", slowest)
         logged = GaugeMetricFamily("unitrain_logged", "Latest value that the script has logged.", labels=("name",))
         for name, number in self._logged.items():
             logged.add_metric((name,), number)

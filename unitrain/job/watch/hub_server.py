@@ -16,8 +16,8 @@ from unitrain.job.watch.link import LENGTH, MOST_BYTES, close_in_children
 from unitrain.job.watch.messages import Message, decode, encode
 from unitrain.launch.network.open_files import allow_connections
 
-Observe = Callable[[int, messages.Heartbeat, float], None]
-"""Takes a rank's heartbeat, and the time."""
+Observe = Callable[[int, messages.Heartbeat, float], None] | None
+"""Called with each heartbeat of a rank, and the time."""
 _CHECKS_PER_HEARTBEAT = 4
 
 
@@ -55,7 +55,7 @@ class HubServer(threading.Thread):
         heartbeat_timeout_s: float,
         one_host: bool,
         election_s: float = 10.0,
-        observe: Observe | None = None,
+        observe: Observe = None,
     ) -> None:
         super().__init__(name="unitrain hub", daemon=True)
         allow_connections(len(members))

@@ -64,7 +64,7 @@ class Watch:
         config: StrategyConfig,
         launch: Launch,
         key: bytes,
-        observe: Observe | None = None,
+        observe: Observe,
     ) -> None:
         self.saver: Saver | None = None
         self.key: bytes = key
@@ -95,9 +95,7 @@ class Watch:
         """Return the process that this watch belongs to, for messages."""
         return str(self._me)
 
-    def _connect(
-        self, communicator: Communicator, key: bytes, observe: Observe | None
-    ) -> tuple[Link, HubServer | None]:
+    def _connect(self, communicator: Communicator, key: bytes, observe: Observe) -> tuple[Link, HubServer | None]:
         server: HubServer | None = None
 
         def start() -> tuple[list[str], int]:
