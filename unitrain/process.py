@@ -133,8 +133,10 @@ def is_busy() -> bool:
 
 
 def resident_memory() -> int:
-    """Return how many bytes of host memory this process has."""
-    return int(psutil.Process().memory_info().rss)
+    """Return how many bytes of host memory this process has; 0 if the system does not tell, for want of files, say."""
+    with suppress(psutil.Error, OSError):
+        return int(psutil.Process().memory_info().rss)
+    return 0
 
 
 def start_time(pid: int) -> int:

@@ -10,7 +10,6 @@ import socket
 import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from contextlib import suppress
 from http.client import HTTPConnection, HTTPException
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,7 +24,7 @@ from rich.text import Text
 from unitrain.errors import ConfigError, UsageError
 
 _FILE = "metrics_endpoint.json"  # as in unitrain.job.endpoint, which needs prometheus_client
-_TIMEOUT_S, _SILENT_S = 10.0, 15.0
+_TIMEOUT_S, _SILENT_S = 60.0, 15.0
 # Seconds between two answers, and how many times longer than an answer takes: rank 0 trains, too.
 _PAUSE_S, _TIMES = 1.0, 10.0
 _MOST_BYTES = 2**28
@@ -52,8 +51,7 @@ def top(target: str, once: bool = False) -> int:
             while True:
                 live.update(view.shown(console.height), refresh=True)
                 time.sleep(max(_PAUSE_S, _TIMES * view.took_s))
-                with suppress(TimeoutError):  # rank 0 is busy
-                    view.ask()
+                view.ask()
     except KeyboardInterrupt:
         return 0
     except UsageError as error:
@@ -106,15 +104,15 @@ class View:
         self.took_s: float = 0.0
 
     def ask(self) -> None:
-        """Ask for the metrics. Raises UsageError if they are not there, and TimeoutError if that takes too long."""
+        """Ask for the metrics. Later answers may take longer than the first. UsageError is raised if there are none."""
         where = f"{self._host}, port {self._port}{f', the address in {self._file}' if self._file else ''}"
         begin, connection = time.monotonic(), HTTPConnection(self._host, self._port, timeout=_TIMEOUT_S)
         try:
             connection.request("GET", "/metrics", headers={"Accept": "application/openmetrics-text"})
             id_ = self._read(connection.getresponse().read(_MOST_BYTES).decode(), begin)
-        except TimeoutError:
-            raise
         except OSError as error:
+            if isinstance(error, TimeoutError) and self._steps:
+                return  # rank 0 is busy
             hint = " It was killed or has failed: it did not remove the file." if self._file else ""
             raise UsageError(f"no job answers at {where} ({error.strerror or error}).{hint}") from error
         except (HTTPException, ValueError, LookupError) as error:
