@@ -73,7 +73,8 @@ def test_prometheus_answers_every_query_of_the_dashboard(port: int, tmp_path: Pa
     with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen([*command, f"--config.file={tmp_path / 'prometheus.yml'}"], stdout=log, stderr=log)
     try:
-        deadline, answers = time.monotonic() + DEADLINE_S, {query: [] for query in QUERIES}
+        deadline = time.monotonic() + DEADLINE_S
+        answers: dict[str, list[Any]] = {query: [] for query in QUERIES}
         while not all(answers.values()):
             assert time.monotonic() < deadline, (answers, (tmp_path / "log").read_text())
             assert process.poll() is None, (tmp_path / "log").read_text()
