@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from urllib.request import urlopen
 
 from torch.distributed import PrefixStore
 
@@ -38,15 +39,19 @@ from shared.processes import ALONE, GLOO, HOROVOD_GLOO, HOROVOD_MPI, in_processe
 from shared.report import Found, run, table
 from shared.workloads import mlp
 from unitrain.communication.backend import load_backend
+from unitrain.job.endpoint import Endpoint
 from unitrain.job.joining.handshake import handshake
 from unitrain.job.watch.hub import heartbeat_interval_s
 from unitrain.job.watch.hub_server import HubServer
+from unitrain.job.watch.messages import Heartbeat
 from unitrain.launch.rendezvous import rendezvous
+from unitrain.pulse import Pulse
 
 JOBS = (64, 1000, 10_000)
 # torch's clients of a store look up the names of both ends. What a name server takes for that is not to be measured.
 QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR", "RES_OPTIONS": "timeout:1 attempts:1"}
 END = "the end of a rank"
+ENDPOINT = ("`metrics_port`: a heartbeat, µs", "an answer")
 RUN_S, CHECKPOINTS, CHECKPOINT_BYTES = 600.0, 10, 100_000_000
 
 
@@ -108,6 +113,21 @@ def hub_share(ranks: int, seconds: float) -> float:
     return share
 
 
+def measure_endpoint(ranks: int) -> Found:
+    """Take a heartbeat of every rank twice, and answer once, as ``metrics_port`` has rank 0 do."""
+    endpoint = Endpoint(members(ranks), "127.0.0.1", 0, Pulse())
+    begin = time.process_time()
+    for step in range(2):
+        for rank in range(ranks):
+            endpoint.observe(rank, Heartbeat("step", step, 0.1, trained=(step, 0)), float(step))
+    observed = time.process_time() - begin
+    with urlopen(f"http://127.0.0.1:{endpoint.port}/metrics") as answer:
+        size = len(answer.read())
+    found = {"heartbeat_s": observed / 2 / ranks, "cpu_s": time.process_time() - begin - observed, "bytes": size}
+    endpoint.close()
+    return found
+
+
 @contextmanager
 def costing() -> Iterator[dict[str, float]]:
     """Measure the CPU time of this process, and its bytes, in a block."""
@@ -160,6 +180,7 @@ def measure(short: bool) -> Found:
             {
                 "ranks": ranks,
                 "hub": hub_share(ranks, seconds),
+                "endpoint": measure_endpoint(ranks),
                 "stages": {
                     **in_processes(ALONE, measure_store, environment=QUIET, ranks=ranks),
                     **in_processes(ALONE, measure_hub, environment=QUIET, ranks=ranks),
@@ -195,13 +216,15 @@ def tables(found: Found) -> str:
             f"{one['ranks']:,}",
             f"{heartbeat_interval_s(HEARTBEAT_TIMEOUT_S, one['ranks']):g}",
             f"{one['hub']:.2%}",
+            f"{one['endpoint']['heartbeat_s'] * 1e6:.1f}",
+            f"{one['endpoint']['cpu_s'] * 1e3:,.0f} ms, {one['endpoint']['bytes'] / 1e3:,.0f} kB",
             *(f"{its['cpu_s'] * 1e3:,.0f} ms, {its['bytes'] / 1e3:,.0f} kB" for its in one["stages"].values()),
             f"{one['stages'][END]['told_s']:.2f}, {one['stages'][END]['ended_s']:.2f}",
         ]
         for one in found["jobs"]
     ]
     stages = found["jobs"][0]["stages"] if found["jobs"] else []
-    named = ["ranks", "s between heartbeats", "hub, of a core", *stages, "s until all are told, have ended"]
+    named = ["ranks", "s between heartbeats", "hub, of a core", *ENDPOINT, *stages, "s until all are told, have ended"]
     return "\n".join([table(head, rows), table(named, large)])
 
 

@@ -8,6 +8,7 @@ import warnings
 from types import FrameType
 
 _LIBRARIES = frozenset({"unitrain", "torch"})
+_LOADERS = ("unitrain.data.", "torch.utils.data.dataloader")
 _STANDARD_LIBRARY = os.path.dirname(os.__file__)
 
 
@@ -29,6 +30,14 @@ def of_thread(ident: int) -> str:
     """Return the line of user code that a thread of this process is running, or an empty string."""
     frame = _own_frame(sys._current_frames().get(ident))
     return _line(frame) if frame is not None else ""
+
+
+def is_loading(ident: int) -> bool:
+    """Return whether a thread of this process is reading its next batch."""
+    frame = sys._current_frames().get(ident)
+    while frame is not None and not str(frame.f_globals.get("__name__")).startswith(_LOADERS):
+        frame = frame.f_back
+    return frame is not None
 
 
 def warn(message: str) -> None:

@@ -138,6 +138,10 @@ class StrategyConfig(Section):
     """Steps between copies of the state in host memory, which outlive processes; auto: 1% of the time; 0: none."""
     memory_folder: str | None = None
     """Folder of these copies, the same on each host; null: /dev/shm, or the one for temporary files without it."""
+    metrics_port: Annotated[int, Field(ge=0, lt=2**16)] | None = None
+    """Port at which rank 0 serves metrics of the job, for Prometheus and unitrain top; 0: any free one; null: none."""
+    metrics_host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
+    """Address at which it listens; 0.0.0.0: on all of its host's."""
     threads_per_process: Annotated[int, Field(ge=1, le=4096)] | None = None
     """Compute threads per process; null: OMP_NUM_THREADS, else this host's cores // processes."""
     cudnn_benchmark: bool | None = None
@@ -174,6 +178,8 @@ class StrategyConfig(Section):
         if self.exact_randomness:
             self._refuse_unreproducible()
         self._refuse_within_rounds()
+        if self.metrics_port is None and self.metrics_host != StrategyConfig.model_fields["metrics_host"].default:
+            raise conflict("metrics_port", "metrics_host", "without a port, nothing listens")
         if self.compression == "powersgd":
             if self.deterministic:
                 raise conflict("deterministic", "compression", "powersgd needs DDP's buckets, whose order may vary")

@@ -132,6 +132,13 @@ def is_busy() -> bool:
         return True
 
 
+def resident_memory() -> int:
+    """Return how many bytes of host memory this process has; 0 if the system does not tell, for want of files, say."""
+    with suppress(psutil.Error, OSError):
+        return int(psutil.Process().memory_info().rss)
+    return 0
+
+
 def start_time(pid: int) -> int:
     """Return when a process was started, in clock ticks since boot: a pid may be reused, and clocks may be set.
 

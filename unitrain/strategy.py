@@ -452,7 +452,11 @@ class Strategy:
 
         if is_url(folder):
             raise UsageError(f"{folder} is a URL, but trackers write to a folder: pass a path.")
-        return Trackers(self._communicator, trackers, Path(folder), name, self.global_step)
+        endpoint = self._job.endpoint
+        if endpoint is not None:
+            endpoint.announce(folder)
+        show = None if endpoint is None else endpoint.log
+        return Trackers(self._communicator, trackers, Path(folder), name, self.global_step, show)
 
     def check_in_sync(self, module: nn.Module) -> None:
         """Check that a model's parameters and buffers have the same bits on all ranks. Collective.
@@ -701,6 +705,8 @@ class Strategy:
             partial=partial,
             restored=self._preparation.keep_random_states,
         )
+        if self._job.endpoint is not None:
+            self._job.endpoint.announce(folder)
         return self._checkpoint
 
     def unwrap(self, module: nn.Module) -> nn.Module:
@@ -743,6 +749,8 @@ class Strategy:
             job.stopping.close()
             if self._profile is not None:
                 self._profile.close(failed=True)
+            if job.endpoint is not None:
+                job.endpoint.close()
             if self._checkpoint is not None:
                 self._checkpoint.abandon()  # if the run fails
                 self._checkpoint = None  # it has wrapped models, with what they communicate by

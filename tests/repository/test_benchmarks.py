@@ -162,6 +162,7 @@ def test_watch(tmp_path: Path) -> None:
     [job] = found["jobs"]
     assert job["ranks"] == 64
     assert 0 < job["hub"] < 1
+    assert 0 < job["endpoint"]["bytes"] < 64 * 1000
     stages = job["stages"]
     assert stages["meeting at the store"]["keys"] == 66
     assert stages["the end of a rank"]["told_s"] <= stages["the end of a rank"]["ended_s"]

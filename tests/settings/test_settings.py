@@ -613,6 +613,8 @@ SECTIONS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "emergency_checkpoint": st.sampled_from(["auto", "off"]),
         "memory_every": st.just("auto") | st.integers(0, 10**9),
         "memory_folder": or_none(TEXT.filter(lambda text: text != "null")),
+        "metrics_port": or_none(st.integers(0, 2**16 - 1)),
+        "metrics_host": st.just("127.0.0.1"),
         "threads_per_process": or_none(st.integers(1, 4096)),
         "cudnn_benchmark": or_none(st.booleans()),
         "tf32": or_none(st.booleans()),

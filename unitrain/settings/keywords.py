@@ -43,6 +43,8 @@ class StrategySettings(TypedDict, total=False):
     emergency_checkpoint: Literal["auto", "off"]
     memory_every: Literal["auto"] | int
     memory_folder: str | None
+    metrics_port: int | None
+    metrics_host: str
     threads_per_process: int | None
     cudnn_benchmark: bool | None
     tf32: bool | None

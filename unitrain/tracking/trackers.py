@@ -50,14 +50,22 @@ class Trackers:
         folder: folder of the run's results. The ids of its runs are kept in it.
         name: name of the run; the folder's by default.
         step: the last step before the run was resumed; 0 for a new run.
+        show: called with what is logged, on rank 0, with ``metrics_port``.
 
     Raises:
         ConfigError: a tracker's library is not installed, or it could not be started; on every rank.
     """
 
     def __init__(
-        self, communicator: Communicator, trackers: Sequence[str | Tracker], folder: Path, name: str | None, step: int
+        self,
+        communicator: Communicator,
+        trackers: Sequence[str | Tracker],
+        folder: Path,
+        name: str | None,
+        step: int,
+        show: Callable[[Mapping[str, float]], None] | None = None,
     ) -> None:
+        self._show = show
         self._workers: list[_Worker] = []
         self._closed = False
         if isinstance(trackers, str):
@@ -107,9 +115,11 @@ class Trackers:
         Raises:
             UsageError: a metric is not a number, nor a tensor with one element. Reading one from a GPU waits for it.
         """
-        if not self._workers:
+        if not self._workers and self._show is None:
             return
         numbers = {name: _number(name, value) for name, value in metrics.items()}
+        if self._show is not None:
+            self._show(numbers)
         for worker in self._workers:
             worker.calls.put(lambda tracker: tracker.log(numbers, step))
 

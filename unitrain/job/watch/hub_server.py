@@ -6,7 +6,7 @@ import asyncio
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from unitrain.job.watch import messages
@@ -16,6 +16,8 @@ from unitrain.job.watch.link import LENGTH, MOST_BYTES, close_in_children
 from unitrain.job.watch.messages import Message, decode, encode
 from unitrain.launch.network.open_files import allow_connections
 
+Observe = Callable[[int, messages.Heartbeat, float], None] | None
+"""Called with each heartbeat of a rank, and the time."""
 _CHECKS_PER_HEARTBEAT = 4
 
 
@@ -38,6 +40,7 @@ class HubServer(threading.Thread):
         heartbeat_timeout_s: seconds without a heartbeat after which a rank counts as stalled.
         one_host: whether all ranks are on this host.
         election_s: seconds that ranks have to report their states after the verdict.
+        observe: called with each heartbeat.
 
     Raises:
         LaunchError: this process may not open a connection to every rank.
@@ -52,6 +55,7 @@ class HubServer(threading.Thread):
         heartbeat_timeout_s: float,
         one_host: bool,
         election_s: float = 10.0,
+        observe: Observe = None,
     ) -> None:
         super().__init__(name="unitrain hub", daemon=True)
         allow_connections(len(members))
@@ -60,6 +64,7 @@ class HubServer(threading.Thread):
         self.port: int = self._listener.getsockname()[1]
         self._admit = partial(admit_ranks, self._listener, key, len(members), timeout_s)
         self._interval_s = heartbeat_interval_s(heartbeat_timeout_s, len(members))
+        self._observe = observe
         self._writers: dict[int, asyncio.StreamWriter] = {}
         self._make_hub = partial(
             Hub, members, send=self._send,
@@ -100,7 +105,10 @@ class HubServer(threading.Thread):
     async def _read(self, rank: int, reader: asyncio.StreamReader, hub: Hub) -> None:
         """Pass a rank's messages on until the connection ends, a message is invalid, or all ranks have left."""
         while (message := await _next(reader)) is not None:
-            hub.receive(rank, message, time.monotonic())
+            now = time.monotonic()
+            hub.receive(rank, message, now)
+            if self._observe is not None and isinstance(message, messages.Heartbeat):
+                self._observe(rank, message, now)
             if hub.finished:
                 return
         self._hang_up(rank)

@@ -35,6 +35,10 @@ class Heartbeat:
     """How long no thread of the process has run."""
     trained: tuple[int, int] = (0, 0)
     """As in ``Pulse``."""
+    memory: int = 0
+    """Bytes of host memory."""
+    loads: bool = False
+    """Whether the script waits for a loader."""
 
     @property
     def waits(self) -> bool:

@@ -21,13 +21,13 @@ from unitrain.job.watch import messages
 from unitrain.job.watch.admission import introduce
 from unitrain.job.watch.emergency import Emergency, Saver, election_s, grace_s
 from unitrain.job.watch.hub import SILENT_END, Member, heartbeat_interval_s
-from unitrain.job.watch.hub_server import HubServer
+from unitrain.job.watch.hub_server import HubServer, Observe
 from unitrain.job.watch.link import Link
 from unitrain.job.watch.messages import Message, Verdict
 from unitrain.job.watch.stopping import Boundaries
 from unitrain.launch.detect import Launch
 from unitrain.launch.network.addresses import own_addresses
-from unitrain.process import exit_now, is_busy, kill_stalled, print_stacks, print_stderr
+from unitrain.process import exit_now, is_busy, kill_stalled, print_stacks, print_stderr, resident_memory
 
 A = TypeVar("A", messages.Answer, messages.CallsAgree)
 
@@ -44,7 +44,8 @@ _AFTER_THE_OTHERS_S = 1.0
 class Watch:
     """The watchdog of one process. Collective: connects to the hub, which waits for all ranks.
 
-    It shares ``boundaries``, at which this process can be stopped, with ``Stopping``.
+    It shares ``boundaries``, at which this process can be stopped, with ``Stopping``. On rank 0, ``observe`` is as in
+    ``HubServer``.
 
     Attributes:
         members: all processes of the job, by rank.
@@ -63,6 +64,7 @@ class Watch:
         config: StrategyConfig,
         launch: Launch,
         key: bytes,
+        observe: Observe,
     ) -> None:
         self.saver: Saver | None = None
         self.key: bytes = key
@@ -76,7 +78,7 @@ class Watch:
         self._timeout_s = config.timeout_s
         self._heartbeat_timeout_s = min(config.heartbeat_timeout_s, config.timeout_s)
         self._interval_s = heartbeat_interval_s(self._heartbeat_timeout_s, len(members))
-        self._link, self._server = self._connect(communicator, key)
+        self._link, self._server = self._connect(communicator, key, observe)
         self._changed = threading.Condition()
         self._verdict: Verdict | None = None
         self._answer: messages.Answer | messages.CallsAgree | None = None
@@ -93,14 +95,14 @@ class Watch:
         """Return the process that this watch belongs to, for messages."""
         return str(self._me)
 
-    def _connect(self, communicator: Communicator, key: bytes) -> tuple[Link, HubServer | None]:
+    def _connect(self, communicator: Communicator, key: bytes, observe: Observe) -> tuple[Link, HubServer | None]:
         server: HubServer | None = None
 
         def start() -> tuple[list[str], int]:
             nonlocal server
             server = HubServer(
                 self.members, key, timeout_s=self._timeout_s, heartbeat_timeout_s=self._heartbeat_timeout_s,
-                one_host=self._one_host, election_s=election_s(self._grace_s),
+                one_host=self._one_host, election_s=election_s(self._grace_s), observe=observe,
             )  # fmt: skip
             server.start()
             return ["127.0.0.1"] if self._one_host else own_addresses(), server.port
@@ -228,7 +230,8 @@ class Watch:
             if is_busy():
                 self._blocked_since = now
         blocked_s = now - self._blocked_since
-        self._link.send(messages.Heartbeat(pulse.phase, pulse.step, lasted, place, blocked_s, pulse.trained))
+        use = resident_memory(), call_site.is_loading(self._script_thread)
+        self._link.send(messages.Heartbeat(pulse.phase, pulse.step, lasted, place, blocked_s, pulse.trained, *use))
 
     def _receive(self, message: Message) -> None:
         match message:

@@ -1,0 +1,227 @@
+"""``unitrain top``: what it shows of an endpoint, and what it says where there is none."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import re
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import termios
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from http.server import HTTPServer, SimpleHTTPRequestHandler
+from pathlib import Path
+
+import pytest
+from jobs import run_job
+from rich.console import Console
+
+from unitrain.commands.cli import main
+from unitrain.commands.top import View, bars
+from unitrain.job.endpoint import FILE, Endpoint
+from unitrain.job.watch.hub import Member
+from unitrain.job.watch.messages import Heartbeat
+from unitrain.pulse import USER_CODE, Pulse
+
+RANKS = 300
+SILENT, SLOW = 77, 205
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[Endpoint]:
+    """A job of 300 ranks: rank 77 is silent, and the others wait for rank 205."""
+    made = Endpoint([Member(rank, f"node{rank // 8}", 1, 0) for rank in range(RANKS)], "127.0.0.1", 0, Pulse())
+    now = time.monotonic() - 100
+    for second in range(100):
+        for rank in range(RANKS):
+            if rank != SILENT or second < 50:
+                phase = USER_CODE if rank == SLOW else "step"
+                made.observe(rank, Heartbeat(phase, second, 0.0, trained=(second, 0), memory=2 * 10**9), now + second)
+    made.log({"loss": 0.25})
+    yield made
+    made.close()
+
+
+def test_once(endpoint: Endpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    endpoint.announce(tmp_path / "checkpoints")
+    for target in (f"127.0.0.1:{endpoint.port}", str(tmp_path / "checkpoints"), str(tmp_path)):
+        assert main(["top", "--once", target]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0].split("   ") == ["step 99", "ranks: 300", "hosts: 38", f"the others wait for rank {SLOW}"]
+        assert lines[2].split() == ["rank", "host", "step", "s/step", "in", "waits", "memory", "heard"]
+        assert re.fullmatch(r" *0  node0 +99 +1  step +100% +2.0 GB +\d+ s ago *", lines[3])
+        assert len([line for line in lines if " s ago" in line]) == RANKS
+        assert re.search(r"^loss +0.25  ▁$", "\n".join(lines), re.MULTILINE)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_of_many_ranks_those_that_matter_are_shown(endpoint: Endpoint, width: int) -> None:
+    view = View("127.0.0.1", endpoint.port)
+    for _ in range(3):
+        view.ask()
+    console = Console(width=width)
+    with console.capture() as captured:
+        console.print(view.shown(24))
+    lines = captured.get().splitlines()
+    assert len(lines) <= 23
+    assert max(map(len, lines)) <= width
+    assert [line.split()[0] for line in lines if line.rstrip().endswith("s ago")][:2] == [str(SILENT), str(SLOW)]
+    assert "17 shown" in lines[0]
+
+
+def test_bars() -> None:
+    assert bars([1.0, 8.0, 4.0, float("nan")]) == "▁█▄ "
+    assert bars([2.0, 2.0]) == "▁▁"
+    assert bars([float("inf")]) == " "
+
+
+# -------------------------------------------------------------------------------------------------- nothing to show
+
+
+def refused(capsys: pytest.CaptureFixture[str], *targets: str) -> str:
+    assert main(["top", *targets]) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    return line.removeprefix("unitrain top: ")
+
+
+def announced(folder: Path, **changed: object) -> str:
+    """Leave the address of a job that has ended."""
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        port = gone.getsockname()[1]
+    found = {"address": "127.0.0.1", "port": port, "id": "a", "host": socket.gethostname(), **changed}
+    (folder / FILE).write_text(json.dumps(found))
+    return str(folder)
+
+
+@pytest.mark.parametrize("target", ["runs/none", "host", ":9400", "host:", "host:65536", "s3://bucket/run"])
+def test_a_target_that_is_none(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert refused(capsys, target) == f"{target} is neither the folder of a run nor HOST:PORT."
+
+
+def test_a_folder_without_a_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "No such file or directory" in refused(capsys, str(tmp_path))
+    for text in ("{", "[]", "{}", '{"address": "a", "port": "b", "host": "c"}'):
+        (tmp_path / FILE).write_text(text)
+        assert "does a job with metrics_port run in" in refused(capsys, str(tmp_path))
+
+
+def test_a_job_that_has_left_its_address(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(capsys, announced(tmp_path))
+    assert re.fullmatch(r"no job answers at 127.0.0.1, port \d+, the address in .* \(Connection refused\). .*", said)
+    assert "It was killed or has failed" in said
+
+
+def test_another_job_at_the_address(endpoint: Endpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "another job answers at" in refused(capsys, announced(tmp_path, port=endpoint.port))
+
+
+def test_a_job_on_another_host(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(capsys, announced(tmp_path, host="node1", port=9400))
+    assert "runs on node1" in said
+    assert "ssh -N -L 9400:127.0.0.1:9400 node1 here, and unitrain top localhost:9400" in said
+    said = refused(capsys, announced(tmp_path, host="node1.invalid", address="0.0.0.0", port=9400))
+    assert "no job answers at node1.invalid, port 9400" in said
+
+
+def test_another_service_at_the_address(capsys: pytest.CaptureFixture[str]) -> None:
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Quiet) as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}).start()
+        said = refused(capsys, f"127.0.0.1:{server.server_port}")
+        server.shutdown()
+    assert said == f"what answers at 127.0.0.1, port {server.server_port} has no metrics of a job of UniTrain."
+
+
+def test_without_the_library(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)  # as if it were not installed
+    assert main(["top", "host:1"]) == 2
+    assert 'pip install "unitrain[metrics]"' in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------------ in a terminal
+
+
+def in_terminal(target: str) -> tuple[subprocess.Popen[bytes], int]:
+    """Start the live view in a terminal of 80 columns, and return it and the terminal's other end."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    environ = {**os.environ, "TERM": "xterm-256color"}
+    command = [sys.executable, "-m", "unitrain.commands.cli", "top", target]
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environ)
+    os.close(theirs)
+    return process, ours
+
+
+def read_until(terminal: int, text: str) -> str:
+    """Return what is written to a terminal until a text comes, or all of it."""
+    seen = ""
+    with suppress(OSError):  # the other end has been closed
+        while text not in seen:
+            seen += os.read(terminal, 2**16).decode(errors="replace")
+    return seen
+
+
+def test_a_job_that_ends_meanwhile() -> None:
+    endpoint = Endpoint([Member(0, "here", 1, 0)], "127.0.0.1", 0, Pulse())
+    process, terminal = in_terminal(f"127.0.0.1:{endpoint.port}")
+    assert "user code" in read_until(terminal, "s ago")
+    endpoint.close()
+    left = read_until(terminal, "\0")
+    assert process.wait(60) == 0
+    os.close(terminal)
+    assert "The job has ended, or can't be reached any more: no job answers at 127.0.0.1" in left
+    assert "user code" in left.rpartition("\x1b[?1049l")[2], "the last state stays in the terminal"
+
+
+def test_ctrl_c_ends_it(endpoint: Endpoint) -> None:
+    process, terminal = in_terminal(f"127.0.0.1:{endpoint.port}")
+    read_until(terminal, "s ago")
+    process.send_signal(signal.SIGINT)
+    read_until(terminal, "\0")
+    assert process.wait(60) == 0
+    os.close(terminal)
+
+
+# ------------------------------------------------------------------------------------------------- after a restart
+
+RESTARTED = """
+import json, os, signal, sys, unitrain
+from pathlib import Path
+from unitrain.commands.top import View, find
+
+file = Path("run", "metrics_endpoint.json")
+life = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+port = json.loads(file.read_text())["port"] if life else 0
+with unitrain.init(device="cpu", metrics_port=port) as strategy:
+    model = strategy.prepare(__import__("torch").nn.Linear(1, 1))
+    strategy.checkpoint("run", model=model, partial=True)
+    if not life and strategy.rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if life and strategy.is_main:
+        View(*find("run")).ask()
+        print("answered at the port of the job that was killed:", port == json.loads(file.read_text())["port"])
+    strategy.barrier()
+print("left:", file.exists())
+"""
+
+
+@pytest.mark.soak
+@pytest.mark.launcher
+def test_the_endpoint_comes_back_after_a_kill(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(RESTARTED)
+    launcher = ["torchrun", "--standalone", "--local-addr", "127.0.0.1", "--max-restarts", "1", "--nproc-per-node", "2"]
+    job = run_job([*launcher, "script.py"], tmp_path)
+    assert job.code == 0, job.output
+    assert "answered at the port of the job that was killed: True" in job.stdout
+    assert "left: False" in job.stdout

@@ -1,0 +1,201 @@
+"""What ``metrics_port`` serves: of heartbeats, of a real job, and of what the script logs."""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from plain_loop import model_of
+from prometheus_client.registry import Collector
+from ranks import run_ranks
+from torch.nn.functional import mse_loss
+from torch.optim import SGD
+from torch.utils.data import DataLoader, Dataset
+
+import unitrain
+from unitrain import ConfigError, Strategy, call_site
+from unitrain.commands.top import View, find
+from unitrain.job.endpoint import FILE, Endpoint
+from unitrain.job.watch.hub import Member
+from unitrain.job.watch.messages import Heartbeat
+from unitrain.pulse import USER_CODE, Pulse
+
+DEADLINE_S = 30.0
+
+
+def opened(ranks: int, port: int = 0) -> Endpoint:
+    return Endpoint([Member(rank, f"host{rank}", 1, 0) for rank in range(ranks)], "127.0.0.1", port, Pulse())
+
+
+@pytest.fixture
+def three() -> Iterator[Endpoint]:
+    endpoint = opened(3)
+    yield endpoint
+    endpoint.close()
+
+
+def samples(collector: Collector) -> dict[tuple[str, ...], float]:
+    """Return all samples by name and labels, without the host."""
+    found = [sample for family in collector.collect() for sample in family.samples]
+    labels = [[value for name, value in sorted(sample.labels.items()) if name != "host"] for sample in found]
+    return {
+        (sample.name.removeprefix("unitrain_"), *its): sample.value for sample, its in zip(found, labels, strict=True)
+    }
+
+
+def beat(phase: str = USER_CODE, steps: int = 0, **more: Any) -> Heartbeat:
+    return Heartbeat(phase, 100 + steps, 0.0, trained=(steps, 0), **more)
+
+
+def test_what_heartbeats_show(three: Endpoint) -> None:
+    now = time.monotonic() - 50
+    for second in range(40):
+        three.observe(0, beat("step", 2 * second, memory=1000), now + second)
+        three.observe(1, beat("step" if second % 2 else USER_CODE, 2 * second, loads=True), now + second)
+    found = samples(three)
+    assert found["ranks",] == 3
+    assert found["step", "0"] == 178
+    assert found["seconds_per_step", "0"] == pytest.approx(0.5)
+    assert (found["waiting_ratio", "0"], found["waiting_ratio", "1"]) == pytest.approx((1, 0.5))
+    assert 11 <= found["heartbeat_age_seconds", "0"] < 11 + DEADLINE_S
+    assert found["resident_memory_bytes", "0"] == 1000
+    assert found["phase", "step", "1"] == 1
+    assert not any("2" in labels for labels in found), "it has not sent any"
+    three.observe(1, beat(loads=True), now)
+    assert samples(three)["phase", "data", "1"] == 1
+    three.observe(1, beat(), now)
+    assert samples(three)["phase", USER_CODE, "1"] == 1
+
+
+def test_a_step_of_minutes_and_a_resumed_run(three: Endpoint) -> None:
+    for second in range(200):
+        three.observe(0, Heartbeat("step", 5000 + second // 60, 0.0, trained=(second // 60, 0)), float(second))
+    assert samples(three)["seconds_per_step", "0"] == 60
+
+
+@pytest.mark.parametrize(("waits", "slowest"), [((0.9, 0.9, 0.3), 2), ((0.5, 0.4, 0.45), None), ((0, 0, 0), None)])
+def test_the_rank_that_the_others_wait_for(three: Endpoint, waits: tuple[float, ...], slowest: int | None) -> None:
+    for second in range(60):
+        for rank, share in enumerate(waits):
+            three.observe(rank, beat("step" if second % 10 < 10 * share else USER_CODE, second), float(second))
+    assert samples(three).get(("slowest_rank",)) == slowest
+
+
+def test_what_the_script_logs(three: Endpoint) -> None:
+    three.log({"loss": 2.0, "val/accuracy": float("nan")})
+    three.log({"loss": 1.0})
+    found = samples(three)
+    assert found["logged", "loss"] == 1
+    assert math.isnan(found["logged", "val/accuracy"])
+
+
+def test_a_forked_child_does_not_keep_the_port() -> None:
+    first = opened(1)
+    port = first.port
+    child = multiprocessing.get_context("fork").Process(target=signal.pause, daemon=True)
+    child.start()
+    try:
+        first.close()
+        opened(1, port).close()
+        assert child.is_alive()
+    finally:
+        child.kill()
+        child.join()
+
+
+# ------------------------------------------------------------------------------------------------------ in a real job
+
+
+def train(strategy: Strategy, folder: Path) -> None:
+    model, optimizer = strategy.prepare(module := model_of().float(), SGD(module.parameters(), lr=0.1))
+    strategy.checkpoint(folder / "checkpoints", model=model, optimizer=optimizer)
+    trackers = strategy.trackers([], folder)
+    for step in range(3):
+        loss = mse_loss(model(torch.ones(1, 4) * step + strategy.rank), torch.zeros(1, 2))
+        strategy.step(loss, optimizer)
+    trackers.log({"loss": loss}, strategy.global_step)
+
+
+def look(folder: Path) -> View:
+    """Return what the endpoint shows once all ranks are seen after step 3."""
+    view, deadline = View(*find(str(folder))), time.monotonic() + DEADLINE_S
+    while not view.ranks or any(rank["step"] < 3 for rank in view.ranks.values()):
+        assert time.monotonic() < deadline
+        view.ask()
+    return view
+
+
+def in_a_job(folder: Path) -> list[int]:
+    with unitrain.init(device="cpu", metrics_port=0) as strategy:
+        train(strategy, folder)
+        found: list[int] = []
+        if strategy.is_main:
+            view = look(folder)
+            found = sorted(view.ranks)
+            assert view.values[" loss"] >= 0
+            assert all(rank["resident_memory_bytes"] > 2**20 for rank in view.ranks.values())
+            assert json.loads((folder / FILE).read_text()) == json.loads((folder / "checkpoints" / FILE).read_text())
+        strategy.barrier()
+    assert not list(folder.rglob(FILE))
+    return found
+
+
+@pytest.mark.parametrize("nprocs", [1, 2])
+def test_a_job(nprocs: int, tmp_path: Path) -> None:
+    assert run_ranks(in_a_job, tmp_path, nprocs=nprocs)[0] == list(range(nprocs))
+
+
+def without_the_library() -> str:
+    there = {name: sys.modules.pop(name) for name in list(sys.modules) if name.startswith("prometheus_client")}
+    sys.modules["prometheus_client"] = None  # type: ignore[assignment]  # as if it were not installed
+    try:
+        with pytest.raises(ConfigError) as caught:
+            unitrain.init(device="cpu", metrics_port=0)
+        return str(caught.value)
+    finally:
+        del sys.modules["prometheus_client"]
+        sys.modules.update(there)
+
+
+def test_without_the_library_no_rank_begins() -> None:
+    first, second = run_ranks(without_the_library, fresh=True)
+    assert 'pip install "unitrain[metrics]"' in first == second
+
+
+def test_a_port_that_is_taken(three: Endpoint) -> None:
+    port = three.port
+    with pytest.raises(ConfigError, match=f"can't serve metrics at 127.0.0.1, port {port}, .*: Address already in use"):
+        unitrain.init(device="cpu", metrics_port=port)
+
+
+def test_an_address_of_another_host() -> None:
+    with pytest.raises(ConfigError, match=r"can\'t serve metrics at 192\.0\.2\.1, port 0"):
+        unitrain.init(device="cpu", metrics_port=0, metrics_host="192.0.2.1")
+
+
+class Asked(Dataset[bool]):
+    """Returns whether the main thread is seen to wait for a batch while it reads a sample."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> bool:
+        return call_site.is_loading(threading.main_thread().ident or 0)
+
+
+def test_what_counts_as_loading() -> None:
+    with unitrain.init(device="cpu") as strategy:
+        for loader in (strategy.dataloader(Asked(), global_batch_size=1), DataLoader(Asked())):
+            for seen in loader:
+                assert seen.item()
+                assert not call_site.is_loading(threading.main_thread().ident or 0)
