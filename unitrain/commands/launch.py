@@ -53,8 +53,8 @@ def launch(
 ) -> int:
     """Run a job, which replaces this process, or print the command that starts it, and return the exit code.
 
-    torchrun has a command for each host. Without ``hosts``, they are those of the scheduler's job. The last ``spare`` of
-    them take the places of lost ones, at ``max_restarts`` restarts.
+    torchrun has a command for each host. Without ``hosts``, they are those of the scheduler's job. The last ``spare``
+    ones take the places of lost ones, at no more than ``max_restarts`` restarts.
 
     Raises:
         UsageError: an argument is wrong, or this launcher must be started on each host.

@@ -1,4 +1,4 @@
-"""The trackers of TensorBoard, Weights & Biases and MLflow, which are imported only if they are used.
+"""The trackers of TensorBoard, Weights & Biases, MLflow and Kubeflow, which are imported only if they are used.
 
 Where and under which account they record is set by their own environment variables (WANDB_PROJECT, MLFLOW_TRACKING_URI
 and so on). All are made of the run's folder, its name, the last step before it was resumed (0 for a new run), and the
@@ -15,15 +15,19 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-TrackerName = Literal["tensorboard", "wandb", "mlflow"]
+from unitrain.tracking.trainjob import TrainJob
+
+TrackerName = Literal["tensorboard", "wandb", "mlflow", "trainjob"]
 NAMES: tuple[str, ...] = get_args(TrackerName)
 _MLFLOW_RETRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
 
 
-def start(name: str, folder: Path, run_name: str, step: int, run_id: str | None) -> Any:
+def start(name: str, folder: Path, run_name: str, step: int, run_id: str | None, total_steps: int | None) -> Any:
     """Start or continue a run, and return its tracker, with the attribute ``id``. It may raise any error."""
     if name == "tensorboard":
         return _TensorBoard(folder, step)
+    if name == "trainjob":
+        return TrainJob(step, total_steps)
     return _WandB(folder, run_name, run_id) if name == "wandb" else _MLflow(run_name, run_id)
 
 

@@ -1,4 +1,4 @@
-"""``unitrain launch --spare``: a host is lost, a spare one takes its place, and the training is an undisturbed one's."""
+"""``unitrain launch --spare``: a host is lost, a spare one takes its place, and the training is undisturbed."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_hosts_take_the_places_of_lost_ones_until_none_is_left(tmp_path: Path) -
 def test_a_host_is_lost(
     launcher: str, backend: str, how: Callable[[Cluster, int], None], tmp_path: Path, alone: Path
 ) -> None:
-    """With sharded parameters, only the next host has a copy of what the lost one had. Nothing shortens TCP's patience."""
+    """With sharded parameters, only the next host has a copy of what the lost one had."""
     if find_program(launcher) is None:
         pytest.skip(f"{launcher} is not installed")
     with hosts_of(tmp_path / "cluster") as hosts:

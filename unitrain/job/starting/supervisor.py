@@ -95,8 +95,8 @@ def supervise(
 ) -> int:
     """Run the command as a child of this process, the supervisor, and return the exit code of ``run``.
 
-    ``command`` may be a function that returns it for each start, or raises an error. ``has_lost_a_host`` is called while
-    no rank is left on this host. If it returns True, the launcher is killed.
+    ``command`` may be a function that returns it for each start, or raises an error. While no rank is left on this
+    host, ``has_lost_a_host`` is called. If it returns True, the command is killed.
     """
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*_SIGNALS, signal.SIGCHLD}) - {*_SIGNALS, signal.SIGCHLD}
     # Orphaned descendants become children of this process, in whichever session they are.
