@@ -421,22 +421,13 @@ class Strategy:
             self._hooks.add_hook(self._throughput)
         return self._throughput
 
-    def trackers(
-        self,
-        trackers: Sequence[str | Tracker],
-        folder: str | Path,
-        *,
-        name: str | None = None,
-        total_steps: int | None = None,
-    ) -> Trackers:
+    def trackers(self, trackers: Sequence[str | Tracker], folder: str | Path, *, name: str | None = None) -> Trackers:
         """Start trackers on rank 0, or continue their runs. Collective; call it after ``checkpoint.resume``.
 
         Args:
-            trackers: ``tensorboard``, ``wandb``, ``mlflow``, ``trainjob``, or objects like
-                ``unitrain.tracking.Tracker``.
+            trackers: ``tensorboard``, ``wandb``, ``mlflow``, ``trainjob``, or objects like ``tracking.Tracker``.
             folder: folder of the run's results.
             name: name of the run; the folder's by default.
-            total_steps: steps of the whole training, by which ``trainjob`` measures its progress.
 
         Raises:
             ConfigError: a library is not installed, or a new run could not be started; on every rank.
@@ -450,7 +441,7 @@ class Strategy:
 
         if is_url(folder):
             raise UsageError(f"{folder} is a URL, but trackers write to a folder: pass a path.")
-        return Trackers(self._communicator, trackers, Path(folder), name, self.global_step, total_steps)
+        return Trackers(self._communicator, trackers, Path(folder), name, self.global_step)
 
     def check_in_sync(self, module: nn.Module) -> None:
         """Check that a model's parameters and buffers have the same bits on all ranks. Collective.

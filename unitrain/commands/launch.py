@@ -11,7 +11,7 @@ from pathlib import Path
 
 from unitrain.commands.arguments import AfterDashes, path
 from unitrain.commands.launchers import launcher_options
-from unitrain.commands.spare import check_spare, run_with_spare
+from unitrain.commands.spare import run_with_spare
 from unitrain.commands.toolchain import search_path
 from unitrain.errors import UsageError
 from unitrain.launch.allocation import Host, allocated_hosts
@@ -53,8 +53,7 @@ def launch(
 ) -> int:
     """Run a job, which replaces this process, or print the command that starts it, and return the exit code.
 
-    torchrun has a command for each host. Without ``hosts``, they are those of the scheduler's job. The last ``spare``
-    ones take the places of lost ones, at no more than ``max_restarts`` restarts.
+    torchrun has a command for each host. ``hosts`` are the scheduler's by default. For ``spare``: ``run_with_spare``.
 
     Raises:
         UsageError: an argument is wrong, or this launcher must be started on each host.
@@ -70,9 +69,12 @@ def launch(
         listed = [Host(host.name, processes or host.processes) for host in in_job]
         launcher = launcher or ("srun" if "SLURM_JOB_ID" in os.environ else "mpirun")
     launcher = launcher or "torchrun"
-    if spare or max_restarts:
-        check_spare(launcher, listed, spare, max_restarts)
-    used = listed[: len(listed) - spare]
+    over_ssh, used = launcher in ("mpirun", "horovodrun"), listed[: len(listed) - spare]
+    if (spare or max_restarts) and not (over_ssh and 0 < spare < len(listed) and max_restarts > 0):
+        raise UsageError(
+            f"--spare {spare} --max-restarts {max_restarts} with {launcher} on {len(listed)} hosts: both must be >= 1, "
+            "--spare less than the number of hosts, and --launcher mpirun or horovodrun. Otherwise, take unitrain run."
+        )
     script = [*([] if launcher == "torchrun" else ["python"]), str(target), *flags]
     commands = [[*options, *script] for options in launcher_options(launcher, used, processes or _PROCESSES)]
     if not dry_run:
@@ -115,13 +117,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"number of processes on this host, or on each host of the job (default: the job's, or {_PROCESSES})",
     )
     parser.add_argument(
-        "--spare",
-        type=int,
-        default=0,
-        metavar="N",
-        help="keep the last N hosts for restarts, in the places of hosts that no longer answer (mpirun, horovodrun)",
+        "--spare", type=int, default=0, metavar="N", help="the last N hosts replace those that are lost"
     )
-    parser.add_argument("--max-restarts", type=int, default=0, metavar="N", help="restarts at most, with --spare")
+    parser.add_argument("--max-restarts", type=int, default=0, metavar="N", help="with --spare: number of restarts")
     parser.add_argument("--dry-run", action="store_true", help="print the command, and start nothing")
     parser.add_argument("target", type=path, metavar="TARGET", help="path of the script, the same on every host")
     parser.add_argument(

@@ -50,28 +50,18 @@ class Trackers:
         folder: folder of the run's results. The ids of its runs are kept in it.
         name: name of the run; the folder's by default.
         step: the last step before the run was resumed; 0 for a new run.
-        total_steps: steps of the whole training, by which ``trainjob`` measures its progress.
 
     Raises:
         ConfigError: a tracker's library is not installed, or it could not be started; on every rank.
     """
 
     def __init__(
-        self,
-        communicator: Communicator,
-        trackers: Sequence[str | Tracker],
-        folder: Path,
-        name: str | None,
-        step: int,
-        total_steps: int | None,
+        self, communicator: Communicator, trackers: Sequence[str | Tracker], folder: Path, name: str | None, step: int
     ) -> None:
         self._workers: list[_Worker] = []
         self._closed = False
         if isinstance(trackers, str):
             raise UsageError(f"trackers() takes a list: [{trackers!r}].")
-        if total_steps is not None and total_steps < 1:
-            raise UsageError(f"total_steps is {total_steps}, but must be at least 1, or None.")
-        self._total_steps = total_steps
         with communicator.pulse.within("starting the trackers"):
             communicator.on_main(lambda: self._start(trackers, folder, name or folder.resolve().name, max(step, 0)))
         if self._workers:
@@ -91,7 +81,7 @@ class Trackers:
                 continue
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                started = libraries.start(one, folder, name, step, ids.get(one), self._total_steps)
+                started = libraries.start(one, folder, name, step, ids.get(one))
             except Exception as error:  # the libraries', urllib3's, the file system's
                 reason = f"the tracker {one} could not be started: {type(error).__name__}: {error}"
                 if not step:
@@ -172,10 +162,10 @@ def _check_installed(name: str) -> None:
         raise ConfigError(
             f"there is no tracker {name!r}: name {', '.join(libraries.NAMES)}, or pass an object of your own."
         )
-    if name == "trainjob":  # it needs none
-        return
     found = find_spec(name)
-    if found is None or found.origin is None:  # a folder of that name, such as W&B's own, is no package
+    if name != "trainjob" and (
+        found is None or found.origin is None
+    ):  # a folder of that name, such as W&B's own, is no package
         raise ConfigError(f"the tracker {name} needs the package {name}, which is not installed: pip install {name}")
 
 

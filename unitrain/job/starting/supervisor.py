@@ -44,10 +44,10 @@ _QUICK_S = 10.0
 _LONGEST_PAUSE_S = 30.0
 # Time for a launcher to notice that its ranks have ended; mpirun takes 2 s if they did not end at the same moment.
 _LEAVE_S = 5.0
-_ASK_AGAIN_S = 30.0  # a rank on another host may have work left
 _CHECK_S = 1.0
 # Time for the ranks to save and stop when the terminal is closed, or nobody is left to wait for them.
 _HANGUP_S = 30.0
+_Command = Sequence[str] | Callable[[], Sequence[str]]
 
 
 def run(command: Sequence[str], *, max_restarts: int = 0, module: str = __name__) -> int:
@@ -87,16 +87,11 @@ def run(command: Sequence[str], *, max_restarts: int = 0, module: str = __name__
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def supervise(
-    parent: int,
-    max_restarts: int,
-    command: Sequence[str] | Callable[[], Sequence[str]],
-    has_lost_a_host: Callable[[], bool] | None = None,
-) -> int:
+def supervise(parent: int, max_restarts: int, command: _Command) -> int:
     """Run the command as a child of this process, the supervisor, and return the exit code of ``run``.
 
-    ``command`` may be a function that returns it for each start, or raises an error. While no rank is left on this
-    host, ``has_lost_a_host`` is called. If it returns True, the command is killed.
+    ``command`` may be a function that returns it for each start. It is called, too, when no rank is left on this host:
+    if it returns another one, since a host is lost, the launcher is killed.
     """
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*_SIGNALS, signal.SIGCHLD}) - {*_SIGNALS, signal.SIGCHLD}
     # Orphaned descendants become children of this process, in whichever session they are.
@@ -105,8 +100,7 @@ def supervise(
     if os.getppid() != parent:  # it has been killed before that
         os.kill(os.getpid(), signal.SIGHUP)
     try:
-        given = command if callable(command) else lambda: command
-        return _run(lambda: _Attempt(given(), mask, has_lost_a_host), max_restarts)
+        return _run(command, max_restarts, mask)
     except UnitrainError as error:
         _print(str(error))
         return error.exit_code
@@ -114,17 +108,17 @@ def supervise(
         _kill_all()
 
 
-def _run(start: Callable[[], _Attempt], max_restarts: int) -> int:
+def _run(command: _Command, max_restarts: int, mask: Iterable[int]) -> int:
     quick_failures = 0
     for restart in range(1, max_restarts + 2):
-        attempt = start()
+        attempt = _Attempt(command, mask)
         started = time.monotonic()
         code = attempt.wait()
         _kill_all()
         seconds = time.monotonic() - started
         if attempt.stopped or code in _FINAL_CODES or not max_restarts:
             break
-        ended = f"{attempt.program} {_describe(code)} after {seconds:.{0 if seconds >= 10 else 1}f} s"
+        ended = f"{attempt.words[0]} {_describe(code)} after {seconds:.{0 if seconds >= 10 else 1}f} s"
         if restart > max_restarts:
             _print(f"{ended}; no restarts left (--max-restarts {max_restarts}).")
             break
@@ -140,10 +134,10 @@ def _run(start: Callable[[], _Attempt], max_restarts: int) -> int:
 class _Attempt:
     """One run of the command."""
 
-    def __init__(self, command: Sequence[str], mask: Iterable[int], has_lost_a_host: Callable[[], bool] | None) -> None:
-        self.program = command[0]
+    def __init__(self, command: _Command, mask: Iterable[int]) -> None:
+        self.words = command() if callable(command) else command
         self.stopped = False
-        self._has_lost_a_host = has_lost_a_host
+        self._command = command
         self._ask_at: float | None = None
         self._signalled: list[psutil.Process] = []
         self._ended_at: float | None = None
@@ -154,10 +148,10 @@ class _Attempt:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
         try:
-            self._process = subprocess.Popen(command, start_new_session=True, preexec_fn=prepare)
+            self._process = subprocess.Popen(self.words, start_new_session=True, preexec_fn=prepare)
         except OSError as error:
             raise LaunchError(
-                f"{command[0]!r} can't be started ({error.strerror}): give a program on PATH, or its path."
+                f"{self.words[0]!r} can't be started ({error.strerror}): give a program on PATH, or its path."
             ) from error
 
     def wait(self) -> int:
@@ -207,14 +201,14 @@ class _Attempt:
 
     def _waits_for_a_lost_host(self) -> bool:
         """Return whether the launcher waits for a host that is gone: mpirun does until TCP gives up, for 16 minutes."""
-        if self._has_lost_a_host is None:
+        if not callable(self._command):
             return False
         if any(_ranks(psutil.Process(self._process.pid))):
             self._ask_at = time.monotonic() + _LEAVE_S
         if self._ask_at is None or time.monotonic() < self._ask_at:  # there has been none yet, or just now
             return False
-        self._ask_at = time.monotonic() + _ASK_AGAIN_S
-        return self._has_lost_a_host()
+        self._ask_at = time.monotonic() + _LONGEST_PAUSE_S  # a rank on another host may have work left
+        return self._command() != self.words
 
     def _reap(self) -> int | None:
         """Reap children that have ended, including adopted orphans. Return the command's exit code, if it has ended."""
