@@ -14,7 +14,7 @@ from unitrain.launch.allocation import Host
 from unitrain.launch.network.addresses import is_here
 from unitrain.process import print_stderr
 
-# A session of its own, as the launchers open: one that the user's ssh shares may be to a host that has gone since.
+# A new session, as the launchers open: one that the user's ssh shares may be to a host that has gone since.
 _OPTIONS = ["BatchMode=yes", "ControlPath=none", "StrictHostKeyChecking=no", "UserKnownHostsFile=/dev/null"]
 _SSH = ["ssh", *(f"-o{option}" for option in [*_OPTIONS, "ConnectTimeout=5", "ConnectionAttempts=2"])]
 
