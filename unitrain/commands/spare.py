@@ -35,13 +35,12 @@ def supervise(parent: int, max_restarts: int, words: Sequence[str]) -> int:
     def command() -> list[str]:
         failures = _failures(hosts)
         for place in [at for at in range(used) if hosts[at].name in failures]:
-            lost = hosts[place]
             spare = next((at for at in range(used, len(hosts)) if hosts[at].name not in failures), None)
-            said = f"{lost.name} does not answer ssh ({failures[lost.name]})"
+            said = f"{hosts[place].name} does not answer ssh ({failures[hosts[place].name]})"
             if spare is None:
                 raise LaunchError(f"{said}, and no spare host does: repair one, and start the job again to continue.")
             print_stderr(f"unitrain launch: {said}: {hosts[spare].name} takes its place.")
-            hosts[place], hosts[spare] = hosts[spare], lost  # which may be back when another is lost
+            hosts[place], hosts[spare] = hosts[spare], hosts[place]  # the lost one may come back
         return [*launcher_options(launcher, hosts[:used], 0)[0], *script]
 
     return supervisor.supervise(parent, max_restarts, command)

@@ -201,14 +201,12 @@ class _Attempt:
 
     def _waits_for_a_lost_host(self) -> bool:
         """Return whether the launcher waits for a host that is gone: mpirun does until TCP gives up, for 16 minutes."""
-        if not callable(self._command):
-            return False
-        if any(_ranks(psutil.Process(self._process.pid))):
+        if callable(self._command) and any(_ranks(psutil.Process(self._process.pid))):
             self._ask_at = time.monotonic() + _LEAVE_S
         if self._ask_at is None or time.monotonic() < self._ask_at:  # there has been none yet, or just now
             return False
         self._ask_at = time.monotonic() + _LONGEST_PAUSE_S  # a rank on another host may have work left
-        return self._command() != self.words
+        return callable(self._command) and self._command() != self.words
 
     def _reap(self) -> int | None:
         """Reap children that have ended, including adopted orphans. Return the command's exit code, if it has ended."""
