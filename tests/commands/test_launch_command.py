@@ -20,6 +20,7 @@ from unitrain.errors import LaunchError
 from unitrain.launch.allocation import Host
 
 HOSTS = ["--hosts", "node0:2,node1:3"]
+MPIRUN, RESTARTS = ["--launcher", "mpirun"], ["--max-restarts", "3"]
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
@@ -46,6 +47,12 @@ def test_hosts() -> None:
         (["--hosts", "a:2,a:2"], "names a host twice"),
         (["--processes", "0"], "--processes is 0, but must be at least 1"),
         (HOSTS, "torchrun is started on each host. --dry-run prints the commands"),
+        ([*HOSTS, *RESTARTS], "--spare 0 --max-restarts 3 with torchrun on 2 hosts: both must be >= 1"),
+        ([*HOSTS, "--spare", "1", *RESTARTS], "--spare 1 --max-restarts 3 with torchrun on 2 hosts"),
+        ([*MPIRUN, *HOSTS, "--spare", "2", *RESTARTS], "--spare 2 --max-restarts 3 with mpirun on 2 hosts"),
+        ([*MPIRUN, *HOSTS, "--spare", "-1", *RESTARTS], "--spare -1 --max-restarts 3 with mpirun on 2 hosts"),
+        ([*MPIRUN, *HOSTS, "--spare", "1"], "--spare 1 --max-restarts 0 with mpirun on 2 hosts"),
+        ([*MPIRUN, "--processes", "2", "--spare", "1", *RESTARTS], "with mpirun on 0 hosts"),
     ],
 )
 def test_bad_arguments(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,6 +91,11 @@ def test_mpirun_passes_settings_to_other_hosts(
     monkeypatch.setenv("UNITRAIN_BACKEND", "ddp")
     [line] = printed(capsys, "--launcher", "mpirun", *HOSTS)
     assert line.startswith("mpirun -np 5 -H node0:2,node1:3 --bind-to none -x PATH -x UNITRAIN_BACKEND python train.py")
+
+
+def test_spare_hosts_are_left_out_at_first(capsys: pytest.CaptureFixture[str]) -> None:
+    [line] = printed(capsys, "--launcher", "mpirun", "--hosts", "a:2,b:3,c:4,d:5", "--spare", "2", *RESTARTS)
+    assert line.startswith("mpirun -np 5 -H a:2,b:3 ")
 
 
 LINES = "node1.site\nnode1.site\nnode2.site\nnode2.site\n"

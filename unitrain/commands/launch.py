@@ -11,6 +11,7 @@ from pathlib import Path
 
 from unitrain.commands.arguments import AfterDashes, path
 from unitrain.commands.launchers import launcher_options
+from unitrain.commands.spare import run_with_spare
 from unitrain.commands.toolchain import search_path
 from unitrain.errors import UsageError
 from unitrain.launch.allocation import Host, allocated_hosts
@@ -40,11 +41,19 @@ def parse_hosts(text: str) -> list[Host]:
 
 
 def launch(
-    target: Path, flags: Sequence[str], *, launcher: str | None, hosts: str | None, processes: int | None, dry_run: bool
+    target: Path,
+    flags: Sequence[str],
+    *,
+    launcher: str | None,
+    hosts: str | None,
+    processes: int | None,
+    spare: int,
+    max_restarts: int,
+    dry_run: bool,
 ) -> int:
     """Run a job, which replaces this process, or print the command that starts it, and return the exit code.
 
-    torchrun has a command for each host. Without ``hosts``, they are those of the scheduler's job.
+    torchrun has a command for each host. ``hosts`` are the scheduler's by default. For ``spare``: ``run_with_spare``.
 
     Raises:
         UsageError: an argument is wrong, or this launcher must be started on each host.
@@ -60,14 +69,22 @@ def launch(
         listed = [Host(host.name, processes or host.processes) for host in in_job]
         launcher = launcher or ("srun" if "SLURM_JOB_ID" in os.environ else "mpirun")
     launcher = launcher or "torchrun"
+    over_ssh, used = launcher in ("mpirun", "horovodrun"), listed[: len(listed) - spare]
+    if (spare or max_restarts) and not (over_ssh and 0 < spare < len(listed) and max_restarts > 0):
+        raise UsageError(
+            f"--spare {spare} --max-restarts {max_restarts} with {launcher} on {len(listed)} hosts: both must be >= 1, "
+            "--spare less than the number of hosts, and --launcher mpirun or horovodrun. Otherwise, take unitrain run."
+        )
     script = [*([] if launcher == "torchrun" else ["python"]), str(target), *flags]
-    commands = [[*options, *script] for options in launcher_options(launcher, listed, processes or _PROCESSES)]
+    commands = [[*options, *script] for options in launcher_options(launcher, used, processes or _PROCESSES)]
     if not dry_run:
         if len(commands) > 1:
             raise UsageError(
                 f"{launcher} is started on each host. --dry-run prints the commands; or use mpirun, horovodrun or srun."
             )
         os.environ["PATH"] = search_path()
+        if spare:
+            return run_with_spare(launcher, listed, spare, script, max_restarts)
         os.execvp(commands[0][0], commands[0])
     for number, command in enumerate(commands):
         if len(commands) > 1:
@@ -99,6 +116,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"number of processes on this host, or on each host of the job (default: the job's, or {_PROCESSES})",
     )
+    parser.add_argument(
+        "--spare", type=int, default=0, metavar="N", help="the last N hosts replace those that are lost"
+    )
+    parser.add_argument("--max-restarts", type=int, default=0, metavar="N", help="with --spare: number of restarts")
     parser.add_argument("--dry-run", action="store_true", help="print the command, and start nothing")
     parser.add_argument("target", type=path, metavar="TARGET", help="path of the script, the same on every host")
     parser.add_argument(
