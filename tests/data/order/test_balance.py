@@ -15,8 +15,8 @@ from pretended import pretended_rank, trained
 from torch.utils.data import TensorDataset
 
 from unitrain import ConfigError, DataError
-from unitrain.data.order.balance import Costs
-from unitrain.data.order.order import InOrder, Shuffled
+from unitrain.data.order.balance import Balance
+from unitrain.data.order.order import Shuffled
 from unitrain.data.order.sharding import BatchPlan, EpochPlan
 
 COSTS = st.lists(st.integers(1, 50), min_size=1, max_size=40)
@@ -24,8 +24,8 @@ COSTS = st.lists(st.integers(1, 50), min_size=1, max_size=40)
 
 def parts_of(costs: Sequence[float], ranks: int, cuts: int = 1, most: float | None = None, **given: Any) -> list[Any]:
     shares = given.pop("shares", (1,) * ranks)
-    made = Costs(np.array(costs, float), given.pop("padded", True), most)
-    return made.parts(InOrder(), 0, len(costs), cuts, shares)
+    made = Balance(np.array(costs, float).__getitem__, given.pop("padded", True), most)
+    return made.parts(np.arange(len(costs)), 0, cuts, shares)
 
 
 def padded(costs: Sequence[float], part: Any) -> float:
@@ -77,14 +77,15 @@ def test_half_the_padding_of_every_nth_sample() -> None:
 @pytest.mark.parametrize("batches", [False, True])
 def test_plans_have_the_same_windows_on_any_ranks(batches: bool, most: float | None) -> None:
     lengths = np.random.default_rng(1).integers(1, 30, 23).astype(float)
-    costs = (Costs(lengths, True, most), Shuffled(23, 0, 0))
+    order = Shuffled(23, 0, 0)
+    balance = Balance(lambda positions: lengths[order.take(positions)], True, most)
     windows: list[list[list[int]]] = []
     for world_size in (1, 2, 3):
         found: dict[int, list[int]] = {}
         for rank in range(world_size):
-            plan: Any = EpochPlan(23, 8, 2, rank, world_size, False, costs=costs)
+            plan: Any = EpochPlan(23, 8, 2, rank, world_size, False, balance=balance)
             if batches:
-                plan = BatchPlan((8, 9, 6), 2, rank, world_size, costs=costs)
+                plan = BatchPlan((8, 9, 6), 2, rank, world_size, balance=balance)
             micro_batches = list(plan)
             assert len(micro_batches) == plan.micro_batches
             assert (micro_batches[0].start, micro_batches[-1].stop) == (0, 23)
@@ -100,8 +101,8 @@ def test_plans_have_the_same_windows_on_any_ranks(batches: bool, most: float | N
 
 @pytest.mark.parametrize("by_length", [True, False])
 def test_a_window_with_fewer_samples_than_parts_has_as_many_micro_batches_as_it_says(by_length: bool) -> None:
-    costs = (Costs(np.arange(1.0, 8.0), by_length), InOrder())
-    for plan in (EpochPlan(7, 3, 2, 0, 4, False, costs=costs), BatchPlan((3, 3, 1), 2, 0, 4, costs=costs)):
+    balance = Balance(np.arange(1.0, 8.0).__getitem__, by_length)
+    for plan in (EpochPlan(7, 3, 2, 0, 4, False, balance=balance), BatchPlan((3, 3, 1), 2, 0, 4, balance=balance)):
         assert len(list(plan)) == plan.micro_batches == 3
 
 
@@ -148,8 +149,8 @@ def test_global_batches_do_not_change_and_a_resume_is_on_any_ranks(given: dict[s
     [
         ({"costs": LENGTHS}, ConfigError, "pass lengths .* or costs .*; got lengths, costs"),
         ({"lengths": None, "max_cost": 3}, ConfigError, "got max_cost"),
-        ({"lengths": LENGTHS[1:]}, DataError, r"positive number for each of the 30 samples, but has shape \[29\]"),
-        ({"lengths": [0, *LENGTHS[1:]]}, DataError, "values from 0"),
+        ({"lengths": LENGTHS[1:]}, DataError, r"a number for each of the 30 samples, but has shape \[29\]"),
+        ({"lengths": [0, *LENGTHS[1:]]}, DataError, "lengths must be positive numbers, but there are values from 0.0 to 19.0"),
         ({"max_cost": 18}, DataError, "sample 8 costs 19, which is more than max_cost=18"),
         ({"max_cost": 30, "micro_batch_size": 2}, ConfigError, "max_cost and micro_batch_size are mutually exclusive"),
         ({"max_cost": 30, "accumulate": 2}, ConfigError, "max_cost=30 and accumulate=2 are mutually exclusive"),
