@@ -238,54 +238,55 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-def trained_model(
-    case: dict[str, Any], folder: Path | None, steps: int, shares: tuple[int, ...] | None
-) -> tuple[list[list[int]], list[float], Tensor]:
-    """Train up to a step. Return this rank's samples in each step, the losses of the steps, and the weights."""
+def train_all(
+    cases: list[dict[str, Any]], folder: Path, stop: int, shares: tuple[int, ...] | None
+) -> list[tuple[list[list[int]], list[float], Tensor]]:
+    """Train a model in each case, for some steps. Return this rank's samples and the loss of each step, and weights."""
     with unitrain.init(precision="fp64", device="cpu", shares=shares, timeout_s=60) as strategy:
-        torch.manual_seed(0)
-        model: nn.Module = nn.Sequential(nn.Embedding(31, 4), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
-        model, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9))
-        loader = strategy.dataloader(global_batch_size=8, collate_fn=padded_rows, **case)
-        if folder is not None:
-            checkpoint = strategy.checkpoint(folder, model=model, optimizer=optimizer, loader=loader, background=False)
-            checkpoint.resume()
-        seen: list[list[int]] = [[]]
-        losses: list[float] = []
-        meter = strategy.meter()
-        for tokens in loader:
-            mask = tokens > 0
-            loss = ((model(tokens).squeeze(-1) - tokens.sin()).square() * mask).sum() / mask.sum()
-            meter.add(mean=loss, count=0 if loader.stand_in else int(mask.sum()))
-            seen[-1] += [] if loader.stand_in else (tokens[:, 0] - 1).tolist()
-            if strategy.step(loss, optimizer, weight=mask.sum()).stepped:
-                losses.append(meter.value())
-                seen, meter = [*seen, []], strategy.meter()
-            if strategy.global_step == steps:
-                break
-        if folder is not None:
-            checkpoint.save()
-        return seen[:-1], losses, torch.cat([value.flatten() for value in strategy.unwrap(model).state_dict().values()])
+        parts: list[tuple[Any, Any, Any]] = []
+        for case in cases:
+            torch.manual_seed(0)
+            model: nn.Module = nn.Sequential(nn.Embedding(31, 4), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+            prepared = strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9))
+            parts.append((*prepared, strategy.dataloader(global_batch_size=8, collate_fn=padded_rows, **case)))
+        objects = {f"{'mol'[kind]}{i}": part for i, those in enumerate(parts) for kind, part in enumerate(those)}
+        checkpoint = strategy.checkpoint(folder, background=False, **objects)
+        checkpoint.resume()
+        found = [train(strategy, *those, stop) for those in parts]
+        checkpoint.save()
+    return found
 
 
-def train_all(folder: Path, steps: int, shares: tuple[int, ...] | None) -> list[Any]:
-    return [trained_model(case, folder / str(i), steps, shares) for i, (case, _) in enumerate(CASES)]
+def train(
+    strategy: unitrain.Strategy, model: nn.Module, optimizer: Any, loader: unitrain.Loader, stop: int
+) -> tuple[list[list[int]], list[float], Tensor]:
+    seen: list[list[int]] = [[]]
+    losses: list[float] = []
+    meter = strategy.meter()
+    for tokens in loader:
+        mask = tokens > 0
+        loss = ((model(tokens).squeeze(-1) - tokens.sin()).square() * mask).sum() / mask.sum()
+        meter.add(mean=loss, count=0 if loader.stand_in else int(mask.sum()))
+        seen[-1] += [] if loader.stand_in else (tokens[:, 0] - 1).tolist()
+        if strategy.step(loss, optimizer, weight=mask.sum()).stepped:
+            losses.append(meter.value())
+            seen, meter = [*seen, []], strategy.meter()
+        if len(losses) == stop:
+            break
+    return seen[:-1], losses, torch.cat([value.flatten() for value in strategy.unwrap(model).state_dict().values()])
 
 
 def test_balanced_training_is_that_of_one_process_and_continues_on_other_ranks(tmp_path: Path) -> None:
     """Micro-batches differ in number and size between the worlds, and each is padded to its own longest sample."""
-    begun = run_ranks(train_all, tmp_path, 2, (2, 1, 1), nprocs=3)
-    ended = run_ranks(train_all, tmp_path, 4, None, nprocs=2)
-    for number, (_, plain) in enumerate(CASES):
-        samples, losses, weights = trained_model(plain, None, 4, None)
+    balanced, plain = map(list, zip(*CASES, strict=True))
+    begun = run_ranks(train_all, balanced, tmp_path / "parts", 2, (2, 1, 1), nprocs=3)
+    ended = run_ranks(train_all, balanced, tmp_path / "parts", 9, None, nprocs=2)
+    for number, (samples, losses, weights) in enumerate(train_all(plain, tmp_path / "whole", 9, None)):
         first, last = ([found[number] for found in ranks] for ranks in (begun, ended))
-        together = [
-            sorted(chain(*parts)) for ranks in (first, last) for parts in zip(*(one[0] for one in ranks), strict=True)
-        ]
-        assert together == [sorted(step) for step in samples]
-        assert sorted(chain(*together)) == list(range(30))
-        for one, of_steps in ((first[0], losses[:2]), (last[1], losses[2:])):
-            assert one[1] == pytest.approx(of_steps, rel=0, abs=1e-9)
+        steps = [step for ranks in (first, last) for step in zip(*(seen for seen, _, _ in ranks), strict=True)]
+        assert [sorted(chain(*step)) for step in steps] == [sorted(step) for step in samples]
+        assert sorted(chain(*samples)) == list(range(30))
+        assert first[0][1] + last[1][1] == pytest.approx(losses, rel=0, abs=1e-9)
         assert float((last[1][2] - weights).abs().max()) < 1e-9
 
 
