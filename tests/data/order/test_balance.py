@@ -188,7 +188,7 @@ def test_a_stream_that_is_read_as_a_whole_is_balanced_on_any_ranks_and_workers(g
     [
         (Numbers(9), {"lengths": LENGTHS}, ConfigError, r"lengths of an iterable dataset must be a function"),
         (Shards([9]), {"costs": length_of}, ConfigError, r"a sharded Shards can't be balanced .*: pass sharded=False"),
-        (Numbers(9), {"costs": torch.Tensor.item}, DataError, r"costs must be positive numbers, .* from 0\.0 to 7\.0"),
+        (Numbers(9), {"costs": torch.Tensor.item}, DataError, r"costs must be positive numbers, but go from 0\.0"),
         (Numbers(9), {"lengths": length_of, "max_cost": 18}, DataError, r"sample 8 costs 19, .* more than max_cost=18"),
     ],
 )  # fmt: skip
@@ -299,7 +299,7 @@ def test_balanced_training_is_that_of_one_process_and_continues_on_other_ranks(t
         (
             {"lengths": [0, *LENGTHS[1:]]},
             DataError,
-            "lengths must be positive numbers, but there are values from 0.0 to 19.0",
+            r"lengths must be positive numbers, but go from 0\.0 to 19\.0",
         ),
         ({"max_cost": 18}, DataError, "sample 8 costs 19, which is more than max_cost=18"),
         ({"max_cost": 30, "micro_batch_size": 2}, ConfigError, "max_cost and micro_batch_size are mutually exclusive"),

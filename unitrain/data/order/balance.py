@@ -43,10 +43,8 @@ class Balance:
     def check(self, costs: NDArray[np.float64], first: int = 0) -> None:
         """Raise DataError unless the samples from number ``first`` on can have these costs."""
         if not (np.isfinite(costs) & (costs > 0)).all():
-            raise DataError(
-                f"{'lengths' if self.padded else 'costs'} must be positive numbers, but there are values from "
-                f"{costs.min()} to {costs.max()}."
-            )
+            name = "lengths" if self.padded else "costs"
+            raise DataError(f"{name} must be positive numbers, but go from {costs.min()} to {costs.max()}.")
         if self.most is not None and costs.max(initial=0) > self.most:
             raise DataError(
                 f"sample {first + costs.argmax()} costs {costs.max():g}, which is more than max_cost={self.most:g} for "

@@ -99,11 +99,9 @@ class _Plan:
     def __iter__(self) -> Iterator[MicroBatch]:
         """Yield this rank's micro-batches in order."""
         for step, first, size, edges in self._windows():
-            yield from self.window(first, np.arange(first, first + size), edges, step, opening=first == self.start)
+            yield from self.window(first, np.arange(first, first + size), edges, step, first == self.start)
 
-    def window(
-        self, first: int, samples: Any, edges: Sequence[int], step: int, *, opening: bool
-    ) -> Iterator[MicroBatch]:
+    def window(self, first: int, samples: Any, edges: Sequence[int], step: int, opening: bool) -> Iterator[MicroBatch]:
         """Yield this rank's micro-batches of a window of samples, from position ``first`` on.
 
         They are split at ``edges``, or by what the samples cost: these positions, or, in a stream, samples.

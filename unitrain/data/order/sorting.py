@@ -1,9 +1,8 @@
 """Sorted windows: an order whose global batches have samples of similar lengths, so that little of them is padding.
 
 The order of an epoch is cut into windows of several global batches. The samples of a window are sorted by length and
-cut into batches again, which come in random order, as in torchtext's ``BucketIterator`` and, but for that, in the
-mega-batches of transformers' ``LengthGroupedSampler``. A window follows from a position alone, so an epoch continues
-anywhere without computing what was before.
+cut into batches again, which come in random order, as in torchtext's ``BucketIterator``. (transformers' mega-batches
+stay sorted.) A window follows from a position alone, so an epoch continues anywhere.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ from unitrain.data.order.sharding import EpochPlan
 class SortedWindows:
     """The order of an epoch of ``plan``, sorted by ``lengths`` in windows of ``batches`` global batches.
 
-    An incomplete batch at the end is left as it is: ``drop_last`` leaves out the same samples as without sorting, and
-    not the shortest ones.
+    ``seed`` shuffles the batches. An incomplete last batch is not sorted, so ``drop_last`` leaves out random samples.
     """
 
     order: Order
@@ -31,7 +29,6 @@ class SortedWindows:
     lengths: Costs
     batches: int
     seed: int
-    """Of the order of the batches."""
     _last: tuple[int, NDArray[np.int64]] = field(default=(-1, np.empty(0, np.int64)), init=False)
 
     def take(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch.utils.data import default_collate
 
 from unitrain.communication.communicator import Communicator
@@ -79,10 +81,8 @@ def _epoch_plan(
 ) -> EpochPlan:
     accumulate = given.micro_batches(shares, config.accumulate)
     per_step = given.samples_per_step(ranks.world_size, accumulate)
-    return EpochPlan(
-        samples, per_step, accumulate, ranks.rank, ranks.world_size, given.drop_last,
-        shares=shares, balance=given.balance,
-    )  # fmt: skip
+    plan = EpochPlan(samples, per_step, accumulate, ranks.rank, ranks.world_size, given.drop_last, shares=shares)
+    return replace(plan, balance=given.balance)
 
 
 def _check_batches(planned: EpochPlan | BatchPlan, given: LoaderSettings) -> None:

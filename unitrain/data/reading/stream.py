@@ -125,7 +125,7 @@ class WholeStream(_Stream):
         plan, edges = self._plan, self._plan.edges()
         needed: Container[int] = range(plan.global_batch)
         if plan.balance is None:  # the first sample of a micro-batch is the stand-in of a rank that has none of it
-            full = plan.window(0, range(plan.global_batch), edges, 0, opening=False)
+            full = plan.window(0, range(plan.global_batch), edges, 0, False)
             needed = frozenset(i for one in full for i in (one.start, *one.positions(plan.part).tolist()))
         position, state = next((seek.state for seek in self._seeks or () if seek.state[0] <= start), (0, None))
         dataset, samples = opened(self._dataset, state)
@@ -148,7 +148,7 @@ class WholeStream(_Stream):
             size = len(window)
             if size == 0 or (size < plan.global_batch and plan.drop_last):
                 return
-            micro_batches = list(plan.window(position, window, edges, step, opening=opening))
+            micro_batches = list(plan.window(position, window, edges, step, opening))
             # Not after the end, where many begin anew from their state.
             state = state_of(dataset) if seeking and size == plan.global_batch else None
             seeks = [] if state is None else [Seek(0, 0, step, [position + size, state])]
