@@ -59,8 +59,8 @@ class LoaderOptions(WorkerOptions, total=False):
     """With ``lengths`` or ``costs``: the most that a batch of one process may cost, instead of ``accumulate``. Of
     padded batches, the cost is their size times their longest sample."""
     sort_window: int | None
-    """With ``lengths``: sort map-style samples by length within windows of this many global batches, so that those of a
-    global batch have similar lengths. This is another order than without, but the same on any number of ranks."""
+    """With ``lengths``: sort map-style samples by length within windows of this many global batches, so that a
+    global batch has similar lengths. This is another order than without, but the same on any number of ranks."""
     sample_seeding: bool
     """Seed python's, numpy's and torch's generators for each sample with (seed, epoch, sample), so that random
     augmentations don't depend on workers and ranks. For map-style datasets; True by default."""
