@@ -97,7 +97,7 @@ def test_an_evaluation_that_was_broken_off_begins_again() -> None:
 
 
 def test_the_options_that_type_checkers_know_are_those_of_the_loader() -> None:
-    named = {field.name for field in dataclasses.fields(LoaderSettings)} - {"dataset", "passed_on"}
+    named = {field.name for field in dataclasses.fields(LoaderSettings) if field.init} - {"dataset", "passed_on"}
     assert set(LoaderOptions.__annotations__) == named | set(WorkerOptions.__annotations__)
 
 

@@ -138,8 +138,8 @@ def test_restarts(tmp_path: Path) -> None:
 def test_balanced_batches(tmp_path: Path) -> None:
     for worlds in short("balanced_batches", tmp_path)["tasks"].values():
         padding = {name: way["padding"] for name, way in worlds["2"].items()}
-        assert len(padding) == 4
-        assert padding["lengths"] < padding["every W-th sample"]
+        assert len(padding) == 6
+        assert padding["lengths, sorted in windows"] <= padding["lengths"] < padding["every W-th sample"]
 
 
 @pytest.mark.soak

@@ -273,9 +273,9 @@ class Loader:
             "the fingerprint": own["fingerprint"],
             "the global batch size": own["global_batch_size"],
         }
-        costs = self._given.balance
-        if costs is not None:
-            facts["a digest of the lengths or costs of samples"] = costs.digest
+        if self._given.balance is not None:
+            facts["a digest of the lengths or costs of samples"] = self._given.costs_digest
+            facts["max_cost"], facts["sort_window"] = self._given.max_cost, self._given.sort_window
         found = difference_between_ranks(self._communicator, facts)
         if found is not None:
             raise DataError(
@@ -336,8 +336,15 @@ class Loader:
             "global_batch_size": self.global_batch_size,
             # With the epoch that it is of: an emergency checkpoint may have the position of the previous one.
             "order": [self._epoch, drawn] if drawn else None,
+            "sorted": self._sorted,
             **self._source.seeks(self._epoch, position["steps"]),
         }
+
+    @property
+    def _sorted(self) -> list[int | str | None] | None:
+        """What the order depends on if samples are sorted by length, as plain data; else None."""
+        window = self._given.sort_window
+        return None if window is None else [window, self.global_batch_size, self._given.costs_digest]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state`` in the next iteration, with any number of ranks and any backend.
@@ -353,7 +360,7 @@ class Loader:
             CheckpointError: this is not a loader's state, or it belongs to other data, or can't be continued from.
         """
         own = self._state()
-        missing = own.keys() - state.keys() - {"order", "seeks"}  # which older versions don't have
+        missing = own.keys() - state.keys() - {"order", "sorted", "seeks"}  # which older versions don't have
         if missing:
             raise CheckpointError(f"this is not the state of a loader: it lacks {', '.join(sorted(missing))}.")
         check_same_data(state, own)
@@ -384,6 +391,12 @@ class Loader:
         """
         if isinstance(self._source, Iterable):
             return self._source.resume(state)
+        if state.get("sorted") != self._sorted:
+            raise CheckpointError(
+                f"epoch {state['epoch']} can't continue after {state['consumed']} samples: sort_window, the global "
+                f"batch size and a digest of the lengths, on which the order depends, were {state.get('sorted')} and "
+                f"are now {self._sorted}. Use the same as before, or start a new epoch: set loader.epoch."
+            )
         if not self._compared:
             self._source.forget()
         seed, epoch = state["seed"], state["epoch"]

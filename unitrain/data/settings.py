@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,10 +18,10 @@ from torch.utils.data import (
 )
 
 from unitrain.data.options import LoaderOptions, WorkerOptions
-from unitrain.data.order.balance import Costs
+from unitrain.data.order.balance import Balance, costs_by
 from unitrain.errors import ConfigError, DataError, nearest
 
-_COSTS = ("lengths", "costs", "max_cost")
+_COSTS = ("lengths", "costs", "max_cost", "sort_window")
 _PASSED_ON = tuple(WorkerOptions.__annotations__)
 _OURS = {
     "generator": "the order follows from the strategy's seed and the epoch",
@@ -43,11 +45,16 @@ class LoaderSettings:
     lengths: Any = None
     costs: Any = None
     max_cost: float | None = None
+    sort_window: int | None = None
     sample_seeding: bool = True
     sharded: bool | None = None
     shards: tuple[int, int] | None = None
     passed_on: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments for the DataLoader."""
+    balance: Balance | None = field(init=False, default=None)
+    """What samples cost, for batches that are balanced; None if they are not."""
+    costs_digest: str = field(init=False, default="")
+    """A digest of the lengths or costs of a map-style dataset's samples."""
 
     @classmethod
     def of(cls, dataset: Any, options: LoaderOptions) -> LoaderSettings:
@@ -76,7 +83,7 @@ class LoaderSettings:
         self._check_dataset()
         self._check_order()
         self._check_size()
-        if self.lengths is not None or self.costs is not None or self.max_cost is not None:
+        if any(getattr(self, name) is not None for name in _COSTS):
             self._check_costs()
 
     @property
@@ -175,7 +182,7 @@ class LoaderSettings:
             )
 
     def _check_costs(self) -> None:
-        """Check ``lengths``, ``costs`` and ``max_cost``, and make an array of the first two."""
+        """Check what samples cost. For a map-style dataset, make an array of it."""
         name = "costs" if self.lengths is None else "lengths"
         given = getattr(self, name)
         if given is None or (self.lengths is not None and self.costs is not None):
@@ -183,31 +190,36 @@ class LoaderSettings:
                 "pass lengths (of samples that are padded to the longest of a batch) or costs (that add up), and with "
                 f"one of them max_cost; got {', '.join(one for one in _COSTS if getattr(self, one) is not None)}."
             )
-        if self.is_iterable:
-            raise ConfigError(f"{name} is for map-style datasets: of an iterable one, they are not known beforehand.")
         if self.max_cost is not None and self.micro_batch_size is not None:
             raise ConfigError("max_cost and micro_batch_size are mutually exclusive.")
+        if self.sort_window is not None:
+            self._check_sort_window(self.sort_window)
+        if self.is_iterable:
+            if not callable(given):
+                raise ConfigError(f"{name} of an iterable dataset must be a function of a sample, such as {name}=len.")
+            self.balance = Balance(partial(costs_by, given), self.lengths is not None, self.max_cost)
+            return
         samples = len(self.dataset)
-        values = np.fromiter(map(given, range(samples)), np.float64) if callable(given) else np.asarray(given, float)
-        if values.shape != (samples,) or not (np.isfinite(values) & (values > 0)).all():
+        values = costs_by(given, range(samples)) if callable(given) else np.asarray(given, float)
+        if values.shape != (samples,):
             raise DataError(
-                f"{name} must have a positive number for each of the {samples} samples, but has shape "
-                f"{list(values.shape)}, and values from {values.min(initial=np.inf)} to {values.max(initial=0)}."
-            )
-        if self.max_cost is not None and values.max() > self.max_cost:
-            raise DataError(
-                f"sample {values.argmax()} costs {values.max():g}, which is more than max_cost={self.max_cost:g} for a "
-                "whole batch: raise max_cost, or leave out such samples."
+                f"{name} must have a number for each of the {samples} samples, but has shape {list(values.shape)}."
             )
         setattr(self, name, values)
+        self.balance = Balance(values.__getitem__, self.lengths is not None, self.max_cost)
+        self.balance.check(values)
+        self.costs_digest = hashlib.blake2b(values.tobytes(), digest_size=8).hexdigest()
 
-    @property
-    def balance(self) -> Costs | None:
-        """What samples cost, for batches that are balanced; None if they are not."""
-        if self.lengths is None and self.costs is None:
-            return None
-        padded = self.lengths is not None
-        return Costs(self.lengths if padded else self.costs, padded, self.max_cost)
+    def _check_sort_window(self, batches: object) -> None:
+        if self.lengths is None:
+            raise ConfigError("sort_window saves padding, but costs add up without padding: pass lengths instead.")
+        if self.is_iterable or self.batch_sampler is not None:
+            raise ConfigError(
+                "sort_window makes global batches from a map-style dataset: sort in the batch_sampler instead, or in a "
+                "buffer of the iterable dataset."
+            )
+        if type(batches) is not int or batches < 2:
+            raise ConfigError(f"sort_window must be an integer of at least 2 (global batches), not {batches!r}.")
 
     def micro_batches(self, shares: Sequence[int], accumulate: int) -> int:
         """Return the number of micro-batches per optimizer step: ``accumulate``, unless ``micro_batch_size`` is given.

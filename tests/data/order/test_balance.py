@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import combinations, pairwise
+from collections.abc import Iterator, Sequence
+from itertools import chain, combinations, pairwise
+from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
@@ -11,12 +12,16 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given
-from pretended import pretended_rank, trained
-from torch.utils.data import TensorDataset
+from pretended import in_training, pretended_rank, trained
+from ranks import run_ranks
+from streams import Numbers, Shards, of_workers
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset, TensorDataset
 
+import unitrain
 from unitrain import ConfigError, DataError
-from unitrain.data.order.balance import Costs
-from unitrain.data.order.order import InOrder, Shuffled
+from unitrain.data.order.balance import Balance
+from unitrain.data.order.order import Shuffled
 from unitrain.data.order.sharding import BatchPlan, EpochPlan
 
 COSTS = st.lists(st.integers(1, 50), min_size=1, max_size=40)
@@ -24,8 +29,8 @@ COSTS = st.lists(st.integers(1, 50), min_size=1, max_size=40)
 
 def parts_of(costs: Sequence[float], ranks: int, cuts: int = 1, most: float | None = None, **given: Any) -> list[Any]:
     shares = given.pop("shares", (1,) * ranks)
-    made = Costs(np.array(costs, float), given.pop("padded", True), most)
-    return made.parts(InOrder(), 0, len(costs), cuts, shares)
+    made = Balance(np.array(costs, float).__getitem__, given.pop("padded", True), most)
+    return made.parts(np.arange(len(costs)), 0, cuts, shares)
 
 
 def padded(costs: Sequence[float], part: Any) -> float:
@@ -77,14 +82,15 @@ def test_half_the_padding_of_every_nth_sample() -> None:
 @pytest.mark.parametrize("batches", [False, True])
 def test_plans_have_the_same_windows_on_any_ranks(batches: bool, most: float | None) -> None:
     lengths = np.random.default_rng(1).integers(1, 30, 23).astype(float)
-    costs = (Costs(lengths, True, most), Shuffled(23, 0, 0))
+    order = Shuffled(23, 0, 0)
+    balance = Balance(lambda positions: lengths[order.take(positions)], True, most)
     windows: list[list[list[int]]] = []
     for world_size in (1, 2, 3):
         found: dict[int, list[int]] = {}
         for rank in range(world_size):
-            plan: Any = EpochPlan(23, 8, 2, rank, world_size, False, costs=costs)
+            plan: Any = EpochPlan(23, 8, 2, rank, world_size, False, balance=balance)
             if batches:
-                plan = BatchPlan((8, 9, 6), 2, rank, world_size, costs=costs)
+                plan = BatchPlan((8, 9, 6), 2, rank, world_size, balance=balance)
             micro_batches = list(plan)
             assert len(micro_batches) == plan.micro_batches
             assert (micro_batches[0].start, micro_batches[-1].stop) == (0, 23)
@@ -100,8 +106,8 @@ def test_plans_have_the_same_windows_on_any_ranks(batches: bool, most: float | N
 
 @pytest.mark.parametrize("by_length", [True, False])
 def test_a_window_with_fewer_samples_than_parts_has_as_many_micro_batches_as_it_says(by_length: bool) -> None:
-    costs = (Costs(np.arange(1.0, 8.0), by_length), InOrder())
-    for plan in (EpochPlan(7, 3, 2, 0, 4, False, costs=costs), BatchPlan((3, 3, 1), 2, 0, 4, costs=costs)):
+    balance = Balance(np.arange(1.0, 8.0).__getitem__, by_length)
+    for plan in (EpochPlan(7, 3, 2, 0, 4, False, balance=balance), BatchPlan((3, 3, 1), 2, 0, 4, balance=balance)):
         assert len(list(plan)) == plan.micro_batches == 3
 
 
@@ -143,13 +149,158 @@ def test_global_batches_do_not_change_and_a_resume_is_on_any_ranks(given: dict[s
     assert [sorted(window) for window in rest] == expected[2:]
 
 
+def read(stream: Any, world_size: int, workers: int, state: Any = None, **given: Any) -> list[list[int]]:
+    """Return the samples of each step, over all ranks, after checking that no rank waits for long."""
+    steps: dict[int, list[int]] = {}
+    shares = {2: (3, 1)}.get(world_size)
+    for rank in range(world_size):
+        strategy = pretended_rank(rank, world_size, shares=shares, accumulate=1 if "max_cost" in given else 2)
+        loader = strategy.dataloader(stream, global_batch_size=8, lengths=length_of, **given, **of_workers(workers))
+        if state is not None:
+            loader.load_state_dict(state)
+        for batch in loader:
+            assert loader.stand_in or batch.tolist() == sorted(batch.tolist())
+            one = in_training(loader)
+            assert len(batch) * max(map(length_of, batch)) <= given.get("max_cost", np.inf) * (3 if shares else 1)
+            steps.setdefault(one.step, []).extend([] if loader.stand_in else batch.tolist())
+    return list(steps.values())
+
+
+def length_of(sample: Tensor) -> int:
+    return LENGTHS[int(sample) % 30]
+
+
+@pytest.mark.parametrize("given", [{}, {"max_cost": 40.0}], ids=str)
+def test_a_stream_that_is_read_as_a_whole_is_balanced_on_any_ranks_and_workers(given: dict[str, Any]) -> None:
+    expected = [list(range(i, min(i + 8, 30))) for i in range(0, 30, 8)]
+    first = pretended_rank().dataloader(Numbers(30), global_batch_size=8, lengths=length_of, **given)
+    for _ in trained(first):
+        if first.yielded == 16:
+            break
+    for world_size, workers in ((1, 0), (2, 2), (3, 0)):
+        assert list(map(sorted, read(Numbers(30), world_size, workers, **given))) == expected
+        rest = read(Numbers(30), world_size, workers, first.state_dict(), **given)
+        assert list(map(sorted, rest)) == expected[2:]
+
+
+@pytest.mark.parametrize(
+    ("data", "given", "error", "message"),
+    [
+        (Numbers(9), {"lengths": LENGTHS}, ConfigError, r"lengths of an iterable dataset must be a function"),
+        (Shards([9]), {"costs": length_of}, ConfigError, r"a sharded Shards can't be balanced .*: pass sharded=False"),
+        (Numbers(9), {"costs": torch.Tensor.item}, DataError, r"costs must be positive numbers, but go from 0\.0"),
+        (Numbers(9), {"lengths": length_of, "max_cost": 18}, DataError, r"sample 8 costs 19, .* more than max_cost=18"),
+    ],
+)  # fmt: skip
+def test_streams_that_can_not_be_balanced(
+    data: Any, given: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        list(pretended_rank().dataloader(data, global_batch_size=8, **given))
+
+
+class Countable(Numbers):
+    def __len__(self) -> int:
+        return self.length
+
+
+def test_the_number_of_batches_of_a_stream_is_unknown_if_it_depends_on_costs() -> None:
+    loader = pretended_rank(accumulate=2).dataloader(Countable(30), global_batch_size=8, lengths=length_of)
+    assert len(loader) == len(list(loader)) == 8
+    loader = pretended_rank().dataloader(Countable(30), global_batch_size=8, lengths=length_of, max_cost=40)
+    with pytest.raises(TypeError, match="the number of its batches is unknown"):
+        len(loader)
+
+
+# ------------------------------------------------------------------------------------------------------ in training
+
+
+class Texts(IterableDataset[Tensor]):
+    """Yields texts: sample i consists of its number plus 1, and is as long as ``LENGTHS`` says."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (torch.full((length,), i + 1) for i, length in enumerate(LENGTHS))
+
+
+def padded_rows(rows: list[Tensor]) -> Tensor:
+    return nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+
+# What is balanced, and what is not and has the same global batches.
+STREAM: dict[str, Any] = {"dataset": Texts(), "lengths": len}
+SORTED: dict[str, Any] = {"dataset": list(Texts()), "shuffle": True, "lengths": LENGTHS, "sort_window": 2}
+MAP: dict[str, Any] = {**SORTED, "sort_window": None}
+CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({**MAP, "micro_batch_size": 2}, {**MAP, "lengths": None}),
+    ({**MAP, "max_cost": 40.0}, {**MAP, "lengths": None}),
+    ({**SORTED, "max_cost": 40.0}, SORTED),
+    ({**STREAM, "max_cost": 40.0}, {**STREAM, "lengths": None}),
+]
+
+
+def train_all(
+    cases: list[dict[str, Any]], folder: Path, stop: int, shares: tuple[int, ...] | None
+) -> list[tuple[list[list[int]], list[float], Tensor]]:
+    """Train a model in each case, for some steps. Return this rank's samples and the loss of each step, and weights."""
+    with unitrain.init(precision="fp64", device="cpu", shares=shares, timeout_s=60) as strategy:
+        parts: list[tuple[Any, Any, Any]] = []
+        for case in cases:
+            torch.manual_seed(0)
+            model: nn.Module = nn.Sequential(nn.Embedding(31, 4), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+            prepared = strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9))
+            parts.append((*prepared, strategy.dataloader(global_batch_size=8, collate_fn=padded_rows, **case)))
+        objects = {f"{'mol'[kind]}{i}": part for i, those in enumerate(parts) for kind, part in enumerate(those)}
+        checkpoint = strategy.checkpoint(folder, background=False, **objects)
+        checkpoint.resume()
+        found = [train(strategy, *those, stop) for those in parts]
+        checkpoint.save()
+    return found
+
+
+def train(
+    strategy: unitrain.Strategy, model: nn.Module, optimizer: Any, loader: unitrain.Loader, stop: int
+) -> tuple[list[list[int]], list[float], Tensor]:
+    seen: list[list[int]] = [[]]
+    losses: list[float] = []
+    meter = strategy.meter()
+    for tokens in loader:
+        mask = tokens > 0
+        loss = ((model(tokens).squeeze(-1) - tokens.sin()).square() * mask).sum() / mask.sum()
+        meter.add(mean=loss, count=0 if loader.stand_in else int(mask.sum()))
+        seen[-1] += [] if loader.stand_in else (tokens[:, 0] - 1).tolist()
+        if strategy.step(loss, optimizer, weight=mask.sum()).stepped:
+            losses.append(meter.value())
+            seen, meter = [*seen, []], strategy.meter()
+        if len(losses) == stop:
+            break
+    return seen[:-1], losses, torch.cat([value.flatten() for value in strategy.unwrap(model).state_dict().values()])
+
+
+def test_balanced_training_is_that_of_one_process_and_continues_on_other_ranks(tmp_path: Path) -> None:
+    """Micro-batches differ in number and size between the worlds, and each is padded to its own longest sample."""
+    balanced, plain = map(list, zip(*CASES, strict=True))
+    begun = run_ranks(train_all, balanced, tmp_path / "parts", 2, (2, 1, 1), nprocs=3)
+    ended = run_ranks(train_all, balanced, tmp_path / "parts", 9, None, nprocs=2)
+    for number, (samples, losses, weights) in enumerate(train_all(plain, tmp_path / "whole", 9, None)):
+        first, last = ([found[number] for found in ranks] for ranks in (begun, ended))
+        steps = [step for ranks in (first, last) for step in zip(*(seen for seen, _, _ in ranks), strict=True)]
+        assert [sorted(chain(*step)) for step in steps] == [sorted(step) for step in samples]
+        assert sorted(chain(*samples)) == list(range(30))
+        assert first[0][1] + last[1][1] == pytest.approx(losses, rel=0, abs=1e-9)
+        assert float((last[1][2] - weights).abs().max()) < 1e-9
+
+
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
         ({"costs": LENGTHS}, ConfigError, "pass lengths .* or costs .*; got lengths, costs"),
         ({"lengths": None, "max_cost": 3}, ConfigError, "got max_cost"),
-        ({"lengths": LENGTHS[1:]}, DataError, r"positive number for each of the 30 samples, but has shape \[29\]"),
-        ({"lengths": [0, *LENGTHS[1:]]}, DataError, "values from 0"),
+        ({"lengths": LENGTHS[1:]}, DataError, r"a number for each of the 30 samples, but has shape \[29\]"),
+        (
+            {"lengths": [0, *LENGTHS[1:]]},
+            DataError,
+            r"lengths must be positive numbers, but go from 0\.0 to 19\.0",
+        ),
         ({"max_cost": 18}, DataError, "sample 8 costs 19, which is more than max_cost=18"),
         ({"max_cost": 30, "micro_batch_size": 2}, ConfigError, "max_cost and micro_batch_size are mutually exclusive"),
         ({"max_cost": 30, "accumulate": 2}, ConfigError, "max_cost=30 and accumulate=2 are mutually exclusive"),

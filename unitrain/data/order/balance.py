@@ -12,51 +12,53 @@ sets the pace. Here the samples are known to cost more or less. The global batch
 
 from __future__ import annotations
 
-import hashlib
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from unitrain.errors import DataError
+
 _EXACT = 1e-3  # the bound is at most so much larger than it need be, in proportion
 
 
-class Order(Protocol):
-    """The order of the samples in an epoch."""
-
-    def take(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the samples at these positions."""
+# Returns the costs of samples: by index or, in a plan, by position; in a stream, of the samples themselves.
+Costs: TypeAlias = Callable[[Any], NDArray[np.float64]]
 
 
-@dataclass(frozen=True, eq=False)
-class Costs:
-    """What the samples of a dataset cost, and how the costs of a micro-batch follow from that."""
+@dataclass(frozen=True)
+class Balance:
+    """What samples cost, and how the cost of a micro-batch follows from that."""
 
-    of_samples: NDArray[np.float64]
-    """Length or cost of each sample of the dataset."""
+    costs: Costs
     padded: bool
     """Whether a micro-batch costs its size times its longest sample, and not the sum."""
     most: float | None = None
     """The most that a micro-batch of a rank with a share of 1 may cost; None for a given number of micro-batches."""
 
-    @property
-    def digest(self) -> str:
-        """A digest of the costs of all samples."""
-        return hashlib.blake2b(self.of_samples.tobytes(), digest_size=8).hexdigest()
+    def check(self, costs: NDArray[np.float64], first: int = 0) -> None:
+        """Raise DataError unless the samples from number ``first`` on can have these costs."""
+        if not (np.isfinite(costs) & (costs > 0)).all():
+            name = "lengths" if self.padded else "costs"
+            raise DataError(f"{name} must be positive numbers, but go from {costs.min()} to {costs.max()}.")
+        if self.most is not None and costs.max(initial=0) > self.most:
+            raise DataError(
+                f"sample {first + costs.argmax()} costs {costs.max():g}, which is more than max_cost={self.most:g} for "
+                "a whole batch: raise max_cost, or leave out such samples."
+            )
 
-    def parts(
-        self, order: Order, first: int, size: int, cuts: int, shares: Sequence[int]
-    ) -> list[list[NDArray[np.int64]]]:
-        """Return the positions of each rank in each micro-batch of a window: ``size`` positions from ``first`` on.
+    def parts(self, samples: Any, first: int, cuts: int, shares: Sequence[int]) -> list[list[NDArray[np.int64]]]:
+        """Return the positions of each rank in each micro-batch of a window of samples, from position ``first`` on.
 
         The ranks' parts cost the same in proportion to their ``shares``. There are ``cuts`` micro-batches, unless
         ``most`` decides.
         """
-        costs = self.of_samples[order.take(np.arange(first, first + size))]
+        costs = self.costs(samples)
+        self.check(costs, first)
         falling = np.argsort(-costs, kind="stable")
         owners = self._owners(costs[falling], cuts, shares)
         sizes = np.bincount(owners, minlength=len(shares))
@@ -75,6 +77,11 @@ class Costs:
         least = int(costs.sum() / (self.most * sum(shares)))  # parts can't be filled better than that
         tries = (split(costs, list(shares) * number, self.most) for number in count(max(1, least)))
         return next(found for found in tries if found is not None)
+
+
+def costs_by(function: Callable[[Any], float], samples: Iterable[Any]) -> NDArray[np.float64]:
+    """Return what a function says that each sample costs."""
+    return np.fromiter(map(function, samples), np.float64)
 
 
 def _split_padded(lengths: NDArray[np.float64], shares: Sequence[int], most: float) -> NDArray[np.int64] | None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +28,13 @@ _LARGEST = 2**62
 _ROUNDS = 8
 # The four arrays in use take a quarter of a MiB each, and stay in a core's cache.
 _CHUNK = 2**15
+
+
+class Order(Protocol):
+    """The order of the samples in an epoch."""
+
+    def take(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the samples at these positions."""
 
 
 class Shuffled:

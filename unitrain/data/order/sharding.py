@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate as running_sums
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from unitrain.data.order.balance import Costs, Order
+from unitrain.data.order.balance import Balance
 from unitrain.data.order.shares import Part, part_of
 
 
@@ -62,8 +63,8 @@ class _Plan:
     start: int
     shares: tuple[int, ...]
     """The shares of all ranks, without a common divisor; empty if all are equal."""
-    costs: tuple[Costs, Order] | None
-    """What samples cost, and their order; None if every sample counts as one."""
+    balance: Balance | None
+    """What the samples at some positions cost; None if every sample counts as one."""
 
     @cached_property
     def part(self) -> Part:
@@ -82,14 +83,14 @@ class _Plan:
     @property
     def micro_batches(self) -> int:
         """Number of micro-batches, the same on every rank."""
-        if self.costs is not None and self.costs[0].most is not None:
+        if self.balance is not None and self.balance.most is not None:
             return sum(1 for _ in self)
         return sum(self._cuts(size, edges) for _, _, size, edges in self._windows())
 
     def _cuts(self, size: int, edges: Sequence[int]) -> int:
         """Return the number of micro-batches in a window, unless a cost limits them."""
         cuts = sum(edge < size for edge in edges[:-1])
-        return cuts if self.costs is None else min(cuts, -(-size // self.world_size))  # each needs a sample
+        return cuts if self.balance is None else min(cuts, -(-size // self.world_size))  # each needs a sample
 
     @abstractmethod
     def _windows(self) -> Iterator[tuple[int, int, int, Sequence[int]]]:
@@ -98,13 +99,18 @@ class _Plan:
     def __iter__(self) -> Iterator[MicroBatch]:
         """Yield this rank's micro-batches in order."""
         for step, first, size, edges in self._windows():
-            opening = first == self.start
-            if self.costs is None:
-                yield from cut(first, size, edges, step, opening, self.part)
-                continue
-            costs, order = self.costs
-            parts = costs.parts(order, first, size, self._cuts(size, edges), self._shares)
-            yield from _dealt(parts, first, size, step, opening, self.rank)
+            yield from self.window(first, np.arange(first, first + size), edges, step, first == self.start)
+
+    def window(self, first: int, samples: Any, edges: Sequence[int], step: int, opening: bool) -> Iterator[MicroBatch]:
+        """Yield this rank's micro-batches of a window of samples, from position ``first`` on.
+
+        They are split at ``edges``, or by what the samples cost: these positions, or, in a stream, samples.
+        """
+        size = len(samples)
+        if self.balance is None:
+            return cut(first, size, edges, step, opening, self.part)
+        parts = self.balance.parts(samples, first, self._cuts(size, edges), self._shares)
+        return _dealt(parts, first, size, step, opening, self.rank)
 
 
 @dataclass(frozen=True)
@@ -120,7 +126,7 @@ class EpochPlan(_Plan):
     start: int = 0
     """Number of positions that were consumed before. Only the rest is planned."""
     shares: tuple[int, ...] = ()
-    costs: tuple[Costs, Order] | None = None
+    balance: Balance | None = None
 
     @property
     def steps(self) -> int:
@@ -137,7 +143,7 @@ class EpochPlan(_Plan):
     def micro_batches(self) -> int:
         """Number of micro-batches, the same on every rank."""
         full, rest = divmod(self.samples - self.start, self.global_batch)
-        if self.costs is not None and self.costs[0].most is not None:
+        if self.balance is not None and self.balance.most is not None:
             return super().micro_batches
         in_rest = 0 if self.drop_last else self._cuts(rest, self.edges())
         return full * self._cuts(self.global_batch, self.edges()) + in_rest
@@ -169,7 +175,7 @@ class BatchPlan(_Plan):
     start: int = 0
     """As in ``EpochPlan``; must be the end of a batch."""
     shares: tuple[int, ...] = ()
-    costs: tuple[Costs, Order] | None = None
+    balance: Balance | None = None
 
     @property
     def samples(self) -> int:

@@ -114,7 +114,8 @@ class Iterable:
         Raises:
             TypeError: the length of the dataset is unknown.
         """
-        if self._agreement is not None or not hasattr(self._dataset, "__len__"):
+        limited = self._plan.balance is not None and self._plan.balance.most is not None
+        if self._agreement is not None or limited or not hasattr(self._dataset, "__len__"):
             raise TypeError(
                 f"a loader of a {type(self._dataset).__name__} has no len(): the number of its batches is unknown "
                 "until the dataset ends."

@@ -92,7 +92,7 @@ def requests(epoch: Epoch, micro_batches: Iterable[MicroBatch], seed: int | None
     """Yield a request for each micro-batch. If ``seed`` is None, samples are not seeded."""
     plan = epoch.plan
     # What costs depend on is looked up for each window anyway.
-    for gathered in _gathered(micro_batches, _LOOK_UP if plan.costs is None else 1):
+    for gathered in _gathered(micro_batches, _LOOK_UP if plan.balance is None else 1):
         positions = np.concatenate([one.positions(plan.part) for one in gathered])
         samples = epoch.order.take(positions)
         indices = samples.tolist()

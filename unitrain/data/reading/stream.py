@@ -11,7 +11,7 @@ A stream is read in one of two ways:
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain, count, islice, pairwise
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from unitrain.data.order.sharding import EpochPlan, MicroBatch, cut
+from unitrain.data.order.sharding import EpochPlan, MicroBatch
 from unitrain.data.reading.dealing import (
     Beginning,
     Dealing,
@@ -123,7 +123,10 @@ class WholeStream(_Stream):
 
     def _pieces(self, epoch: int, start: int, worker: int, workers: int) -> Iterator[Piece]:
         plan, edges = self._plan, self._plan.edges()
-        period, own = plan.part.period, frozenset(plan.part.offsets)
+        needed: Container[int] = range(plan.global_batch)
+        if plan.balance is None:  # the first sample of a micro-batch is the stand-in of a rank that has none of it
+            full = plan.window(0, range(plan.global_batch), edges, 0, False)
+            needed = frozenset(i for one in full for i in (one.start, *one.positions(plan.part).tolist()))
         position, state = next((seek.state for seek in self._seeks or () if seek.state[0] <= start), (0, None))
         dataset, samples = opened(self._dataset, state)
         # A checkpoint of an earlier version has no states, and continues with its random numbers.
@@ -133,7 +136,7 @@ class WholeStream(_Stream):
         first_sample = next(samples, _NOTHING)
         if first_sample is _NOTHING:
             return
-        first, stand_in = sample_digest(first_sample), first_sample
+        first = sample_digest(first_sample)
         beginnings = [Beginning(0, 0, first)] if state is None else []
         remaining = chain((first_sample,), samples)
         position += sum(1 for _ in islice(remaining, start - position))
@@ -141,30 +144,19 @@ class WholeStream(_Stream):
         while True:
             if seeking and not opening:
                 self._seed_from(position)
-            kept: list[list[Any]] = []
-            size = 0
-            for part, (begin, end) in enumerate(pairwise(edges)):
-                mine = (number + part) % workers == worker
-                kept.append([])
-                for offset, sample in enumerate(islice(remaining, end - begin)):
-                    size += 1
-                    if mine and offset == 0:
-                        stand_in = sample  # if this rank gets none of the micro-batch
-                    if mine and offset % period in own:
-                        kept[part].append(sample)
-                if mine and not kept[part]:
-                    kept[part].append(stand_in)
+            window = [one if i in needed else None for i, one in enumerate(islice(remaining, plan.global_batch))]
+            size = len(window)
             if size == 0 or (size < plan.global_batch and plan.drop_last):
                 return
-            micro_batches = cut(position, size, edges, step, opening, plan.part)
+            micro_batches = list(plan.window(position, window, edges, step, opening))
             # Not after the end, where many begin anew from their state.
             state = state_of(dataset) if seeking and size == plan.global_batch else None
             seeks = [] if state is None else [Seek(0, 0, step, [position + size, state])]
-            for part, micro_batch in enumerate(micro_batches):
-                if (number + part) % workers == worker:
-                    batch = self._collate(kept[part])
-                    yield Piece(micro_batch, micro_batch.count, batch, first, seeks, beginnings)
-            position, step, number, opening = position + size, step + 1, number + plan.accumulate, False
+            for turn, one in enumerate(micro_batches, number):
+                if turn % workers == worker:
+                    batch = self._collate([window[i - position] for i in one.positions(plan.part)])
+                    yield Piece(one, one.count, batch, first, seeks, beginnings)
+            position, step, number, opening = position + size, step + 1, number + len(micro_batches), False
 
     def _seed_from(self, position: int) -> None:
         seed, epoch, _ = self._position.tolist()
