@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +21,9 @@ import unitrain
 from unitrain import CheckpointError, ConfigError, NonFiniteError, Stopped, UsageError
 
 # Each rank has a sample of each micro-batch.
-SAMPLES, BATCH, STEPS, EPOCHS = 23, 6, 3, 2
+SAMPLES, BATCH, STEPS, EPOCHS = 65, 6, 3, 2
+STREAMED: dict[str, Any] = {"local_steps": 7, "local_fragments": 3}
+FRAGMENTS = [[0], [2], [1, 3]]  # the largest parameter first, each to the smallest fragment
 OUTER = {"outer_lr": 0.7, "outer_momentum": 0.9}
 SETTINGS: dict[str, Any] = {"precision": "fp64", "device": "cpu", "timeout_s": 30, "local_steps": STEPS, **OUTER}
 
@@ -28,6 +31,8 @@ SETTINGS: dict[str, Any] = {"precision": "fp64", "device": "cpu", "timeout_s": 3
 class Result(NamedTuple):
     weights: list[Tensor]
     """At the end of each epoch."""
+    shared: list[Tensor]
+    """In an evaluation after each step, if there are fragments."""
     rows: list[list[int]]
     """The samples of each step on this rank."""
 
@@ -53,36 +58,67 @@ def flat(model: nn.Module) -> Tensor:
 
 def train(folder: str, end: int, backend: str, settings: dict[str, Any]) -> Result:
     """Train up to a step, or to the end of the last epoch."""
-    with unitrain.init(**{**SETTINGS, "backend": backend, **settings}) as strategy:
+    with unitrain.init(**{**SETTINGS, "backend": backend, **settings}) as strategy, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "the run has ended within a round")
         model = net()
         prepared, optimizer = strategy.prepare(model, adamw(model))
         loader = strategy.dataloader(data(), global_batch_size=BATCH, shuffle=True)
         checkpoint = strategy.checkpoint(folder, model=prepared, optimizer=optimizer, loader=loader)
         checkpoint.resume()
         weights: list[Tensor] = []
+        shared: list[Tensor] = []
         rows: list[list[int]] = [[]]
         for _ in loader.epochs(EPOCHS):
             for numbers, inputs, targets in loader:
                 rows[-1] += numbers.tolist()
                 if strategy.step(mse_loss(prepared(inputs), targets), optimizer).stepped:
                     rows.append([])
-                    if strategy.global_step == 2:
-                        checkpoint.save()  # after the round, which ends with the next step
+                    if strategy.config.local_fragments > 1:
+                        strategy.check_in_sync(prepared)
+                        with strategy.evaluation(prepared):
+                            shared.append(flat(model).clone())
+                    if strategy.global_step == end - 1:
+                        checkpoint.save()  # where the ranks average next
                     if strategy.global_step == end:
-                        return Result(weights, rows[:-1])
+                        strategy.close()
+                        return Result(weights, shared, rows[:-1])
             strategy.check_in_sync(prepared)
-            weights.append(flat(model).detach())
-        return Result(weights, rows[:-1])
+            weights.append(flat(model).clone())
+        return Result(weights, shared, rows[:-1])
 
 
-def simulate(ranks: list[list[list[int]]], local_steps: int) -> list[Tensor]:
-    """Train a model for each of the ranks, given the samples of their steps, and return the weights of each epoch."""
+class Simulated(NamedTuple):
+    weights: list[Tensor]
+    """At the end of each epoch."""
+    shared: list[Tensor]
+    """After each step."""
+
+
+def simulate(ranks: list[list[list[int]]], local_steps: int, fragments: list[list[int]]) -> Simulated:
+    """Train a model for each of the ranks, given the samples of their steps."""
     workers = [net() for _ in ranks]
     optimizers = [adamw(worker) for worker in workers]
-    outer = SGD(net().parameters(), lr=OUTER["outer_lr"], momentum=OUTER["outer_momentum"], nesterov=True)
-    firsts = outer.param_groups[0]["params"]
+    outer_net = net()
+    outer = SGD(outer_net.parameters(), lr=OUTER["outer_lr"], momentum=OUTER["outer_momentum"], nesterov=True)
+    shared = list(outer_net.parameters())
+    lasts = list(zip(*(worker.parameters() for worker in workers), strict=True))
     _, inputs, targets = data().tensors
-    found, steps_per_epoch = [], -(-SAMPLES // BATCH)
+    found, steps_per_epoch = Simulated([], []), -(-SAMPLES // BATCH)
+    under_way: dict[int, Tensor] = {}
+
+    def differences(numbers: list[int]) -> dict[int, Tensor]:
+        return {n: (shared[n] - torch.stack(lasts[n]).mean(0)).detach() for n in numbers}
+
+    @torch.no_grad()
+    def take(gradients: dict[int, Tensor], mixed: float) -> None:
+        for n, gradient in gradients.items():
+            shared[n].grad = gradient
+        outer.step()
+        outer.zero_grad()
+        for n in gradients:
+            for last in lasts[n]:
+                last.copy_(mixed * shared[n] + (1 - mixed) * last)
+
     for step, of_ranks in enumerate(zip(*ranks, strict=True)):
         in_epoch = step % steps_per_epoch + 1
         whole = sum(map(len, of_ranks))
@@ -92,16 +128,17 @@ def simulate(ranks: list[list[list[int]]], local_steps: int) -> list[Tensor]:
             mean = (worker(inputs[rows]) - targets[rows]).pow(2).sum() / (2 * whole)
             (len(ranks) * mean).backward()
             optimizer.step()
-        if in_epoch % local_steps == 0 or in_epoch == steps_per_epoch:
-            with torch.no_grad():
-                for first, *lasts in zip(firsts, *(worker.parameters() for worker in workers), strict=True):
-                    first.grad = first - torch.stack(lasts).mean(0)
-                outer.step()
-                for first, *lasts in zip(firsts, *(worker.parameters() for worker in workers), strict=True):
-                    for last in lasts:
-                        last.copy_(first)
+        sent = in_epoch * len(fragments) // local_steps
+        if len(fragments) > 1 and sent > (in_epoch - 1) * len(fragments) // local_steps:
+            take(under_way, 0.5)
+            under_way = differences(fragments[(sent - 1) % len(fragments)])
+        found.shared.append(flat(outer_net).clone())
+        if in_epoch == steps_per_epoch or (len(fragments) == 1 and in_epoch % local_steps == 0):
+            take(under_way, 0.5)
+            take(differences(list(range(len(shared)))), 1.0)
+            under_way = {}
         if in_epoch == steps_per_epoch:
-            found.append(flat(workers[0]))
+            found.weights.append(flat(workers[0]).clone())
     return found
 
 
@@ -109,19 +146,29 @@ def simulate(ranks: list[list[list[int]]], local_steps: int) -> list[Tensor]:
     ("backend", "world", "launcher", "settings"),
     [
         ("ddp", 2, "spawn", {"accumulate": 2}),
+        ("ddp", 2, "spawn", {"accumulate": 2, **STREAMED}),
         pytest.param("horovod", 3, "horovodrun", {}, marks=HOROVOD),
+        pytest.param("horovod", 2, "horovodrun", STREAMED, marks=HOROVOD),
         ("single", 1, "spawn", {}),
+        ("single", 1, "spawn", STREAMED),
     ],
 )
-def test_ranks_train_as_simulated_workers_and_go_on_after_a_round(
+def test_ranks_train_as_simulated_workers_and_go_on_after_a_save(
     backend: str, world: int, launcher: Any, settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    begun = run_ranks(train, str(tmp_path), STEPS, backend, settings, nprocs=world, launcher=launcher)
+    fragments = FRAGMENTS if "local_fragments" in settings else [[0, 1, 2, 3]]
+    local_steps = settings.get("local_steps", STEPS)
+    end = 5 if "local_fragments" in settings else STEPS  # where the second fragment is sent, and the first one taken
+    begun = run_ranks(train, str(tmp_path), end, backend, settings, nprocs=world, launcher=launcher)
     resumed = run_ranks(train, str(tmp_path), 0, backend, settings, nprocs=world, launcher=launcher)
-    assert [len(one.rows) for one in begun + resumed] == [3] * world + [5] * world
-    expected = simulate([one.rows + other.rows for one, other in zip(begun, resumed, strict=True)], STEPS)
-    for found in resumed:
-        torch.testing.assert_close(found.weights, expected, rtol=0, atol=1e-9)
+    assert [len(one.rows) for one in begun + resumed] == [end] * world + [22 - end] * world
+    expected = simulate(
+        [one.rows + other.rows for one, other in zip(begun, resumed, strict=True)], local_steps, fragments
+    )
+    for first, then in zip(begun, resumed, strict=True):
+        torch.testing.assert_close(then.weights, expected.weights, rtol=0, atol=1e-9)
+        if len(fragments) > 1:
+            torch.testing.assert_close(first.shared + then.shared, expected.shared, rtol=0, atol=1e-9)
 
 
 def go_on(folder: str, force: bool) -> None:

@@ -25,7 +25,7 @@ class PreparedModules:
         self._names: dict[Parameter, str] = {}
         self.shares: tuple[int, ...] = shares
         self._replaced: dict[Parameter, Parameter] = {}
-        self._swapped: dict[nn.Module, Callable[[], None]] = {}
+        self._swapped: dict[object, Callable[[], None]] = {}
         self._refusals: dict[nn.Module, Callable[[], None]] = {}
 
     def add_names(self, module: nn.Module) -> None:
@@ -76,17 +76,20 @@ class PreparedModules:
         self._refusals.pop(module, lambda: None)()
 
     @contextmanager
-    def swapped(self, module: nn.Module, exchange: Callable[[], None]) -> Iterator[None]:
-        """Context manager in which a module has other weights than in training; ``exchange`` exchanges them."""
-        self._swapped[module] = exchange
+    def swapped(self, owner: object, exchange: Callable[[], None]) -> Iterator[None]:
+        """Context manager in which an owner's modules have other weights than in training; ``exchange`` exchanges them.
+
+        The owner of a single module is this module.
+        """
+        self._swapped[owner] = exchange
         try:
             yield
         finally:
-            del self._swapped[module]
+            del self._swapped[owner]
 
     @property
-    def swapped_modules(self) -> Collection[nn.Module]:
-        """The modules that have other weights than in training."""
+    def swapped_modules(self) -> Collection[object]:
+        """The owners of modules that have other weights than in training."""
         return self._swapped.keys()
 
     @contextmanager
