@@ -43,14 +43,13 @@ def check(saved: list[Any] | None, world_size: int, *, force: bool) -> None:
 
 def load(communicator: Communicator, local: LocalSGD, optimizer: Optimizer, expected: list[Any], source: Any) -> None:
     """Load what ``gather`` has returned. Collective. ``expected`` is its outline, and ``source`` itself, on rank 0."""
-    mine = {0, communicator.rank} if len(expected) == communicator.world_size else {0}
+    fits = len(expected) == communicator.world_size
+    mine = {0, communicator.rank} if fits else {0}
 
     def new(path: Keys, form: Form) -> Tensor:
         return form.empty(_CPU if path[0] in mine else _META)
 
     saved = receive(communicator, expected, source, new=new)
-    local.load_state_dict(
-        saved[0], saved[communicator.rank] if len(saved) == communicator.world_size else None, optimizer
-    )
+    local.load_state_dict(saved[0], saved[communicator.rank] if fits else {"state": {}}, optimizer)
     if communicator.rank in mine - {0}:
         optimizer.load_state_dict(saved[communicator.rank])

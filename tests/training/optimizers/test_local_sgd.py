@@ -171,59 +171,82 @@ def test_ranks_train_as_simulated_workers_and_go_on_after_a_save(
             torch.testing.assert_close(first.shared + then.shared, expected.shared, rtol=0, atol=1e-9)
 
 
-def go_on(folder: str, force: bool) -> None:
-    with unitrain.init(**SETTINGS) as strategy:
+def go_on(folder: str, settings: dict[str, Any], force: bool) -> Tensor:
+    with unitrain.init(**SETTINGS, **settings) as strategy:
         model = net()
         prepared, optimizer = strategy.prepare(model, adamw(model))
         checkpoint = strategy.checkpoint(folder, model=prepared, optimizer=optimizer)
         checkpoint.resume(force=force)
+        strategy.check_in_sync(prepared)
+        return flat(model)
 
 
-def save_one(folder: str, local_steps: int) -> None:
-    with unitrain.init(**{**SETTINGS, "local_steps": local_steps}) as strategy:
+def save_one(folder: str, settings: dict[str, Any]) -> Tensor:
+    with unitrain.init(**SETTINGS, **settings) as strategy, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "the run has ended within a round")
         model = net()
         prepared, optimizer = strategy.prepare(model, adamw(model))
         checkpoint = strategy.checkpoint(folder, model=prepared, optimizer=optimizer)
         for _ in range(STEPS):
             strategy.step(prepared(torch.ones(2, 4) * (1 + strategy.rank)).sum(), optimizer)
         checkpoint.save()
+        return flat(strategy.export(prepared))
 
 
-def test_another_number_of_ranks_is_refused_unless_forced(tmp_path: Path) -> None:
-    run_ranks(save_one, str(tmp_path), STEPS)
+@pytest.mark.parametrize("settings", [{}, {"local_fragments": 2}], ids=str)
+def test_another_number_of_ranks_is_refused_unless_forced(settings: dict[str, Any], tmp_path: Path) -> None:
+    shared, _ = run_ranks(save_one, str(tmp_path), settings)
     with pytest.raises(CheckpointError, match=r"has those of 2 ranks, not of 1: resume with 2 processes, or with"):
-        go_on(str(tmp_path), False)
-    go_on(str(tmp_path), True)
+        go_on(str(tmp_path), settings, False)
+    assert torch.equal(go_on(str(tmp_path), settings, True), shared)
+
+
+def test_other_fragments_are_refused_unless_forced(tmp_path: Path) -> None:
+    shared, _ = run_ranks(save_one, str(tmp_path), {"local_fragments": 2})
+    with pytest.raises(CheckpointError, match=r"strategy\.local_fragments was 2 and is now 3"):
+        run_ranks(go_on, str(tmp_path), {"local_fragments": 3}, False)
+    for found in run_ranks(go_on, str(tmp_path), {"local_fragments": 3}, True):
+        assert torch.equal(found, shared)
 
 
 # -------------------------------------------------------------------------------------------- what all ranks decide
 
 
-def not_finite() -> tuple[str, bool]:
-    with unitrain.init(**SETTINGS, on_nonfinite="raise") as strategy:
+def not_finite(settings: dict[str, Any]) -> tuple[str, Tensor]:
+    with unitrain.init(**{**SETTINGS, **settings}, on_nonfinite="raise") as strategy:
         model = net()
         prepared, optimizer = strategy.prepare(model, SGD(model.parameters(), lr=0.1))
         before = flat(model)
         with pytest.raises(UsageError, match=r"strategy\.step"):
             optimizer.step()
-        for step in range(STEPS - 1):
-            loss = prepared(torch.ones(2, 4) * (1 + strategy.rank)).sum()
-            strategy.step(loss * torch.nan if (step, strategy.rank) == (1, 1) else loss, optimizer)
-        assert not torch.equal(flat(model), before)
-        loss = prepared(torch.ones(2, 4)).sum()
+
+        def steps() -> None:
+            for step in range(2 * STEPS):
+                loss = prepared(torch.ones(2, 4) * (1 + strategy.rank)).sum()
+                strategy.step(loss * torch.nan if (step, strategy.rank) == (1, 1) else loss, optimizer)
+                assert not torch.equal(flat(model), before)
+
         with pytest.raises(NonFiniteError) as raised:
-            strategy.step(loss, optimizer)
-        return str(raised.value), torch.equal(flat(model), before)
+            steps()
+        strategy.check_in_sync(prepared)
+        return str(raised.value), flat(model) - before
 
 
-def test_all_ranks_end_with_the_first_weights_of_a_round_in_which_one_has_no_finite_loss() -> None:
-    for message, restored in run_ranks(not_finite):
-        assert message.startswith("not finite within the 3 steps up to step 3: the loss of rank 1; first affected")
-        assert restored
+@pytest.mark.parametrize(
+    ("settings", "steps"), [({}, STEPS), ({"local_steps": 4, "local_fragments": 2}, 4)], ids=["whole", "fragments"]
+)
+def test_all_ranks_end_with_shared_weights_after_a_round_in_which_one_has_no_finite_loss(
+    settings: dict[str, Any], steps: int
+) -> None:
+    for message, moved in run_ranks(not_finite, settings):
+        where = f"not finite within the {steps} steps up to step {steps}: the loss of rank 1; first affected"
+        assert message.startswith(where)
+        assert not moved.any()
 
 
-def stopped(folder: str) -> int:
-    with unitrain.init(**SETTINGS) as strategy:
+def stopped(folder: str, settings: dict[str, Any]) -> int:
+    with unitrain.init(**{**SETTINGS, **settings}) as strategy, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "the run has ended within a round")
         model = net()
         prepared, optimizer = strategy.prepare(model, adamw(model))
         strategy.checkpoint(folder, model=prepared, optimizer=optimizer)
@@ -240,14 +263,100 @@ def stopped(folder: str) -> int:
         return strategy.global_step
 
 
-def test_a_signal_stops_after_a_round(tmp_path: Path) -> None:
-    first, second = run_ranks(stopped, str(tmp_path))
+@pytest.mark.parametrize(
+    "settings", [{}, {"local_steps": 6, "local_fragments": 2}], ids=["at its end", "where a fragment is sent"]
+)
+def test_a_signal_stops_a_round(settings: dict[str, Any], tmp_path: Path) -> None:
+    first, second = run_ranks(stopped, str(tmp_path), settings)
     assert first == second
     assert first % STEPS == 0
     assert (tmp_path / f"step-{first:010}" / "manifest.json").exists()
 
 
+def stopped_in_an_evaluation(folder: str, resumes: bool) -> tuple[Tensor, Tensor]:
+    """Return this rank's weights and the shared ones, of when it was stopped, or as they are resumed."""
+    settings = {"local_steps": 4, "local_fragments": 2}
+    with unitrain.init(**{**SETTINGS, **settings}) as strategy, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "the run has ended within a round")
+        model = net()
+        prepared, optimizer = strategy.prepare(model, adamw(model))
+        loader = strategy.dataloader(data(), global_batch_size=BATCH)
+        checkpoint = strategy.checkpoint(folder, model=prepared, optimizer=optimizer)
+        if not checkpoint.resume():
+            for step in range(5):
+                strategy.step(prepared(torch.ones(2, 4) * (1 + strategy.rank + step)).sum(), optimizer)
+        assert checkpoint.resume() == resumes
+        own = flat(model).clone()
+        with strategy.evaluation(prepared):
+            shared = flat(model).clone()
+            with pytest.raises(UsageError, match="a step was made within evaluation"), torch.enable_grad():
+                strategy.step(prepared(torch.ones(2, 4)).sum(), optimizer)
+
+        def evaluations() -> None:
+            with strategy.evaluation(prepared):
+                os.kill(os.getpid(), signal.SIGTERM)
+                for _ in range(100):
+                    for _ in loader:
+                        assert torch.equal(flat(model), shared)
+
+        if not resumes:
+            with pytest.raises(Stopped):
+                evaluations()
+        assert torch.equal(flat(model), own)
+        return own, shared
+
+
+def test_what_a_signal_saves_in_an_evaluation_within_a_round(tmp_path: Path) -> None:
+    saved = run_ranks(stopped_in_an_evaluation, str(tmp_path), False)
+    assert not torch.equal(saved[0][0], saved[1][0])
+    assert torch.equal(saved[0][1], saved[1][1])
+    for found, expected in zip(run_ranks(stopped_in_an_evaluation, str(tmp_path), True), saved, strict=True):
+        assert all(map(torch.equal, found, expected))
+
+
 # ------------------------------------------------------------------------------------------------ what is refused
+
+
+def outputs(folder: str) -> None:
+    """Compare what ranks evaluate, export and save within a round with fragments."""
+    settings = {"local_steps": 4, "local_fragments": 2}
+    with unitrain.init(**{**SETTINGS, **settings}) as strategy, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "the run has ended within a round")
+        model = nn.Sequential(net(), Counting())
+        prepared, optimizer = strategy.prepare(model, adamw(model))
+        for step in range(5):
+            strategy.step(prepared(torch.ones(2, 4) * (1 + strategy.rank + step)).sum(), optimizer)
+        own = flat(model).clone()
+        strategy.check_in_sync(prepared)
+        with strategy.evaluation(prepared):
+            shared = flat(model).clone()
+            strategy.check_in_sync(prepared)
+            assert torch.equal(flat(strategy.export(prepared)), shared)
+        assert not torch.equal(own, shared)
+        assert torch.equal(flat(strategy.export(prepared)), shared)
+        strategy.save_weights(prepared, folder)
+        with pytest.raises(UsageError, match=r"save\(\) was called after step 1 of a round of 4 .*after the epoch"):
+            strategy.save(prepared, f"{folder}/model.pt")
+        assert torch.equal(flat(model), own)
+        strategy.load_weights(prepared, folder)
+        assert torch.equal(flat(model), shared)
+
+
+class Counting(nn.Module):
+    """Has a buffer that a forward changes, differently on each rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            self.total = self.total + inputs.detach().sum()
+        return inputs
+
+
+def test_evaluation_and_exports_have_the_shared_weights_within_a_round_with_fragments(tmp_path: Path) -> None:
+    run_ranks(outputs, str(tmp_path / "weights"))
 
 
 def refused() -> list[str]:
@@ -269,6 +378,11 @@ def refused() -> list[str]:
             said.append(str(raised.value))
         with pytest.warns(UserWarning, match=r"its last 1 steps were not averaged over the ranks"):
             strategy.close()
+    with unitrain.init(**{**SETTINGS, "local_steps": 8, "local_fragments": 5}) as strategy:
+        prepared, optimizer = strategy.prepare(model, adamw(model))
+        with pytest.raises(UsageError) as raised:
+            strategy.step(prepared(torch.ones(2, 4)).sum(), optimizer)
+        said.append(str(raised.value))
     return said
 
 
@@ -278,6 +392,7 @@ def test_what_needs_equal_weights_is_refused_within_a_round() -> None:
     assert said[3:] == (
         "ema() averages weights after each step, and with local_steps ranks have different ones.",
         "local_steps supports one optimizer: give it all parameters, in groups.",
+        "local_fragments is 5, but only 4 parameters are trained, and each fragment needs one: set it to fewer.",
     )
 
 
@@ -292,6 +407,8 @@ def test_what_needs_equal_weights_is_refused_within_a_round() -> None:
         ({"precision": "fp16"}, "precision"),
         ({"on_nonfinite": "skip"}, "on_nonfinite"),
         ({"local_steps": 1, "outer_lr": 0.5}, "outer_lr"),
+        ({"local_steps": 1, "local_fragments": 2}, "local_fragments"),
+        ({"local_fragments": 5}, "local_fragments"),
     ],
 )
 def test_settings_that_exclude_rounds(settings: dict[str, Any], name: str) -> None:

@@ -77,10 +77,7 @@ class PreparedModules:
 
     @contextmanager
     def swapped(self, owner: object, exchange: Callable[[], None]) -> Iterator[None]:
-        """Context manager in which an owner's modules have other weights than in training; ``exchange`` exchanges them.
-
-        The owner of a single module is this module.
-        """
+        """Context manager in which modules, or those of an owner, have other weights than in training."""
         self._swapped[owner] = exchange
         try:
             yield

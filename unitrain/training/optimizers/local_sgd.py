@@ -18,6 +18,7 @@ Low-Communication Training of Language Models" (arXiv 2311.08105), and "Streamin
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -33,6 +34,7 @@ from unitrain.errors import UsageError
 from unitrain.training.gradients.gradients import GradientReducer
 from unitrain.training.gradients.guard import GuardedStep
 from unitrain.training.hooks import StepHook
+from unitrain.training.optimizers.sharded import divided
 
 _MOMENTUM, _GRADIENT, _OWN = "momentum_buffer", "gradient", "own weight"
 _MIXED = 0.5  # share of the shared weights of a fragment in what a rank continues with
@@ -41,7 +43,7 @@ _MIXED = 0.5  # share of the shared weights of a fragment in what a rank continu
 class _Fragment(NamedTuple):
     """Weights that are averaged together, what the ranks share of them, and what sums their differences."""
 
-    weights: list[Tensor]
+    weights: list[Parameter]
     shared: list[Parameter]
     reducer: GradientReducer
 
@@ -64,10 +66,16 @@ class LocalSGD(StepHook):
         self.failed: bool = False
         self.swapped: bool = False
         self._communicator = communicator
-        self._wire_dtype = HALF_DTYPES.get(config.compression)
+        self._make_reducer = partial(
+            GradientReducer,
+            all_reduce=communicator.all_reduce_async,
+            armed=lambda: False,
+            wire_device=communicator.device,
+            wire_dtype=HALF_DTYPES.get(config.compression),
+        )
         self._guard = GuardedStep(communicator.device, None, None)
         self._optimizer: Optimizer | None = None
-        self._weights: list[Tensor] = []
+        self._weights: list[Parameter] = []
         self._shared: list[Parameter] = []
         self._fragments: list[_Fragment] = []
         self._sent: list[_Fragment] = []  # and not taken yet
@@ -103,58 +111,37 @@ class LocalSGD(StepHook):
         if self.swapped:
             raise UsageError("a step was made within evaluation(), which has put the shared weights into the model.")
         if self.steps == 0:
-            trained: list[Tensor] = [p for p in parameters if p.requires_grad]
+            trained = [p for p in parameters if p.requires_grad]
             if len(trained) != len(self._weights) or not all(map(is_, trained, self._weights)):
                 self._watch(trained)
-            torch._foreach_copy_([*self._shared], self._weights)
+            torch._foreach_copy_([*self._shared], [*self._weights])
 
     def after_update(self, optimizer: Optimizer, parameters: Sequence[Parameter], stepped: bool) -> None:
         """Count a step."""
         self.steps += 1
         self.failed |= not stepped
 
-    def _watch(self, trained: list[Tensor]) -> None:
-        self._keep_momentum()
+    def _watch(self, trained: list[Parameter]) -> None:
+        if sum(p.numel() > 0 for p in trained) < self.fragments:
+            raise UsageError(
+                f"local_fragments is {self.fragments}, but only {len(trained)} parameters are trained, and each "
+                "fragment needs one: set it to fewer."
+            )
+        for weight, shared in zip(self._weights, self._shared, strict=True):
+            if _MOMENTUM in self._outer.state[shared]:
+                self._momentum[weight] = self._outer.state[shared][_MOMENTUM]
+        self._outer.state.clear()
         self._weights, self._shared = trained, [Parameter(torch.empty_like(p)) for p in trained]
         self._guard.all_plain = all(p.device == self._communicator.device for p in trained)
         self._outer.param_groups[0]["params"] = self._shared
         for weight, shared in zip(trained, self._shared, strict=True):
             if weight in self._momentum:
                 self._outer.state[shared][_MOMENTUM] = self._momentum.pop(weight).to(shared)
-        self._fragments = [self._fragment(n, numbers) for n, numbers in enumerate(self._divided(trained))]
-
-    def _divided(self, trained: list[Tensor]) -> list[list[int]]:
-        """Return the numbers of the weights in each fragment: the largest first, each to the smallest fragment."""
-        if sum(p.numel() > 0 for p in trained) < self.fragments:
-            raise UsageError(
-                f"local_fragments is {self.fragments}, but only {len(trained)} parameters are trained, and a fragment "
-                "has at least one: set it to fewer."
-            )
-        divided: list[list[int]] = [[] for _ in range(self.fragments)]
-        sizes = [0] * self.fragments
-        for number in sorted(range(len(trained)), key=lambda n: -trained[n].nbytes):
-            smallest = sizes.index(min(sizes))
-            divided[smallest].append(number)
-            sizes[smallest] += trained[number].nbytes
-        return [sorted(numbers) for numbers in divided]
-
-    def _fragment(self, n: int, numbers: list[int]) -> _Fragment:
-        shared = [self._shared[number] for number in numbers]
-        reducer = GradientReducer(
-            shared,
-            all_reduce=self._communicator.all_reduce_async,
-            armed=lambda: False,
-            name=f"local steps.{n}",
-            wire_device=self._communicator.device,
-            wire_dtype=self._wire_dtype,
-        )
-        return _Fragment([self._weights[number] for number in numbers], shared, reducer)
-
-    def _keep_momentum(self) -> None:
-        for weight, shared in zip(self._weights, self._shared, strict=True):
-            if _MOMENTUM in self._outer.state[shared]:
-                self._momentum[weight] = self._outer.state[shared][_MOMENTUM]
-        self._outer.state.clear()
+        part_of, self._fragments = divided(trained, [0] * self.fragments), []
+        for n in range(self.fragments):
+            pairs = [pair for pair in zip(trained, self._shared, strict=True) if part_of[pair[0]] == n]
+            weights, parts = [weight for weight, _ in pairs], [shared for _, shared in pairs]
+            self._fragments.append(_Fragment(weights, parts, self._make_reducer(parts, name=f"local steps.{n}")))
 
     # ---------------------------------------------------------------------------------------------------- averaging
 
@@ -170,14 +157,14 @@ class LocalSGD(StepHook):
             self._send(self._fragments if ends else [self._fragments[(self._due - 1) % self.fragments]])
             finite = not ends or self._take()
         if ends or not finite:
-            torch._foreach_copy_(self._weights, [*self._shared])
+            torch._foreach_copy_([*self._weights], [*self._shared])
             self.steps, self.failed = 0, False
         return finite
 
     def _send(self, fragments: list[_Fragment]) -> None:
         """Start to average how far the weights are from the shared ones."""
         for weights, shared, reducer in fragments:
-            differences = torch._foreach_sub([*shared], weights)
+            differences = torch._foreach_sub([*shared], [*weights])
             torch._foreach_div_(differences, self._communicator.world_size)
             if self.failed:
                 differences[0].fill_(torch.nan)  # for all ranks to see
@@ -203,7 +190,7 @@ class LocalSGD(StepHook):
         for one in stepped:
             one.grad = None
         for weights, shared, _ in self._sent if finite else ():
-            torch._foreach_lerp_(weights, [*shared], _MIXED)
+            torch._foreach_lerp_([*weights], [*shared], _MIXED)
         self._sent = []
         return finite
 
@@ -224,10 +211,10 @@ class LocalSGD(StepHook):
         Values belong to the numbers of parameters of the optimizer that trains them.
         """
         self.wait()
-        state: dict[int, dict[str, Tensor]] = {}
-        for number, shared in self._numbered(optimizer).items():
-            values = {_MOMENTUM: self._outer.state[shared].get(_MOMENTUM), _GRADIENT: shared.grad}
-            state[number] = {name: value for name, value in values.items() if value is not None}
+        state = {number: dict(self._outer.state[shared]) for number, shared in self._numbered(optimizer)}
+        for number, shared in self._numbered(optimizer):
+            if shared.grad is not None:
+                state[number][_GRADIENT] = shared.grad
         schedule = [self.steps, self.length, self.fragments]
         return {"state": state, "param_groups": optimizer.state_dict()["param_groups"], "schedule": schedule}
 
@@ -235,34 +222,33 @@ class LocalSGD(StepHook):
         """Return a state of parameters with this rank's weights, if the model has the shared ones within a round."""
         if not self.swapped:
             return state
-        numbered = self._numbered(optimizer).items()
-        own = {number: {**state["state"].get(number, {}), _OWN: one.detach()} for number, one in numbered}
+        own = {n: {**state["state"].get(n, {}), _OWN: one.detach()} for n, one in self._numbered(optimizer)}
         return {**state, "state": {**state["state"], **own}, "failed": self.failed}
 
-    def _numbered(self, optimizer: Optimizer) -> dict[int, Parameter]:
-        """Return the shared weights by the numbers of their parameters."""
+    def _numbered(self, optimizer: Optimizer) -> list[tuple[int, Parameter]]:
+        """Return the shared weights with the numbers of their parameters."""
         numbers = {p: n for n, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
-        return {numbers[weight]: shared for weight, shared in zip(self._weights, self._shared, strict=True)}
+        return [(numbers[weight], shared) for weight, shared in zip(self._weights, self._shared, strict=True)]
 
     @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Any], own: dict[str, Any] | None, optimizer: Optimizer) -> None:
-        """Load these states for the parameters of an optimizer, of which the model has the shared weights already.
+    def load_state_dict(self, state: Mapping[str, Any], own: Mapping[str, Any], optimizer: Optimizer) -> None:
+        """Load these states for the parameters of an optimizer, which have the shared weights.
 
-        Without this rank's own, or with another schedule, a new round begins.
+        Without weights in this rank's own state, or with one of another schedule, a new round begins.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.wait()
-        self._outer.state.clear()
         self._weights, self._shared, self._sent, self.steps, self.failed = [], [], [], 0, False
         self._momentum = {parameters[n]: one[_MOMENTUM] for n, one in state["state"].items() if _MOMENTUM in one}
-        weights = {n: one.pop(_OWN) for n, one in sorted((own or {"state": {}})["state"].items()) if _OWN in one}
-        if own is None or not weights or state["schedule"][1:] != [self.length, self.fragments]:
+        self._watch([p for p in parameters if p.requires_grad])
+        weights = {n: one.pop(_OWN) for n, one in own["state"].items() if _OWN in one}
+        if not weights or state["schedule"][1:] != [self.length, self.fragments]:
             return
         self.steps, self.failed = state["schedule"][0], own["failed"]
-        self._watch([parameters[n] for n in weights])
-        torch._foreach_copy_([*self._shared], self._weights)
-        torch._foreach_copy_(self._weights, list(weights.values()))
-        for number, shared in self._numbered(optimizer).items():
-            if _GRADIENT in state["state"][number]:
+        torch._foreach_copy_([*self._shared], [*self._weights])
+        for number, weight in weights.items():
+            parameters[number].copy_(weight)
+        for number, shared in self._numbered(optimizer):
+            if _GRADIENT in state["state"].get(number, {}):
                 shared.grad = state["state"][number][_GRADIENT].to(shared)
         self._sent = [one for one in self._fragments if one.shared[0].grad is not None]

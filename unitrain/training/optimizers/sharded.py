@@ -9,7 +9,6 @@ have those that this rank owns. Then the owners send what they have updated.
 
 from __future__ import annotations
 
-import heapq
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
@@ -24,6 +23,18 @@ from unitrain.errors import UsageError
 from unitrain.training.hooks import StepHook
 from unitrain.training.optimizers.coupling import refuse_coupled
 from unitrain.training.optimizers.exchange import Exchange
+
+
+def divided(parameters: Iterable[Parameter], loads: list[int]) -> dict[Parameter, int]:
+    """Return which part gets each parameter: the largest first, each to the part with the smallest load.
+
+    ``loads`` are the elements of the parts, and grow.
+    """
+    part_of = {}
+    for parameter in sorted(parameters, key=lambda p: (not p.requires_grad, -p.numel())):  # frozen ones have no state
+        part_of[parameter] = smallest = loads.index(min(loads))
+        loads[smallest] += parameter.numel()
+    return part_of
 
 
 class ShardedOptimizers(StepHook):
@@ -48,15 +59,9 @@ class ShardedOptimizers(StepHook):
         self._sharded[optimizer].lay_out(optimizer)
 
     def _assign(self, parameters: Iterable[Parameter]) -> None:
-        """Choose owners of new parameters: the largest first, each to the rank that has the least so far."""
+        """Choose owners of new parameters."""
         owners = self._communicator.owners
-        heap = [(load, rank) for rank, load in enumerate(self._loads)]
-        heapq.heapify(heap)
-        new = [p for p in parameters if p not in owners]
-        for p in sorted(new, key=lambda p: (not p.requires_grad, -p.numel())):  # frozen ones have no state
-            load, owners[p] = heap[0]
-            heapq.heapreplace(heap, (load + p.numel(), owners[p]))
-        self._loads = [load for _, load in sorted((rank, load) for load, rank in heap)]
+        owners.update(divided([p for p in parameters if p not in owners], self._loads))
 
     def before_update(self, optimizer: Optimizer, parameters: Sequence[Parameter]) -> None:
         """Let the hooks of scripts see all parameters."""
