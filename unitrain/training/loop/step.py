@@ -189,7 +189,7 @@ class TrainingStep:
 
     @contextmanager
     def shared_weights(self, call: str | None = None, *, buffers: bool = False) -> Iterator[None]:
-        """Context manager in which the model has the weights that ranks share. Collective with ``buffers``.
+        """Context manager that gives the model the weights that ranks share. Collective with ``buffers``.
 
         Raises UsageError for a ``call`` within a round without fragments, where they are the round's first ones.
         """

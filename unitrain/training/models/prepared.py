@@ -77,7 +77,7 @@ class PreparedModules:
 
     @contextmanager
     def swapped(self, owner: object, exchange: Callable[[], None]) -> Iterator[None]:
-        """Context manager in which modules, or those of an owner, have other weights than in training."""
+        """Context manager in which a module, or all of an owner's, has other weights than in training."""
         self._swapped[owner] = exchange
         try:
             yield
