@@ -614,6 +614,7 @@ class Strategy:
         """
         from unitrain.checkpoint.weights import load_weights  # few scripts need it
 
+        self._step.check_between_rounds("load_weights()")
         with self._prepared.training_weights():
             load_weights(self._communicator, self._prepared, module, path)
 

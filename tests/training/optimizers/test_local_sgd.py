@@ -12,6 +12,7 @@ import pytest
 import torch
 from needs import HOROVOD
 from ranks import run_ranks
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.optim import SGD, AdamW, Optimizer
@@ -338,8 +339,10 @@ def outputs(folder: str) -> None:
         with pytest.raises(UsageError, match=r"save\(\) was called after step 1 of a round of 4 .*after the epoch"):
             strategy.save(prepared, f"{folder}/model.pt")
         assert torch.equal(flat(model), own)
-        strategy.load_weights(prepared, folder)
-        assert torch.equal(flat(model), shared)
+        with pytest.raises(UsageError, match=r"load_weights\(\) was called after step 1 of a round of 4"):
+            strategy.load_weights(prepared, folder)
+        saved = load_file(f"{folder}/model.safetensors")
+        assert torch.equal(torch.cat([saved[name].reshape(-1) for name, _ in model.named_parameters()]), shared)
 
 
 class Counting(nn.Module):
@@ -383,6 +386,16 @@ def refused() -> list[str]:
         with pytest.raises(UsageError) as raised:
             strategy.step(prepared(torch.ones(2, 4)).sum(), optimizer)
         said.append(str(raised.value))
+    with unitrain.init(**SETTINGS) as strategy:
+        model = net()
+        model[0].weight.requires_grad_(False)
+        prepared, optimizer = strategy.prepare(model, adamw(model))
+        for _ in range(STEPS - 1):
+            strategy.step(prepared(torch.ones(2, 4)).sum(), optimizer)
+        model[0].weight.requires_grad_(True)
+        with pytest.raises(UsageError) as raised:
+            strategy.step(prepared(torch.ones(2, 4)).sum(), optimizer)
+        said.append(str(raised.value))
     return said
 
 
@@ -393,6 +406,7 @@ def test_what_needs_equal_weights_is_refused_within_a_round() -> None:
         "ema() averages weights after each step, and with local_steps ranks have different ones.",
         "local_steps supports one optimizer: give it all parameters, in groups.",
         "local_fragments is 5, but only 4 parameters are trained, and each fragment needs one: set it to fewer.",
+        "a parameter was unfrozen within a round of local_steps: change it after an epoch.",
     )
 
 

@@ -75,6 +75,7 @@ class LocalSGD(StepHook):
         )
         self._guard = GuardedStep(communicator.device, None, None)
         self._optimizer: Optimizer | None = None
+        self._parameters: Sequence[Parameter] = []
         self._weights: list[Parameter] = []
         self._shared: list[Parameter] = []
         self._fragments: list[_Fragment] = []
@@ -110,6 +111,7 @@ class LocalSGD(StepHook):
             raise UsageError("local_steps supports one optimizer: give it all parameters, in groups.")
         if self.swapped:
             raise UsageError("a step was made within evaluation(), which has put the shared weights into the model.")
+        self._parameters = parameters
         if self.steps == 0:
             trained = [p for p in parameters if p.requires_grad]
             if len(trained) != len(self._weights) or not all(map(is_, trained, self._weights)):
@@ -152,6 +154,9 @@ class LocalSGD(StepHook):
         Returns:
             Whether what was taken was finite on all ranks; otherwise a round begins with the shared weights of before.
         """
+        watched = set(self._weights)
+        if any(p.requires_grad and p not in watched for p in self._parameters):
+            raise UsageError("a parameter was unfrozen within a round of local_steps: change it after an epoch.")
         finite = self._take()
         if finite:
             self._send(self._fragments if ends else [self._fragments[(self._due - 1) % self.fragments]])
