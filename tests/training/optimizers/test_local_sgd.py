@@ -275,17 +275,25 @@ def test_a_signal_stops_a_round(settings: dict[str, Any], tmp_path: Path) -> Non
 
 
 def stopped_in_an_evaluation(folder: str, resumes: bool) -> tuple[Tensor, Tensor]:
-    """Return this rank's weights and the shared ones, of when it was stopped, or as they are resumed."""
-    settings = {"local_steps": 4, "local_fragments": 2}
+    """Return this rank's weights and the shared ones, of when it was stopped, or as they are resumed.
+
+    The last loss before the stop is NaN on rank 1.
+    """
+    settings = {"local_steps": 4, "local_fragments": 2, "on_nonfinite": "raise"}
     with unitrain.init(**{**SETTINGS, **settings}) as strategy, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "the run has ended within a round")
         model = net()
         prepared, optimizer = strategy.prepare(model, adamw(model))
         loader = strategy.dataloader(data(), global_batch_size=BATCH)
         checkpoint = strategy.checkpoint(folder, model=prepared, optimizer=optimizer)
-        if not checkpoint.resume():
-            for step in range(5):
-                strategy.step(prepared(torch.ones(2, 4) * (1 + strategy.rank + step)).sum(), optimizer)
+
+        def steps(first: int, end: int) -> None:
+            for step in range(first, end):
+                loss = prepared(torch.ones(2, 4) * (1 + strategy.rank + step)).sum()
+                strategy.step(loss * torch.nan if (step, strategy.rank) == (4, 1) else loss, optimizer)
+
+        if not resumes:
+            steps(0, 5)
         assert checkpoint.resume() == resumes
         own = flat(model).clone()
         with strategy.evaluation(prepared):
@@ -304,6 +312,9 @@ def stopped_in_an_evaluation(folder: str, resumes: bool) -> tuple[Tensor, Tensor
             with pytest.raises(Stopped):
                 evaluations()
         assert torch.equal(flat(model), own)
+        if resumes:
+            with pytest.raises(NonFiniteError, match="within the 6 steps up to step 8"):
+                steps(5, 10)
         return own, shared
 
 

@@ -5,10 +5,9 @@ gradients. At its end, the difference between the round's first weights and a ra
 is the gradient of an outer optimizer, SGD with Nesterov momentum, which steps from the first weights. The next round
 begins with the result, the shared weights. A learning rate of 1 without momentum averages the weights.
 
-With ``local_fragments``, a fragment of the weights is sent every ``local_steps / local_fragments`` steps, and its sum
-is taken when the next one is sent: the outer optimizer steps from the shared weights of the fragment, and each rank
-continues with the mean of the result and its own weights. Only at the end of an epoch, all fragments are sent, and
-ranks continue with the shared weights.
+With ``local_fragments``, a fragment of the weights is sent every ``local_steps / local_fragments`` steps, and taken
+when the next one is sent: the outer optimizer steps from its shared weights, and each rank continues with the mean of
+the result and its own weights. Only at the end of an epoch, all fragments are sent, and ranks have the shared weights.
 
 Stich, "Local SGD Converges Fast and Communicates Little" (ICLR 2019); Douillard et al., "DiLoCo: Distributed
 Low-Communication Training of Language Models" (arXiv 2311.08105), and "Streaming DiLoCo with Overlapping Communication"
@@ -67,12 +66,9 @@ class LocalSGD(StepHook):
         self.swapped: bool = False
         self._communicator = communicator
         self._make_reducer = partial(
-            GradientReducer,
-            all_reduce=communicator.all_reduce_async,
-            armed=lambda: False,
-            wire_device=communicator.device,
-            wire_dtype=HALF_DTYPES.get(config.compression),
-        )
+            GradientReducer, all_reduce=communicator.all_reduce_async, armed=lambda: False,
+            wire_device=communicator.device, wire_dtype=HALF_DTYPES.get(config.compression),
+        )  # fmt: skip
         self._guard = GuardedStep(communicator.device, None, None)
         self._optimizer: Optimizer | None = None
         self._parameters: Sequence[Parameter] = []
@@ -141,8 +137,8 @@ class LocalSGD(StepHook):
                 self._outer.state[shared][_MOMENTUM] = self._momentum.pop(weight).to(shared)
         part_of, self._fragments = divided(trained, [0] * self.fragments), []
         for n in range(self.fragments):
-            pairs = [pair for pair in zip(trained, self._shared, strict=True) if part_of[pair[0]] == n]
-            weights, parts = [weight for weight, _ in pairs], [shared for _, shared in pairs]
+            weights = [weight for weight in trained if part_of[weight] == n]
+            parts = [shared for weight, shared in zip(trained, self._shared, strict=True) if part_of[weight] == n]
             self._fragments.append(_Fragment(weights, parts, self._make_reducer(parts, name=f"local steps.{n}")))
 
     # ---------------------------------------------------------------------------------------------------- averaging
@@ -170,9 +166,8 @@ class LocalSGD(StepHook):
         """Start to average how far the weights are from the shared ones."""
         for weights, shared, reducer in fragments:
             differences = torch._foreach_sub([*shared], [*weights])
-            torch._foreach_div_(differences, self._communicator.world_size)
-            if self.failed:
-                differences[0].fill_(torch.nan)  # for all ranks to see
+            # NaN for all ranks to see.
+            torch._foreach_div_(differences, torch.nan if self.failed else self._communicator.world_size)
             for one, difference in zip(shared, differences, strict=True):
                 one.grad = difference
             if self._communicator.world_size > 1:

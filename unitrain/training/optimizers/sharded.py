@@ -25,15 +25,12 @@ from unitrain.training.optimizers.coupling import refuse_coupled
 from unitrain.training.optimizers.exchange import Exchange
 
 
-def divided(parameters: Iterable[Parameter], loads: list[int]) -> dict[Parameter, int]:
-    """Return which part gets each parameter: the largest first, each to the part with the smallest load.
-
-    ``loads`` are the elements of the parts, and grow.
-    """
+def divided(parameters: Iterable[Parameter], sizes: list[int]) -> dict[Parameter, int]:
+    """Return the part of each parameter: the largest first, each to the smallest part. Add to the parts' elements."""
     part_of = {}
     for parameter in sorted(parameters, key=lambda p: (not p.requires_grad, -p.numel())):  # frozen ones have no state
-        part_of[parameter] = smallest = loads.index(min(loads))
-        loads[smallest] += parameter.numel()
+        part_of[parameter] = smallest = sizes.index(min(sizes))
+        sizes[smallest] += parameter.numel()
     return part_of
 
 
