@@ -359,6 +359,8 @@ def outputs(folder: str) -> None:
 class Counting(nn.Module):
     """Has a buffer that a forward changes, differently on each rank."""
 
+    total: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("total", torch.zeros((), dtype=torch.float64))
