@@ -11,11 +11,16 @@ bit for bit.
 
 **Over slow links**: two network namespaces, joined by a link that ``tc`` slows down to 100 Mbit/s or 1 Gbit/s, stand
 for two hosts. DDP averages ResNet-18's gradients (45 MB) with each compression, without accumulation and over 4
-micro-batches, or its weights every 32 steps (``local_steps``); an optimizer step is timed. The settings belong to a
-strategy, so each turn starts one. Its first steps, in which buckets are built or compression has not begun, are not
-counted. Losses are compared on scikit-learn's digits over a fast link, where rounds of ``local_steps`` end with the
-epoch, after 22 steps: the effect of a setting on the loss does not depend on the link. Links need root, iproute2, and a
-kernel with tbf; those that can't be made are skipped.
+micro-batches, or its weights every 32 steps (``local_steps``), at once or in fragments; an optimizer step is timed.
+The settings belong to a strategy, so each turn starts one. Its first steps, in which buckets are built or compression
+has not begun, are not counted. Losses are compared on scikit-learn's digits over a fast link, where rounds of
+``local_steps`` end with the epoch, after 22 steps: the effect of a setting on the loss does not depend on the link.
+
+**The language model** of the recipes is trained over the slowest link with AdamW and a constant learning rate after a
+warm-up, for as many steps, and for as long. The validation loss is that of the weights that ranks share. Sent is what
+one rank's interface sends, with all overheads.
+
+Links need root, iproute2, and a kernel with tbf; those that can't be made are skipped.
 """
 
 from __future__ import annotations
@@ -28,6 +33,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
+import psutil
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -37,10 +43,11 @@ from torch.nn.parallel import DistributedDataParallel
 import unitrain
 from loops import by_hand
 from shared import workloads
+from shared.language import LanguageModel
 from shared.processes import GLOO, HOROVOD_GLOO, HOROVOD_MPI, in_processes, startable, world_name
 from shared.report import Found, ratios, run, table
 from shared.rounds import Way, alternate, compared, repeat, shown_ratio, turns
-from shared.slow_link import LINKS, lacking, slow_link
+from shared.slow_link import DEVICE, LINKS, lacking, slow_link
 from shared.workloads import OnlyParameters, Shape, bit_equal, mlp, resnet18
 from unitrain import StrategyConfig
 
@@ -52,22 +59,34 @@ LENGTH, SHORT = (11, 2), (2, 1)  # rounds, and steps per round
 SHORT_ELEMENTS = 2**14  # maximum number of elements of a tensor
 
 COMPRESSIONS: tuple[str, ...] = get_args(StrategyConfig.model_fields["compression"].annotation)
-ACCUMULATIONS = (1, 4)
+ACCUMULATED = ("none", "powersgd")
 PLAIN = "none"
-ROUND = 32
-AVERAGED = {"outer_lr": 1.0, "outer_momentum": 0.0}
-SETTINGS: dict[str, dict[str, Any]] = {
-    **{name if a == 1 else f"{name}, accumulate {a}": {"compression": name, "accumulate": a}
-       for name in COMPRESSIONS for a in ACCUMULATIONS},
-    f"local SGD, {ROUND} steps": {"local_steps": ROUND, **AVERAGED},
-    f"DiLoCo, {ROUND} steps": {"local_steps": ROUND},
+ROUND, FRAGMENTS = 32, 4
+Settings = dict[str, dict[str, Any]]
+
+
+def in_rounds(steps: int, fragments: int) -> Settings:
+    """Return the settings that average weights after every few steps."""
+    return {
+        f"local SGD, {steps} steps": {"local_steps": steps, "outer_lr": 1.0, "outer_momentum": 0.0},
+        f"DiLoCo, {steps} steps": {"local_steps": steps},
+        f"DiLoCo, {steps} steps, {fragments} fragments": {"local_steps": steps, "local_fragments": fragments},
+    }
+
+
+SETTINGS: Settings = {
+    **{name: {"compression": name} for name in COMPRESSIONS},
+    **{f"{name}, accumulate 4": {"compression": name, "accumulate": 4} for name in ACCUMULATED},
+    **in_rounds(ROUND, FRAGMENTS),
     f"DiLoCo, {ROUND} steps, bf16": {"local_steps": ROUND, "compression": "bf16"},
-}  # fmt: skip
+}
 LINK_LENGTH, SHORT_LINK = (2, 2), (2, 1)  # rounds, and steps per round
 # Warm-up steps, in which buckets are built; PowerSGD starts with two exact steps.
 WARM, WARM_POWERSGD = 1, 3
 BATCH = 64
 SEEDS, EPOCHS, SHORT_SEEDS, SHORT_EPOCHS = 3, 12, 1, 1
+# Of the language model: steps, steps of a round, width, number of windows to validate with.
+LANGUAGE, SHORT_LANGUAGE = (96, 16, 96, 256), (4, 4, 16, 8)
 
 Made = tuple[nn.Module, Way]
 
@@ -141,10 +160,11 @@ def measure_world(model: str, rounds: int, steps_: int, most: int | None, meetin
         return found if strategy.is_main else None
 
 
-def settings_of(name: str, exact_steps: int) -> dict[str, Any]:
+def complete(settings: dict[str, Any], exact_steps: int) -> dict[str, Any]:
     """Return a strategy's settings. With PowerSGD, the first ``exact_steps`` steps are not compressed."""
-    settings = {"device": "cpu", "threads_per_process": 1, **SETTINGS[name]}
-    return {**settings, "ddp": {"powersgd_start_step": exact_steps}} if "powersgd" in name else settings
+    settings = {"device": "cpu", "threads_per_process": 1, **settings}
+    is_lossy = settings.get("compression") == "powersgd"
+    return {**settings, "ddp": {"powersgd_start_step": exact_steps}} if is_lossy else settings
 
 
 def measure_link(rounds: int, steps: int, small: bool) -> Found | None:
@@ -157,7 +177,7 @@ def measure_link(rounds: int, steps: int, small: bool) -> Found | None:
         accumulate = SETTINGS[name].get("accumulate", 1)
         warm = WARM_POWERSGD if "powersgd" in name else WARM
         whole = SETTINGS[name].get("local_steps", 1)  # a round begins with the first counted step
-        with unitrain.init(**settings_of(name, warm - 1)) as strategy:
+        with unitrain.init(**complete(SETTINGS[name], warm - 1)) as strategy:
             main = strategy.is_main
             task = (mlp if small else resnet18)(strategy.rank)
             model, optimizer = strategy.prepare(*task.make())
@@ -184,7 +204,7 @@ def measure_learning(seeds: int, epochs: int) -> Found | None:
     for name in SETTINGS:
         curves, accuracies = [], []
         for seed in range(seeds):
-            with unitrain.init(seed=seed, **settings_of(name, exact)) as strategy:
+            with unitrain.init(seed=seed, **complete(SETTINGS[name], exact)) as strategy:
                 main = strategy.is_main
                 net = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
                 model, optimizer = strategy.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
@@ -205,6 +225,30 @@ def measure_learning(seeds: int, epochs: int) -> Found | None:
         means = [statistics.mean(losses) for losses in zip(*curves, strict=True)]
         found[name] = {"losses": means, "accuracies": accuracies}
     return found if main else None
+
+
+def measure_language(steps: int, round_: int, width: int, windows: int) -> Found | None:
+    """Train the language model with each setting for as many steps, and on for as long as ``PLAIN`` takes for them."""
+    compressed: Settings = {name: {"compression": name} for name in (PLAIN, "bf16", "powersgd")}
+    found: Found = {}
+    main = False
+    for name, settings in {**compressed, **in_rounds(round_, FRAGMENTS)}.items():
+        with unitrain.init(**complete(settings, max(2, steps // 10)), clip_norm=1.0) as strategy:
+            main = strategy.is_main
+            model = LanguageModel(strategy, width, windows)
+            before = psutil.net_io_counters(pernic=True)[DEVICE].bytes_sent
+            seconds = model.train(0, steps)
+            sent = psutil.net_io_counters(pernic=True)[DEVICE].bytes_sent - before
+            loss = model.validate()
+            base_s = found[PLAIN]["seconds"] * steps if found else seconds
+            # Whole rounds, between which the ranks' weights are equal.
+            then = max(steps, round(steps * base_s / seconds / round_) * round_)
+            model.train(steps, then)
+            found[name] = {
+                "seconds": seconds / steps, "bytes": sent / steps, "loss": loss,
+                "steps": then, "loss_then": model.validate(),
+            }  # fmt: skip
+    return {"steps": steps, "settings": found} if main else None
 
 
 def digits() -> tuple[Tensor, Tensor]:
@@ -242,6 +286,7 @@ def measure_links(short: bool) -> Found:
     rounds, steps = SHORT_LINK if short else LINK_LENGTH
     links: dict[str, Any] = {}
     left_out = {}
+    language = None
     for kind in list(LINKS)[1:] if short else LINKS:
         reason = lacking()
         if reason is None:
@@ -249,11 +294,15 @@ def measure_links(short: bool) -> Found:
             try:
                 with slow_link(kind) as link:
                     links[kind] = link.in_both(measure_link, rounds=rounds, steps=steps, small=short)
+                    if language is None:
+                        sizes = SHORT_LANGUAGE if short else LANGUAGE
+                        arguments = dict(zip(("steps", "round_", "width", "windows"), sizes, strict=True))
+                        language = {"link": kind, **link.in_both(measure_language, **arguments)}
             except OSError as error:
                 reason = str(error)
         if reason is not None:
             left_out[kind] = reason
-    return {"links": links, "left_out": left_out}
+    return {"links": links, "left_out": left_out, "language": language}
 
 
 def tables(found: Found) -> str:
@@ -281,8 +330,28 @@ def tables(found: Found) -> str:
         f"loss and accuracy on digits, {seeds} seeds",
     ]
     parts.append(table(head, rows))
+    if found["language"] is not None:
+        parts.append(_language(found["language"]))
     parts += [f"Left out: {kind}, because {reason}.\n" for kind, reason in found["left_out"].items()]
     return "\n".join(parts)
+
+
+def _language(found: Found) -> str:
+    steps = found["steps"]
+    head = [
+        "setting",
+        "ms a step",
+        "MB sent a step",
+        f"loss after {steps} steps",
+        "steps in the same time",
+        "loss then",
+    ]
+    rows = [
+        [name, f"{one['seconds'] * 1e3:,.0f}", f"{one['bytes'] / 1e6:.2f}", f"{one['loss']:.3f}", one["steps"],
+         f"{one['loss_then']:.3f}"]
+        for name, one in found["settings"].items()
+    ]  # fmt: skip
+    return f"**The language model over {found['link']}**\n\n{table(head, rows)}"
 
 
 def _over_link(one: Found) -> str:

@@ -117,6 +117,8 @@ class StrategyConfig(Section):
     """Divide the optimizer's state and its update over the ranks (ZeRO-1): less memory; fsdp does so in any case."""
     local_steps: Annotated[int, Field(ge=1, le=10**9)] = 1
     """Optimizer steps that ranks make alone before they average weights (local SGD, DiLoCo); 1: average gradients."""
+    local_fragments: Annotated[int, Field(ge=1, le=10**6)] = 1
+    """With local_steps: parts of the weights, sent in turn while training continues; 1: all at a round's end."""
     outer_lr: Annotated[float, Field(gt=0)] = 0.7
     """With local_steps: learning rate of the outer optimizer; 1, with outer_momentum 0, averages the weights."""
     outer_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
@@ -193,13 +195,14 @@ class StrategyConfig(Section):
     def _refuse_within_rounds(self) -> None:
         """Refuse what needs equal weights, or a decision of all ranks, in every step."""
         if self.local_steps == 1:
-            for name in ("outer_lr", "outer_momentum"):
+            for name in ("local_fragments", "outer_lr", "outer_momentum"):
                 if getattr(self, name) != StrategyConfig.model_fields[name].default:
                     raise conflict("local_steps", name, "every step averages gradients, so there is no outer optimizer")
             return
         reasons = {
             "sync_batchnorm": (self.sync_batchnorm, "ranks have different weights within a round"),
             "check_in_sync_every": (self.check_in_sync_every, "ranks have different weights within a round"),
+            "local_fragments": (self.local_fragments > self.local_steps, "a step sends one fragment at most"),
             "memory_every": (self.memory_every not in ("auto", 0), "ranks have different weights within a round"),
             "shard_optimizer": (self.shard_optimizer, "each rank has an optimizer state of its own"),
             "compression": (self.compression == "powersgd", "powersgd compresses gradients: use bf16 or fp16"),

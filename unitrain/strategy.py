@@ -355,9 +355,9 @@ class Strategy:
         """
         if not modules:
             raise UsageError("evaluation() needs the model or models to evaluate: strategy.evaluation(model).")
-        self._step.check_between_rounds("evaluation()")
-        self._metric_check.begin()
         with ExitStack() as swaps:
+            swaps.enter_context(self._step.shared_weights("evaluation()", buffers=True))
+            self._metric_check.begin()
             modules = tuple(swaps.enter_context(one.swapped()) if isinstance(one, EMA) else one for one in modules)
             modes = [(layer, layer.training) for module in modules for layer in module.modules()]
             batch_norm.average_statistics(modules, self._communicator, self.shares)
@@ -467,8 +467,8 @@ class Strategy:
         Raises:
             CommunicationError: on every rank, naming the first tensor that differs and the ranks where it does.
         """
-        self._step.check_between_rounds("check_in_sync()")
-        check_in_sync(self._communicator, self._prepared.unwrap(module))
+        with self._step.shared_weights("check_in_sync()", buffers=True):
+            check_in_sync(self._communicator, self._prepared.unwrap(module))
 
     def full_tensor(self, tensor: Tensor) -> Tensor:
         """Return all of a parameter, its gradient or its state in an optimizer, where a rank may have only a shard.
@@ -629,6 +629,7 @@ class Strategy:
         """
         from unitrain.checkpoint.weights import load_weights  # few scripts need it
 
+        self._step.check_between_rounds("load_weights()")
         with self._prepared.training_weights():
             load_weights(self._communicator, self._prepared, module, path)
 
@@ -656,8 +657,8 @@ class Strategy:
         """
         from unitrain.checkpoint.saved_weights import save_weights  # few scripts need it
 
-        self._step.check_between_rounds("save_weights()")
-        with module.swapped() if isinstance(module, EMA) else nullcontext(module) as model:
+        swapped = module.swapped() if isinstance(module, EMA) else nullcontext(module)
+        with self._step.shared_weights("save_weights()"), swapped as model:
             batch_norm.average_statistics([model], self._communicator, self.shares)
             save_weights(self._communicator, self._prepared.unwrap(model), folder, max_file_size)
 
@@ -720,11 +721,11 @@ class Strategy:
 
         Of an EMA, it is a copy of its model with the averaged weights.
         """
-        self._step.check_between_rounds("export()")
         if isinstance(module, EMA):
             with module.swapped() as averaged:
                 return self.export(averaged)
-        return preparation.export(self._prepared.unwrap(module), self._backend)
+        with self._step.shared_weights("export()"):
+            return preparation.export(self._prepared.unwrap(module), self._backend)
 
     # -------------------------------------------------------------------------------------------------- life time
 

@@ -17,7 +17,7 @@ from unitrain.commands.launchers import launch_environment
 from unitrain.commands.toolchain import find_program
 
 _ADDRESSES = ("192.0.2.1", "192.0.2.2")  # reserved for documentation, so that no host has them
-_DEVICE = "wire"
+DEVICE = "wire"  # the name of the link's interface on each side
 _PORT = "29500"  # free, since each namespace has its own ports
 # Arguments of tc, on each side of the link.
 LINKS = {
@@ -74,7 +74,7 @@ class SlowLink:
 def _environment(rank: int) -> dict[str, str]:
     return {
         "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(rank),
-        "MASTER_ADDR": _ADDRESSES[0], "MASTER_PORT": _PORT, "GLOO_SOCKET_IFNAME": _DEVICE,
+        "MASTER_ADDR": _ADDRESSES[0], "MASTER_PORT": _PORT, "GLOO_SOCKET_IFNAME": DEVICE,
     }  # fmt: skip
 
 
@@ -101,13 +101,13 @@ def slow_link(kind: str) -> Iterator[SlowLink]:
         for namespace in namespaces:
             _ip("netns", "add", namespace)
             made.append(namespace)
-        peer = ["type", "veth", "peer", "name", _DEVICE, "netns", namespaces[1]]
-        _ip("link", "add", "name", _DEVICE, "netns", namespaces[0], *peer)
+        peer = ["type", "veth", "peer", "name", DEVICE, "netns", namespaces[1]]
+        _ip("link", "add", "name", DEVICE, "netns", namespaces[0], *peer)
         for namespace, address in zip(namespaces, _ADDRESSES, strict=True):
-            _ip("-n", namespace, "address", "add", f"{address}/24", "dev", _DEVICE)
-            for device in ("lo", _DEVICE):
+            _ip("-n", namespace, "address", "add", f"{address}/24", "dev", DEVICE)
+            for device in ("lo", DEVICE):
                 _ip("-n", namespace, "link", "set", device, "up")
-            _run("tc", "-n", namespace, "qdisc", "add", "dev", _DEVICE, "root", *LINKS[kind])
+            _run("tc", "-n", namespace, "qdisc", "add", "dev", DEVICE, "root", *LINKS[kind])
         yield SlowLink(namespaces)
     finally:
         for namespace in made:

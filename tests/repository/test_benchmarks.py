@@ -58,6 +58,10 @@ def test_averaging(tmp_path: Path) -> None:
     assert set(found["links"]) | set(found["left_out"]) == {"1 Gbit/s"}
     if os.geteuid() == 0 and shutil.which("tc"):
         assert set(found["links"]["1 Gbit/s"]) == set(found["learning"]), found["left_out"]
+        sent = {name: one["bytes"] for name, one in found["language"]["settings"].items()}
+        assert len(sent) == 6
+        assert sent["bf16"] < 0.7 * sent["none"]
+        assert sent["DiLoCo, 4 steps"] < 0.5 * sent["none"]
         namespaces = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
         assert "bench-" not in namespaces
 

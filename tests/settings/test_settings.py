@@ -597,6 +597,7 @@ SECTIONS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "accumulate": st.integers(1),
         "on_spike": st.sampled_from(["ignore", "warn", "skip", "stop"]),
         "local_steps": st.just(1),
+        "local_fragments": st.just(1),
         "outer_lr": st.just(0.7),
         "outer_momentum": st.just(0.9),
         "shares": or_none(st.lists(st.integers(1, 1000), min_size=1).map(tuple)),

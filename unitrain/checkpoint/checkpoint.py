@@ -164,12 +164,13 @@ class Checkpoint:
             _check_alike([mark for mark, _ in marks])
             if best:
                 self._writer.marked = self._step.global_step
-            parts = self._parts([random for _, random in marks], ended)
             together: Together | None = None
-            if ranks.shards:
-                parts, together = self._sharded(parts)
             step = self._step.global_step
-            ranks.on_main(lambda: self._writer.write(step, parts, together, best=best))
+            with self._step.shared_weights():
+                parts = self._parts([random for _, random in marks], ended)
+                if ranks.shards:
+                    parts, together = self._sharded(parts)
+                ranks.on_main(lambda: self._writer.write(step, parts, together, best=best))
             self._memory.put_off(step)
 
     def _parts(self, random: list[dict[str, Any]], ended: EpochEnd | None = None) -> dict[str, Any]:

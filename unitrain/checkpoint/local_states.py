@@ -1,7 +1,7 @@
-"""What ranks don't share between the rounds of ``local_steps``: each has an optimizer state of its own.
+"""What ranks don't share with ``local_steps``: each has its own optimizer state, and within a round its own weights.
 
-A checkpoint has rank 0's beside its weights. This is the rest: the states of the outer optimizer, and of the other
-ranks' optimizers.
+A checkpoint has the shared weights, and rank 0's optimizer state beside them. This is the rest: the states of the outer
+optimizer, and of the other ranks' optimizers, with the own weights of each rank.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def gather(communicator: Communicator, local: LocalSGD, optimizer: Optimizer) ->
 
     Only rank 0's result can be used, which has the states of all ranks in its memory.
     """
-    own = optimizer.state_dict()
+    first, own = (local.with_own(one, optimizer) for one in (local.state_dict(optimizer), optimizer.state_dict()))
     ranks = range(1, communicator.world_size)
-    return [local.state_dict(optimizer), *(of_rank(communicator, rank, own) for rank in ranks)]
+    return [first, *(of_rank(communicator, rank, own) for rank in ranks)]
 
 
 def check(saved: list[Any] | None, world_size: int, *, force: bool) -> None:
@@ -37,18 +37,19 @@ def check(saved: list[Any] | None, world_size: int, *, force: bool) -> None:
         raise CheckpointError(
             f"with local_steps, each rank has an optimizer state of its own, and the checkpoint has those of "
             f"{len(saved)} ranks, not of {world_size}: resume with {len(saved)} processes, or with resume(force=True), "
-            "which gives all ranks rank 0's. Nothing was loaded."
+            "which gives all ranks rank 0's, and the weights that they share. Nothing was loaded."
         )
 
 
 def load(communicator: Communicator, local: LocalSGD, optimizer: Optimizer, expected: list[Any], source: Any) -> None:
     """Load what ``gather`` has returned. Collective. ``expected`` is its outline, and ``source`` itself, on rank 0."""
-    mine = {0, communicator.rank} if len(expected) == communicator.world_size else {0}
+    fits = len(expected) == communicator.world_size
+    mine = {0, communicator.rank} if fits else {0}
 
     def new(path: Keys, form: Form) -> Tensor:
         return form.empty(_CPU if path[0] in mine else _META)
 
     saved = receive(communicator, expected, source, new=new)
-    local.load_state_dict(saved[0], optimizer)
+    local.load_state_dict(saved[0], saved[communicator.rank] if fits else {"state": {}}, optimizer)
     if communicator.rank in mine - {0}:
         optimizer.load_state_dict(saved[communicator.rank])

@@ -23,7 +23,7 @@ from unitrain.training.models.prepared import PreparedModules
 # Settings that must not change when a run is resumed. Launcher, backend, world size and timeouts may.
 _TRAINING_SETTINGS = (
     "seed", "precision", "sync_batchnorm", "clip_norm", "clip_value", "compression",
-    "local_steps", "outer_lr", "outer_momentum",
+    "local_steps", "local_fragments", "outer_lr", "outer_momentum",
 )  # fmt: skip
 # What schedulers of a cycle change beside the learning rate.
 _CYCLED = ("momentum", "betas")

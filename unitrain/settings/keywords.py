@@ -34,6 +34,7 @@ class StrategySettings(TypedDict, total=False):
     compression: Literal["none", "fp16", "bf16", "powersgd"]
     shard_optimizer: bool
     local_steps: int
+    local_fragments: int
     outer_lr: float
     outer_momentum: float
     check_in_sync_every: int

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from needs import HOROVOD
 from ranks import run_ranks
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.optim import SGD, AdamW, Optimizer
@@ -20,7 +22,9 @@ import unitrain
 from unitrain import CheckpointError, ConfigError, NonFiniteError, Stopped, UsageError
 
 # Each rank has a sample of each micro-batch.
-SAMPLES, BATCH, STEPS, EPOCHS = 23, 6, 3, 2
+SAMPLES, BATCH, STEPS, EPOCHS = 65, 6, 3, 2
+STREAMED: dict[str, Any] = {"local_steps": 7, "local_fragments": 3}
+FRAGMENTS = [[0], [2], [1, 3]]  # the largest parameter first, each to the smallest fragment
 OUTER = {"outer_lr": 0.7, "outer_momentum": 0.9}
 SETTINGS: dict[str, Any] = {"precision": "fp64", "device": "cpu", "timeout_s": 30, "local_steps": STEPS, **OUTER}
 
@@ -28,6 +32,8 @@ SETTINGS: dict[str, Any] = {"precision": "fp64", "device": "cpu", "timeout_s": 3
 class Result(NamedTuple):
     weights: list[Tensor]
     """At the end of each epoch."""
+    shared: list[Tensor]
+    """In an evaluation after each step, if there are fragments."""
     rows: list[list[int]]
     """The samples of each step on this rank."""
 
@@ -53,36 +59,67 @@ def flat(model: nn.Module) -> Tensor:
 
 def train(folder: str, end: int, backend: str, settings: dict[str, Any]) -> Result:
     """Train up to a step, or to the end of the last epoch."""
-    with unitrain.init(**{**SETTINGS, "backend": backend, **settings}) as strategy:
+    with unitrain.init(**{**SETTINGS, "backend": backend, **settings}) as strategy, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "the run has ended within a round")
         model = net()
         prepared, optimizer = strategy.prepare(model, adamw(model))
         loader = strategy.dataloader(data(), global_batch_size=BATCH, shuffle=True)
         checkpoint = strategy.checkpoint(folder, model=prepared, optimizer=optimizer, loader=loader)
         checkpoint.resume()
         weights: list[Tensor] = []
+        shared: list[Tensor] = []
         rows: list[list[int]] = [[]]
         for _ in loader.epochs(EPOCHS):
             for numbers, inputs, targets in loader:
                 rows[-1] += numbers.tolist()
                 if strategy.step(mse_loss(prepared(inputs), targets), optimizer).stepped:
                     rows.append([])
-                    if strategy.global_step == 2:
-                        checkpoint.save()  # after the round, which ends with the next step
+                    if strategy.config.local_fragments > 1:
+                        strategy.check_in_sync(prepared)
+                        with strategy.evaluation(prepared):
+                            shared.append(flat(model).clone())
+                    if strategy.global_step == end - 1:
+                        checkpoint.save()  # where the ranks average next
                     if strategy.global_step == end:
-                        return Result(weights, rows[:-1])
+                        strategy.close()
+                        return Result(weights, shared, rows[:-1])
             strategy.check_in_sync(prepared)
-            weights.append(flat(model).detach())
-        return Result(weights, rows[:-1])
+            weights.append(flat(model).clone())
+        return Result(weights, shared, rows[:-1])
 
 
-def simulate(ranks: list[list[list[int]]], local_steps: int) -> list[Tensor]:
-    """Train a model for each of the ranks, given the samples of their steps, and return the weights of each epoch."""
+class Simulated(NamedTuple):
+    weights: list[Tensor]
+    """At the end of each epoch."""
+    shared: list[Tensor]
+    """After each step."""
+
+
+def simulate(ranks: list[list[list[int]]], local_steps: int, fragments: list[list[int]]) -> Simulated:
+    """Train a model for each of the ranks, given the samples of their steps."""
     workers = [net() for _ in ranks]
     optimizers = [adamw(worker) for worker in workers]
-    outer = SGD(net().parameters(), lr=OUTER["outer_lr"], momentum=OUTER["outer_momentum"], nesterov=True)
-    firsts = outer.param_groups[0]["params"]
+    outer_net = net()
+    outer = SGD(outer_net.parameters(), lr=OUTER["outer_lr"], momentum=OUTER["outer_momentum"], nesterov=True)
+    shared = list(outer_net.parameters())
+    lasts = list(zip(*(worker.parameters() for worker in workers), strict=True))
     _, inputs, targets = data().tensors
-    found, steps_per_epoch = [], -(-SAMPLES // BATCH)
+    found, steps_per_epoch = Simulated([], []), -(-SAMPLES // BATCH)
+    under_way: dict[int, Tensor] = {}
+
+    def differences(numbers: list[int]) -> dict[int, Tensor]:
+        return {n: (shared[n] - torch.stack(lasts[n]).mean(0)).detach() for n in numbers}
+
+    @torch.no_grad()
+    def take(gradients: dict[int, Tensor], mixed: float) -> None:
+        for n, gradient in gradients.items():
+            shared[n].grad = gradient
+        outer.step()
+        outer.zero_grad()
+        for n in gradients:
+            for last in lasts[n]:
+                last.copy_(mixed * shared[n] + (1 - mixed) * last)
+
     for step, of_ranks in enumerate(zip(*ranks, strict=True)):
         in_epoch = step % steps_per_epoch + 1
         whole = sum(map(len, of_ranks))
@@ -92,16 +129,17 @@ def simulate(ranks: list[list[list[int]]], local_steps: int) -> list[Tensor]:
             mean = (worker(inputs[rows]) - targets[rows]).pow(2).sum() / (2 * whole)
             (len(ranks) * mean).backward()
             optimizer.step()
-        if in_epoch % local_steps == 0 or in_epoch == steps_per_epoch:
-            with torch.no_grad():
-                for first, *lasts in zip(firsts, *(worker.parameters() for worker in workers), strict=True):
-                    first.grad = first - torch.stack(lasts).mean(0)
-                outer.step()
-                for first, *lasts in zip(firsts, *(worker.parameters() for worker in workers), strict=True):
-                    for last in lasts:
-                        last.copy_(first)
+        sent = in_epoch * len(fragments) // local_steps
+        if len(fragments) > 1 and sent > (in_epoch - 1) * len(fragments) // local_steps:
+            take(under_way, 0.5)
+            under_way = differences(fragments[(sent - 1) % len(fragments)])
+        found.shared.append(flat(outer_net).clone())
+        if in_epoch == steps_per_epoch or (len(fragments) == 1 and in_epoch % local_steps == 0):
+            take(under_way, 0.5)
+            take(differences(list(range(len(shared)))), 1.0)
+            under_way = {}
         if in_epoch == steps_per_epoch:
-            found.append(flat(workers[0]))
+            found.weights.append(flat(workers[0]).clone())
     return found
 
 
@@ -109,74 +147,107 @@ def simulate(ranks: list[list[list[int]]], local_steps: int) -> list[Tensor]:
     ("backend", "world", "launcher", "settings"),
     [
         ("ddp", 2, "spawn", {"accumulate": 2}),
+        ("ddp", 2, "spawn", {"accumulate": 2, **STREAMED}),
         pytest.param("horovod", 3, "horovodrun", {}, marks=HOROVOD),
+        pytest.param("horovod", 2, "horovodrun", STREAMED, marks=HOROVOD),
         ("single", 1, "spawn", {}),
+        ("single", 1, "spawn", STREAMED),
     ],
 )
-def test_ranks_train_as_simulated_workers_and_go_on_after_a_round(
+def test_ranks_train_as_simulated_workers_and_go_on_after_a_save(
     backend: str, world: int, launcher: Any, settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    begun = run_ranks(train, str(tmp_path), STEPS, backend, settings, nprocs=world, launcher=launcher)
+    fragments = FRAGMENTS if "local_fragments" in settings else [[0, 1, 2, 3]]
+    local_steps = settings.get("local_steps", STEPS)
+    end = 5 if "local_fragments" in settings else STEPS  # where the second fragment is sent, and the first one taken
+    begun = run_ranks(train, str(tmp_path), end, backend, settings, nprocs=world, launcher=launcher)
     resumed = run_ranks(train, str(tmp_path), 0, backend, settings, nprocs=world, launcher=launcher)
-    assert [len(one.rows) for one in begun + resumed] == [3] * world + [5] * world
-    expected = simulate([one.rows + other.rows for one, other in zip(begun, resumed, strict=True)], STEPS)
-    for found in resumed:
-        torch.testing.assert_close(found.weights, expected, rtol=0, atol=1e-9)
+    assert [len(one.rows) for one in begun + resumed] == [end] * world + [22 - end] * world
+    expected = simulate(
+        [one.rows + other.rows for one, other in zip(begun, resumed, strict=True)], local_steps, fragments
+    )
+    for first, then in zip(begun, resumed, strict=True):
+        torch.testing.assert_close(then.weights, expected.weights, rtol=0, atol=1e-9)
+        if len(fragments) > 1:
+            torch.testing.assert_close(first.shared + then.shared, expected.shared, rtol=0, atol=1e-9)
 
 
-def go_on(folder: str, force: bool) -> None:
-    with unitrain.init(**SETTINGS) as strategy:
+def go_on(folder: str, settings: dict[str, Any], force: bool) -> Tensor:
+    with unitrain.init(**SETTINGS, **settings) as strategy:
         model = net()
         prepared, optimizer = strategy.prepare(model, adamw(model))
         checkpoint = strategy.checkpoint(folder, model=prepared, optimizer=optimizer)
         checkpoint.resume(force=force)
+        strategy.check_in_sync(prepared)
+        return flat(model)
 
 
-def save_one(folder: str, local_steps: int) -> None:
-    with unitrain.init(**{**SETTINGS, "local_steps": local_steps}) as strategy:
+def save_one(folder: str, settings: dict[str, Any]) -> Tensor:
+    with unitrain.init(**SETTINGS, **settings) as strategy, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "the run has ended within a round")
         model = net()
         prepared, optimizer = strategy.prepare(model, adamw(model))
         checkpoint = strategy.checkpoint(folder, model=prepared, optimizer=optimizer)
         for _ in range(STEPS):
             strategy.step(prepared(torch.ones(2, 4) * (1 + strategy.rank)).sum(), optimizer)
         checkpoint.save()
+        return flat(strategy.export(prepared))
 
 
-def test_another_number_of_ranks_is_refused_unless_forced(tmp_path: Path) -> None:
-    run_ranks(save_one, str(tmp_path), STEPS)
+@pytest.mark.parametrize("settings", [{}, {"local_fragments": 2}], ids=str)
+def test_another_number_of_ranks_is_refused_unless_forced(settings: dict[str, Any], tmp_path: Path) -> None:
+    shared, _ = run_ranks(save_one, str(tmp_path), settings)
     with pytest.raises(CheckpointError, match=r"has those of 2 ranks, not of 1: resume with 2 processes, or with"):
-        go_on(str(tmp_path), False)
-    go_on(str(tmp_path), True)
+        go_on(str(tmp_path), settings, False)
+    assert torch.equal(go_on(str(tmp_path), settings, True), shared)
+
+
+def test_other_fragments_are_refused_unless_forced(tmp_path: Path) -> None:
+    shared, _ = run_ranks(save_one, str(tmp_path), {"local_fragments": 2})
+    with pytest.raises(CheckpointError, match=r"strategy\.local_fragments was 2 and is now 3"):
+        run_ranks(go_on, str(tmp_path), {"local_fragments": 3}, False)
+    for found in run_ranks(go_on, str(tmp_path), {"local_fragments": 3}, True):
+        assert torch.equal(found, shared)
 
 
 # -------------------------------------------------------------------------------------------- what all ranks decide
 
 
-def not_finite() -> tuple[str, bool]:
-    with unitrain.init(**SETTINGS, on_nonfinite="raise") as strategy:
+def not_finite(settings: dict[str, Any]) -> tuple[str, Tensor]:
+    with unitrain.init(**{**SETTINGS, **settings}, on_nonfinite="raise") as strategy:
         model = net()
         prepared, optimizer = strategy.prepare(model, SGD(model.parameters(), lr=0.1))
         before = flat(model)
         with pytest.raises(UsageError, match=r"strategy\.step"):
             optimizer.step()
-        for step in range(STEPS - 1):
-            loss = prepared(torch.ones(2, 4) * (1 + strategy.rank)).sum()
-            strategy.step(loss * torch.nan if (step, strategy.rank) == (1, 1) else loss, optimizer)
-        assert not torch.equal(flat(model), before)
-        loss = prepared(torch.ones(2, 4)).sum()
+
+        def steps() -> None:
+            for step in range(2 * STEPS):
+                loss = prepared(torch.ones(2, 4) * (1 + strategy.rank)).sum()
+                strategy.step(loss * torch.nan if (step, strategy.rank) == (1, 1) else loss, optimizer)
+                assert not torch.equal(flat(model), before)
+
         with pytest.raises(NonFiniteError) as raised:
-            strategy.step(loss, optimizer)
-        return str(raised.value), torch.equal(flat(model), before)
+            steps()
+        strategy.check_in_sync(prepared)
+        return str(raised.value), flat(model) - before
 
 
-def test_all_ranks_end_with_the_first_weights_of_a_round_in_which_one_has_no_finite_loss() -> None:
-    for message, restored in run_ranks(not_finite):
-        assert message.startswith("not finite within the 3 steps up to step 3: the loss of rank 1; first affected")
-        assert restored
+@pytest.mark.parametrize(
+    ("settings", "steps"), [({}, STEPS), ({"local_steps": 4, "local_fragments": 2}, 4)], ids=["whole", "fragments"]
+)
+def test_all_ranks_end_with_shared_weights_after_a_round_in_which_one_has_no_finite_loss(
+    settings: dict[str, Any], steps: int
+) -> None:
+    for message, moved in run_ranks(not_finite, settings):
+        where = f"not finite within the {steps} steps up to step {steps}: the loss of rank 1; first affected"
+        assert message.startswith(where)
+        assert not moved.any()
 
 
-def stopped(folder: str) -> int:
-    with unitrain.init(**SETTINGS) as strategy:
+def stopped(folder: str, settings: dict[str, Any]) -> int:
+    with unitrain.init(**{**SETTINGS, **settings}) as strategy, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "the run has ended within a round")
         model = net()
         prepared, optimizer = strategy.prepare(model, adamw(model))
         strategy.checkpoint(folder, model=prepared, optimizer=optimizer)
@@ -193,14 +264,115 @@ def stopped(folder: str) -> int:
         return strategy.global_step
 
 
-def test_a_signal_stops_after_a_round(tmp_path: Path) -> None:
-    first, second = run_ranks(stopped, str(tmp_path))
+@pytest.mark.parametrize(
+    "settings", [{}, {"local_steps": 6, "local_fragments": 2}], ids=["at its end", "where a fragment is sent"]
+)
+def test_a_signal_stops_a_round(settings: dict[str, Any], tmp_path: Path) -> None:
+    first, second = run_ranks(stopped, str(tmp_path), settings)
     assert first == second
     assert first % STEPS == 0
     assert (tmp_path / f"step-{first:010}" / "manifest.json").exists()
 
 
+def stopped_in_an_evaluation(folder: str, resumes: bool) -> tuple[Tensor, Tensor]:
+    """Return this rank's weights and the shared ones, of when it was stopped, or as they are resumed.
+
+    The last loss before the stop is NaN on rank 1.
+    """
+    settings = {"local_steps": 4, "local_fragments": 2, "on_nonfinite": "raise"}
+    with unitrain.init(**{**SETTINGS, **settings}) as strategy, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "the run has ended within a round")
+        model = net()
+        prepared, optimizer = strategy.prepare(model, adamw(model))
+        loader = strategy.dataloader(data(), global_batch_size=BATCH)
+        checkpoint = strategy.checkpoint(folder, model=prepared, optimizer=optimizer)
+
+        def steps(first: int, end: int) -> None:
+            for step in range(first, end):
+                loss = prepared(torch.ones(2, 4) * (1 + strategy.rank + step)).sum()
+                strategy.step(loss * torch.nan if (step, strategy.rank) == (4, 1) else loss, optimizer)
+
+        if not resumes:
+            steps(0, 5)
+        assert checkpoint.resume() == resumes
+        own = flat(model).clone()
+        with strategy.evaluation(prepared):
+            shared = flat(model).clone()
+            with pytest.raises(UsageError, match="a step was made within evaluation"), torch.enable_grad():
+                strategy.step(prepared(torch.ones(2, 4)).sum(), optimizer)
+
+        def evaluations() -> None:
+            with strategy.evaluation(prepared):
+                os.kill(os.getpid(), signal.SIGTERM)
+                for _ in range(100):
+                    for _ in loader:
+                        assert torch.equal(flat(model), shared)
+
+        if not resumes:
+            with pytest.raises(Stopped):
+                evaluations()
+        assert torch.equal(flat(model), own)
+        if resumes:
+            with pytest.raises(NonFiniteError, match="within the 6 steps up to step 8"):
+                steps(5, 10)
+        return own, shared
+
+
+def test_what_a_signal_saves_in_an_evaluation_within_a_round(tmp_path: Path) -> None:
+    saved = run_ranks(stopped_in_an_evaluation, str(tmp_path), False)
+    assert not torch.equal(saved[0][0], saved[1][0])
+    assert torch.equal(saved[0][1], saved[1][1])
+    for found, expected in zip(run_ranks(stopped_in_an_evaluation, str(tmp_path), True), saved, strict=True):
+        assert all(map(torch.equal, found, expected))
+
+
 # ------------------------------------------------------------------------------------------------ what is refused
+
+
+def outputs(folder: str) -> None:
+    """Compare what ranks evaluate, export and save within a round with fragments."""
+    settings = {"local_steps": 4, "local_fragments": 2}
+    with unitrain.init(**{**SETTINGS, **settings}) as strategy, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "the run has ended within a round")
+        model = nn.Sequential(net(), Counting())
+        prepared, optimizer = strategy.prepare(model, adamw(model))
+        for step in range(5):
+            strategy.step(prepared(torch.ones(2, 4) * (1 + strategy.rank + step)).sum(), optimizer)
+        own = flat(model).clone()
+        strategy.check_in_sync(prepared)
+        with strategy.evaluation(prepared):
+            shared = flat(model).clone()
+            strategy.check_in_sync(prepared)
+            assert torch.equal(flat(strategy.export(prepared)), shared)
+        assert not torch.equal(own, shared)
+        assert torch.equal(flat(strategy.export(prepared)), shared)
+        strategy.save_weights(prepared, folder)
+        with pytest.raises(UsageError, match=r"save\(\) was called after step 1 of a round of 4 .*after the epoch"):
+            strategy.save(prepared, f"{folder}/model.pt")
+        assert torch.equal(flat(model), own)
+        with pytest.raises(UsageError, match=r"load_weights\(\) was called after step 1 of a round of 4"):
+            strategy.load_weights(prepared, folder)
+        saved = load_file(f"{folder}/model.safetensors")
+        assert torch.equal(torch.cat([saved[name].reshape(-1) for name, _ in model.named_parameters()]), shared)
+
+
+class Counting(nn.Module):
+    """Has a buffer that a forward changes, differently on each rank."""
+
+    total: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            self.total = self.total + inputs.detach().sum()
+        return inputs
+
+
+def test_evaluation_and_exports_have_the_shared_weights_within_a_round_with_fragments(tmp_path: Path) -> None:
+    run_ranks(outputs, str(tmp_path / "weights"))
 
 
 def refused() -> list[str]:
@@ -222,6 +394,21 @@ def refused() -> list[str]:
             said.append(str(raised.value))
         with pytest.warns(UserWarning, match=r"its last 1 steps were not averaged over the ranks"):
             strategy.close()
+    with unitrain.init(**{**SETTINGS, "local_steps": 8, "local_fragments": 5}) as strategy:
+        prepared, optimizer = strategy.prepare(model, adamw(model))
+        with pytest.raises(UsageError) as raised:
+            strategy.step(prepared(torch.ones(2, 4)).sum(), optimizer)
+        said.append(str(raised.value))
+    with unitrain.init(**SETTINGS) as strategy:
+        model = net()
+        model[0].weight.requires_grad_(False)
+        prepared, optimizer = strategy.prepare(model, adamw(model))
+        for _ in range(STEPS - 1):
+            strategy.step(prepared(torch.ones(2, 4)).sum(), optimizer)
+        model[0].weight.requires_grad_(True)
+        with pytest.raises(UsageError) as raised:
+            strategy.step(prepared(torch.ones(2, 4)).sum(), optimizer)
+        said.append(str(raised.value))
     return said
 
 
@@ -231,6 +418,8 @@ def test_what_needs_equal_weights_is_refused_within_a_round() -> None:
     assert said[3:] == (
         "ema() averages weights after each step, and with local_steps ranks have different ones.",
         "local_steps supports one optimizer: give it all parameters, in groups.",
+        "local_fragments is 5, but only 4 parameters are trained, and each fragment needs one: set it to fewer.",
+        "a parameter was unfrozen within a round of local_steps: change it after an epoch.",
     )
 
 
@@ -245,6 +434,8 @@ def test_what_needs_equal_weights_is_refused_within_a_round() -> None:
         ({"precision": "fp16"}, "precision"),
         ({"on_nonfinite": "skip"}, "on_nonfinite"),
         ({"local_steps": 1, "outer_lr": 0.5}, "outer_lr"),
+        ({"local_steps": 1, "local_fragments": 2}, "local_fragments"),
+        ({"local_fragments": 5}, "local_fragments"),
     ],
 )
 def test_settings_that_exclude_rounds(settings: dict[str, Any], name: str) -> None:

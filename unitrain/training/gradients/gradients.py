@@ -145,10 +145,14 @@ class GradientReducer:
             self._buckets[self._next].launch(self._communicator, self._wire_dtype)
         self._next += 1
 
-    def finish(self) -> None:
-        """Reduce the remaining buckets and wait for all. Each ``grad`` is then the sum over the ranks, or None."""
+    def start(self) -> None:
+        """Start to reduce the remaining buckets. Gradients must not change until ``finish`` has returned."""
         while self._next < len(self._buckets):
             self._launch_next()
+
+    def finish(self) -> None:
+        """Reduce the remaining buckets and wait for all. Each ``grad`` is then the sum over the ranks, or None."""
+        self.start()
         with torch.no_grad():
             for bucket in self._buckets:
                 bucket.finish()

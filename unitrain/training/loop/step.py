@@ -130,11 +130,14 @@ class TrainingStep:
 
     def check_complete(self) -> None:
         """Warn at the end of a run if a round is open, or the script has left out a batch, as one taken ahead."""
-        if self._local is not None and self._local.steps and self._communicator.is_main:
-            call_site.warn(
-                f"the run has ended within a round of local_steps: its last {self._local.steps} steps were not "
-                "averaged over the ranks. End it after an epoch, or after the last step of a round."
-            )
+        if self._local is not None and self._local.steps:
+            self._local.wait()  # what is under way would fail when communication ends
+            if self._communicator.is_main:
+                call_site.warn(
+                    f"the run has ended within a round of local_steps: its last {self._local.at_stake} steps were not "
+                    "averaged over the ranks. End it after an epoch, or, without local_fragments, after the last step "
+                    "of a round."
+                )
         if self.batches.one_is_left_out and self._communicator.is_main:
             call_site.warn(
                 "a loader has yielded a batch more than step() was called for: a batch before the first step of an "
@@ -164,7 +167,7 @@ class TrainingStep:
     @property
     def within_window(self) -> bool:
         """Whether an optimizer has gradients of an accumulation window that is not complete, or a round is not."""
-        return self._windows.any_open or (self._local is not None and self._local.steps > 0)
+        return self._windows.any_open or (self._local is not None and self._local.is_open)
 
     def at_window_end(self, action: Callable[[], None]) -> None:
         """Call ``action`` once, after the step that ends all open windows, and the round of ``local_steps``."""
@@ -177,26 +180,53 @@ class TrainingStep:
 
     def check_between_rounds(self, call: str) -> None:
         """Raise UsageError within a round of ``local_steps``."""
-        if self._local is not None and self._local.steps:
+        local = self._local
+        if local is not None and local.steps:
             raise UsageError(
-                f"{call} was called after step {self._local.steps} of a round of {self._local.length} (local_steps), "
-                "within which the ranks have different weights: call it after the last step of a round, or after the "
-                "epoch, which ends one."
+                f"{call} was called after step {(local.steps - 1) % local.length + 1} of a round of {local.length} "
+                "(local_steps), within which the ranks have different weights: call it after the epoch, which ends "
+                "one, or, without local_fragments, after the last step of a round."
             )
+
+    @contextmanager
+    def shared_weights(self, call: str | None = None, *, buffers: bool = False) -> Iterator[None]:
+        """Context manager that gives the model the weights that ranks share. Collective with ``buffers``.
+
+        Raises UsageError for a ``call`` within a round without fragments, where they are the round's first ones.
+        """
+        local = self._local
+        if local is None or not local.steps or local.swapped:
+            yield
+            return
+        if local.fragments == 1 and call is not None:
+            self.check_between_rounds(call)
+        if buffers:
+            self._share_buffers()
+        local.swap()
+        try:
+            with self._prepared.swapped(local, local.swap):
+                yield
+        finally:
+            local.swap()
 
     def end_round(self) -> None:
         """End the round of ``local_steps``, if one is open: average what the ranks have learned. Collective."""
-        local = self._local
-        if local is None or not local.steps:
-            return
+        if self._local is not None and self._local.steps:
+            self._average(self._local, ends=True)
+            self._end_windows()
+
+    def _average(self, local: LocalSGD, *, ends: bool) -> None:
         with self._pulse.within(_WAITING):
-            [window] = self._windows
-            steps = f"within the {local.steps} steps up to step {self._pulse.step}"
-            if not local.end_round():
+            steps = f"within the {local.at_stake} steps up to step {self._pulse.step}"
+            if not local.average(ends=ends):
+                [window] = self._windows
                 self._nonfinite.end(self._nonfinite.message(window, steps, distributed=False))
-            if self._buffers is not None and self._communicator.world_size > 1:
-                self._buffers.after_update(window.optimizer, window.parameters, True)
-        self._end_windows()
+            self._share_buffers()
+
+    def _share_buffers(self) -> None:
+        if self._buffers is not None and self._communicator.world_size > 1:
+            [window] = self._windows
+            self._buffers.after_update(window.optimizer, window.parameters, True)
 
     def expect_next(self, window: Window | None = None) -> None:
         """Let the next forward and backward communicate if they end a window, as far as that is known.
@@ -447,9 +477,9 @@ class TrainingStep:
     def _end_windows(self) -> None:
         """Run the actions that wait for the end of all open windows, and pass the boundary."""
         if self._local is not None and self._local.steps:
-            if self._local.steps == self._local.length:
-                self.end_round()
-            return
+            if self._local.is_open:
+                return
+            self._average(self._local, ends=self._local.fragments == 1)
         if self._at_window_end and not self._windows.any_open:
             actions, self._at_window_end = self._at_window_end, []
             for action in actions:

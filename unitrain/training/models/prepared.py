@@ -21,7 +21,7 @@ class PreparedModules:
         self._names: dict[Parameter, str] = {}
         self.shares: tuple[int, ...] = shares  # how the samples are shared among the processes
         self._replaced: dict[Parameter, Parameter] = {}
-        self._swapped: dict[nn.Module, Callable[[], None]] = {}
+        self._swapped: dict[object, Callable[[], None]] = {}
         self._refusals: dict[nn.Module, Callable[[], None]] = {}
 
     def add_names(self, module: nn.Module) -> None:
@@ -72,17 +72,17 @@ class PreparedModules:
         self._refusals.pop(module, lambda: None)()
 
     @contextmanager
-    def swapped(self, module: nn.Module, exchange: Callable[[], None]) -> Iterator[None]:
-        """Context manager in which a module has other weights than in training; ``exchange`` exchanges them."""
-        self._swapped[module] = exchange
+    def swapped(self, owner: object, exchange: Callable[[], None]) -> Iterator[None]:
+        """Context manager in which a module, or all of an owner's, has other weights than in training."""
+        self._swapped[owner] = exchange
         try:
             yield
         finally:
-            del self._swapped[module]
+            del self._swapped[owner]
 
     @property
-    def swapped_modules(self) -> Collection[nn.Module]:
-        """The modules that have other weights than in training."""
+    def swapped_modules(self) -> Collection[object]:
+        """The owners of modules that have other weights than in training."""
         return self._swapped.keys()
 
     @contextmanager

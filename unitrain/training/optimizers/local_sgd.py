@@ -3,17 +3,23 @@
 A round is ``local_steps`` optimizer steps, or fewer at the end of an epoch. Within it, each rank steps on its own
 gradients. At its end, the difference between the round's first weights and a rank's last ones, averaged over the ranks,
 is the gradient of an outer optimizer, SGD with Nesterov momentum, which steps from the first weights. The next round
-begins with the result. A learning rate of 1 without momentum averages the weights.
+begins with the result, the shared weights. A learning rate of 1 without momentum averages the weights.
+
+With ``local_fragments``, a fragment of the weights is sent every ``local_steps / local_fragments`` steps, and taken
+when the next one is sent: the outer optimizer steps from its shared weights, and each rank continues with the mean of
+the result and its own weights. Only at the end of an epoch, all fragments are sent, and ranks have the shared weights.
 
 Stich, "Local SGD Converges Fast and Communicates Little" (ICLR 2019); Douillard et al., "DiLoCo: Distributed
-Low-Communication Training of Language Models" (arXiv 2311.08105).
+Low-Communication Training of Language Models" (arXiv 2311.08105), and "Streaming DiLoCo with Overlapping Communication"
+(arXiv 2501.18512).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,34 +33,70 @@ from unitrain.errors import UsageError
 from unitrain.training.gradients.gradients import GradientReducer
 from unitrain.training.gradients.guard import GuardedStep
 from unitrain.training.hooks import StepHook
+from unitrain.training.optimizers.sharded import divided
 
-_MOMENTUM = "momentum_buffer"
+_MOMENTUM, _GRADIENT, _OWN = "momentum_buffer", "gradient", "own weight"
+_MIXED = 0.5  # share of the shared weights of a fragment in what a rank continues with
+
+
+class _Fragment(NamedTuple):
+    """Weights that are averaged together, what the ranks share of them, and what sums their differences."""
+
+    weights: list[Parameter]
+    shared: list[Parameter]
+    reducer: GradientReducer
 
 
 class LocalSGD(StepHook):
     """The rounds of a run.
 
     Attributes:
-        steps: number of steps in the round so far; 0 between two rounds.
+        steps: number of steps in the round so far; 0 between two rounds. With fragments, in the epoch so far.
         length: number of steps in a whole round.
+        fragments: number of fragments.
         failed: whether a step of the round was skipped on this rank, since a loss or gradient was non-finite.
+        swapped: whether the model has the shared weights within a round.
     """
 
     def __init__(self, communicator: Communicator, config: StrategyConfig) -> None:
         self.steps: int = 0
         self.length: int = config.local_steps
+        self.fragments: int = config.local_fragments
         self.failed: bool = False
+        self.swapped: bool = False
         self._communicator = communicator
-        self._wire_dtype = HALF_DTYPES.get(config.compression)
+        self._make_reducer = partial(
+            GradientReducer, all_reduce=communicator.all_reduce_async, armed=lambda: False,
+            wire_device=communicator.device, wire_dtype=HALF_DTYPES.get(config.compression),
+        )  # fmt: skip
         self._guard = GuardedStep(communicator.device, None, None)
         self._optimizer: Optimizer | None = None
-        self._weights: list[Tensor] = []
-        self._first: list[Parameter] = []  # of the round
+        self._parameters: Sequence[Parameter] = []
+        self._weights: list[Parameter] = []
+        self._shared: list[Parameter] = []
+        self._fragments: list[_Fragment] = []
+        self._sent: list[_Fragment] = []  # and not taken yet
+        self._reducers: list[GradientReducer] = []  # not waited for yet
         self._outer = SGD(
             [torch.zeros(0)], lr=config.outer_lr, momentum=config.outer_momentum, nesterov=config.outer_momentum > 0
         )
-        self._reducer: GradientReducer | None = None
         self._momentum: dict[Tensor, Tensor] = {}  # of weights, until they are trained
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the last step was one after which nothing is to be sent."""
+        return self.steps > 0 and not self._due
+
+    @property
+    def _due(self) -> int:
+        """The number of fragments sent in this epoch, if the last step sends one; else 0."""
+        sent = self.steps * self.fragments // self.length
+        return sent if sent > (self.steps - 1) * self.fragments // self.length else 0
+
+    @property
+    def at_stake(self) -> int:
+        """The number of steps that may be missing in the shared weights."""
+        return min(self.steps, self.length - (-self.length // self.fragments))
 
     @torch.no_grad()
     def before_update(self, optimizer: Optimizer, parameters: Sequence[Parameter]) -> None:
@@ -63,73 +105,150 @@ class LocalSGD(StepHook):
             self._optimizer = optimizer
         if optimizer is not self._optimizer:
             raise UsageError("local_steps supports one optimizer: give it all parameters, in groups.")
+        if self.swapped:
+            raise UsageError("a step was made within evaluation(), which has put the shared weights into the model.")
+        self._parameters = parameters
         if self.steps == 0:
-            trained: list[Tensor] = [p for p in parameters if p.requires_grad]
+            trained = [p for p in parameters if p.requires_grad]
             if len(trained) != len(self._weights) or not all(map(is_, trained, self._weights)):
                 self._watch(trained)
-            torch._foreach_copy_([*self._first], self._weights)
+            torch._foreach_copy_([*self._shared], [*self._weights])
 
     def after_update(self, optimizer: Optimizer, parameters: Sequence[Parameter], stepped: bool) -> None:
         """Count a step."""
         self.steps += 1
         self.failed |= not stepped
 
-    def _watch(self, trained: list[Tensor]) -> None:
-        self._keep_momentum()
-        self._weights, self._first = trained, [Parameter(torch.empty_like(p)) for p in trained]
-        self._guard.all_plain = all(p.device == self._communicator.device for p in trained)
-        self._outer.param_groups[0]["params"] = self._first
-        for weight, first in zip(trained, self._first, strict=True):
-            if weight in self._momentum:
-                self._outer.state[first][_MOMENTUM] = self._momentum.pop(weight).to(first)
-        self._reducer = GradientReducer(
-            self._first,
-            self._communicator,
-            armed=lambda: False,
-            name="local steps",
-            wire_dtype=self._wire_dtype,
-        )
-
-    def _keep_momentum(self) -> None:
-        for weight, first in zip(self._weights, self._first, strict=True):
-            if _MOMENTUM in self._outer.state[first]:
-                self._momentum[weight] = self._outer.state[first][_MOMENTUM]
+    def _watch(self, trained: list[Parameter]) -> None:
+        if sum(p.numel() > 0 for p in trained) < self.fragments:
+            raise UsageError(
+                f"local_fragments is {self.fragments}, but only {len(trained)} parameters are trained, and each "
+                "fragment needs one: set it to fewer."
+            )
+        for weight, shared in zip(self._weights, self._shared, strict=True):
+            if _MOMENTUM in self._outer.state[shared]:
+                self._momentum[weight] = self._outer.state[shared][_MOMENTUM]
         self._outer.state.clear()
+        self._weights, self._shared = trained, [Parameter(torch.empty_like(p)) for p in trained]
+        self._guard.all_plain = all(p.device == self._communicator.device for p in trained)
+        self._outer.param_groups[0]["params"] = self._shared
+        for weight, shared in zip(trained, self._shared, strict=True):
+            if weight in self._momentum:
+                self._outer.state[shared][_MOMENTUM] = self._momentum.pop(weight).to(shared)
+        part_of, self._fragments = divided(trained, [0] * self.fragments), []
+        for n in range(self.fragments):
+            weights = [weight for weight in trained if part_of[weight] == n]
+            parts = [shared for weight, shared in zip(trained, self._shared, strict=True) if part_of[weight] == n]
+            self._fragments.append(_Fragment(weights, parts, self._make_reducer(parts, name=f"local steps.{n}")))
+
+    # ---------------------------------------------------------------------------------------------------- averaging
 
     @torch.no_grad()
-    def end_round(self) -> bool:
-        """Average what the ranks have learned. Collective.
+    def average(self, *, ends: bool) -> bool:
+        """Take the fragment that is under way, and send the next one, or all of them if the round ends. Collective.
 
         Returns:
-            Whether it was finite on all ranks; otherwise the weights are the round's first ones again.
+            Whether what was taken was finite on all ranks; otherwise a round begins with the shared weights of before.
         """
-        assert self._reducer is not None
-        if self.failed:
-            self._weights[0].fill_(torch.nan)  # for all ranks to see
-        for first, weight in zip(self._first, self._weights, strict=True):
-            first.grad = (first - weight) / self._communicator.world_size
-        if self._communicator.world_size > 1:
-            self._reducer.finish()
-        finite, _ = self._guard(self._outer, self._first, self._guard.gradients(self._first))
-        for first in self._first:
-            first.grad = None
-        torch._foreach_copy_(self._weights, [*self._first])
-        self.steps, self.failed = 0, False
+        watched = set(self._weights)
+        if any(p.requires_grad and p not in watched for p in self._parameters):
+            raise UsageError("a parameter was unfrozen within a round of local_steps: change it after an epoch.")
+        finite = self._take()
+        if finite:
+            self._send(self._fragments if ends else [self._fragments[(self._due - 1) % self.fragments]])
+            finite = not ends or self._take()
+        if ends or not finite:
+            torch._foreach_copy_([*self._weights], [*self._shared])
+            self.steps, self.failed = 0, False
         return finite
 
-    def state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the outer optimizer's state, with the numbers of parameters of the optimizer that trains them."""
-        numbers = {p: n for n, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
-        momentum = {
-            numbers[weight]: {_MOMENTUM: self._outer.state[first][_MOMENTUM]}
-            for weight, first in zip(self._weights, self._first, strict=True)
-            if _MOMENTUM in self._outer.state[first]
-        }
-        return {"state": momentum, "param_groups": optimizer.state_dict()["param_groups"]}
+    def _send(self, fragments: list[_Fragment]) -> None:
+        """Start to average how far the weights are from the shared ones."""
+        for weights, shared, reducer in fragments:
+            differences = torch._foreach_sub([*shared], [*weights])
+            # NaN for all ranks to see.
+            torch._foreach_div_(differences, torch.nan if self.failed else self._communicator.world_size)
+            for one, difference in zip(shared, differences, strict=True):
+                one.grad = difference
+            if self._communicator.world_size > 1:
+                reducer.start()
+                self._reducers.append(reducer)
+        self._sent = fragments
 
-    def load_state_dict(self, state: Mapping[str, Any], optimizer: Optimizer) -> None:
-        """Load this state for the parameters of an optimizer."""
+    def wait(self) -> None:
+        """Wait for what is under way."""
+        while self._reducers:
+            self._reducers.pop(0).finish()
+
+    def _take(self) -> bool:
+        """Let the outer optimizer step, and mix its result with this rank's weights; not if it is non-finite."""
+        self.wait()
+        stepped = [one for fragment in self._sent for one in fragment.shared]
+        if not stepped:
+            return True
+        finite, _ = self._guard(self._outer, stepped, self._guard.gradients(stepped))
+        for one in stepped:
+            one.grad = None
+        for weights, shared, _ in self._sent if finite else ():
+            torch._foreach_lerp_([*weights], [*shared], _MIXED)
+        self._sent = []
+        return finite
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        """Exchange the contents of the weights and of the shared weights."""
+        for weight, shared in zip(self._weights, self._shared, strict=True):
+            held = weight.clone()
+            weight.copy_(shared)
+            shared.copy_(held)
+        self.swapped = not self.swapped
+
+    # -------------------------------------------------------------------------------------------------- checkpoints
+
+    def state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the outer optimizer's state, and the mean of what is under way, for which it waits.
+
+        Values belong to the numbers of parameters of the optimizer that trains them.
+        """
+        self.wait()
+        state = {number: dict(self._outer.state[shared]) for number, shared in self._numbered(optimizer)}
+        for number, shared in self._numbered(optimizer):
+            if shared.grad is not None:
+                state[number][_GRADIENT] = shared.grad
+        schedule = [self.steps, self.length, self.fragments]
+        return {"state": state, "param_groups": optimizer.state_dict()["param_groups"], "schedule": schedule}
+
+    def with_own(self, state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+        """Return a state of parameters with this rank's weights, if the model has the shared ones within a round."""
+        if not self.swapped:
+            return state
+        own = {n: {**state["state"].get(n, {}), _OWN: one.detach()} for n, one in self._numbered(optimizer)}
+        return {**state, "state": {**state["state"], **own}, "failed": self.failed}
+
+    def _numbered(self, optimizer: Optimizer) -> list[tuple[int, Parameter]]:
+        """Return the shared weights with the numbers of their parameters."""
+        numbers = {p: n for n, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
+        return [(numbers[weight], shared) for weight, shared in zip(self._weights, self._shared, strict=True)]
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any], own: Mapping[str, Any], optimizer: Optimizer) -> None:
+        """Load these states for the parameters of an optimizer, which have the shared weights.
+
+        Without weights in this rank's own state, or with one of another schedule, a new round begins.
+        """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self._outer.state.clear()
-        self._weights, self._first = [], []
-        self._momentum = {parameters[n]: one[_MOMENTUM] for n, one in state["state"].items()}
+        self.wait()
+        self._weights, self._shared, self._sent, self.steps, self.failed = [], [], [], 0, False
+        self._momentum = {parameters[n]: one[_MOMENTUM] for n, one in state["state"].items() if _MOMENTUM in one}
+        self._watch([p for p in parameters if p.requires_grad])
+        weights = {n: one.pop(_OWN) for n, one in own["state"].items() if _OWN in one}
+        if not weights or state["schedule"][1:] != [self.length, self.fragments]:
+            return
+        self.steps, self.failed = state["schedule"][0], own["failed"]
+        torch._foreach_copy_([*self._shared], [*self._weights])
+        for number, weight in weights.items():
+            parameters[number].copy_(weight)
+        for number, shared in self._numbered(optimizer):
+            if _GRADIENT in state["state"].get(number, {}):
+                shared.grad = state["state"][number][_GRADIENT].to(shared)
+        self._sent = [one for one in self._fragments if one.shared[0].grad is not None]

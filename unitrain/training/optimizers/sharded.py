@@ -8,7 +8,6 @@ parameters in the groups. Only while the optimizer steps, they have those of thi
 
 from __future__ import annotations
 
-import heapq
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
@@ -23,6 +22,15 @@ from unitrain.errors import UsageError
 from unitrain.training.hooks import StepHook
 from unitrain.training.optimizers.coupling import refuse_coupled
 from unitrain.training.optimizers.exchange import Exchange
+
+
+def divided(parameters: Iterable[Parameter], sizes: list[int]) -> dict[Parameter, int]:
+    """Return the part of each parameter: the largest first, each to the smallest part. Add to the parts' elements."""
+    part_of = {}
+    for parameter in sorted(parameters, key=lambda p: (not p.requires_grad, -p.numel())):  # frozen ones have no state
+        part_of[parameter] = smallest = sizes.index(min(sizes))
+        sizes[smallest] += parameter.numel()
+    return part_of
 
 
 class ShardedOptimizers(StepHook):
@@ -44,15 +52,9 @@ class ShardedOptimizers(StepHook):
         self._sharded[optimizer].lay_out(optimizer)
 
     def _assign(self, parameters: Iterable[Parameter]) -> None:
-        """Choose owners of new parameters: the largest first, each to the rank that has the least so far."""
+        """Choose owners of new parameters."""
         owners = self._communicator.owners
-        heap = [(load, rank) for rank, load in enumerate(self._loads)]
-        heapq.heapify(heap)
-        new = [p for p in parameters if p not in owners]
-        for p in sorted(new, key=lambda p: (not p.requires_grad, -p.numel())):  # frozen ones have no state
-            load, owners[p] = heap[0]
-            heapq.heapreplace(heap, (load + p.numel(), owners[p]))
-        self._loads = [load for _, load in sorted((rank, load) for load, rank in heap)]
+        owners.update(divided([p for p in parameters if p not in owners], self._loads))
 
     def before_update(self, optimizer: Optimizer, parameters: Sequence[Parameter]) -> None:
         """Let the hooks of scripts see all parameters."""
