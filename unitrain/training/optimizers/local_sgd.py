@@ -66,9 +66,11 @@ class LocalSGD(StepHook):
         self.swapped: bool = False
         self._communicator = communicator
         self._make_reducer = partial(
-            GradientReducer, all_reduce=communicator.all_reduce_async, armed=lambda: False,
-            wire_device=communicator.device, wire_dtype=HALF_DTYPES.get(config.compression),
-        )  # fmt: skip
+            GradientReducer,
+            communicator=communicator,
+            armed=lambda: False,
+            wire_dtype=HALF_DTYPES.get(config.compression),
+        )
         self._guard = GuardedStep(communicator.device, None, None)
         self._optimizer: Optimizer | None = None
         self._parameters: Sequence[Parameter] = []
