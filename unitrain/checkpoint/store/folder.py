@@ -9,10 +9,8 @@ checkpoint, but what a killed process has left, which the next save removes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from unitrain.checkpoint.store.disk import Disk
@@ -36,26 +34,20 @@ class Draft:
 
     def write(self, parts: Mapping[str, Any]) -> dict[str, Any]:
         """Write each part to a file, checked and synced, and return what the manifest says of the files."""
-        files: dict[str, Any] = {}
-        with ExitStack() as drafts, ThreadPoolExecutor(_THREADS, "checkpoint files") as threads:
-            putting: list[Future[None]] = []
+        # Of files that are uploaded, one at a time is on this disk.
+        with ThreadPoolExecutor(_THREADS if isinstance(self.store, Disk) else 1, "checkpoint files") as threads:
+            files = [f"{part}.pt" for part in parts]
+            return dict(zip(files, threads.map(self._write_file, files, parts.values()), strict=True))
 
-            def put(name: str, draft: Path) -> None:
+    def _write_file(self, file: str, value: Any) -> dict[str, Any]:
+        name = f"{self.name}/{file}"
+        with self.store.draft(name) as draft:
+
+            def put() -> None:
                 check_part(draft)
                 self.store.put(name, draft)
 
-            for part, value in parts.items():
-                name = f"{self.name}/{part}.pt"
-                draft = drafts.enter_context(self.store.draft(name))
-                # A file is checked and put while the rest of it is hashed, and on a disk while the next is written.
-                later = partial(threads.submit, put, name, draft)
-                files[f"{part}.pt"] = write_part(draft, value, lambda later=later: putting.append(later()))  # type: ignore[misc]
-                if not isinstance(self.store, Disk):
-                    putting.pop().result()
-                    drafts.close()  # one part at a time is on this disk
-            for one in putting:
-                one.result()
-        return files
+            return write_part(draft, value, put)
 
     def complete(self, step: int, about: Mapping[str, Any], files: Mapping[str, Any]) -> None:
         """Write the manifest, given plain data and what it says of the files, so that this is a checkpoint."""
