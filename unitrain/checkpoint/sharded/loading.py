@@ -193,7 +193,7 @@ def order_by_name(state: RunState, opened: CheckpointView) -> None:
     """Put the saved state of each optimizer's parameters in the order that they have now."""
     outlines = opened.outlines
     for name, own in state.names.items():
-        saved = outlines[RUN].get("names", {}).get(name)  # not in a checkpoint of before they were saved
+        saved = outlines[RUN]["names"].get(name)
         if saved is None or own is None or saved == keys_of(None, len(saved)):
             continue
         now = keys_of(own, len(own)) if isinstance(saved[0], str) else own
