@@ -119,8 +119,6 @@ class Checkpoint:
         self._boundary = LastBoundary(state, self._epoch_end, ranks.pulse)
         watch.saver = EmergencyCheckpoint(store.root, self._boundary, state, self._writer, ranks.rank, watch.members)
 
-    # ------------------------------------------------------------------------------------------------------- save
-
     def save(self, *, best: bool = False) -> None:
         """Save a checkpoint of the current state, or at the end of the accumulation window if one is open. Collective.
 
@@ -230,8 +228,6 @@ class Checkpoint:
                 f"{self._folder} contains checkpoints of another run, up to {folder_name(self._unclaimed)}: call "
                 "resume() to continue that run, or discard() to remove them, before training, or use another folder."
             )
-
-    # ----------------------------------------------------------------------------------------------------- resume
 
     def resume(self, path: str | Path | None = None, *, force: bool = False) -> bool:
         """Resume from the newest intact checkpoint, and return whether there is one. Collective.

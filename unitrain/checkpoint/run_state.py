@@ -132,8 +132,6 @@ class RunState:
             "config": self.config,
         }
 
-    # ------------------------------------------------------------------------- whether a checkpoint belongs to this run
-
     def changed_settings(self, manifest: Manifest) -> list[str]:
         """Return the settings that affect training and are not those of a checkpoint, with both values."""
         if not manifest.strategy:

@@ -117,17 +117,13 @@ def _targets(module: nn.Module, saved: Mapping[str, Form], path: str | Path) -> 
     return targets
 
 
-# -------------------------------------------------------------------------------------------------------------- files
-
-
 class _Stored(NamedTuple):
     """A tensor in a file."""
 
     file: str
     dtype: torch.dtype
     shape: list[int]
-    start: int
-    """The first of its bytes in the file."""
+    start: int  # the first of its bytes in the file
     end: int
 
 

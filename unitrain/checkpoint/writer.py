@@ -38,10 +38,8 @@ class Together(NamedTuple):
     """A checkpoint that several ranks write, as one of them sees it."""
 
     draft: Draft
-    shards: Shards
-    """What this rank writes."""
-    writers: int
-    """The number of ranks that write."""
+    shards: Shards  # what this rank writes
+    writers: int  # the number of ranks that write
 
 
 class Background:

@@ -38,18 +38,12 @@ _LONG = 16
 class Recorded(NamedTuple):
     """What was recorded at a boundary."""
 
-    step: int
-    """Number of optimizer steps so far."""
-    ended: EpochEnd | None
-    """The state at the end of an epoch's training, if what follows it in the script is not done yet."""
-    weights: list[int]
-    """Versions of the parameters."""
-    positions: list[dict[str, Any]]
-    """Positions of the loaders."""
-    dicts: list[Any] | None
-    """Copies of the dicts, with a ``_Beginning`` in place of each long list; None if a tensor is too large."""
-    scheduled: list[int]
-    """How often each scheduler was stepped."""
+    step: int  # number of optimizer steps so far
+    ended: EpochEnd | None  # at the end of an epoch's training, if what follows it in the script is not done yet
+    weights: list[int]  # versions of the parameters
+    positions: list[dict[str, Any]]  # positions of the loaders
+    dicts: list[Any] | None  # copies, with a _Beginning in place of each long list; None if a tensor is too large
+    scheduled: list[int]  # how often each scheduler was stepped
 
 
 class LastBoundary(StepHook):

@@ -81,8 +81,6 @@ class Memory(StepHook):
         self._why = ""  # the last one failed on this rank
         self._begin()
 
-    # ------------------------------------------------------------------------------------------------ the run's life
-
     def _begin(self) -> None:
         """Record in the run's folder that this start of the run writes from now on. Collective."""
         if self._every != 0:
@@ -146,8 +144,6 @@ class Memory(StepHook):
             location = self._ranks.on_main(lambda: self._folder.store.location)
             self._store = MemoryStore(self._ranks, location, self._state.settings.memory_folder)
         return self._store
-
-    # ------------------------------------------------------------------------------------------------------- copying
 
     def at_boundary(self) -> None:
         """Copy the state if it is time to."""
@@ -261,8 +257,6 @@ class Memory(StepHook):
             time.sleep(_POLL_S)
         said: Mapping[str, Any] = json.loads(disk.get(f"{name}/{note}"))
         yield from (f"{name}/{file}" for file in (*said["files"], note))
-
-    # -------------------------------------------------------------------------------------------------------- ending
 
     def close(self) -> None:
         """Remove the copies: what is to be kept is saved. Collective. Further calls do nothing."""

@@ -123,8 +123,6 @@ class MemoryStore:
         """Remove this host's folder."""
         shutil.rmtree(self.disk.root, ignore_errors=True)
 
-    # ---------------------------------------------------------------------------------------------------- recalling
-
     def recall(self, run: str, after: tuple[int, int], settings: dict[str, Any]) -> list[tuple[Located, str]]:
         """Make complete copies of this run checkpoints, and return them on rank 0, the newest first. Collective.
 

@@ -58,10 +58,8 @@ class Piece(NamedTuple):
 class Entry(NamedTuple):
     """A tensor or a plain value of a checkpoint."""
 
-    path: Keys
-    """Where it is in the states."""
-    dtype: str | None
-    """``float32``; None for a plain value."""
+    path: Keys  # where it is in the states
+    dtype: str | None  # ``float32``; None for a plain value
     shape: tuple[int, ...]
     pieces: list[Piece]
 
@@ -311,10 +309,8 @@ def _described(found: Any) -> tuple[str, tuple[int, ...]]:
 class _Form(NamedTuple):
     """What archives of tensors of one shape, dtype and memory format have in common."""
 
-    head: bytes
-    """All that is before the elements. The rest depends on them."""
-    like: Tensor
-    """A tensor on the meta device."""
+    head: bytes  # all that is before the elements. The rest depends on them
+    like: Tensor  # a tensor on the meta device
 
     @classmethod
     def of(cls, content: Tensor, found: Tensor) -> _Form | None:

@@ -39,16 +39,11 @@ class CheckpointView(NamedTuple):
     communicator: Communicator
     state: RunState
     manifest: Manifest
-    outlines: dict[str, Any]
-    """The states by name, with the forms of the tensors in their places."""
-    saved: OpenCheckpoint | None
-    """The checkpoint itself; on rank 0 only."""
-    by_several: bool
-    """Whether several ranks have written tensors."""
-    stored: Stored | None
-    """Those tensors, if this rank sees them."""
-    each: bool
-    """Whether each rank reads its own parts of them; else rank 0 reads all, and sends the parts."""
+    outlines: dict[str, Any]  # the states by name, with the forms of the tensors in their places
+    saved: OpenCheckpoint | None  # the checkpoint itself; on rank 0 only
+    by_several: bool  # whether several ranks have written tensors
+    stored: Stored | None  # those tensors, if this rank sees them
+    each: bool  # whether each rank reads its own parts of them; else rank 0 reads all, and sends the parts
 
     def source(self, name: str) -> Any:
         """Return a state with its tensors on rank 0, and None on the others."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from unitrain.checkpoint.names import GROUPS, Keys, joined, numbered
 from unitrain.checkpoint.sharded.dcp import METADATA, Stored
-from unitrain.checkpoint.store.folder import Folder
+from unitrain.checkpoint.store.folder import BEST, Folder
 from unitrain.checkpoint.store.located import (
     RUN,
     DamagedError,
@@ -31,11 +31,6 @@ from unitrain.process import print_stderr
 from unitrain.url import parsed
 
 T = TypeVar("T")
-BEST = "best"
-"""What ``resume`` takes for the best checkpoint."""
-
-
-# --------------------------------------------------------------------------------------------------------- searching
 
 
 class Search:
@@ -140,17 +135,12 @@ def best_in(folder: Folder) -> int | None:
     return None
 
 
-# ----------------------------------------------------------------------------------------------------------- opening
-
-
 class OpenCheckpoint(NamedTuple):
     """An open checkpoint, in the process that has opened it."""
 
     found: Located
-    parts: dict[str, Any]
-    """The states by name. Their tensors are read from the disk when they are used; of those in ``stored``, forms."""
-    stored: Stored | None
-    """What several ranks have written."""
+    parts: dict[str, Any]  # states by name. Their tensors are read when they are used; of those in ``stored``, forms
+    stored: Stored | None  # what several ranks have written
     files: MappedFiles
 
     def tensor(self, value: Tensor | Form) -> Tensor:

@@ -47,17 +47,10 @@ _CPU, _META = torch.device("cpu"), torch.device("meta")
 class Shards(NamedTuple):
     """What a rank writes of the states of modules and optimizers, by key."""
 
-    values: dict[str, Any]
-    """Rows of a tensor, or plain data."""
-    entries: dict[str, Entry]
-    """What they are parts of. None is written yet."""
-    first_rows: dict[str, int]
-    """The number of the first row of a tensor that this rank has."""
-    aliases: dict[str, tuple[Keys, str]]
-    """Further keys of values, with a path and the key in ``values``."""
-
-
-# ------------------------------------------------------------------------------------------------ what a rank has
+    values: dict[str, Any]  # rows of a tensor, or plain data
+    entries: dict[str, Entry]  # what they are parts of. None is written yet
+    first_rows: dict[str, int]  # the number of the first row of a tensor that this rank has
+    aliases: dict[str, tuple[Keys, str]]  # further keys of values, with a path and the key in ``values``
 
 
 def owners(communicator: Communicator, state: Mapping[int, Any], parameters: int) -> list[int | None]:
@@ -176,9 +169,6 @@ def write_shards(draft: Draft, rank: int, shards: Shards) -> tuple[dict[str, Any
         described = write_part(file, shards.values, lambda: draft.store.put(f"{draft.name}/{name}", file), save)
     layout.update((alias, layout[key]._replace(path=to)) for alias, (to, key) in shards.aliases.items())
     return {name: described}, layout
-
-
-# ------------------------------------------------------------------------------------------------------- together
 
 
 def shared_store(communicator: Communicator, folder: Folder) -> Store | None:

@@ -22,6 +22,7 @@ from unitrain.errors import CheckpointError
 from unitrain.process import print_stderr
 
 BEST = "best"
+"""What ``resume`` takes for the best checkpoint, and the name of the link to it."""
 _THREADS = 4
 
 
@@ -89,8 +90,6 @@ class Folder:
         if self._lock is not None:
             self._lock.release()
 
-    # ---------------------------------------------------------------------------------------------- what is there
-
     def name(self, step: int) -> str:
         """Return the path or URL of a step's checkpoint."""
         return self.store.shown(self._at(step))
@@ -129,8 +128,6 @@ class Folder:
             if match and NAME in self._names(name):
                 found[int(match[1])] = name
         return found
-
-    # ------------------------------------------------------------------------------------------------------ writing
 
     def begin(self, step: int) -> Draft:
         """Begin a checkpoint. A server is not waited for here, but when it is written."""
@@ -186,8 +183,6 @@ class Folder:
                 with suppress(OSError):  # it only takes up space
                     self.store.unmake(name)
         return complete
-
-    # ----------------------------------------------------------------------------------------------------- removing
 
     def remove(self, step: int) -> None:
         """Remove a checkpoint, at once as others see it."""

@@ -93,9 +93,6 @@ def _digest(manifest: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
-# ----------------------------------------------------------------------------------------------------------- reading
-
-
 def store_at(place: Path | str) -> Store:
     """Return the store at a path, or at a URL (a str), which is not looked at yet."""
     if isinstance(place, Path):
@@ -113,8 +110,7 @@ class Located(NamedTuple):
     """A checkpoint that has been found. Only its manifest has been read."""
 
     store: Store
-    folder: str
-    """Its folder in the store; "" if it is the store's root."""
+    folder: str  # its folder in the store; "" if it is the store's root
     manifest: Manifest
 
     def __str__(self) -> str:

@@ -38,8 +38,6 @@ class Store(ABC):
     def shown(self, name: str) -> str:
         """Return the path or the URL of a file, for messages."""
 
-    # -------------------------------------------------------------------------------------------------- five verbs
-
     @abstractmethod
     def list(self, folder: str = "") -> list[str]:
         """Return the names in a folder, without the folder."""
@@ -70,8 +68,6 @@ class Store(ABC):
     def modified(self, name: str) -> float:
         """Return when a file was written, in seconds by the clock of where it is."""
 
-    # ----------------------------------------------------------------------------------------- what follows from them
-
     @abstractmethod
     def size(self, name: str) -> int:
         """Return the size of a file in bytes."""
@@ -99,8 +95,6 @@ class Store(ABC):
     @abstractmethod
     def reason(self, error: Exception) -> str:
         """Return why a file could not be written or read, and what to do."""
-
-    # -------------------------------------------------------------------------------- where disks and others differ
 
     def make(self, folder: str = "") -> None:
         """Make a folder of a disk, with the folders above it. An object store needs none."""

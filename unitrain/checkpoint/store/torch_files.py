@@ -102,9 +102,6 @@ class MappedFiles:
             _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), _MADV_DONTNEED)
 
 
-# ----------------------------------------------------------------------------------------------------------- writing
-
-
 def write_part(
     path: Path,
     value: Any,
