@@ -190,7 +190,7 @@ class Checkpoint:
         """
         ranks = self._communicator
         if not self._looked:
-            self._looked, self._shared = True, shared_store(ranks, self._folder)
+            self._looked, self._shared = True, shared_store(ranks, self._folder.store)
         if self._shared is None:
             return gathered(ranks, parts), None
         draft = Draft(self._shared, ranks.on_main(lambda: self._folder.begin(self._step.global_step).name))
@@ -288,8 +288,7 @@ class Checkpoint:
         def open_next() -> OpenCheckpoint | None:
             nonlocal search
             if search is None:
-                search = Search(self._folder, path)
-                search.prefer([located for located, _ in recalled])
+                search = Search(self._folder, path, [located for located, _ in recalled])
             if damage is not None:
                 search.reject(damage)
             return search.next(opened)

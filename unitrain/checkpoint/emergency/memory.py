@@ -89,10 +89,8 @@ class Memory(StepHook):
     def _draw(self) -> tuple[str, int]:
         run, life = self._known() or (uuid4().hex if self.copies else "", 0)
         if run:
-            try:
+            with self._folder.store.explained(f"{self._folder.store.shown(_ID)} can't be written"):
                 self._folder.store.put(_ID, json.dumps({"run": run, "life": life + 1}).encode())
-            except OSError as error:
-                raise CheckpointError(f"{self._folder.store.shown(_ID)} can't be written: {error}") from error
         return run, life + 1 if run else 0
 
     def _known(self) -> tuple[str, int] | None:

@@ -58,6 +58,16 @@ class Note(NamedTuple):
     files: dict[str, int]
 
 
+def memory_folder(setting: str | None = None) -> Path:
+    """Return where copies are kept on this host."""
+    return Path(setting or (_SHM if os.access(_SHM, os.W_OK) else tempfile.gettempdir()))
+
+
+def prefix() -> str:
+    """Return how the names of this user's folders begin there, one for each run."""
+    return f"unitrain-{os.getuid()}-"
+
+
 class MemoryStore:
     """The folders in the memory of this job's hosts. Collective.
 
@@ -74,8 +84,7 @@ class MemoryStore:
     """
 
     def __init__(self, ranks: Communicator, location: str, folder: str | None) -> None:
-        base = Path(folder or (_SHM if os.access(_SHM, os.W_OK) else tempfile.gettempdir()))
-        root = base / f"unitrain-{os.getuid()}-{hashlib.sha256(location.encode()).hexdigest()[:16]}"
+        root = memory_folder(folder) / f"{prefix()}{hashlib.sha256(location.encode()).hexdigest()[:16]}"
         self._ranks = ranks
         self.disk: Disk = Disk(root, durable=False)
         host, seen, why = socket.gethostname(), (0, 0), ""

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -22,6 +21,7 @@ from unitrain.communication.streaming import (
     Form,
     Keys,
     broadcast_tensors,
+    needed,
     outline,
     own_rows,
     receive,
@@ -29,8 +29,6 @@ from unitrain.communication.streaming import (
 )
 from unitrain.errors import CheckpointError
 from unitrain.url import parsed
-
-_CPU, _META = torch.device("cpu"), torch.device("meta")
 
 
 class CheckpointView(NamedTuple):
@@ -221,11 +219,8 @@ def load(communicator: Communicator, state: RunState, opened: CheckpointView) ->
             value.update(found)
         else:
             value.load_state_dict(found)
-
-    def new(path: Keys, form: Form) -> Tensor:
-        return form.empty(_META if path[0] == "random" and path[1] != communicator.rank else _CPU)
-
-    run: dict[str, Any] = receive(communicator, outlines[RUN], source(RUN), new=new, sent=sent)
+    here = needed(lambda path: path[0] != "random" or path[1] == communicator.rank)
+    run: dict[str, Any] = receive(communicator, outlines[RUN], source(RUN), new=here, sent=sent)
     return run
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -36,11 +36,13 @@ T = TypeVar("T")
 class Search:
     """The checkpoints that ``resume(path)`` may resume from, in the order in which they are tried.
 
+    Without a path, these are the newest of the folder, after those that are to be tried ``first``.
+
     Raises:
         CheckpointError: the best is wanted, and none is marked as the best.
     """
 
-    def __init__(self, folder: Folder, path: str | Path | None = None) -> None:
+    def __init__(self, folder: Folder, path: str | Path | None = None, first: Sequence[Located] = ()) -> None:
         self._folder = folder
         self._wanted = ""  # what is wanted, if no other one will do
         self._damage: list[str] = []
@@ -48,7 +50,8 @@ class Search:
         if path is None:
             for shown in folder.incomplete():
                 print_stderr(f"unitrain: skipping an incomplete checkpoint: {shown} has no {NAME}")
-            self._left = [partial(folder.find, step) for step in folder.steps()]
+            self._left = [partial(_same, one) for one in first]
+            self._left += [partial(folder.find, step) for step in folder.steps()]
         elif path != BEST:
             self._wanted, self._left = "the checkpoint", [partial(_named, path, folder)]
         else:
@@ -61,10 +64,6 @@ class Search:
                     "newest."
                 )
             self._wanted, self._left = "the best checkpoint", [partial(folder.find, newest.manifest.best)]
-
-    def prefer(self, found: list[Located]) -> None:
-        """Try these first."""
-        self._left[:0] = [partial(_same, one) for one in found]
 
     def next(self, attempt: Callable[[Located], T]) -> T | None:
         """Return what ``attempt`` returns for the next checkpoint for which it raises no DamagedError, if there is one.

@@ -100,14 +100,12 @@ class Disk(Store):
                 os.replace(draft, link)
 
     def probe(self, needed: int) -> None:
-        try:
+        with self.explained(f"checkpoints can't be written to {self}"):
             self.make()
             with tempfile.TemporaryFile(dir=self.root) as file:
                 file.write(bytes(_BLOCK))
                 os.fsync(file.fileno())
             free = shutil.disk_usage(self.root).free
-        except OSError as error:
-            raise CheckpointError(f"checkpoints can't be written to {self}: {self.reason(error)}") from error
         if free < needed:
             raise CheckpointError(
                 f"checkpoints can't be written to {self}: one needs at least {needed} bytes, but {free} bytes are "

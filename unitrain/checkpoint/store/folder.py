@@ -8,16 +8,16 @@ checkpoint, but what a killed process has left, which the next save removes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any
 
 from unitrain.checkpoint.store.disk import Disk
 from unitrain.checkpoint.store.located import Located, locate, to_json
 from unitrain.checkpoint.store.lock import Lock
 from unitrain.checkpoint.store.store import FOLDER, NAME, Store, folder_name
-from unitrain.checkpoint.store.torch_files import check_part, reason, write_part
+from unitrain.checkpoint.store.torch_files import check_part, write_part
 from unitrain.errors import CheckpointError
 from unitrain.process import print_stderr
 
@@ -75,11 +75,6 @@ class Folder:
         self.store.probe(needed)
         self._lock = Lock(self.store)
 
-    @property
-    def token(self) -> str:
-        """What ``holder_of`` finds where other processes see this folder."""
-        return "" if self._lock is None else self._lock.token
-
     def check(self) -> None:
         """Check that no other job has taken the folder."""
         if self._lock is not None:
@@ -112,7 +107,7 @@ class Folder:
 
     def _names(self, folder: str = "") -> list[str]:
         """Return all names in a folder; none if there is no such folder."""
-        with self._errors(f"{self.store.shown(folder)} can't be listed"):
+        with self.store.explained(f"{self.store.shown(folder)} can't be listed"):
             try:
                 return self.store.list(folder)
             except (FileNotFoundError, NotADirectoryError):
@@ -139,7 +134,7 @@ class Folder:
         before = _of_step(step, self._used)
         draft = f"{folder_name(step)}.{_attempt(before[-1]) + 1}" if before else folder_name(step)
         self._used.add(draft)
-        with self._errors(f"checkpoint {self.store.shown(draft)} could not be written"):
+        with self.store.explained(f"checkpoint {self.store.shown(draft)} could not be written"):
             self.store.make(draft)
         return Draft(self.store, draft)
 
@@ -158,18 +153,16 @@ class Folder:
         """
         draft = draft or self.begin(step)
         try:
-            before = self._sweep(draft.name)
-            files = {**draft.write(parts), **others()}
-            self.check()  # another job may have taken the folder meanwhile
-            draft.complete(step, about, files)
-        except Exception as error:  # pickling may raise any exception
+            with self.store.explained(f"checkpoint {self.store.shown(draft.name)} could not be written"):
+                before = self._sweep(draft.name)
+                files = {**draft.write(parts), **others()}
+                self.check()  # another job may have taken the folder meanwhile
+                draft.complete(step, about, files)
+        except CheckpointError:
             if isinstance(self.store, Disk):
                 with suppress(OSError):
                     self.store.unmake(draft.name)
-            if isinstance(error, CheckpointError):
-                raise
-            why = self.store.reason(error) if isinstance(error, OSError) else reason(error)
-            raise CheckpointError(f"checkpoint {self.store.shown(draft.name)} could not be written: {why}") from error
+            raise
         if step in before:
             with suppress(OSError):  # the next save tries it again
                 self.store.unmake(before[step])
@@ -187,7 +180,7 @@ class Folder:
     def remove(self, step: int) -> None:
         """Remove a checkpoint, at once as others see it."""
         for name in _of_step(step, self._names()):
-            with self._errors(f"{self.store.shown(name)} can't be removed"):
+            with self.store.explained(f"{self.store.shown(name)} can't be removed"):
                 self.store.unmake(name)
             self._used.discard(name)
 
@@ -216,14 +209,6 @@ class Folder:
                 f"unitrain: {self.store.shown(BEST)} is not the link to the best checkpoint: {error}. "
                 'resume("best") needs no link.'
             )
-
-    @contextmanager
-    def _errors(self, what: str) -> Iterator[None]:
-        """Raise errors of a disk as CheckpointError."""
-        try:
-            yield
-        except OSError as error:
-            raise CheckpointError(f"{what}: {self.store.reason(error)}") from error
 
 
 def _of_step(step: int, names: Iterable[str]) -> list[str]:

@@ -75,7 +75,6 @@ class Lock:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._own = _this_process()
-        self.token: str = self._own.token
         store.make()
         holder = holder_of(store)
         if holder is not None and self._is_alive(holder):
@@ -118,12 +117,10 @@ class Lock:
                 self._store.remove(NAME)
 
     def _take(self, *, replaces: bool) -> None:
-        try:
+        with self._store.explained(f"checkpoints can't be written to {self._store}"):
             self._store.make()
             with suppress(FileExistsError):  # another process has written it just now
                 self._store.put(NAME, self._text, exclusive=not replaces)
-        except OSError as error:
-            raise CheckpointError(f"checkpoints can't be written to {self._store}: {error}") from error
         if holder_of(self._store) != self._own:
             raise CheckpointError(f"{self._store} was taken by another job at the same moment: start one at a time.")
 
@@ -162,7 +159,7 @@ class Lock:
 
     def _clock(self) -> float:
         """Return the time by that clock: the server of a file system may have another one than this host."""
-        name = f"{NAME}.{self.token}"
+        name = f"{NAME}.{self._own.token}"
         self._store.put(name, b"now")
         try:
             return self._store.modified(name)

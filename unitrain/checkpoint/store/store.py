@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+
+from unitrain.checkpoint.store.torch_files import reason
+from unitrain.errors import CheckpointError
 
 NAME = "manifest.json"
 FOLDER = re.compile(r"step-(\d{10})(?:\.(\d+))?")
@@ -95,6 +99,17 @@ class Store(ABC):
     @abstractmethod
     def reason(self, error: Exception) -> str:
         """Return why a file could not be written or read, and what to do."""
+
+    @contextmanager
+    def explained(self, what: str) -> Iterator[None]:
+        """Raise any error as a CheckpointError that says ``what`` is the matter, and why; but for one that does so."""
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except Exception as error:  # pickling may raise any exception
+            why = self.reason(error) if isinstance(error, OSError) else reason(error)
+            raise CheckpointError(f"{what}: {why}") from error
 
     def make(self, folder: str = "") -> None:
         """Make a folder of a disk, with the folders above it. An object store needs none."""
