@@ -17,8 +17,7 @@ from torch.optim import Optimizer
 from unitrain.errors import CheckpointError
 
 STATE, GROUPS, PARAMS = "state", "param_groups", "params"
-Name = list[str]
-"""The name of the object that has a parameter, and the parameter's name in the object."""
+Name = list[str]  # the name of the object that has a parameter, and the parameter's name in the object
 Keys = tuple[Any, ...]
 """The path of a value: the name of an object, and the keys and positions that lead to the value in its state."""
 

@@ -60,8 +60,7 @@ class RunState:
         self._world_size = communicator.world_size
         self.settings: StrategyConfig = settings
         self.config: dict[str, Any] = dict(config)
-        self.life: int = 0
-        """See ``Manifest.life``."""
+        self.life: int = 0  # see ``Manifest.life``
 
     @property
     def modules(self) -> dict[str, nn.Module]:

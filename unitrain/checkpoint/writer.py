@@ -48,8 +48,7 @@ class Background:
     def __init__(self, name: str) -> None:
         self._thread = ThreadPoolExecutor(1, name)
         self._snapshot: Any = None
-        self.under_way: Future[None] | None = None
-        """What is being written, or was written last."""
+        self.under_way: Future[None] | None = None  # what is being written, or was written last
 
     def run(self, state: Any, write: Callable[[Any], None]) -> Future[None]:
         """Start to write a snapshot of a state, once the one before is written."""

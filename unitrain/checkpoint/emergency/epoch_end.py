@@ -48,8 +48,7 @@ class EpochEndHook(StepHook):
     def __init__(self, state: RunState, step: TrainingStep) -> None:
         self._state = state
         self._step = step
-        self.last: EpochEnd | None = None
-        """What was remembered last."""
+        self.last: EpochEnd | None = None  # what was remembered last
 
     def at_epoch_end(self) -> None:
         """Copy the small states of the run."""

@@ -21,8 +21,7 @@ from unitrain.checkpoint.store.torch_files import check_part, write_part
 from unitrain.errors import CheckpointError
 from unitrain.process import print_stderr
 
-BEST = "best"
-"""What ``resume`` takes for the best checkpoint, and the name of the link to it."""
+BEST = "best"  # what ``resume`` takes for the best checkpoint, and the name of the link to it
 _THREADS = 4
 
 

@@ -27,8 +27,7 @@ from unitrain.process import boot_id, print_stderr, start_time
 
 NAME = ".lock"
 BEAT_S = 5.0
-STALE_S = 30.0
-"""The holder of a lock on another host counts as ended if it has not touched the file for this long."""
+STALE_S = 30.0  # the holder of a lock on another host counts as ended if it has not touched the file for this long
 _POLL_S = 0.5
 
 
@@ -38,13 +37,10 @@ class Holder(BaseModel):
     model_config: ClassVar[ConfigDict] = ConfigDict(strict=True, frozen=True, extra="forbid")
 
     host: str = "an unknown host"
-    pids: str = ""
-    """Where the process id is valid: since which start of the host, and in which PID namespace (container)."""
+    pids: str = ""  # where the process id is valid: since which start of the host, in which PID namespace (container)
     pid: Annotated[int, Field(ge=0)] = 0
-    started: int = 0
-    """When the process was started, in the kernel's ticks: another one may get its id later."""
-    token: str = ""
-    """Tells apart the locks that one process takes."""
+    started: int = 0  # when the process was started, in the kernel's ticks: another one may get its id later
+    token: str = ""  # tells apart the locks that one process takes
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"

@@ -26,8 +26,7 @@ from unitrain.process import print_stderr
 
 PATIENCE_S = 120.0
 """How long a server is waited for that does not answer. s3fs has no limit for a PUT that was not accepted."""
-SILENT_S = 5.0
-"""Libraries try for minutes to reach a server that does not answer, and print nothing meanwhile."""
+SILENT_S = 5.0  # libraries try for minutes to reach a server that does not answer, and print nothing meanwhile
 _SLOWEST = 2**17  # bytes per second of a copy
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "hf": "huggingface_hub"}
 _CREDENTIALS = {

@@ -30,8 +30,7 @@ class Store(ABC):
     with a message that says what to do.
     """
 
-    few_writes: bool = False
-    """Whether each write is a commit, so that only one process should write, and not often."""
+    few_writes: bool = False  # whether each write is a commit, so that only one process should write, and not often
 
     @property
     @abstractmethod
