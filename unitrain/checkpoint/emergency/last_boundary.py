@@ -170,23 +170,15 @@ class LastBoundary(StepHook):
 
 
 class _Buffer:
-    """A buffer of a layer, which may assign another tensor to it.
-
-    Attributes:
-        layer: the layer's buffers.
-        name: its name among them.
-        seen: what it was at the last boundary.
-        version: the version of that.
-        copy: its copy, once a step has changed it, unless it is large.
-    """
+    """A buffer of a layer, which may assign another tensor to it."""
 
     __slots__ = ("copy", "layer", "name", "seen", "version")
 
     def __init__(self, layer: nn.Module, name: str) -> None:
         self.layer, self.name = layer._buffers, name
-        self.seen = self.layer[name]
+        self.seen = self.layer[name]  # what it was at the last boundary
         self.version = _version(self.seen)
-        self.copy: Tensor | None = None
+        self.copy: Tensor | None = None  # once a step has changed it, unless it is large
 
     @property
     def now(self) -> Tensor | None:
