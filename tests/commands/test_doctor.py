@@ -184,7 +184,7 @@ def test_it_lists_the_copies_that_a_killed_job_left(monkeypatch: pytest.MonkeyPa
     left = tmp_path / f"{memory_store.prefix()}0" / "step-0000000001.1"
     left.mkdir(parents=True)
     (left / "model.pt").write_bytes(bytes(2**27))
-    assert PROBES["copies_in_memory"]().summary.startswith(f"0.1 GiB in {left.parent}: remove those")
+    assert PROBES["copies_in_memory"]().summary.startswith(f"0.1 GiB in {left.parent}: remove")
 
 
 @pytest.mark.parametrize(

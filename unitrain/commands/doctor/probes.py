@@ -158,7 +158,7 @@ def _copies_in_memory() -> Finding:
     if not found:
         return Finding("ok", "none")
     shown = ", ".join(map(str, found))
-    return Finding("ok", f"{size / 2**30:.1f} GiB in {shown}: remove those of runs that will not be resumed")
+    return Finding("ok", f"{size / 2**30:.1f} GiB in {shown}: remove the folders of runs that are not resumed")
 
 
 PROBES: dict[str, Probe] = {
