@@ -96,8 +96,7 @@ class DataParallelBackend(LocalBackend):
         if len(devices) > 1 and config.sync_batchnorm:
             raise ConfigError(
                 f"sync_batchnorm is not supported by backend data_parallel on {len(devices)} devices: each replica "
-                "normalises its own part of the batch. Use backend ddp, one process per GPU (torchrun --nproc-per-node "
-                f"{len(devices)} ...)."
+                f"normalises its own part of the batch. Use backend ddp (torchrun --nproc-per-node {len(devices)} ...)."
             )
         if len(devices) > 1 and config.exact_randomness:
             raise ConfigError(
@@ -118,8 +117,7 @@ class DataParallelBackend(LocalBackend):
         if len(spread) > 1 and len(self.devices) > 1:
             raise UsageError(
                 f"the model's layers are on {', '.join(map(str, spread))}, but DataParallel puts a whole replica on "
-                "each GPU: build the model on one device, or use backend single or ddp, which leave layers where they "
-                "are."
+                "each GPU: build the model on one device, or use backend single or ddp, which leave it as it is."
             )
         super().place(module)
 

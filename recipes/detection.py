@@ -92,7 +92,9 @@ def main() -> None:
     if settings.baselines:
         untrained = precision.of(model, val)["map"]
         strategy.print(f"mAP of the untrained network {untrained:.2%}, of each class's mean box {mean_boxes(data):.2%}")
-    throughput, profile, last_step = strategy.throughput(), folder.profile(settings.profile), settings.last_step
+    throughput, last_step = strategy.throughput(), settings.last_step
+    if settings.profile:
+        strategy.profile(folder.path)
     for epoch in train.epochs(settings.epochs) if strategy.global_step < last_step else ():
         meters: defaultdict[str, Meter] = defaultdict(strategy.meter)
         with tqdm(train, f"epoch {epoch}", leave=False, mininterval=1, disable=not strategy.is_main or None) as bar:
@@ -104,7 +106,6 @@ def main() -> None:
                 for name, loss in losses.items():
                     meters[name].add(mean=loss, count=counts[name])
                 strategy.step(losses, optimizer, scheduler, weight=counts)
-                profile.step()
                 if settings.checkpoint_every and strategy.global_step % settings.checkpoint_every == 0:
                     checkpoint.save()
                 if strategy.global_step >= last_step:

@@ -110,7 +110,9 @@ def main() -> None:
 
     if settings.find_micro_batch_size:
         strategy.find_micro_batch_size(train, loss_of, optimizer)
-    throughput, profile, last_step = strategy.throughput(), folder.profile(settings.profile), settings.last_step
+    throughput, last_step = strategy.throughput(), settings.last_step
+    if settings.profile:
+        strategy.profile(folder.path)
     for epoch in train.epochs(settings.epochs) if strategy.global_step < last_step else ():
         # Sums over tokens: sequences differ in length, so a mean of the batches' means would not be that of the tokens.
         train_loss, train_tokens, val_loss, val_tokens = (strategy.meter() for _ in range(4))
@@ -120,7 +122,6 @@ def main() -> None:
             train_loss.add(total=loss * tokens)
             train_tokens.add(total=tokens)
             strategy.step(loss, optimizer, scheduler, weight=tokens)
-            profile.step()
             if settings.checkpoint_every and strategy.global_step % settings.checkpoint_every == 0:
                 checkpoint.save()
             if strategy.global_step >= last_step:

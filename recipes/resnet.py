@@ -24,7 +24,6 @@ from tqdm import tqdm
 from unitrain import Strategy, init, parse_command_line
 from unitrain.recipes.image_classification import images, models, prediction
 from unitrain.recipes.shared import figures
-from unitrain.recipes.shared.profiling import Profile
 from unitrain.recipes.shared.run_folder import RunFolder, resume_or_discard, summarise
 from unitrain.recipes.shared.settings import TrainingSettings
 
@@ -56,9 +55,7 @@ class Settings(TrainingSettings):
     """Only print the most probable classes of this image, by the best weights of the run in output-dir."""
 
 
-def train_epoch(
-    strategy: Strategy, settings: Settings, epoch: int, train: Any, state: tuple[Any, ...], profile: Profile
-) -> float:
+def train_epoch(strategy: Strategy, settings: Settings, epoch: int, train: Any, state: tuple[Any, ...]) -> float:
     """Train on what is left of an epoch, and return the mean loss over its samples. Collective."""
     mean_loss, (model, optimizer, scheduler, checkpoint) = strategy.meter(), state
     with tqdm(train, f"epoch {epoch}", leave=False, mininterval=1, disable=not strategy.is_main or None) as bar:
@@ -67,7 +64,6 @@ def train_epoch(
                 loss = F.cross_entropy(model(pictures), labels, label_smoothing=settings.label_smoothing)
             mean_loss.add(mean=loss, count=len(labels))
             strategy.step(loss, optimizer, scheduler)
-            profile.step()
             if strategy.is_main and strategy.global_step % 20 == 0:  # not in every step: item() waits for the GPU
                 bar.set_postfix(loss=f"{loss.item():.4f}", refresh=False)
             if settings.checkpoint_every and strategy.global_step % settings.checkpoint_every == 0:
@@ -139,9 +135,11 @@ def main() -> None:
         return
     folder.begin(settings, strategy.global_step)
     strategy.on_main(lambda: prediction.write_classes(folder.path, data.classes))
-    throughput, profile, last_step = strategy.throughput(), folder.profile(settings.profile), settings.last_step
+    throughput, last_step = strategy.throughput(), settings.last_step
+    if settings.profile:
+        strategy.profile(folder.path)
     for epoch in train.epochs(settings.epochs) if strategy.global_step < last_step else ():
-        loss = train_epoch(strategy, settings, epoch, train, (model, optimizer, scheduler, checkpoint), profile)
+        loss = train_epoch(strategy, settings, epoch, train, (model, optimizer, scheduler, checkpoint))
         metrics, labels, predicted = evaluate(strategy, model, val)
         rates = {"learning_rate": rate.at(strategy.global_step - 1), **throughput.read()}
         metrics |= {"epoch": epoch, "step": strategy.global_step, "train_loss": loss, **rates}

@@ -113,7 +113,9 @@ def main() -> None:
         untrained = verify(strategy, model, test, data.trials)
         folder.add({"epoch": -1, "step": 0, **untrained._asdict()})
         strategy.print(f"untrained: equal error rate {untrained.eer:.2%}, minDCF {untrained.min_dcf:.3f}")
-    throughput, profile, last_step = strategy.throughput(), folder.profile(settings.profile), settings.last_step
+    throughput, last_step = strategy.throughput(), settings.last_step
+    if settings.profile:
+        strategy.profile(folder.path)
     for epoch in train.epochs(settings.epochs) if strategy.global_step < last_step else ():
         mean_loss = strategy.meter()
         with tqdm(train, f"epoch {epoch}", leave=False, mininterval=1, disable=not strategy.is_main or None) as bar:
@@ -126,7 +128,6 @@ def main() -> None:
                     loss = criterion(head, embeddings, labels)
                 mean_loss.add(mean=loss, count=len(waveforms))
                 strategy.step(loss, optimizer, scheduler)
-                profile.step()
                 if settings.checkpoint_every and strategy.global_step % settings.checkpoint_every == 0:
                     checkpoint.save()
                 if strategy.global_step >= last_step:

@@ -101,8 +101,7 @@ def _freeze_once() -> None:
 def _without_collections() -> Iterator[None]:
     """Import without collecting garbage, and leave what exists after the first import out of later collections.
 
-    torch's modules are hundreds of thousands of objects that stay. To look through them takes 0.1 s, and when one rank
-    does that, all others wait.
+    torch's modules are hundreds of thousands of objects that stay. While a rank looks through them, 0.1 s, all wait.
     """
     enabled = gc.isenabled()
     gc.disable()

@@ -48,11 +48,7 @@ def accelerator() -> str | None:
 
 
 def device_type(setting: str) -> str:
-    """Return the type of device that the setting ``device`` means here.
-
-    Raises:
-        ConfigError: it names an accelerator that is not available.
-    """
+    """Return the type of device that the setting ``device`` means here."""
     found = accelerator()
     if setting in ("auto", "cpu"):
         return (found or "cpu") if setting == "auto" else "cpu"
@@ -75,14 +71,8 @@ def choices(setting: str) -> int:
 def pick_device(setting: str, launch: Launch) -> torch.device:
     """Return the device of this process: one accelerator for each local rank, or the CPU.
 
-    Args:
-        setting: ``auto``, ``cpu``, or a type of accelerator, with or without an index, such as ``cuda`` or ``cuda:1``.
-            ``auto`` takes an accelerator if there is one.
-        launch: its local rank is the index of the accelerator among the visible ones.
-
-    Raises:
-        ConfigError: an accelerator was requested and is not available.
-        LaunchError: there are more processes on this host than visible accelerators.
+    ``setting`` is ``auto`` (an accelerator, if there is one), ``cpu``, or a type of accelerator, perhaps with an index,
+    such as ``cuda:1``. Without one, the local rank is the index among the visible accelerators.
     """
     kind = device_type(setting)
     if kind == "cpu":
@@ -99,8 +89,7 @@ def pick_device(setting: str, launch: Launch) -> torch.device:
     else:
         raise LaunchError(
             f"local rank {launch.local_rank} has no device: {launch.launcher} started {launch.local_world_size} "
-            f"processes on this host, and {visible} devices of type {kind} are visible. Start at most {visible} "
-            "processes per host, or use device cpu."
+            f"processes on this host, with {visible} visible devices of type {kind}. Start fewer, or use device cpu."
         )
     torch.accelerator.set_device_index(index)
     device = torch.device(kind, index)

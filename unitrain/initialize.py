@@ -75,8 +75,7 @@ def init(config: StrategyConfig | None = None, **settings: Unpack[StrategySettin
     _check_shares(resolved, launch)
     if resolved.local_steps > 1 and backend.shards:
         raise ConfigError(
-            f"local_steps is {resolved.local_steps}, which backend {backend.name} does not support, since ranks have "
-            "shards of one model: use ddp or horovod, or set it to 1."
+            f"local_steps is {resolved.local_steps}, but backend {backend.name} shards one model: use ddp or horovod."
         )
     _set_process_state(resolved, launch)
     if launch.rank == 0:
@@ -200,8 +199,7 @@ def _check_honoured(backend: type[Backend], config: StrategyConfig, launch: Laun
 def _check_shares(config: StrategyConfig, launch: Launch) -> None:
     if config.shares is not None and len(config.shares) != launch.world_size:
         raise ConfigError(
-            f"shares is {list(config.shares)}, for {len(config.shares)} ranks, but this job has {launch.world_size}: "
-            "give one share for each rank, or null for equal shares."
+            f"shares is {list(config.shares)}, but this job has {launch.world_size} ranks: give one for each, or null."
         )
 
 
@@ -227,9 +225,8 @@ def _set_process_state(config: StrategyConfig, launch: Launch) -> None:
 def _set_tf32(allowed: bool) -> None:
     """Allow or forbid TF32 for CUDA's matrix products and convolutions.
 
-    Both of torch's interfaces are set. After a change through ``fp32_precision`` alone, reading ``allow_tf32`` raises
-    a RuntimeError, and torch.compile reads it. After ``allow_tf32 = False`` alone, convolutions still use TF32 if
-    ``torch.backends.fp32_precision`` allows it.
+    Both of torch's interfaces are set. After a change of ``fp32_precision`` alone, reading ``allow_tf32``, as compilers
+    do, raises a RuntimeError. After ``allow_tf32 = False`` alone, convolutions may still use TF32.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch 2.9 deprecates the older one; later releases don't

@@ -135,10 +135,7 @@ def is_busy() -> bool:
 def start_time(pid: int) -> int:
     """Return when a process was started, in clock ticks since boot: a pid may be reused, and clocks may be set.
 
-    Other systems than Linux tell the time of day, here in milliseconds.
-
-    Raises:
-        OSError: there is no such process.
+    Other systems than Linux tell the time of day, here in milliseconds. OSError: there is no such process.
     """
     if not _LINUX:
         try:
@@ -165,8 +162,7 @@ def kill_stalled(pid: int, started: int, *, aborts: bool) -> None:
     """Kill a stalled process of this host.
 
     One that was stopped (SIGSTOP) is killed directly. One that is running, but holds the GIL, is aborted first: it
-    then prints its stacks. Of several callers, one has ``aborts``. A process that has since got the same pid, which has
-    another ``start_time``, is left alone.
+    then prints its stacks. Of several callers, one has ``aborts``. A process with another ``start_time`` is left alone.
     """
     with suppress(psutil.Error, OSError):
         process = psutil.Process(pid)
@@ -182,11 +178,10 @@ def kill_stalled(pid: int, started: int, *, aborts: bool) -> None:
 
 
 def retain_freed_memory() -> None:
-    """Have glibc keep freed memory for the next step.
+    """Have glibc keep freed memory for the next step, except blocks of more than 32 MiB.
 
-    Gradients are freed at the end of a step, when activations are gone too, and glibc would return the top of its heap
-    to the system. The next step then had to fault in thousands of pages, which took a fifth of a small ResNet's time.
-    Blocks of more than 32 MiB are still returned. Does nothing with other C libraries.
+    It would return the top of its heap to the system when gradients are freed at the end of a step. The next step then
+    had to fault in thousands of pages, which took a fifth of a small ResNet's time.
     """
     _call("mallopt", _M_TRIM_THRESHOLD, _NEVER)
     _call("mallopt", _M_MMAP_THRESHOLD, _LARGEST_FROM_HEAP)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 USER_CODE = "user code"
 CLOSING = "close"
 ITERATION = 2**48
 """What an iteration over a loader counts for in a position: more than all samples of a run."""
+_UNMARKED = nullcontext()
 
 
 class Pulse:
@@ -21,9 +23,10 @@ class Pulse:
         boundary: number of boundaries passed so far, at which a run can be stopped.
         trained: number of steps that this process has made, and the position in the data at the end of the last one.
             Unlike ``step``, neither goes back in a resume.
+        mark: while the run is profiled, marks a phase in the trace.
     """
 
-    __slots__ = ("_failed", "boundary", "calls", "phase", "step", "trained")
+    __slots__ = ("_failed", "boundary", "calls", "mark", "phase", "step", "trained")
 
     def __init__(self) -> None:
         self.step: int = 0
@@ -32,6 +35,7 @@ class Pulse:
         self.phase: str = USER_CODE
         self.calls: int = 0
         self._failed = False
+        self.mark: Callable[[str], AbstractContextManager[Any]] | None = None
 
     @contextmanager
     def within(self, phase: str) -> Iterator[None]:
@@ -44,7 +48,8 @@ class Pulse:
         if outermost:
             self.phase, self._failed = phase, False
         try:
-            yield
+            with _UNMARKED if self.mark is None else self.mark(phase):
+                yield
         except BaseException:
             self._failed = True
             raise

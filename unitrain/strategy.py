@@ -27,7 +27,6 @@ from unitrain.errors import UsageError
 from unitrain.job.job import join
 from unitrain.launch.detect import Launch
 from unitrain.metrics import torchmetric
-from unitrain.metrics.early_stopping import EarlyStopping, Mode
 from unitrain.metrics.meter import Meter
 from unitrain.metrics.throughput import Throughput
 from unitrain.pulse import CLOSING
@@ -48,6 +47,7 @@ from unitrain.training.optimizers.ema import EMA
 from unitrain.url import is_url
 
 if TYPE_CHECKING:
+    from unitrain.metrics.profile import Profile
     from unitrain.tracking import Tracker, Trackers
     from unitrain.training.optimizers.sharded import ShardedOptimizers
 
@@ -122,6 +122,7 @@ class Strategy:
         self._metric_check.begin()
         self._checkpoint: Checkpoint | None = None
         self._throughput: Throughput | None = None
+        self._profile: Profile | None = None
 
     # --------------------------------------------------------------------------------------------------- training
 
@@ -293,25 +294,6 @@ class Strategy:
         self._hooks.add_hook(average)
         return average
 
-    def early_stopping(self, mode: Mode = "max", patience: int = 5, min_delta: float = 0.0) -> EarlyStopping:
-        """Return an object that decides, identically on all ranks, when a metric has stopped improving.
-
-        Args:
-            mode: whether the metric is to become as large (``max``) or as small (``min``) as possible.
-            patience: number of evaluations in a row without an improvement after which to stop.
-            min_delta: an improvement is a difference from the best value of more than this.
-
-        Raises:
-            UsageError: an argument is out of range.
-
-        Example:
-            >>> stopping = strategy.early_stopping(mode="max", patience=5)
-            >>> improved = stopping.update(accuracy.value())
-            >>> if stopping.should_stop:
-            ...     break
-        """
-        return EarlyStopping(self._communicator, mode, patience, min_delta)
-
     def find_micro_batch_size(
         self,
         loader: Loader,
@@ -414,12 +396,41 @@ class Strategy:
         """
         return torchmetric.synchronise(metric, self._communicator, self._step.batches.current_batch)
 
-    def throughput(self) -> Throughput:
-        """Return a meter of samples per second, of where the time goes, and of peak memory, from the first call on."""
+    def throughput(self, *, flops_per_sample: float = 0.0, peak_flops: float = 0.0) -> Throughput:
+        """Return a meter of samples per second, of where the time goes, and of peak memory, from the first call on.
+
+        Args:
+            flops_per_sample: FLOPs of a sample's forward and backward, to measure FLOP/s.
+            peak_flops: FLOP/s of a device at its peak, to measure MFU.
+        """
         if self._throughput is None:
             self._throughput = Throughput(self._communicator, self._accelerators())
             self._hooks.add_hook(self._throughput)
+        if flops_per_sample:
+            self._throughput.add_flops(flops_per_sample, peak_flops * len(self.devices) * self.world_size)
         return self._throughput
+
+    def profile(self, folder: str | Path, *, steps: int = 4, skip: int = 4, ranks: Sequence[int] | None = None) -> None:
+        """Record a few of the next steps with torch's profiler, on several ranks, in one trace. Collective.
+
+        Rank 0 writes ``trace-stepN.json.gz``, named by the first step, for https://ui.perfetto.dev. Each rank is a
+        process in it, with the clocks of all hosts aligned. What UniTrain does is marked ``unitrain: …``.
+
+        Args:
+            folder: a path.
+            steps: number of steps to record; with ``local_steps``, of rounds.
+            skip: number of steps before them; the last of these warms the profiler up.
+            ranks: the ranks to record; all by default.
+
+        Raises:
+            UsageError: an argument is out of range, or another profile has not ended.
+        """
+        from unitrain.metrics.profile import Profile  # few scripts need it
+
+        if self._profile is not None and not self._profile.ended:
+            raise UsageError("profile() was called while another profile has not ended: call it later.")
+        chosen = range(self.world_size) if ranks is None else ranks
+        self._profile = Profile(self._communicator, self._hooks, folder, steps, skip, chosen)
 
     def trackers(self, trackers: Sequence[str | Tracker], folder: str | Path, *, name: str | None = None) -> Trackers:
         """Start trackers on rank 0, or continue their runs. Collective; call it after ``checkpoint.resume``.
@@ -720,6 +731,8 @@ class Strategy:
         try:
             if not job.failed:  # a failing process keeps its watch, to report the error
                 with job.pulse.within(CLOSING):
+                    if self._profile is not None:
+                        self._profile.close()
                     if self._checkpoint is not None:
                         self._checkpoint.close()
                     self.barrier()
@@ -728,6 +741,8 @@ class Strategy:
         finally:
             job.wait_for_emergency_save()
             job.stopping.close()
+            if self._profile is not None:
+                self._profile.close(failed=True)
             if self._checkpoint is not None:
                 self._checkpoint.abandon()  # if the run fails
                 self._checkpoint = None  # it has wrapped models, with what they communicate by

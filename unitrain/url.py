@@ -17,11 +17,7 @@ def is_url(path: str | Path) -> bool:
 
 
 def parsed(path: str | Path) -> Path | str:
-    """Return a path of this machine's file systems as a ``Path``, and a URL as a str.
-
-    Raises:
-        UsageError: a URL has lost a slash, or is a chain of several.
-    """
+    """Return a path of this machine's file systems as a ``Path``, and a URL as a str."""
     match = _URL.match(str(path))
     if match is None:
         return Path(path)

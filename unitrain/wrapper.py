@@ -31,16 +31,14 @@ class Wrapper(nn.Module):
                 raise
         raise AttributeError(
             f"{name!r} is an attribute of the {type(module).__name__}, which prepare() has wrapped for this backend: "
-            f"use strategy.unwrap(model).{name}, which works on every backend, and compute what is trained by calling "
-            "model(...)."
+            f"use strategy.unwrap(model).{name}, which works on every backend, but train through model(...)."
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in self.__dict__ and self._hides(name):
             raise UsageError(
-                f"{name!r} is an attribute of the {type(self.module).__name__}, which prepare() has wrapped for this "
-                f"backend, and its forward would not see the new value: set strategy.unwrap(model).{name}, which works "
-                "on every backend."
+                f"{name!r} is an attribute of the {type(self.module).__name__}, which prepare() has wrapped, and its "
+                f"forward would not see the new value: set strategy.unwrap(model).{name}, as works on every backend."
             )
         super().__setattr__(name, value)
 

@@ -84,8 +84,7 @@ class DDPBackend(ProcessGroupBackend):
         if shared:
             names = ", ".join(sorted(self._names[p] for p in shared))
             raise UsageError(
-                f"two prepared modules share parameters ({names}), which DDP would average twice: make both modules "
-                "parts of one module, and prepare that one."
+                f"two modules share parameters ({names}), which DDP would average twice: prepare one that has both."
             )
         wrapped = AveragingModule(
             module,

@@ -24,9 +24,8 @@ _SYNC_BUFFERS = next(
 class AveragingModule(Wrapper, DistributedDataParallel):
     """DistributedDataParallel that raises errors for gradients that would not be averaged.
 
-    A deep copy of it (for an average of the weights, say) is a copy of the original module, without the wrapper.
-
-    Parameters and buffers are synchronised by the core.
+    A deep copy of it (for an average of the weights, say) is a copy of the original module, without the wrapper. The
+    core synchronises parameters and buffers.
 
     Attributes:
         forwards: number of forwards that had a backward to come.
@@ -55,16 +54,14 @@ class AveragingModule(Wrapper, DistributedDataParallel):
             if "Expected to have finished reduction" not in str(error):
                 raise
             raise UsageError(
-                "some parameters were not used in computing the loss of the previous backward, but DDP waits for the "
-                "gradients of all: add the losses and call step() once, set ddp.find_unused_parameters to true, or "
-                "freeze the parameters before prepare()."
+                "some parameters were not used in the loss of the previous backward, but DDP waits for all gradients: "
+                "add the losses and call step() once, set ddp.find_unused_parameters to true, or freeze them."
             ) from error
 
     def has_averaged(self, forwards: int, calls: int) -> bool:
         """Return whether gradients were averaged: not if all forwards ran within the window, before its last backward.
 
-        The arguments are the counts at the end of the previous step. UsageError is raised if there are gradients, but
-        there was no forward of this wrapper.
+        The arguments are the counts at the end of the previous step. Gradients without a forward are a UsageError.
         """
         if self.calls > calls:
             return True

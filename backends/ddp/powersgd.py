@@ -2,8 +2,7 @@
 
 A gradient, viewed as a matrix of n rows and m columns, is approximated by one of a low rank r, so that (n + m) r
 elements are sent instead of n m. The error of a step is added to the gradient of the next (T. Vogels, S. P.
-Karimireddy, M. Jaggi, PowerSGD, NeurIPS 2019). Vectors, and matrices that would not shrink to half their size, are sent
-uncompressed.
+Karimireddy, M. Jaggi, PowerSGD, NeurIPS 2019). Vectors and matrices that would not shrink to half stay uncompressed.
 """
 
 # No `from __future__ import annotations`: DDP checks a hook's annotations, which must be types and not strings.

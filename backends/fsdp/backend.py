@@ -50,8 +50,7 @@ class FSDPBackend(ProcessGroupBackend):
         settings = config.section(cls.name, FSDPSettings)
         if settings.cpu_offload and config.precision == "fp16":
             raise ConfigError(
-                "fsdp.cpu_offload does not support precision fp16, with a loss scale on the GPU: set precision to "
-                "bf16, or fsdp.cpu_offload to false."
+                "fsdp.cpu_offload does not support fp16: set precision to bf16, or fsdp.cpu_offload to false."
             )
         if settings.shards == "host" and launch.world_size % launch.local_world_size:
             raise ConfigError(
@@ -114,8 +113,7 @@ class FSDPBackend(ProcessGroupBackend):
         if len(spread) > 1:
             raise UsageError(
                 f"the model's layers are on {', '.join(map(str, spread))}, but FSDP has the shards of a rank on its "
-                "one device: build the model on one device, or on the CPU. FSDP shards it among the ranks instead. Or "
-                "use backend ddp, which leaves layers where they are."
+                "one device: build the model there, or on the CPU, or use backend ddp, which leaves it as it is."
             )
 
     def wrap_model(self, module: nn.Module) -> nn.Module:
@@ -125,8 +123,7 @@ class FSDPBackend(ProcessGroupBackend):
         original = getattr(module, "_orig_mod", module)  # of torch.compile
         if isinstance(original, (nn.ModuleList, nn.ModuleDict)):
             raise UsageError(
-                f"a {type(original).__name__} can't be sharded, as it has no forward that could gather its weights: "
-                "prepare the modules in it, or a module that calls them."
+                f"a {type(original).__name__} has no forward that could gather its weights: prepare what is in it."
             )
         if not any(True for _ in original.parameters()):
             return module.to(self.device)
@@ -155,8 +152,7 @@ class FSDPBackend(ProcessGroupBackend):
             return super().copy_module(module)
         if not dist.is_initialized():
             raise UsageError(
-                "a sharded model can't be exported after strategy.close(), when its weights can't be gathered any "
-                "more: call export() before."
+                "a sharded model's weights can't be gathered after strategy.close(): call export() before."
             )
         return self._modules[module].copy()
 
@@ -210,8 +206,7 @@ class FSDPBackend(ProcessGroupBackend):
         self._used.add(parameter)
         if leaf.grad is not None and leaf.grad.is_sparse:
             raise UsageError(
-                f"{self._names[parameter]} has a sparse gradient, which FSDP does not support: create its layer with "
-                "sparse=False."
+                f"{self._names[parameter]} has a sparse gradient, which FSDP lacks: create its layer with sparse=False."
             )
 
     def _drop_unused(self, parameters: Sequence[Parameter]) -> None:

@@ -17,8 +17,6 @@ _eager: Callable[[Any], Any] = torch.compiler.disable
 class ForwardChanges:
     """Refuses a forward that changes weights: they are whole copies, which are dropped after it, and the shards stay.
 
-    Finds which of a unit's whole weights were changed between the hooks of a user's forward.
-
     Its hooks must run within the hooks of fully_shard, which gather the weights and drop them: create it just before.
     """
 

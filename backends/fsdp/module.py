@@ -155,8 +155,7 @@ class ShardedModule:
 
         def refuse(module: nn.Module, args: Any) -> None:
             raise UsageError(
-                "a sharded model was called after strategy.close(), when its weights can't be gathered any more: use "
-                "it before, or strategy.export(model)."
+                "a sharded model's weights can't be gathered after strategy.close(): call it, or export() it, before."
             )
 
         self._module.register_forward_pre_hook(refuse, prepend=True)
@@ -215,6 +214,5 @@ def _filled(skeleton: nn.Module, module: nn.Module) -> nn.Module:
 def _refuse_copy(module: nn.Module, memo: dict[int, Any]) -> NoReturn:
     """Raise UsageError. This is what a deep copy of a sharded module calls."""
     raise UsageError(
-        "a sharded model can't be deep-copied: use strategy.ema(model) for an average of its weights, and "
-        "strategy.export(model) for a whole copy."
+        "a sharded model can't be deep-copied: use strategy.ema(model) for an average, or strategy.export(model)."
     )

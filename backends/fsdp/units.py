@@ -23,15 +23,8 @@ _CONVERTED = frozenset(
 def units(module: nn.Module, wrap: Sequence[str] | int | None) -> list[nn.Module]:
     """Return the modules within ``module`` to gather separately, inner ones first.
 
-    A module that shares a parameter with one outside of it is left out, and so is a BatchNorm layer.
-
-    Args:
-        module: the model.
-        wrap: names of classes; or the least number of parameters of a module that is not within another; or None for
-            the children of lists of modules, except tiny ones.
-
-    Raises:
-        ConfigError: there is no module of a class.
+    A module that shares a parameter with one outside of it is left out, and so is a BatchNorm layer. ``wrap`` has names
+    of classes, or is the least number of parameters, or None for the children of lists of modules, except tiny ones.
     """
     owners = _owners(module)
     total = sum(parameter.numel() for parameter in owners)
@@ -60,18 +53,16 @@ def _candidates(module: nn.Module, wrap: Sequence[str] | int | None) -> list[nn.
     if wrap is None:
         children = {child for layer in module.modules() if isinstance(layer, _LISTS) for child in layer.children()}
         return [layer for layer in inner if layer in children]
-    classes = {type(layer).__name__ for layer in inner}
+    classes = sorted({type(layer).__name__ for layer in inner})
     for name in wrap:
         if name not in classes:
             raise ConfigError(
-                f"fsdp.wrap has {name!r}, but the model has no module of that class.{nearest(name, sorted(classes))} "
-                f"It has {', '.join(sorted(classes))}."
+                f"fsdp.wrap has {name!r}, a class of no module.{nearest(name, classes)} There are {', '.join(classes)}."
             )
     return [layer for layer in inner if type(layer).__name__ in wrap]
 
 
 def _owners(module: nn.Module) -> dict[Parameter, set[nn.Module]]:
-    """Return the layers that have each parameter."""
     owners: dict[Parameter, set[nn.Module]] = {}
     for layer in module.modules():
         for parameter in layer.parameters(recurse=False):

@@ -127,9 +127,8 @@ class HorovodBackend(Backend):
             if self.launch.elastic:
                 await_all(self.launch, ":".join(os.environ[name] for name in _SERVER), self.config.timeout_s)
             self._hvd.init()
-            # Horovod is initialised once per process and shut down at its exit: MPI can't be initialised twice, and
-            # ranks that initialise gloo again may find old addresses. Unlike atexit handlers, finalizers run in
-            # multiprocessing's children too.
+            # Once per process, until its exit: MPI can't be initialised twice, and ranks that initialise gloo again may
+            # find old addresses. Unlike atexit handlers, finalizers run in multiprocessing's children too.
             Finalize(None, self._hvd.shutdown, exitpriority=0)
         elif any(os.environ.get(name) != value for name, value in variables.items()):
             message = "Horovod is initialised once per process: it keeps the settings of the first strategy."

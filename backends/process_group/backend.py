@@ -33,10 +33,9 @@ _WIDER = {torch.int16: torch.int32}
 
 
 class ProcessGroupBackend(Backend):
-    """Communicates through torch.distributed. The core's collectives use a separate process group.
+    """Communicates through torch.distributed, as its setting ``communication`` says. The core has a group of its own.
 
     On one group, ranks that order BatchNorm collectives and gradient collectives differently would abort inside gloo.
-    Its settings have a field ``communication``.
     """
 
     served_by = "torchrun, mpirun, srun or unitrain.spawn"
@@ -108,10 +107,7 @@ class ProcessGroupBackend(Backend):
     def _hint(self, library: str) -> str:
         if self.launch.local_world_size == self.world_size:
             return ""
-        return (
-            f". If the hosts have several networks, set {library.upper()}_SOCKET_IFNAME on each to the interface on "
-            "which the others reach it (unitrain doctor lists them)"
-        )
+        return f". If hosts have several networks (see unitrain doctor), set {library.upper()}_SOCKET_IFNAME on each"
 
     def _library(self, store: dist.Store) -> str:
         """Return the communication library, the same on all ranks."""
@@ -136,8 +132,7 @@ class ProcessGroupBackend(Backend):
         if failed and _libraries() - {"gloo"}:
             return  # destroying NCCL's communicators, for one, waits for the other ranks of the host
         if not failed:
-            # gloo's threads end with the last reference to their group. If one frees the tensor of a finished work
-            # while Python shuts down, the process aborts.
+            # gloo's threads end with the last reference. If one frees a tensor while Python shuts down, it aborts.
             dist.destroy_process_group(self._group)
             del self._group
         if not self._adopted and dist.is_initialized():
@@ -148,8 +143,7 @@ class ProcessGroupBackend(Backend):
         if names:
             raise UsageError(
                 f"{len(names)} parameters were not used in computing this step's loss ({', '.join(names[:3])}, ...), "
-                f"but {self.name} waits for the gradients of all: set {self.name}.find_unused_parameters to true, or "
-                "freeze them (requires_grad_(False)) before prepare()."
+                f"but {self.name} waits for all: set {self.name}.find_unused_parameters to true, or freeze them first."
             )
 
     def average(self, parameters: Sequence[Parameter]) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 from unitrain import ConfigError, Section, Strategy, dump_yaml
 from unitrain.checkpoint import Checkpoint
 from unitrain.data.order.shares import part_of
-from unitrain.recipes.shared.profiling import Profile
 from unitrain.tracking import TrackerName, Trackers
 from unitrain.url import is_url
 
@@ -42,7 +41,6 @@ class RunFolder:
         self._names = trackers
         self.path: Path = Path(strategy.on_main(lambda: str(_made(path, name))))
         self._trackers: Trackers | None = None
-        self._profile: Profile | None = None
 
     def begin(self, settings: Section, step: int) -> None:
         """Write ``config.yaml``, for ``--config``, remove metrics of later steps than ``step``, and start the trackers.
@@ -89,15 +87,8 @@ class RunFolder:
             floats = {name: value for name, value in metrics.items() if isinstance(value, float)}
             self._trackers.log(floats, metrics["step"])
 
-    def profile(self, wanted: bool) -> Profile:
-        """Return a profiler of a few steps of each rank. It does nothing unless ``wanted``."""
-        self._profile = Profile(self._strategy, self.path, wanted)
-        return self._profile
-
     def close(self) -> None:
-        """Close the profiler and the trackers."""
-        if self._profile is not None:
-            self._profile.close()
+        """Close the trackers."""
         if self._trackers is not None:
             self._trackers.close()
 

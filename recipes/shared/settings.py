@@ -61,7 +61,7 @@ class TrainingSettings(Section):
     tracker: tuple[TrackerName, ...] = ("tensorboard",)
     """Trackers that get the metrics: tensorboard, wandb, mlflow, or several of them, as tensorboard,wandb."""
     profile: bool = False
-    """Write a profiler trace of a few early steps to trace-rankN.json in output-dir."""
+    """Write a trace of the fifth to the eighth step of all ranks to output-dir."""
     strategy: unitrain.StrategyConfig = unitrain.StrategyConfig()
 
     @property

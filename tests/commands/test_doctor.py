@@ -20,8 +20,7 @@ from needs import HOROVOD
 from unitrain.checkpoint.emergency import memory_store
 from unitrain.commands.doctor import command
 from unitrain.commands.doctor.command import examine
-from unitrain.commands.doctor.finding import Finding
-from unitrain.commands.doctor.probes import PROBES
+from unitrain.commands.doctor.probes import PROBES, Finding
 from unitrain.commands.toolchain import small_mpi_environment
 from unitrain.communication.backend import backend_names
 

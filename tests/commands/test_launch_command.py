@@ -129,7 +129,7 @@ def test_a_job_on_one_host_or_without_its_file(in_job: str, tmp_path: Path, caps
     assert printed(capsys) == ["torchrun --standalone --nproc-per-node 4 train.py --name 'a b'"]
     file.unlink()
     assert main(["launch", "--dry-run", "train.py"]) == LaunchError.exit_code
-    assert f"PBS_NODEFILE is '{file}', which can't be read: No such file or directory" in capsys.readouterr().err
+    assert f"PBS_NODEFILE is '{file}', unreadable (No such file or directory)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "mpirun", "horovodrun"])

@@ -30,7 +30,7 @@ def refused_reductions(folder: Path) -> None:
         verbs: Any = strategy  # mypy would report these calls
         for verb, arguments, message in [
             ("all_reduce", (torch.ones(1), "avg"), "sum, mean, max and min, not 'avg'"),
-            ("all_reduce", (whole, "mean"), "convert the tensor to a floating-point"),
+            ("all_reduce", (whole, "mean"), "pass tensor.float"),
             ("all_reduce", (torch.ones(1, dtype=torch.cfloat),), "view_as_real"),
             ("all_gather", (torch.eye(2).to_sparse(),), "to_dense"),
             ("all_reduce", (1.0,), r"torch\.tensor"),

@@ -71,7 +71,7 @@ def test_a_launcher_may_show_each_process_one_device(mask: str, host: Any, monke
     for name in devices._MASKS:
         monkeypatch.delenv(name, raising=False)
     launch = Launch("srun", rank=1, world_size=2, local_rank=1, local_world_size=2)
-    with pytest.raises(LaunchError, match=r"local rank 1 has no device: .* 1 devices of type xpu"):
+    with pytest.raises(LaunchError, match=r"local rank 1 has no device: .* 1 visible devices of type xpu"):
         pick_device("auto", launch)
     monkeypatch.setenv(mask, "3")
     assert pick_device("auto", launch) == torch.device("xpu", 0)

@@ -105,9 +105,25 @@ def test_a_run_that_is_not_measured_has_nothing_in_its_step() -> None:
     assert throughput.totals() == (0, 0.0, 0.0, 0.0)
 
 
+def test_flops_are_those_of_the_samples_and_mfu_is_their_share_of_the_peak() -> None:
+    strategy = unitrain.init(backend="single")
+    throughput = strategy.throughput()
+    train(strategy, rows(16))
+    assert not {"flops_per_second", "mfu"} & throughput.read().keys()
+    assert strategy.throughput(flops_per_sample=24.0) is throughput
+    train(strategy, rows(16))
+    found = throughput.read()
+    assert found["flops_per_second"] == pytest.approx(24.0 * found["samples_per_second"])
+    assert "mfu" not in found
+    strategy.throughput(flops_per_sample=24.0, peak_flops=1e6)
+    train(strategy, rows(16))
+    found = throughput.read()
+    assert found["mfu"] == pytest.approx(found["flops_per_second"] / 1e6)
+
+
 def measured() -> tuple[dict[str, float], int]:
     with unitrain.init(backend="ddp", device="cpu") as strategy:
-        throughput: Throughput = strategy.throughput()
+        throughput: Throughput = strategy.throughput(flops_per_sample=2.0, peak_flops=10.0)
         rank = strategy.rank
         train(strategy, rows(20), epochs=2, busy=lambda: time.sleep(WAIT_S if rank == 1 else 0.0))
         return throughput.read(), throughput.totals().samples
@@ -122,5 +138,6 @@ def test_all_ranks_read_what_they_did_together() -> None:
     assert one["rest_seconds"] >= 6 * WAIT_S / 2
     assert one["step_seconds"] >= 5 * WAIT_S / 2
     assert one["samples_per_second"] < 40 / (6 * WAIT_S)
+    assert one["mfu"] == pytest.approx(2 * one["samples_per_second"] / (2 * 10))  # of two devices
     assert one["slowest_rank"] == 1
     assert one["slowest_ratio"] > 1.5

@@ -911,5 +911,7 @@ def test_a_recipe_with_the_common_settings_alone_is_refused() -> None:
     class Common(Section):
         strategy: CommonConfig = CommonConfig()
 
-    with pytest.raises(UsageError, match=r"^Common\.strategy is a unitrain\.config\.StrategyConfig.*annotate it with"):
+    with pytest.raises(
+        UsageError, match=r"^Common\.strategy is a unitrain\.config\.StrategyConfig.*make it a unitrain"
+    ):
         parse_command_line(Common, [], prog="common", description="")

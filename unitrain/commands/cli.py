@@ -1,7 +1,6 @@
 """The ``unitrain`` command: parses the command line with the parser of a subcommand, and calls its function.
 
-``add_arguments`` of a subcommand's module adds the arguments to the parser, each named like a parameter of the function
-that it sets as ``run``.
+``add_arguments`` of its module adds arguments to the parser, named like the parameters of what it sets as ``run``.
 """
 
 from __future__ import annotations
@@ -21,40 +20,18 @@ from unitrain.process import occupy_standard_descriptors, print_stderr
 
 _INTERRUPTED = 130
 _COMMANDS = {
-    "checkpoint": (
-        "checkpoint",
-        "show what is in a checkpoint, or write the whole weights in it to one file",
-    ),
-    "conform": (
-        "conform",
-        "test a backend, such as a plug-in: run the tests that every backend must pass (needs pytest)",
-    ),
-    "doctor": (
-        "doctor.command",
-        "show what this machine has for distributed training, and the command that adds what is missing",
-    ),
-    "install-horovod": (
-        "horovod.install",
-        "build Horovod against the installed torch, install it, and test it on two processes",
-    ),
-    "launch": (
-        "launch",
-        "start a script with a launcher, on this host or on several, or print the command that does",
-    ),
-    "run": (
-        "run",
-        "run a command, forward signals to its ranks so that they stop with a checkpoint, and restart it on failure",
-    ),
-    "template": (
-        "template",
-        "write a job file for a script: for SLURM, Kubernetes, Ray or Docker Compose",
-    ),
-    "verify": (
-        "verify.command",
-        "train with every launcher and backend found here, and compare each with a plain loop on one device",
-    ),
+    "checkpoint": "show what is in a checkpoint, or write the whole weights in it to one file",
+    "conform": "test a backend, such as a plug-in: run the tests that every backend must pass (needs pytest)",
+    "doctor": "show what this machine has for distributed training, and the command that adds what is missing",
+    "install-horovod": "build Horovod against the installed torch, install it, and test it on two processes",
+    "launch": "start a script with a launcher, on this host or on several, or print the command that does",
+    "run": "run a command, forward signals to its ranks so that they stop with a checkpoint, and restart it on failure",
+    "template": "write a job file for a script: for SLURM, Kubernetes, Ray or Docker Compose",
+    "verify": "train with every launcher and backend found here, and compare each with a plain loop on one device",
 }
-"""The module of each command, in ``unitrain.commands``, and what the command does."""
+"""What each command does."""
+_MODULES = {"doctor": "doctor.command", "install-horovod": "horovod.install", "verify": "verify.command"}
+"""Where a command's module in ``unitrain.commands`` does not have its name."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -92,10 +69,10 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="unitrain", description="One PyTorch training script, under every launcher.")
     parser.add_argument("--version", action="version", version=f"unitrain {version('unitrain')}")
     commands = parser.add_subparsers(dest="subcommand", metavar="COMMAND", required=True)
-    for name, (module, summary) in _COMMANDS.items():
+    for name, summary in _COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=sentence(summary))
         if argv[:1] == [name]:  # the others are not imported, so that --help starts faster
-            import_module(f"unitrain.commands.{module}").add_arguments(command)
+            import_module(f"unitrain.commands.{_MODULES.get(name, name)}").add_arguments(command)
     return parser
 
 

@@ -19,13 +19,7 @@ _OWN_SETTINGS = f"-c {os.devnull} --rootdir . --noconftest -p no:cacheprovider -
 
 
 def conform(backend: str, *, processes: str, arguments: Sequence[str] = ()) -> int:
-    """Run the contract tests with a backend, and return pytest's exit code: 0 if all passed.
-
-    Raises:
-        ConfigError: no backend of that name is installed.
-        BackendError: it can't be imported.
-        UsageError: pytest is not installed, or could not run.
-    """
+    """Run the contract tests with a backend, and return pytest's exit code: 0 if all passed."""
     load_backend(backend)
     if find_spec("pytest") is None:
         raise UsageError("conform needs pytest, which is not installed: pip install 'unitrain[testing]'.")

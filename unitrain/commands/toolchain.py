@@ -80,8 +80,7 @@ def run_to_end(
 ) -> tuple[int, str]:
     """Run ``command``, and return its exit code and what it printed to stdout and stderr.
 
-    The exit code is 127 if it can't be started, and 124 if it times out. The default environment is this process's,
-    with ``search_path`` as PATH.
+    The code is 127 if it can't be started, 124 if it times out. PATH is ``search_path`` without an ``environment``.
     """
     try:
         with running([str(part) for part in command], environment or {**os.environ, "PATH": search_path()}) as process:

@@ -276,12 +276,7 @@ _MEANT = {
 
 
 def load_backend(name: str) -> type[Backend]:
-    """Import the backend called ``name`` and return its class.
-
-    Raises:
-        ConfigError: no backend of that name is installed.
-        BackendError: its entry point can't be imported, or is not a backend of that name.
-    """
+    """Import the backend called ``name`` and return its class."""
     found = _found()
     if name not in found:
         raise ConfigError(

@@ -37,23 +37,31 @@ class Communicator:
     """Collectives on a started backend.
 
     Args:
-        backend: the started backend.
+        backend: has been started.
         pulse: records which collective this process is waiting in.
         peers: the state of the other ranks; None in a world of one, and before the handshake.
         compares: whether ranks compare their calls before they make them (``debug``).
         key: signs pickled objects; None if the ranks share no secret, and before they have proved it.
 
     Attributes:
+        rank: rank of this process.
+        is_main: whether this is rank 0.
         world_size: number of processes.
         device: the device of the tensors that are communicated.
-        pulse: as given.
         compares: as given; False in a world of one.
         closed: whether communication has ended.
         all_reduce_async: the backend's ``all_reduce``, for the core: in place, without checks.
         all_gather_async: the backend's ``all_gather``, for the core: without checks.
         broadcast_async: the backend's ``broadcast``, for the core: in place, without checks.
+        shards_parameters: whether ranks have parts of parameters.
+        shards_optimizers: whether ranks have parts of the state of optimizers only (``shard_optimizer``).
+        shards: whether ranks have either.
+        replicas: number of ranks that have the same part of a parameter.
+        offloads: whether parts of parameters are in host memory instead of on ``device``.
         owners: with ``shard_optimizer``, the rank that has the state of a parameter.
         to_local: returns this rank's part of a tensor that is sharded, and any other tensor itself.
+        full_tensor: returns all of a tensor that is sharded, and any other tensor itself. Collective if it is sharded.
+        shards_of: returns the parts of all ranks, on the meta device except this rank's.
     """
 
     def __init__(
@@ -65,6 +73,8 @@ class Communicator:
         compares: bool = False,
         key: bytes | None = None,
     ) -> None:
+        self.rank: int = backend.rank
+        self.is_main: bool = backend.rank == 0
         self.world_size: int = backend.world_size
         self.device: torch.device = backend.device
         self.pulse = pulse
@@ -77,18 +87,16 @@ class Communicator:
         self.all_reduce_async: Callable[[Tensor, str, str], Wait] = backend.all_reduce
         self.all_gather_async: Callable[[Tensor, str], Callable[[], Tensor]] = backend.all_gather
         self.broadcast_async: Callable[[Tensor, int, str], Wait] = backend.broadcast
+        several = backend.world_size > 1
+        self.shards_parameters: bool = backend.shards and several
+        self.shards_optimizers: bool = backend.config.shard_optimizer and several and not backend.shards
+        self.shards: bool = self.shards_parameters or self.shards_optimizers
+        self.replicas: int = backend.replicas
+        self.offloads: bool = backend.offloads
         self.owners: dict[Parameter, int] = {}
         self.to_local: Callable[[Tensor], Tensor] = backend.to_local
-
-    @property
-    def rank(self) -> int:
-        """Rank of this process."""
-        return self._backend.rank
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this is rank 0."""
-        return self.rank == 0
+        self.full_tensor: Callable[[Tensor], Tensor] = backend.full_tensor
+        self.shards_of: Callable[[Tensor], Sequence[Tensor]] = backend.shards_of
 
     @contextmanager
     def refused(self, when: str) -> Iterator[None]:
@@ -104,44 +112,9 @@ class Communicator:
         self.closed = True
         self._backend.close(failed=failed)
 
-    # ---------------------------------------------------------------------------------------- on tensors in parts
-
-    @property
-    def shards_parameters(self) -> bool:
-        """Whether ranks have parts of parameters."""
-        return self._backend.shards and self.world_size > 1
-
-    @property
-    def shards(self) -> bool:
-        """Whether ranks have parts of parameters, or of the state of optimizers only (``shard_optimizer``)."""
-        return (self._backend.shards or self._backend.config.shard_optimizer) and self.world_size > 1
-
-    @property
-    def shards_optimizers(self) -> bool:
-        """Whether ranks have parts of the state of optimizers only (``shard_optimizer``)."""
-        return self.shards and not self.shards_parameters
-
-    @property
-    def replicas(self) -> int:
-        """Number of ranks that have the same part of a parameter."""
-        return self._backend.replicas
-
-    @property
-    def offloads(self) -> bool:
-        """Whether parts of parameters are in host memory instead of on ``device``."""
-        return self._backend.offloads
-
     def is_sharded(self, value: object) -> TypeGuard[Tensor]:
         """Return whether a value is a sharded tensor."""
         return self.shards and isinstance(value, Tensor) and self.to_local(value) is not value
-
-    def full_tensor(self, tensor: Tensor) -> Tensor:
-        """Return all of a tensor that is sharded, and any other tensor itself. Collective if it is sharded."""
-        return self._backend.full_tensor(tensor)
-
-    def shards_of(self, tensor: Tensor) -> Sequence[Tensor]:
-        """Return the parts of all ranks, on the meta device except this rank's."""
-        return self._backend.shards_of(tensor)
 
     # ------------------------------------------------------------------------------------------------- on tensors
 
@@ -153,10 +126,7 @@ class Communicator:
         if work.is_complex():
             raise UsageError("all_reduce does not support complex tensors: pass torch.view_as_real(tensor).")
         if op == "mean" and not work.is_floating_point():
-            raise UsageError(
-                f"the mean of a {tensor.dtype} tensor is not a {tensor.dtype}: convert the tensor to a floating-point "
-                "dtype first."
-            )
+            raise UsageError(f"the mean of a {tensor.dtype} tensor is not a {tensor.dtype}: pass tensor.float().")
         if work.dtype == torch.bool:
             work = work.to(torch.int64 if op == "sum" else torch.uint8)
         elif op == "sum" and not work.is_floating_point():
@@ -278,8 +248,7 @@ class Communicator:
         if (digests != digests[0]).any():
             forms = by_rank(enumerate(self.all_gather_data(form)))
             raise UsageError(
-                f"all_gather needs tensors of the same shape and dtype on all ranks, but got {forms}: pad them, or use "
-                "all_gather_object."
+                f"all_gather needs the same shape and dtype on all ranks, but got {forms}: pad, or use gather."
             )
 
     def _communicable(self, tensor: Tensor, verb: str) -> Tensor:
@@ -328,10 +297,7 @@ class Communicator:
         return self
 
     def __reduce__(self) -> Any:
-        raise UsageError(
-            "an object that communicates can't be pickled: save a model's state with strategy.save, or use "
-            "strategy.export."
-        )
+        raise UsageError("an object that communicates can't be pickled: use strategy.save or strategy.export.")
 
 
 def _check_range(total: Tensor, dtype: torch.dtype) -> None:
@@ -339,8 +305,7 @@ def _check_range(total: Tensor, dtype: torch.dtype) -> None:
     held = torch.iinfo(dtype)
     if total.numel() and not held.min <= int(total.min()) <= int(total.max()) <= held.max:
         raise UsageError(
-            f"the sum over the ranks is outside of the range of {dtype}, {held.min} to {held.max}: pass "
-            "tensor.to(torch.int64)."
+            f"the sum over the ranks is not within {held.min} to {held.max} ({dtype}): pass tensor.to(torch.int64)."
         )
 
 

@@ -45,7 +45,12 @@ class Gathering:
         if all(only_tensors) and len(set(digests)) == 1 and min(rows) >= 0:
             return [self._rows(leaf, rows) for leaf in part.leaves]
         descriptions = ranks.all_gather_object(part.description())
-        _check_same_forms([form for form, *_ in descriptions])
+        forms = [form for form, *_ in descriptions]
+        if len(set(forms)) > 1:
+            raise UsageError(
+                "gather needs the same structure, dtypes and row shapes on all ranks, but got "
+                f"{by_rank(enumerate(forms))}."
+            )
         return [
             self._rows(leaf, [shape[0] for shape in given])
             if isinstance(leaf, Tensor)
@@ -124,12 +129,3 @@ def _in_rows(leaf: Any, *, has_rows: bool, differentiable: bool) -> Any:
             "gather can't pass gradients back to tensors in a list: concatenate them, or pass them in a tuple."
         )
     return rows if has_rows else []
-
-
-def _check_same_forms(forms: list[str]) -> None:
-    """Raise UsageError, on all ranks, if they give different structures, dtypes or shapes of a row."""
-    if len(set(forms)) > 1:
-        raise UsageError(
-            "gather needs the same structure, dtypes and shapes of rows on all ranks, but got "
-            f"{by_rank(enumerate(forms))}."
-        )

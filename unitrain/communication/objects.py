@@ -78,8 +78,7 @@ class ObjectTransport:
     def encode(self, value: Any, *, pickles: bool) -> Tensor:
         """Return the bytes that are sent for an object.
 
-        NotPlainError is raised for other than plain data unless ``pickles``, else UsageError if the ranks share no
-        secret.
+        Other than plain data is a NotPlainError unless ``pickles``, else a UsageError if the ranks share no secret.
         """
         try:
             return plain_data.encode(value)
@@ -101,8 +100,7 @@ class ObjectTransport:
     def decode(self, data: Tensor, sender: int) -> Any:
         """Return the object that a rank has sent as ``data``.
 
-        CommunicationError is raised if they are invalid, or a pickle that is not signed by the sender for this
-        exchange.
+        Invalid data, or a pickle without the sender's signature for this exchange, is a CommunicationError.
         """
         try:
             value = plain_data.decode(data)
@@ -129,8 +127,7 @@ class ObjectTransport:
         """Return the error of a rank that has received what no rank of the job sends."""
         return CommunicationError(
             f"rank {self._communicator.rank} could not read what rank {sender} sent ({why}). Check that all ranks run "
-            "the same script with the same version of UniTrain, and that no other program reaches the ports of the job "
-            "(SECURITY.md)."
+            "the same script and UniTrain, and that no other program reaches the ports of the job (SECURITY.md)."
         )
 
 

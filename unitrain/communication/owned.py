@@ -10,10 +10,7 @@ from unitrain.errors import UsageError
 class OwnedBy:
     """Stands, in the state dict of an optimizer, for the state of a parameter that another rank updates.
 
-    It can't be copied, pickled or loaded: what is made of a state dict with it would lose state.
-
-    Args:
-        rank: the rank that has the state, if there is any yet.
+    It can't be copied, pickled or loaded: what is made of it would lose the state, which ``rank`` has, if it has any.
     """
 
     def __init__(self, rank: int) -> None:
@@ -35,6 +32,5 @@ class OwnedBy:
 def refuse() -> NoReturn:
     """Raise the error for what would lose state."""
     raise UsageError(
-        "with shard_optimizer, each rank has the optimizer's state of some parameters only: save it with "
-        "strategy.checkpoint or strategy.save, which write all of it."
+        "with shard_optimizer, a rank has a part of the optimizer's state: use strategy.checkpoint or strategy.save."
     )

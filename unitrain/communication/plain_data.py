@@ -1,8 +1,7 @@
 """Plain data as JSON and tensors, which is how ranks send it to one another: to decode it runs no code.
 
 Plain are None, bools, ints, floats, complex numbers, strings, bytes, dense tensors, torch.Size, torch.device,
-torch.dtype, and lists, tuples, dicts and OrderedDicts of these; no subclasses of them, and no object that contains
-itself.
+torch.dtype, and lists, tuples, dicts and OrderedDicts of these that don't contain themselves; no subclasses of them.
 """
 
 from __future__ import annotations

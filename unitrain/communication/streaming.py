@@ -32,14 +32,10 @@ Fill = Callable[[Sequence[tuple[Keys, "Form", Tensor]]], object]
 
 
 class Form:
-    """Shape, dtype and memory format of a tensor, which stands for it in an outline.
-
-    Attributes:
-        key: what the tensor is called where several ranks have written it, if they have.
-    """
+    """Shape, dtype and memory format of a tensor, which stands for it in an outline."""
 
     def __init__(self, tensor: Tensor, key: str | None = None) -> None:
-        self.key: str | None = key
+        self.key: str | None = key  # what it is called where several ranks have written it, if they have
         self.shape: tuple[int, ...] = tuple(tensor.shape)
         self.dtype: torch.dtype = tensor.dtype
         dense = tensor if tensor.is_contiguous() else torch.empty_like(tensor, device="meta")  # which is slow
@@ -197,9 +193,8 @@ def broadcast_tensors(
 ) -> None:
     """Overwrite ``targets`` with rank ``src``'s ``sources``. Collective.
 
-    Targets have the same shapes and dtypes on all ranks, are on any device, and dense or shards of dense ones. Sources
-    are ignored on other ranks. They may be the targets themselves, and may be made as they are sent. ``sent`` is called
-    on rank ``src`` when a buffer has been filled.
+    Targets have the same shapes and dtypes on all ranks, are on any device, and dense or shards of dense ones. Sources,
+    ignored on other ranks, may be the targets themselves, and be made as they are sent. ``sent`` is as in ``receive``.
     """
     sends = communicator.rank == src
     pairs = (

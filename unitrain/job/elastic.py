@@ -3,8 +3,7 @@
 After the failure of a rank, and when hosts have been added or removed, the driver waits until every process has asked
 for its next rank or has ended. It takes each that ends with an error for a failure of its host, which it then leaves
 out. So survivors must not end: in place of each, its command is run again, by ``unitrain.launch.horovod_elastic``, and
-resumes from the checkpoint that was saved before. Nothing of the library's or the script's state has to be taken back
-to what it was, as it would if Horovod were initialised again in the same process.
+resumes from the checkpoint that was saved before. No state has to be taken back, as in Horovod's own elastic mode.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Handles uncaught exceptions: reports the error once, and ends the whole job.
 
-An error on one rank must end the job. Launchers end it when a process fails, provided that the process really exits:
-the exit handlers of a communication library may wait for ranks that are still computing. So a process of a job that
-fails exits without running them.
+Launchers end a job when a process fails, if the process really exits: the exit handlers of a communication library may
+wait for ranks that are still computing. So a process of a job that fails exits without running them.
 """
 
 from __future__ import annotations
@@ -90,10 +89,7 @@ class _FailureHook:
             reason = "" if isinstance(error, UnitrainError) else f": {summary(error)}"
             who = f"rank {launch.rank} of {launch.world_size} on {socket.gethostname()} (pid {os.getpid()})"
             if reason and job.is_secondary(error):
-                reason += (
-                    ". Another rank has ended, or has made other calls than this one: run with UNITRAIN_DEBUG=true to "
-                    "see which."
-                )
+                reason += ". Another rank has ended, or has made other calls: UNITRAIN_DEBUG=true shows which."
             print_stderr(f"unitrain: {who} failed{reason}")
         if launch.world_size > 1 or isinstance(error, UnitrainError):
             exit_now(code)

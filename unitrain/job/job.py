@@ -114,8 +114,7 @@ class Job:
     def wait_for_emergency_save(self, error: BaseException | None = None) -> None:
         """Let this process stay as it is until an emergency checkpoint is saved, if the job is ending.
 
-        Args:
-            error: what ends this process. If another rank's failure has caused it, that is waited for.
+        If another rank's failure has caused ``error``, which ends this process, the job's end is waited for.
         """
         if self.watch is not None and self.watch.saver is not None:
             self.watch.wait_for_end(_VERDICT_S if self.is_secondary(error) else 0.0)

@@ -33,9 +33,6 @@ def allocated_hosts(environ: Mapping[str, str]) -> list[Host]:
     """Return the hosts of this job, with the number of processes that it has asked for on each; none outside of a job.
 
     Flux does not tell the number: it is 1.
-
-    Raises:
-        LaunchError: the scheduler's list of hosts can't be read.
     """
     if "SLURM_JOB_NODELIST" in environ:
         names = slurm.hosts(environ["SLURM_JOB_NODELIST"])
@@ -62,18 +59,13 @@ def _hosts_in_file(variable: str, path: str) -> list[Host]:
         lines = Path(path).read_text().splitlines()
     except OSError as error:
         raise LaunchError(
-            f"{variable} is {path!r}, which can't be read: {error.strerror}. Pass --hosts to unitrain launch, or set "
-            "MASTER_ADDR and MASTER_PORT to an address of rank 0's host."
+            f"{variable} is {path!r}, unreadable ({error.strerror}): pass --hosts, or set MASTER_ADDR and MASTER_PORT."
         ) from None
     return [Host(*one) for one in Counter(line.split()[0] for line in lines if line.strip()).items()]
 
 
 def address_of_rank_0(launch: Launch, environ: Mapping[str, str]) -> str | None:
-    """Return host:port for the rendezvous of a job, from the scheduler's hosts and its id; None if these are unknown.
-
-    Raises:
-        LaunchError: the list of hosts can't be read, or this is rank 0 and not on the first of them.
-    """
+    """Return host:port for the rendezvous of a job, from the scheduler's hosts and its id; None without these."""
     if launch.step is None:
         return None
     port = slurm.PORTS.start + zlib.crc32(launch.step.encode()) % len(slurm.PORTS)
@@ -88,7 +80,6 @@ def address_of_rank_0(launch: Launch, environ: Mapping[str, str]) -> str | None:
     if launch.rank == 0 and addresses_of(host) and not is_here(host):
         raise LaunchError(
             f"the ranks would meet at {host}, the first host of the scheduler's list, but rank 0 is on "
-            f"{socket.gethostname()}. Set MASTER_ADDR to that host and MASTER_PORT to a port that is free there, or "
-            "install mpi4py with the site's MPI."
+            f"{socket.gethostname()}. Set MASTER_ADDR and MASTER_PORT, or install mpi4py with the site's MPI."
         )
     return f"{host}:{port}"

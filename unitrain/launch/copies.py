@@ -10,10 +10,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
+
 from unitrain.errors import LaunchError, listed
 from unitrain.launch.variables import OVERRIDE
 
-_TOGETHER_S = 5
+_TOGETHER_S = 5.0
 _JOBS = ("PBS_JOBID", "LSB_JOBID", "LSB_JOBINDEX", "FLUX_JOB_ID", "SLURM_JOB_ID", "SUBMITIT_LOCAL_JOB_ID")
 # A refused process gets this name, which its copies see in /proc.
 _REFUSED = "unitrain: copy"
@@ -23,8 +25,7 @@ _PATIENCE_S, _POLL_S = 10.0, 0.05
 class _Process(NamedTuple):
     """A process that runs this command. One that was started earlier is smaller."""
 
-    started: int
-    """In clock ticks since boot."""
+    started: float
     pid: int
     parent: int
     folder: str
@@ -36,20 +37,16 @@ class _Process(NamedTuple):
             {name: value for name, value in one.environ.items() if name in _JOBS or name.startswith("UNITRAIN_")}
             for one in (self, other)
         )
-        together = abs(self.started - other.started) <= _TOGETHER_S * os.sysconf("SC_CLK_TCK")
+        together = abs(self.started - other.started) <= _TOGETHER_S
         one_source = self.parent == other.parent > 0 or any(name in mine for name in _JOBS)
         return together and one_source and mine == theirs and self.folder == other.folder
 
 
 def refuse_copies() -> None:
-    """Refuse to train if other processes of this host seem to be ranks of the same job. Takes milliseconds.
+    """Refuse to train if other processes of this host seem to be ranks of the same job.
 
     They have the same user, command line, folder and settings, and were started together. Processes that a program has
-    forked are no copies, nor are workers of pytest and multiprocessing, which Python starts with ``-c``.
-
-    Raises:
-        LaunchError: there are copies, and this process was the first of them.
-        SystemExit: there are copies, and an earlier one has the error.
+    forked are no copies, nor are workers of pytest and multiprocessing. All but the first copy raise SystemExit.
     """
     looks = sys.platform == "linux" and OVERRIDE not in os.environ and _runs_program()
     copies = _copies() if looks else []
@@ -77,10 +74,7 @@ def _runs_program() -> bool:
 
 def _copies() -> list[_Process]:
     """Return this process and its copies, in the order in which they were started; nothing if it has none."""
-    found = {}
-    for pid in _pids_of(b"".join(os.fsencode(word) + b"\0" for word in sys.orig_argv)):
-        with suppress(OSError):  # it has ended
-            found[pid] = _read(pid)
+    found = {one.pid: one for one in _processes(sys.orig_argv)}
     this = found.pop(os.getpid(), None)
     if this is None or this.parent in found:  # its command line was replaced, or its program has forked it
         return []
@@ -88,20 +82,12 @@ def _copies() -> list[_Process]:
     return sorted([this, *copies]) if copies else []
 
 
-def _pids_of(command: bytes) -> Iterator[int]:
+def _processes(command: list[str]) -> Iterator[_Process]:
     """Yield the processes of this user with a command line."""
-    user = os.geteuid()
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        with suppress(OSError):
-            if os.stat(f"/proc/{name}").st_uid == user and Path(f"/proc/{name}/cmdline").read_bytes() == command:
-                yield int(name)
-
-
-def _read(pid: int) -> _Process:
-    status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    variables = (one.partition("=") for one in os.fsdecode(Path(f"/proc/{pid}/environ").read_bytes()).split("\0"))
-    environ = {name: value for name, _, value in variables}
-    return _Process(int(status[19]), pid, int(status[1]), os.readlink(f"/proc/{pid}/cwd"), environ)
+    for one in psutil.process_iter():
+        with suppress(psutil.Error, OSError):  # it has ended
+            if one.cmdline() == command and one.uids().effective == os.geteuid():
+                yield _Process(one.create_time(), one.pid, one.ppid(), one.cwd(), one.environ())
 
 
 def _name(pid: int) -> str:

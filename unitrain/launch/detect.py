@@ -213,8 +213,7 @@ _SPAWN = _Launcher("spawn", (), "Start the processes with unitrain.spawn", _TORC
 _ENV = _Launcher(
     "env",
     ("RANK", "WORLD_SIZE"),
-    "Give every process RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE (the number of processes on its host), "
-    "MASTER_ADDR and MASTER_PORT, or let torchrun do it",
+    "Give every process RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun does",
     _Place("RANK", "WORLD_SIZE", "LOCAL_RANK", _processes_here),
 )
 """Variables that were set by hand or by a cluster."""
@@ -338,8 +337,7 @@ def _overridden(environ: Mapping[str, str]) -> _Launcher | None:
     named = [launcher for launcher in (*_BY_PRECEDENCE, _SPAWN) if launcher.name == name]
     if not named:
         raise LaunchError(
-            f"{OVERRIDE} is {name!r}, but must be one of {', '.join(LAUNCHERS)}.{nearest(name, LAUNCHERS)} "
-            "Unset it to detect the launcher."
+            f"{OVERRIDE} is {name!r}, but must be one of {', '.join(LAUNCHERS)}, or unset.{nearest(name, LAUNCHERS)}"
         )
     # Two share the name mpirun: take the one with variables that are set, else the first, which says what is missing.
     return next((launcher for launcher in named if launcher.is_present(environ)), named[0])

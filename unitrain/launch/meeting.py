@@ -15,8 +15,7 @@ from unitrain.launch.detect import Launch
 from unitrain.process import print_stderr
 
 _REMEDY = (
-    "Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun is started, on every host: the ranks then get a new "
-    "address after each change of hosts."
+    "Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun is started, on every host, for new addresses each time."
 )
 _GO_ON, _DOUBLED, _COMPLETE = "unitrain/go on", "unitrain/doubled", "unitrain/complete"
 _STEP = "unitrain/step"
@@ -29,10 +28,6 @@ def meet_in_new_store(store: Store, launch: Launch, timeout: timedelta) -> None:
     """Wait until every rank has connected to the store that rank 0 has opened. Collective.
 
     The last of them lets all go on: what the store does for a rank does not depend on their number.
-
-    Raises:
-        CommunicationError: some ranks did not connect; the message names them.
-        LaunchError: two processes have come as one rank, or rank 0 belongs to another step of SLURM.
     """
     if launch.step is not None:
         _check_step(store, launch, timeout)
@@ -57,12 +52,8 @@ def meet_in_served_store(store: Store, launch: Launch, timeout: timedelta) -> St
     """Return an empty part of the launcher's store once every rank has connected to it. Collective.
 
     The store outlives the ranks and keeps what earlier ones have set. No variable tells them apart: the torchrun of
-    each host counts its own restarts, and none that another host has caused. So rank 0 draws the name of a part and
-    announces it. Another rank may find the name that an earlier rank 0 has announced; it looks for a new one until
-    the rank 0 that drew the name has seen it.
-
-    Raises:
-        CommunicationError: some ranks did not connect; the message names them.
+    each host counts its own restarts only. So rank 0 draws the name of a part and announces it. Another rank may find
+    the name of an earlier rank 0; it looks for a new one until the rank 0 that drew the name has seen it.
     """
     announcement = f"unitrain/part for {launch.world_size}"
     if launch.rank == 0:
@@ -97,9 +88,6 @@ def check_torchrun(launch: Launch) -> None:
 
     torchrun keeps the first address that it was told (torch 2.15). A host that comes later is told none, and ends after
     60 s; and after rank 0's host was lost, the next one keeps its own, though another host becomes the first.
-
-    Raises:
-        LaunchError: this host's ranks were sent to a store of their own host, and rank 0 is on another.
     """
     torchrun = psutil.Process().parent()
     if torchrun is None:
@@ -118,8 +106,7 @@ def check_torchrun(launch: Launch) -> None:
     hosts = re.search(r"--nnodes[= ](\d+):(\d+)", command)
     if launch.rank == 0 and hosts is not None and hosts[1] != hosts[2]:
         print_stderr(
-            f"unitrain: torchrun may start this job on {hosts[1]} to {hosts[2]} hosts, but none could join it later. "
-            f"{_REMEDY}"
+            f"unitrain: torchrun may use {hosts[1]} to {hosts[2]} hosts, but none could join it later. {_REMEDY}"
         )
 
 

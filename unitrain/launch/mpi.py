@@ -74,8 +74,7 @@ def mpi_family(library: str) -> str:
 def point_to_installed_mpi() -> None:
     """Set the variable by which an Open MPI that was moved finds its files, on hosts other than mpirun's.
 
-    mpirun sets it for the processes of its own host, and its daemon on other hosts only sets PMIx's. Without it,
-    MPI_Init aborts a process.
+    mpirun's daemon on other hosts only sets PMIx's. Without it, MPI_Init aborts a process.
     """
     prefix = os.environ.get("PMIX_INSTALL_PREFIX")
     if prefix:

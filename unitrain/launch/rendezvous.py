@@ -71,9 +71,8 @@ def _at_address(launch: Launch, timeout: timedelta) -> Store:
     """Connect to the launch's address, where rank 0 opens the store unless the launcher keeps one open."""
     if launch.address is None:
         raise LaunchError(
-            "with srun --distribution=arbitrary, SLURM does not say on which host rank 0 is. Set MASTER_ADDR to that "
-            "host, the first line of SLURM_HOSTFILE, and MASTER_PORT to a port that is free there, or leave out the "
-            "option."
+            "with srun --distribution=arbitrary, SLURM does not say on which host rank 0 is. Set MASTER_ADDR to the "
+            "first line of SLURM_HOSTFILE and MASTER_PORT to a port that is free there, or leave out the option."
         )
     address = launch.address
     host, _, port = address.rpartition(":")
@@ -82,8 +81,7 @@ def _at_address(launch: Launch, timeout: timedelta) -> Store:
     except OSError as error:
         raise LaunchError(
             f"the rendezvous address of {launch.launcher} is {address}, but host {host!r} can't be resolved here "
-            f"({error.strerror}). Set MASTER_ADDR and MASTER_PORT to an address of rank 0's host that all hosts can "
-            "reach.",
+            f"({error.strerror}). Set MASTER_ADDR and MASTER_PORT to an address of rank 0 that all hosts reach.",
             on_all_ranks=launch.local_rank > 0,
         ) from error
     if launch.rendezvous == "served":
@@ -171,8 +169,7 @@ def _read_offer(offer: str, launch: Launch) -> tuple[list[str], int]:
         pass
     raise CommunicationError(
         f"rank {launch.rank} of {launch.world_size} can't read the address of rank 0 at {launch.address}: "
-        f"{offer[:80]!r}. Another program has written there: start the job in a network that only its hosts can "
-        "reach (SECURITY.md)."
+        f"{offer[:80]!r}. Another program has written there: keep others off the job's network (SECURITY.md)."
     )
 
 

@@ -122,8 +122,8 @@ def step_port(job: int, step: int, reserved: str | None = None) -> int:
     """Return the port for the rendezvous of a step.
 
     It is the first port reserved by ``srun --resv-ports`` (``12000-12001``), else one of ``PORTS``, computed from the
-    ids of job and step. The first 101 steps of jobs with close ids get different ports. Of two jobs with distant ids,
-    one in 10,000 pairs get the same, since 101 and the number of ports have no common divisor.
+    ids of job and step: different ones for the first 101 steps of jobs with close ids; of distant jobs, one in 10,000
+    pairs gets the same, since 101 and the number of ports have no common divisor.
     """
     if reserved:
         return int(re.split("[-,]", reserved)[0])

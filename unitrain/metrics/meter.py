@@ -16,8 +16,7 @@ from unitrain.errors import UsageError
 class Meter:
     """A sum and a count, kept on the device. Made by ``strategy.meter()``.
 
-    Reading reduces both over the ranks in one call, so that the result is the mean over all samples, and not a mean
-    of means. What is added for the stand-in of a rank without samples does not count.
+    Reading reduces both over the ranks in one call. What is added for a stand-in does not count.
     """
 
     def __init__(self, communicator: Communicator, current_batch: CurrentBatch) -> None:
@@ -76,8 +75,7 @@ class Meter:
         except RuntimeError:
             if isinstance(value, Tensor) and value.dim():
                 raise UsageError(
-                    f"a meter adds single numbers, but got a tensor of shape {tuple(value.shape)}: pass its mean() as "
-                    "mean=, or its sum() as total=."
+                    f"a meter adds numbers, not a tensor of shape {tuple(value.shape)}: pass its mean() or sum()."
                 ) from None
             raise
         self._count += count

@@ -46,6 +46,11 @@ class Throughput(StepHook):
         self._iterating_since = 0.0
         self._stepping_since: float | None = None
         self._read = Totals()
+        self._flops = self._peak = 0.0
+
+    def add_flops(self, per_sample: float, peak: float) -> None:
+        """Measure FLOP/s from now on, given the FLOPs of a sample, and the peak of all devices; 0 if not known."""
+        self._flops, self._peak = per_sample, peak
 
     def totals(self) -> Totals:
         """Return the measurements of this process so far. Not collective; does not synchronise devices."""
@@ -63,7 +68,8 @@ class Throughput(StepHook):
             loop, including the forward), as means over the ranks; ``peak_memory_mb``, the maximum over the ranks since
             their start in MiB: memory allocated on the GPU, or resident memory without one. ``slowest_rank`` is the
             rank that spent the most time outside of its steps, for which the others wait in theirs, and
-            ``slowest_ratio`` is its time divided by the median over the ranks.
+            ``slowest_ratio`` is its time divided by the median over the ranks. With ``flops_per_sample``, there is
+            ``flops_per_second`` of all ranks together, and with ``peak_flops`` the ratio to the peak, ``mfu``.
         """
         if self._iterations:
             self._await_device()
@@ -75,14 +81,18 @@ class Throughput(StepHook):
         _, mean_seconds, data, step, _ = ranks.mean(0).tolist()
         outside = ranks[:, 1] - ranks[:, 3]
         slowest, median = outside.max(0), outside.median().item()
+        per_second = samples / seconds if seconds else 0.0
+        flops = {"flops_per_second": per_second * self._flops} if self._flops else {}
         return {
-            "samples_per_second": samples / seconds if seconds else 0.0,
+            "samples_per_second": per_second,
             "data_seconds": data,
             "step_seconds": step,
             "rest_seconds": mean_seconds - data - step,
             "peak_memory_mb": memory / 2**20,
             "slowest_rank": slowest.indices.item(),
             "slowest_ratio": slowest.values.item() / median if median > 0 else 1.0,
+            **flops,
+            **({"mfu": per_second * self._flops / self._peak} if self._flops and self._peak else {}),
         }
 
     def batches(self, batches: Batches) -> Batches:
@@ -104,7 +114,7 @@ class Throughput(StepHook):
                 self._await_device()  # queued work belongs to the samples counted so far
                 self._seconds += perf_counter() - self._iterating_since
 
-    def before_call(self) -> None:
+    def before_call(self, call: str) -> None:
         """Start the clock of ``backward`` or ``update``."""
         self._stepping_since = perf_counter()
 

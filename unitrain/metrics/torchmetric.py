@@ -31,8 +31,7 @@ def synchronise(metric: M, communicator: Communicator, current_batch: CurrentBat
     metrics = [one for one in modules if _is_metric(one)]
     if not metrics:
         raise UsageError(
-            f"metric() takes a torchmetrics Metric or MetricCollection, not {type(metric).__name__}. For a mean, use "
-            "strategy.meter()."
+            f"metric() takes torchmetrics' metrics, not {type(metric).__name__}. For a mean, use strategy.meter()."
         )
 
     def synchronise_states(self: Any, dist_sync_fn: object = None, process_group: object = None) -> None:
@@ -75,9 +74,8 @@ class MetricCheck:
             if should_sync and unknown:
                 raise UsageError(
                     f"{type(metric).__name__} was not passed to strategy.metric, so that its value would be of one "
-                    "rank or of all, by backend, or this rank would wait for the others. Pass it once it is made: "
-                    "metric = strategy.metric(metric). For a value of what this rank alone was given, such as gathered "
-                    "rows, make it with sync_on_compute=False."
+                    "rank or of all, by backend. Pass it once it is made: metric = strategy.metric(metric). For the "
+                    "value of this rank's data, such as gathered rows, make it with sync_on_compute=False."
                 )
             sync(metric, *args, should_sync=should_sync, **chosen)
 
@@ -138,8 +136,7 @@ def _unless_stand_in(update: Callable[..., None], current_batch: CurrentBatch) -
 def _synchronised(metric: Any, communicator: Communicator) -> dict[str, Any]:
     """Return the states of a metric over all ranks. Collective.
 
-    torchmetrics' own way needs lists of the same length on all ranks, and fails if a rank has no rows of a state. Some
-    of its metrics call torch.distributed.
+    torchmetrics' own way needs lists of one length on all ranks, rows on each, and, for some, torch.distributed.
     """
     reductions = metric._reductions
     states = {name: getattr(metric, name) for name in reductions}

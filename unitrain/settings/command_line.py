@@ -24,9 +24,6 @@ def read_command_line(
     """Return the file given by ``--config``, and the settings given by flags as nested strings.
 
     ``--help`` prints and exits with 0. The ``--local-rank`` that ``torch.distributed.launch`` appends is ignored.
-
-    Raises:
-        ConfigError: a flag is unknown, or lacks its value.
     """
     parser = _parser(groups, prog, description)
     settings = {setting.path: setting for group in groups for setting in group.settings}
@@ -44,7 +41,6 @@ def read_command_line(
 
 
 def _nested(values: Mapping[tuple[str, ...], str]) -> dict[str, Any]:
-    """Return values by path as nested dicts."""
     root: dict[str, Any] = {}
     for path, value in values.items():
         section = root

@@ -47,9 +47,6 @@ def resolve_strategy(
     Fields that were set explicitly on ``config`` take precedence over the environment, and ``overrides`` over both.
     Sections are merged field by field. A field that no source sets is not in the result's ``model_fields_set``.
     A section of ``overrides`` is a dict or a model.
-
-    Raises:
-        ConfigError: a value is not allowed, a name is unknown, or two settings are mutually exclusive.
     """
     if config is not None and not isinstance(config, CommonConfig):
         raise ConfigError(
@@ -88,8 +85,7 @@ def parse_command_line(model: type[RecipeModel], argv: Sequence[str], *, prog: s
     for name, field in model.model_fields.items():
         if field.annotation is CommonConfig:
             raise UsageError(
-                f"{model.__name__}.{name} is a unitrain.config.StrategyConfig, which lacks the settings of the "
-                "backends: annotate it with unitrain.StrategyConfig."
+                f"{model.__name__}.{name} is a unitrain.config.StrategyConfig: make it a unitrain.StrategyConfig."
             )
     config_file, flags = read_command_line(groups_of(model), argv, prog=prog, description=description)
     # What the default of a section sets holds where other sources set other fields of it.

@@ -134,7 +134,6 @@ def _choices(schema: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _phrase(schema: Mapping[str, Any]) -> str:
-    """Return a description of a JSON schema."""
     if "allowed" in schema:  # set by the model, in place of a pattern
         return str(schema["allowed"])
     if "anyOf" in schema:

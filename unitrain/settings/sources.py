@@ -35,11 +35,7 @@ class Source:
 
 
 def validate(model: type[Model], sources: Sequence[Source]) -> Model:
-    """Return the model that results from merging the sources, in order of increasing precedence.
-
-    Raises:
-        ConfigError: a line per wrong setting: its name as the user wrote it, its value, and the allowed values.
-    """
+    """Return the model that results from merging the sources, in order of increasing precedence."""
     values: dict[str, Any] = {}
     for source in sources:
         values = _merge(values, source.values)
@@ -114,5 +110,4 @@ _SHORT.maxstring = _SHORT.maxother = 120
 
 
 def _shown(value: object) -> str:
-    """Return a value, shortened if it is long."""
     return as_string(value) if value is None or isinstance(value, bool) else _SHORT.repr(value)

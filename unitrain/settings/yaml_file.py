@@ -12,12 +12,7 @@ from unitrain.errors import ConfigError
 
 
 def read(name: str) -> dict[str, Any]:
-    """Return the settings of a YAML file; ``name`` is its path, as the user wrote it.
-
-    Raises:
-        ConfigError: the file can't be read, is not UTF-8, not YAML or not a mapping, or has a duplicate key or a tag
-            of a Python object.
-    """
+    """Return the settings of a YAML file; ``name`` is its path, as the user wrote it."""
     try:
         with open(name, encoding="utf-8-sig") as file:
             content = file.read()

@@ -6,12 +6,12 @@ import faulthandler
 import os
 import pickle
 import re
-import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ from unitrain.testing.worlds import World
 
 LIMIT_S = 60.0
 """Time limit of one duty, in seconds. Most take a tenth of a second."""
-_SHOWN_CHARACTERS = 30_000  # a crash prints the stacks of all threads
+_SHOWN_CHARACTERS = 60_000  # a crash prints the stacks of all threads
 # The last line that Python prints when a process crashes. It is long, and no help.
 _EXTENSION_MODULES = re.compile(r"^Extension modules: .*\(total: \d+\)$", re.MULTILINE)
 
@@ -44,16 +44,18 @@ def try_duties(world: World, duties: Sequence[Duty], outcomes: Outcomes, limit_s
         for duty in duties:
             (folder / duty.name / "shared").mkdir(parents=True)
         work = [(duty.name, duty.function, duty.arguments) for duty in duties]
-        ended = ""
+        ended, printed = "", StringIO()
         try:
-            world.run(_do_in_turn, world, work, folder, limit_s, timeout=limit_s * (len(work) + 1))
+            with redirect_stdout(printed):
+                world.run(_do_in_turn, world, work, folder, limit_s, timeout=limit_s * (len(work) + 1))
         except (KeyboardInterrupt, pytest.exit.Exception):
             raise
         except BaseException as error:  # including pytest's failures and SystemExit
             ended = "".join(traceback.format_exception_only(error)).strip()
+        output = _EXTENSION_MODULES.sub("", printed.getvalue()).strip()[-_SHOWN_CHARACTERS:]
         for duty in duties:
             reports = [_Report.read(folder / duty.name / f"report {rank}") for rank in range(world.processes)]
-            problem = _problem(world, duty, reports, ended)
+            problem = _problem(world, duty, reports, ended, output)
             is_done = all(report.is_done for report in reports)
             if ended and is_done and duty is duties[-1] and not duty.ending:
                 problem = f"all duties passed, but then the processes failed: {ended}"
@@ -74,22 +76,15 @@ class _Report(NamedTuple):
     """The error with its traceback."""
     at: float = 0.0
     """Time of the error, on the monotonic clock, which all processes of a host share."""
-    output: str = ""
 
     @staticmethod
     def read(path: Path) -> _Report:
-        """Read the files that a rank wrote."""
+        """Read the file that a rank wrote."""
         try:
             report: _Report = pickle.loads(path.read_bytes())
         except (OSError, EOFError, pickle.UnpicklingError):  # the rank was killed, perhaps while writing
             report = _Report()
-        log = _log(path)
-        text = log.read_text(errors="replace") if log.exists() else ""
-        return report._replace(output=_EXTENSION_MODULES.sub("", text).strip())
-
-
-def _log(report: Path) -> Path:
-    return report.with_suffix(".log")
+        return report
 
 
 # ------------------------------------------------------------------------------------------------------ on a rank
@@ -102,62 +97,39 @@ def _do_in_turn(
     torch._C._set_print_stack_traces_on_fatal_signal(True)  # those of C++, too
     for name, function, arguments in work:
         report = folder / name / f"report {rank}"
-        with _output_to(_log(report)):
-            # This works without the GIL, and while the main thread waits in a library.
-            faulthandler.dump_traceback_later(limit_s, exit=True)
-            try:
-                returned = function(replace(world, folder=folder / name / "shared"), *arguments)
-                report.write_bytes(pickle.dumps(_Report(True, returned)))
-            except BaseException as error:
-                failed = _Report(error=summary(error), trace=traceback.format_exc().strip(), at=time.monotonic())
-                report.write_bytes(pickle.dumps(failed))
-                raise
+        print(f"---- {name}", flush=True)
+        # This works without the GIL, and while the main thread waits in a library.
+        faulthandler.dump_traceback_later(limit_s, exit=True)
+        try:
+            returned = function(replace(world, folder=folder / name / "shared"), *arguments)
+            report.write_bytes(pickle.dumps(_Report(True, returned)))
+        except BaseException as error:
+            failed = _Report(error=summary(error), trace=traceback.format_exc().strip(), at=time.monotonic())
+            report.write_bytes(pickle.dumps(failed))
+            raise
     faulthandler.dump_traceback_later(limit_s, exit=True)  # for the end of the process
-
-
-@contextmanager
-def _output_to(path: Path) -> Iterator[None]:
-    """Redirect the output of this process to a file, including the output of libraries."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    kept = os.dup(1), os.dup(2)
-    with open(path, "wb") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    try:
-        yield
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        for number, original in enumerate(kept, start=1):
-            os.dup2(original, number)
-            os.close(original)
 
 
 # --------------------------------------------------------------------------------------------- outside of the ranks
 
 
-def _explained(reports: Sequence[_Report], ended: str) -> str:
+def _explained(reports: Sequence[_Report], ended: str, output: str) -> str:
     """Return what went wrong: the first error with its traceback, the others in one line each, and the output."""
     by_time = sorted((rank for rank, report in enumerate(reports) if report.error), key=lambda rank: reports[rank].at)
     lines = [f"rank {rank}: {reports[rank].error if i else reports[rank].trace}" for i, rank in enumerate(by_time)]
-    lines = lines or [ended or "some ranks did not finish it"]
-    for rank, report in enumerate(reports):
-        if report.output:
-            lines.append(f"---- output of rank {rank} ----\n{report.output[-_SHOWN_CHARACTERS:]}")
-    return "\n".join(lines)
+    return "\n".join([*(lines or [ended or "some ranks did not finish it"]), output])
 
 
-def _problem(world: World, duty: Duty, reports: Sequence[_Report], ended: str) -> str:
+def _problem(world: World, duty: Duty, reports: Sequence[_Report], ended: str, output: str) -> str:
     """Return why a duty failed, or an empty string if it passed."""
     if duty.ending is not None:
-        said = f"{ended}\n{_explained(reports, ended)}"
+        said = f"{ended}\n{_explained(reports, ended, output)}"
         if not ended:
             return "The job did not end with an error."
         missing = f"The job ended, but without a message that matches {duty.ending!r}:\n{said}"
         return "" if re.search(duty.ending, said) else missing
     if not all(report.is_done for report in reports):
-        return _explained(reports, ended)
+        return _explained(reports, ended, output)
     if duty.judge is not None:
         try:
             duty.judge(world, *duty.arguments, [report.returned for report in reports])

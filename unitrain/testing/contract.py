@@ -1,8 +1,7 @@
 """The contract as pytest tests: one test per duty and world, in processes that many duties share.
 
-Starting processes takes longer than most duties. So the first test of a group (``duties.STARTS``) runs all selected
-duties of its group in the same processes, one after another, and the other tests of the group report the results. If a
-duty fails, hangs or kills its ranks, the processes end, and the next test starts new ones for the rest.
+The first test of a group (``duties.STARTS``) runs all selected duties of its group, and the others report the results.
+If a duty fails, hangs or kills its ranks, the processes end, and the next test starts new ones for the rest.
 """
 
 from __future__ import annotations

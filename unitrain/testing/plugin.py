@@ -1,7 +1,6 @@
 """pytest plugin with the options of ``pytest --pyargs unitrain.testing``.
 
-pytest loads it in every run if UniTrain is installed. So it does not import the rest of UniTrain, and adds nothing to
-runs of other tests.
+pytest loads it in every run if UniTrain is installed: it imports nothing of it, and adds nothing to other tests.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """``run_ranks``: runs a function as the ranks of a job, in new processes, as fast as a unit test.
 
-The processes are forked from a server that has imported torch, so they start in 0.1 s instead of 3 s. They need no
-fixed port, and end with the call. The function is pickled, so it must be at the top level of a module. It calls
-``unitrain.init``, as a script does.
+The processes are forked from a server that has imported torch, so they start in 0.1 s instead of 3 s. They end with the
+call. The function is pickled, so it must be at the top level of a module. It calls ``unitrain.init``, as a script does.
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ Launcher: TypeAlias = str | Environments
 the name of a real launcher, in seconds."""
 
 _FORKSERVER = multiprocessing.get_context("forkserver")
-# pytest, because every child imports the parent's main module, which imports it; torch's compiler, because the first
-# step of any optimizer imports it (2 s).
+# pytest: every child imports the parent's main module. torch's compiler: an optimizer's first step imports it (2 s).
 _PRELOADED = [
     "pytest", "torch._dynamo", "torch._inductor", "unitrain.initialize", "unitrain.data", "unitrain.testing.duties",
 ]  # fmt: skip

@@ -54,8 +54,7 @@ class World:
     def open(self, **settings: Any) -> Strategy:
         """Start a strategy on a rank, by default in float64 and with a short timeout.
 
-        It uses one thread: models are small, and on busy cores, threads that wait for one another are many times
-        slower.
+        It uses one thread: models are small, and threads that wait for one another on busy cores are far slower.
         """
         common = {"backend": self.backend, "precision": "fp64", "device": "cpu", "timeout_s": 30}
         return unitrain.init(**{**common, "threads_per_process": 1, **settings})
@@ -66,13 +65,7 @@ class World:
 
 
 def find_worlds(backend: str, sizes: Sequence[int]) -> list[World]:
-    """Return the worlds of a backend that can be started on this host, each with the first launcher that works.
-
-    Raises:
-        ConfigError: no backend of that name is installed, or it can't run with default settings.
-        BackendError: it can't be imported, or its library is missing.
-        LaunchError: no installed launcher starts processes that it can use.
-    """
+    """Return the worlds of a backend that can be started on this host, each with the first launcher that works."""
     kind = load_backend(backend)
     worlds: list[World] = []
     refusals: list[ConfigError | BackendError] = []

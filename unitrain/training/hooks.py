@@ -20,11 +20,11 @@ _MOMENTS = (
 class StepHook:
     """Base class of what is notified around the steps of a run. A subclass overrides what it needs."""
 
-    def before_call(self) -> None:
-        """``backward`` or ``update`` begins."""
+    def before_call(self, call: str) -> None:
+        """A call begins, ``backward`` or ``update``."""
 
     def after_call(self) -> None:
-        """``backward`` or ``update`` has returned, or raised."""
+        """It has returned, or raised."""
 
     def before_update(self, optimizer: Optimizer, parameters: Sequence[Parameter]) -> None:
         """An optimizer is about to change weights, unless its gradients turn out to be non-finite."""
@@ -50,7 +50,7 @@ class Hooks:
     """
 
     def __init__(self, *hooks: StepHook) -> None:
-        self.before_call: list[Callable[[], None]] = []
+        self.before_call: list[Callable[[str], None]] = []
         self.after_call: list[Callable[[], None]] = []
         self.before_update: list[BeforeUpdate] = []
         self.after_update: list[AfterUpdate] = []
@@ -69,15 +69,14 @@ class Hooks:
 
     def remove_hook(self, hook: StepHook) -> None:
         """Call a hook no more."""
-        for moment in _MOMENTS:
-            calls = getattr(self, moment)
-            calls[:] = [call for call in calls if call.__self__ is not hook]
+        for moment in _MOMENTS:  # in new lists: a hook may remove itself while a list is gone through
+            setattr(self, moment, [call for call in getattr(self, moment) if call.__self__ is not hook])
 
     @contextmanager
-    def call(self) -> Iterator[None]:
+    def call(self, name: str) -> Iterator[None]:
         """Context manager around ``backward`` and ``update``."""
         for before in self.before_call:
-            before()
+            before(name)
         try:
             yield
         finally:

@@ -182,7 +182,7 @@ def test_the_global_batch_does_not_depend_on_the_shares() -> None:
 
 
 def test_shares_that_can_not_be_used_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"shares is \[2, 1, 1\], for 3 ranks, but this job has 1: give one share"):
+    with pytest.raises(ConfigError, match=r"shares is \[2, 1, 1\], but this job has 1 ranks: give one for each"):
         unitrain.init(backend="single", shares=(2, 1, 1))
     with pytest.raises(ConfigError, match=r"a sharded Shards can't be split by shares, .* set strategy\.shares to"):
         pretended_rank(0, 2, shares=(2, 1)).dataloader(Shards([4, 4]), batch_size=2)
@@ -194,7 +194,7 @@ def test_shares_that_can_not_be_used_are_refused() -> None:
     ("given", "message"),
     [
         ({0: (2, 1), 1: (1, 2)}, r"the ranks do not run the same: shares is \[2, 1\] on rank 0; \[1, 2\] on rank 1\."),
-        ({0: (2, 1, 1), 1: (2, 1, 1)}, r"shares is \[2, 1, 1\], for 3 ranks, but this job has 2: give one share for"),
+        ({0: (2, 1, 1), 1: (2, 1, 1)}, r"shares is \[2, 1, 1\], but this job has 2 ranks: give one for each"),
     ],
     ids=["different", "too_many"],
 )

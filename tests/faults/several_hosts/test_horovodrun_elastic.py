@@ -175,7 +175,7 @@ def test_a_host_that_can_not_be_reached_is_left_out(hosts: Cluster, tmp_path: Pa
     job.set_hosts("node0:1", "node1:1", "nowhere:1")
     job.train_on(2)
     output = job.output()
-    assert "waited 40 s for rank 2 to be started" in output
+    assert "waited 40 s for rank 2, which horovodrun has not started" in output
     assert begun_again(tmp_path) == [0]
     assert_undisturbed(tmp_path, undisturbed)
 

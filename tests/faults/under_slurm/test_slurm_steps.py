@@ -122,4 +122,4 @@ def test_where_rank_0_is_must_be_known(cluster: Slurm, tmp_path: Path) -> None:
         env={**environ(cluster), "SLURM_HOSTFILE": str(tmp_path / "hosts")}, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert done.returncode == 2
-    assert len(re.findall("arbitrary, SLURM does not say on which host .* Set MASTER_ADDR to that", done.stderr)) == 1
+    assert len(re.findall("arbitrary, SLURM does not say on which host .* Set MASTER_ADDR to the", done.stderr)) == 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,17 +13,20 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from unitrain import UsageError
+from unitrain.communication.communicator import Communicator
 from unitrain.training.gradients.gradients import GradientReducer
 
 
 class Sums:
     """Sums of torch.distributed; where there is no group, a world of one. Notes the names of what is sent."""
 
+    device = torch.device("cpu")
+
     def __init__(self) -> None:
         self.sent: list[str] = []
         self.dtypes: list[torch.dtype] = []
 
-    def __call__(self, tensor: Tensor, op: str, name: str) -> Callable[[], Any]:
+    def all_reduce_async(self, tensor: Tensor, op: str, name: str) -> Callable[[], Any]:
         self.sent.append(name)
         self.dtypes.append(tensor.dtype)
         if not dist.is_initialized():
@@ -35,9 +38,8 @@ class Sums:
 
 def reducer_of(*parameters: Parameter, **settings: Any) -> tuple[GradientReducer, Sums]:
     sums = Sums()
-    given = {"all_reduce": sums, "armed": lambda: True, "name": "g", "wire_device": torch.device("cpu"), **settings}
-    made = GradientReducer(parameters, **given)
-    return made, sums
+    given = {"armed": lambda: True, "name": "g", **settings}
+    return GradientReducer(parameters, cast(Communicator, sums), **given), sums
 
 
 def ones(*shape: int, dtype: torch.dtype = torch.float64) -> Parameter:

@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR, StepLR
 
 import unitrain
 from unitrain import NonFiniteError, Strategy, UsageError
+from unitrain.training.hooks import Hooks, StepHook
 
 __all__ = ["ready"]  # the fixture
 
@@ -234,3 +235,26 @@ def test_the_norm_is_returned_on_request_and_nothing_is_clipped(accumulate: int)
     assert norm is not None
     assert torch.allclose(norm, results[True][1].norm(), rtol=1e-12)
     assert torch.equal(results[True][2], results[False][2])
+
+
+class Once(StepHook):
+    """Removes itself when it is called."""
+
+    def __init__(self, hooks: Hooks) -> None:
+        self.hooks, self.calls = hooks, 0
+
+    def at_boundary(self) -> None:
+        self.calls += 1
+        self.hooks.remove_hook(self)
+
+
+def test_a_hook_that_removes_itself_keeps_no_other_from_being_called() -> None:
+    hooks = Hooks()
+    once = [Once(hooks), Once(hooks), Once(hooks)]
+    for hook in once:
+        hooks.add_hook(hook)
+    for _ in range(2):
+        for reached in hooks.at_boundary:
+            reached()
+    assert [hook.calls for hook in once] == [1, 1, 1]
+    assert not hooks.at_boundary

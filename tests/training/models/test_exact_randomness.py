@@ -209,7 +209,7 @@ def test_a_device_without_float64_is_refused() -> None:
     communicator = Communicator(
         load_backend("single")(StrategyConfig(backend="single"), Launch("python"), torch.device("mps")), Pulse()
     )
-    with pytest.raises(ConfigError, match=r"exact_randomness draws some numbers in float64, which device mps does not"):
+    with pytest.raises(ConfigError, match=r"exact_randomness draws numbers in float64, which device mps lacks"):
         ExactRandomness(OpenBatches(), communicator, (1,))
 
 

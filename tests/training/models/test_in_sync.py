@@ -119,7 +119,7 @@ def plateau() -> str:
 def test_a_plateau_of_one_rank_is_noticed() -> None:
     for said in run_ranks(plateau):
         assert said.startswith("epoch 2: the optimizers of the ranks differ: lr of parameter group 0 is 0.1 on")
-        assert said.endswith("and step a ReduceLROnPlateau with the same metric, such as a meter's value().")
+        assert said.endswith("and step a ReduceLROnPlateau with the same metric, as a meter's value().")
 
 
 def test_ranks_that_round_differently_train_on() -> None:

@@ -24,7 +24,7 @@ def test_models_that_are_wrapped_or_sharded_already_are_refused() -> None:
         strategy.prepare(nn.DataParallel(model_of()))
     sharded = model_of()
     next(sharded.parameters()).placements = ()  # type: ignore[attr-defined]  # as a DTensor has
-    with pytest.raises(UsageError, match="pass the whole model"):
+    with pytest.raises(UsageError, match="pass it as it was built"):
         strategy.prepare(sharded)
 
 
@@ -48,7 +48,7 @@ def prepare_sharded_by_torch() -> list[str]:
 def test_what_torch_has_sharded_is_refused() -> None:
     for model, optimizer in run_ranks(prepare_sharded_by_torch):
         assert "the model is sharded already" in model
-        assert "use the optimizer within" in optimizer
+        assert "use its optimizer with shard_optimizer" in optimizer
 
 
 def prepare_bounded_embeddings() -> None:

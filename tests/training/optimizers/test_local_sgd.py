@@ -253,5 +253,5 @@ def test_settings_that_exclude_rounds(settings: dict[str, Any], name: str) -> No
 
 
 def test_fsdp_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"local_steps is 4, which backend fsdp does not support"):
+    with pytest.raises(ConfigError, match=r"local_steps is 4, but backend fsdp shards one model"):
         unitrain.init(backend="fsdp", device="cpu", local_steps=4)

@@ -388,8 +388,8 @@ def save_and_load(folder: str) -> list[str]:
 
 def test_states_are_saved_and_loaded_as_a_whole_and_nothing_loses_state_silently(tmp_path: Path) -> None:
     for *lossy, stepped in run_ranks(save_and_load, str(tmp_path)):
-        assert all("save it with strategy.checkpoint or strategy.save" in said for said in lossy)
-        assert "stepped after strategy.close()" in stepped
+        assert all("use strategy.checkpoint or strategy.save" in said for said in lossy)
+        assert "can't step after strategy.close()" in stepped
 
 
 # ------------------------------------------------------------------------------------------------------------ steps
@@ -514,8 +514,11 @@ def test_hooks_see_whole_parameters_and_a_step_that_fails_leaves_them() -> None:
 def test_what_can_t_be_sharded_is_refused() -> None:
     for found in run_ranks(refused):
         for name in ("Clipping", "Estimating"):
-            assert re.search(rf"does not support {name}, .* depends on other parameters, .* Set shard_opt", found[name])
-        assert "does not support Lookahead, since its state_dict() does not call" in found["Lookahead"]
+            assert re.search(rf"does not support {name}, .* depends on others, .* Set shard_opt", found[name])
+        assert (
+            "does not support Lookahead: its state_dict() would return one rank's state, since it does not call"
+            in found["Lookahead"]
+        )
 
 
 def loss_with(model: nn.Module, batch: Any) -> Tensor:

@@ -10,8 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from unitrain.commands.doctor.finding import Finding, Status, guarded
-from unitrain.commands.doctor.probes import PROBES
+from unitrain.commands.doctor.probes import PROBES, Finding, Status
 
 _STYLES: dict[Status, str] = {"ok": "green", "absent": "dim", "warning": "yellow", "error": "red"}
 
@@ -27,8 +26,17 @@ def doctor(*, as_json: bool = False) -> int:
 
 
 def examine() -> dict[str, Finding]:
-    """Return the findings of all probes of this host, by name, in the order of the table."""
-    return {name: guarded(probe) for name, probe in PROBES.items()}
+    """Return the findings of all probes of this host, by name, in the order of the table.
+
+    A probe that raises an error has found one, and the others still run.
+    """
+    findings = {}
+    for name, probe in PROBES.items():
+        try:
+            findings[name] = probe()
+        except Exception as error:
+            findings[name] = Finding("error", f"{type(error).__name__}: {error}")
+    return findings
 
 
 def _print_table(findings: dict[str, Finding]) -> None:

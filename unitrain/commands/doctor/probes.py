@@ -6,12 +6,14 @@ import os
 import platform
 import socket
 import sys
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from ipaddress import ip_address
+from typing import Literal
 
 import psutil
 
-from unitrain.commands.doctor.finding import Finding, Probe
 from unitrain.commands.horovod.check import find_horovod
 from unitrain.commands.toolchain import find_mpi, find_program, installed_version, run_one
 from unitrain.communication.backend import backend_names
@@ -20,6 +22,18 @@ from unitrain.launch.network.addresses import addresses_of, own_addresses
 from unitrain.process import usable_cores
 
 _INSTALL_HOROVOD = "unitrain install-horovod"
+Status = Literal["ok", "absent", "warning", "error"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of a probe."""
+
+    status: Status
+    """ok; absent (not installed, and optional); warning (works in part); error (broken)."""
+    summary: str
+    fix: str | None = None
+    """The commands that install or fix it, one on each line."""
 
 
 def _python() -> Finding:
@@ -161,7 +175,7 @@ def _copies_in_memory() -> Finding:
     return Finding("ok", f"{size / 2**30:.1f} GiB in {shown}: remove the folders of runs that are not resumed")
 
 
-PROBES: dict[str, Probe] = {
+PROBES: dict[str, Callable[[], Finding]] = {
     "python": _python,
     "torch": _torch,
     "gpus": _gpus,

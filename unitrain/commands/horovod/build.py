@@ -124,11 +124,7 @@ def check_tools(mpi: Mpi | None, gpu: str | None) -> None:
 
 
 def fetch(version: str, folder: Path, log: Path) -> Path:
-    """Download Horovod's source distribution with the user's pip settings, and return its unpacked source tree.
-
-    Raises:
-        BackendError: the download failed, or the file is not the one that was tested.
-    """
+    """Download Horovod's source distribution with the user's pip settings, and return its unpacked source tree."""
     sha256 = KNOWN_SDISTS.get(version)
     requirements = folder / "requirements.txt"
     requirements.write_text(f"horovod=={version}" + (f" --hash=sha256:{sha256}" if sha256 else "") + "\n")

@@ -47,15 +47,11 @@ def install_horovod(
     """Build Horovod for the installed torch, install it and test it, unless this was done before.
 
     ``gpu`` is nccl to build GPU operations, too, auto to do so if torch finds a GPU, or none.
-
-    Raises:
-        BackendError: a tool is missing, or a step failed; the message says what to do.
     """
     version, console = str(version), Console(soft_wrap=True, highlight=False)
     if find_spec("pip") is None:
         raise BackendError(
-            "This environment has no pip, which is needed to install Horovod: python -m ensurepip (or: uv pip install "
-            "pip)"
+            "This environment has no pip, which installs Horovod: python -m ensurepip (or: uv pip install pip)"
         )
     nccl = "nccl" if gpu == "nccl" or (gpu == "auto" and torch.cuda.is_available()) else None
     mpi = None if without_mpi else find_mpi()

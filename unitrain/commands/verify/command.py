@@ -44,10 +44,6 @@ def verify(
 
     Without a ``script``, a built-in model is trained in every mode. The plain loop that it is compared with runs on the
     CPU, but for half precision, which it computes on the ``device``.
-
-    Raises:
-        ConfigError: the device is not available.
-        UsageError: this process was started by a launcher, or the backend works under no launcher found here.
     """
     if detect(os.environ).world_size > 1:
         raise UsageError("verify starts processes itself: run it alone, not under a launcher.")
@@ -99,11 +95,7 @@ def _recipe_trials(
 
 
 def _train_recipe(recipe: Path, world: World, folder: Path, flags: Sequence[str]) -> list[dict[str, float]]:
-    """Run a recipe for ``STEPS`` steps in float64 and return its ``metrics.jsonl``, a dict per epoch.
-
-    Raises:
-        UsageError: the recipe failed, or wrote no metrics.
-    """
+    """Run a recipe for ``STEPS`` steps in float64 and return its ``metrics.jsonl``, a dict per epoch."""
     run = ("--max-steps", str(STEPS), "--output-dir", str(folder), "--strategy.backend", world.backend, *_EXACT_FLAGS)
     command = launch_command(world.launcher, world.size, [str(recipe), *flags, *run])
     code, printed = run_to_end(*command, environment=launch_environment())

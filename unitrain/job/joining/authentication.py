@@ -46,16 +46,11 @@ class JobKey:
 def authenticate(
     communicator: Communicator, backend: Backend, launch: Launch, timeout_s: float, environ: Mapping[str, str]
 ) -> JobKey:
-    """Agree on the job's key, and check that every rank knows the job's secret. Collective.
-
-    Raises:
-        ConfigError: the secret is too short, or a rank has none or another; on every rank.
-    """
+    """Agree on the job's key, and check that every rank knows the job's secret. Collective."""
     given = environ.get(SECRET, "")
     if given and len(given) < _FEWEST_CHARACTERS:
         raise ConfigError(
-            f"{SECRET} has {len(given)} characters, but must have at least {_FEWEST_CHARACTERS}: a shorter one can be "
-            f"guessed. {_REMEDY}"
+            f"{SECRET} has {len(given)} characters, but needs {_FEWEST_CHARACTERS}, or it can be guessed. {_REMEDY}"
         )
     nonce = secrets.token_bytes(_BYTES)
     in_file = not given and launch.local_world_size == launch.world_size
@@ -84,8 +79,7 @@ def _exchange(communicator: Communicator, nonce: bytes, *, has_variable: bool) -
     lacking = [rank for rank, has in enumerate(gathered[:, 0].tolist()) if not has]
     if 0 < len(lacking) < communicator.world_size:
         raise ConfigError(
-            f"{SECRET} is set on some ranks, but not on rank {listed(lacking)}: ranks of one job share their secret. "
-            f"{_REMEDY}"
+            f"{SECRET} is set on some ranks, but not on rank {listed(lacking)}: ranks share their secret. {_REMEDY}"
         )
     return gathered[:, 1:].contiguous().numpy().tobytes()
 
@@ -102,8 +96,7 @@ def _check_proofs(communicator: Communicator, key: bytes) -> None:
     if wrong:
         raise ConfigError(
             f"rank {listed(wrong)} did not prove to rank {communicator.rank} that it knows the secret of this job: "
-            f"either {SECRET} differs between the ranks, or another program has taken that rank's place (SECURITY.md). "
-            f"{_REMEDY}"
+            f"{SECRET} differs, or another program has taken that rank's place (SECURITY.md). {_REMEDY}"
         )
 
 

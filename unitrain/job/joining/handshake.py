@@ -26,11 +26,7 @@ _OWN_SETTINGS = frozenset({"device", "threads_per_process", "pin_memory"})
 
 
 def handshake(communicator: Communicator, config: StrategyConfig, backend: type[Backend]) -> list[Member]:
-    """Check that all ranks run the same thing, and return all processes of the job, by rank. Collective.
-
-    Raises:
-        ConfigError: settings, versions or code differ between ranks; on every rank, naming the difference.
-    """
+    """Check that all ranks run the same thing, and return all processes of the job, by rank. Collective."""
     found = difference_between_ranks(communicator, _facts(config, backend))
     if found is not None:
         name, values = found
@@ -84,8 +80,7 @@ def are_identical(communicator: Communicator, facts: Mapping[str, Any]) -> bool:
 def difference_between_ranks(communicator: Communicator, facts: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return a name whose values differ between ranks, and the values with their ranks; None if all agree. Collective.
 
-    Digests are compared first. Only if they differ are rank 0's facts sent: the name is the first in which the first
-    rank that has others differs from rank 0.
+    Digests are compared first. The name is the first in which the first rank that has others differs from rank 0.
     """
     if are_identical(communicator, facts):
         return None

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,32 +17,23 @@ from unitrain.errors import BackendError, CommunicationError, UnitrainError
 
 
 def check_collectives(backend: Backend) -> None:
-    """Check one result of each collective of a started backend, and that sums are the same on all ranks. Collective.
-
-    Raises:
-        BackendError: a call failed, or its result is wrong on this rank.
-        CommunicationError: another rank has ended.
-    """
+    """Check one result of each collective of a started backend, and that sums are the same on all ranks. Collective."""
     inputs = torch.stack([input_of(rank) for rank in range(backend.world_size)])
     own, last = inputs[backend.rank].to(backend.device), backend.world_size - 1
-    total = _check_reduction(backend, "sum", own, inputs.sum(0))
-    _check_reduction(backend, "max", own, inputs.amax(0))
-    _check_reduction(backend, "min", own, inputs.amin(0))
+    reduced = {op: own.clone() for op in ("sum", "max", "min")}
+    for op, expected in (("sum", inputs.sum(0)), ("max", inputs.amax(0)), ("min", inputs.amin(0))):
+        what = f"all_reduce with op {op!r}"
+        _call(backend, what, partial(backend.all_reduce, reduced[op], op, f"self_test.{op}"))
+        _compare(backend, what, reduced[op], expected)
     gathered = _call(backend, "all_gather", lambda: backend.all_gather(own.double(), "self_test.gather"))
     _compare(backend, "all_gather", gathered, inputs)
     received = torch.full((4,), backend.rank % 251, dtype=torch.uint8, device=backend.device)
     _call(backend, "broadcast", lambda: backend.broadcast(received, last, "self_test.broadcast"))
     _compare(backend, f"broadcast from rank {last}", received, torch.full((4,), last % 251))
-    sums = _call(backend, "all_gather", lambda: backend.all_gather(total.view(torch.uint8), "self_test.sums"))
+    total = reduced["sum"].view(torch.uint8)
+    sums = _call(backend, "all_gather", lambda: backend.all_gather(total, "self_test.sums"))
     if not (sums == sums[0]).all():
         raise _wrong(backend, "all_reduce with op 'sum'", "gave different bits on different ranks, which would diverge")
-
-
-def _check_reduction(backend: Backend, op: str, own: Tensor, expected: Tensor) -> Tensor:
-    what, reduced = f"all_reduce with op {op!r}", own.clone()
-    _call(backend, what, lambda: backend.all_reduce(reduced, op, f"self_test.{op}"))
-    _compare(backend, what, reduced, expected)
-    return reduced
 
 
 def input_of(rank: int) -> Tensor:

@@ -1,8 +1,7 @@
 """The start watch: ends a process that waits for a rank which has ended before it joined the job.
 
-The watchdog notices the end of a rank by its connection, and connects when all ranks have met. Until then,
-communication libraries wait for all ranks, MPI_Init without a timeout, and launchers take a rank that exits with 0 for
-one that has done its work.
+The watchdog connects when all ranks have met. Until then, communication libraries wait for all ranks, MPI_Init without
+a timeout, and launchers take a rank that exits with 0 for one that has done its work.
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ def watched_start(launch: Launch, config: StrategyConfig) -> Iterator[None]:
     """End this process if a rank of this host has ended while the block waits for all ranks.
 
     A rank counts as ended if it has had no process for ``heartbeat_timeout_s``. Ranks of other hosts are not seen from
-    here: if one of them never comes, the block is given up after one and a half times ``timeout_s``, when the libraries
-    have not reported it after ``timeout_s``.
+    here: for them, the block is given up after 1.5 ``timeout_s``, if the libraries have not done so before.
     """
     if launch.world_size == 1:
         yield
@@ -49,8 +47,7 @@ def _watch(launch: Launch, config: StrategyConfig, joined: threading.Event) -> N
     patience_s = min(config.heartbeat_timeout_s, config.timeout_s)
     ranks = LocalRanks(launch)
     began = checked_at = time.monotonic()
-    # Launchers start all ranks of a host at once. Without one, a rank may come any time: only one that was seen can
-    # be missed.
+    # Launchers start all ranks of a host at once. Without one, only a rank that was seen can be missed.
     all_started = launch.launcher != "env" and ranks.all_visible()
     seen_at = dict.fromkeys(range(launch.local_world_size), began) if all_started else {}
     while not joined.wait(min(_CHECK_S, patience_s / 5)):
@@ -72,8 +69,7 @@ def _watch(launch: Launch, config: StrategyConfig, joined: threading.Event) -> N
         elif now - began > 1.5 * config.timeout_s:
             reason = (
                 f"the ranks have not all joined the job within {now - began:.0f} s (timeout_s is "
-                f"{config.timeout_s:g}): check that all {launch.world_size} processes are running, and that their "
-                "hosts can reach one another"
+                f"{config.timeout_s:g}): check that all {launch.world_size} are running, and can reach one another"
             )
             is_first = launch.rank == 0
         else:

@@ -46,11 +46,7 @@ def is_here(host: str) -> bool:
 
 
 def reach(hosts: Sequence[str], port: int) -> socket.socket:
-    """Return a connection to rank 0, at the first of its addresses that accepts one.
-
-    Raises:
-        CommunicationError: none accepts a connection.
-    """
+    """Return a connection to rank 0, at the first of its addresses that accepts one."""
     for host in hosts:
         try:
             return socket.create_connection((host, port), _PROBE_S)

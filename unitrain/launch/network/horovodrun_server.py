@@ -16,11 +16,7 @@ _RETRY_S, _OFFER_RETRY_S = 0.1, 0.05
 
 
 def share(offer: str | None, server: str, timeout: timedelta) -> str:
-    """Return what rank 0 offers, which the other ranks wait for; they pass None.
-
-    Raises:
-        CommunicationError: rank 0 did not come in time, or the server does not answer.
-    """
+    """Return what rank 0 offers, which the other ranks wait for; they pass None."""
     if offer is not None:
         _request(server, "PUT", _OFFER, offer)
         return offer
@@ -38,11 +34,7 @@ def share(offer: str | None, server: str, timeout: timedelta) -> str:
 def await_all(launch: Launch, server: str, timeout_s: float) -> None:
     """Wait at the server of horovodrun's elastic driver until every rank has come there. Collective.
 
-    Horovod's own rendezvous would abort the process if a rank never came, for example one on a host that was added and
-    can't start processes.
-
-    Raises:
-        CommunicationError: a rank did not come in time, or the server does not answer.
+    Horovod's own rendezvous would abort the process if a rank never came, as on a host that can't start processes.
     """
     deadline = time.monotonic() + timeout_s
     # Only rank 0 asks for each of them.
@@ -53,8 +45,8 @@ def await_all(launch: Launch, server: str, timeout_s: float) -> None:
         if time.monotonic() > deadline:
             ranks = ", ".join(map(str, sorted(awaited)))
             raise CommunicationError(
-                f"rank {launch.rank} of {launch.world_size} waited {timeout_s:g} s for rank {ranks} to be started. "
-                "See above for what horovodrun says of its host."
+                f"rank {launch.rank} of {launch.world_size} waited {timeout_s:g} s for rank {ranks}, which horovodrun "
+                "has not started: see above for what it says of its host."
             )
         time.sleep(_RETRY_S)
     if launch.rank == 0:

@@ -1,7 +1,6 @@
 """The network interface that leads to the other hosts of a job, for gloo.
 
-gloo listens at the address of this host's name. Where that is a loopback address, as Debian's installer has it, or
-unknown, other hosts can't connect.
+gloo listens at the address of this host's name: other hosts can't connect if it is a loopback one, as on Debian.
 """
 
 from __future__ import annotations

@@ -13,11 +13,7 @@ _OTHERS, _FEWEST_OTHERS = 512, 64
 
 
 def allow_connections(world_size: int) -> None:
-    """Raise this process's limit of open files if one more connection to every rank needs that.
-
-    Raises:
-        LaunchError: the hard limit is too low.
-    """
+    """Raise this process's limit of open files if one more connection to every rank needs that."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = sys.maxsize if hard == resource.RLIM_INFINITY else hard
     needed = len(os.listdir("/dev/fd")) + world_size

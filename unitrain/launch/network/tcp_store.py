@@ -35,18 +35,13 @@ def join_store(host: str, port: int, launch: Launch, timeout: timedelta) -> TCPS
 
     If nothing listens at the address, torch's client waits for up to twice its timeout and prints many lines. If a
     program listens that never answers, it waits forever. So it is started in a thread, once something listens.
-
-    Raises:
-        CommunicationError: nothing listened there in time.
-        LaunchError: another program listens there.
     """
     deadline = time.monotonic() + timeout.total_seconds()
     while not _listens(host, port):
         if time.monotonic() > deadline:
             raise CommunicationError(
                 f"rank {launch.rank} of {launch.world_size} waited {timeout.total_seconds():g} s for rank 0 at "
-                f"{host}:{port}, but nothing listens there. Check that rank 0 is running, and that this host can reach "
-                "that address (firewall, MASTER_ADDR)."
+                f"{host}:{port}, but nothing listens there: check that rank 0 runs, the firewall and MASTER_ADDR."
             )
         time.sleep(_RETRY_S)
     joined: Future[TCPStore] = Future()
@@ -61,8 +56,7 @@ def join_store(host: str, port: int, launch: Launch, timeout: timedelta) -> TCPS
     if wait([joined], _ANSWER_S).not_done and _listens(host, port) and not _is_store(host, port):
         raise LaunchError(
             f"the rendezvous address of {launch.launcher} is {host}:{port}, but another program than rank 0 listens "
-            "there. End that program (ss -ltnp on that host shows it), or set MASTER_ADDR and MASTER_PORT to another "
-            "address.",
+            "there. End it (ss -ltnp on that host shows it), or set MASTER_ADDR and MASTER_PORT to another address.",
             on_all_ranks=launch.local_rank > 0,
         )
     return joined.result()
@@ -80,8 +74,7 @@ def _listens(host: str, port: int) -> bool:
 def _is_store(host: str, port: int) -> bool:
     """Return whether a store of torch listens at an address.
 
-    Its client may need longer than this, since it looks up the names of both ends. Where the name server does not
-    know them, or is asked by thousands of ranks at once, that takes seconds.
+    Its client may need seconds longer than this: it asks the name server, as thousands of ranks may, for both ends.
     """
     try:
         with socket.create_connection((host, port), 1.0) as connection:

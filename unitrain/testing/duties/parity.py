@@ -1,7 +1,6 @@
 """Duties of training: every mode gives the same model as a plain loop on one device.
 
-``unitrain verify`` has the same cases, plain loop and comparison. The backend is not used to collect the
-results that are compared.
+``unitrain verify`` has the same cases, plain loop and comparison. Results are not collected through the backend.
 """
 
 from __future__ import annotations

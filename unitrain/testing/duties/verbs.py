@@ -34,7 +34,6 @@ def _started(world: World) -> Iterator[Backend]:
 
 
 def _total(backend: Backend, size: int) -> Tensor:
-    """Return the sum of the ranks' inputs of a size."""
     return sum((_given(rank, size) for rank in range(backend.world_size)), torch.zeros(size))
 
 

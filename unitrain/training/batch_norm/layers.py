@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, cast
@@ -29,6 +29,7 @@ class SyncBatchNorm(_BatchNorm):
     """
 
     plain: ClassVar[type[_BatchNorm]]
+    local_forward: ClassVar[Callable[..., Tensor]]
     ranks: Ranks
     sync_name: str
 
@@ -36,7 +37,7 @@ class SyncBatchNorm(_BatchNorm):
         """Normalise ``input`` (rows, channels, ...) by statistics over all ranks, or the running ones in eval mode."""
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         if not self.training or self.ranks.communicator.world_size == 1:
-            return self.plain.forward(self, input)
+            return type(self).local_forward(self, input)
         output, statistics = self.ranks.normalise(input, self.weight, self.bias, self.eps, self.sync_name)
         if self.track_running_stats:
             self._update_running(statistics)
@@ -54,13 +55,8 @@ class SyncBatchNorm(_BatchNorm):
         self.running_var.add_(momentum * (unbiased.to(self.running_var.dtype) - self.running_var))
 
 
-class _ReplacesTorchs(SyncBatchNorm):
+class _OfAnyDimension(SyncBatchNorm):
     """torch's own ``SyncBatchNorm``, which needs GPUs and torch.distributed, on any device and backend."""
-
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
-        if not self.training or self.ranks.communicator.world_size == 1:
-            return _BatchNorm.forward(self, input)
-        return super().forward(input)
 
     def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002  (torch's name)
         if input.dim() < 2:
@@ -84,16 +80,18 @@ class _HasActivation(SyncBatchNorm):
 def _synced(plain: type[nn.Module]) -> type[SyncBatchNorm] | None:
     """Return the synchronised class of a BatchNorm class; None for a subclass: its forward may be different."""
     timm = sys.modules.get("timm.layers")
+    own: dict[str, Any] = {"plain": plain, "local_forward": plain.forward}
     bases: tuple[type, ...]
     if plain in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
         bases = (SyncBatchNorm, plain)
     elif plain is nn.SyncBatchNorm:
-        bases = (_ReplacesTorchs,)  # torch's DDP refuses subclasses of its own on CPUs
+        bases = (_OfAnyDimension,)  # torch's DDP refuses subclasses of its own on CPUs
+        own["local_forward"] = _BatchNorm.forward
     elif timm is not None and plain is timm.BatchNormAct2d:
         bases = (_HasActivation, nn.BatchNorm2d)
     else:
         return None
-    return type(f"Sync{plain.__name__}", bases, {"plain": plain})
+    return type(f"Sync{plain.__name__}", bases, own)
 
 
 def is_unsynchronised(layer: nn.Module) -> bool:
@@ -107,8 +105,7 @@ def synchronise(
     """Make every BatchNorm layer in ``module`` compute its training statistics over all ranks, in place.
 
     Only the class of a layer changes: its parameters, buffers, hooks and state dict keys stay the same. With
-    ``only_torchs``, torch's own ``SyncBatchNorm`` layers are replaced and no others. ConfigError refuses layers of
-    other subclasses of BatchNorm, and those that synchronise over a process group.
+    ``only_torchs``, torch's own ``SyncBatchNorm`` layers are replaced and no others.
     """
     layers = [
         (name, layer)
@@ -123,15 +120,13 @@ def synchronise(
     for name, layer in layers:
         if getattr(layer, "process_group", None) is not None:
             raise ConfigError(
-                f"layer {name!r} synchronises over a process group of its own, which is not supported: create it "
-                "without process_group."
+                f"layer {name!r} has a process group, which is not supported: create it without process_group."
             )
         synced = _synced(layer.__class__)
         if synced is None:
             raise ConfigError(
                 f"sync_batchnorm does not support layer {name!r} of class {type(layer).__name__}: it supports only "
-                "BatchNorm1d, BatchNorm2d, BatchNorm3d and timm's BatchNormAct2d. Replace the layer, or set "
-                "sync_batchnorm to false."
+                "BatchNorm1d, 2d and 3d and timm's BatchNormAct2d. Replace it, or set sync_batchnorm to false."
             )
         layer.__class__ = synced
         layer.__dict__.update(ranks=ranks, sync_name=f"batch_norm.{name}")
@@ -159,10 +154,7 @@ def local_statistics(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 class _StandInHooks:
-    """Forward hooks that run an unsynchronised layer in eval mode on a stand-in.
-
-    One sample can be too few for statistics, and is not one of this rank.
-    """
+    """Forward hooks that run an unsynchronised layer in eval mode on a stand-in, which is not a sample of this rank."""
 
     def __init__(self, current_batch: CurrentBatch | None = None) -> None:
         self._current_batch = current_batch

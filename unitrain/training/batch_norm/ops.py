@@ -5,8 +5,8 @@ merged in float64 by the pairwise formula of Chan, Golub and LeVeque ("Algorithm
 1983). The parts may be uneven or empty. The backward needs one all-reduce. Both block, since there is no other work to
 overlap them with. The passes over the batch itself use torch's kernels for given statistics, as eval mode does.
 
-The operators run the same code as the eager path, which does not go through them: the dispatcher takes longer, and the
-first call of a custom operator imports the compiler, which takes a second or more.
+The eager path runs the same code without the operators: the dispatcher takes longer, and the first call of a custom
+operator imports the compiler, which takes a second or more.
 """
 
 from __future__ import annotations

@@ -13,13 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from unitrain.communication.backend import Wait
+from unitrain.communication.communicator import Communicator
 from unitrain.errors import UsageError
-
-Wait = Callable[[], None]
-
-
-AllReduce = Callable[[Tensor, str, str], Wait]
-"""Starts an in-place all-reduce of a tensor, given an op and a name. Returns a function that waits for it."""
 
 
 class _Bucket:
@@ -51,7 +47,7 @@ class _Bucket:
         self.wire: Tensor | None = None
         self.wait: Wait | None = None
 
-    def launch(self, all_reduce: AllReduce, wire_device: torch.device, wire_dtype: torch.dtype | None) -> None:
+    def launch(self, communicator: Communicator, wire_dtype: torch.dtype | None) -> None:
         self.launched = True
         self.locally_unused = [i for i, p in enumerate(self.parameters) if p.grad is None]
         self.used.fill_(1)
@@ -65,8 +61,8 @@ class _Bucket:
             torch._foreach_copy_(views, gradients)
         for p, view in zip(self.parameters, self.views, strict=True):
             p.grad = view
-        self.wire = self.real.to(wire_device, wire_dtype)
-        self.wait = all_reduce(self.wire, "sum", self.name)
+        self.wire = self.real.to(communicator.device, wire_dtype)
+        self.wait = communicator.all_reduce_async(self.wire, "sum", self.name)
 
     def finish(self) -> None:
         if self.wait is not None:
@@ -88,10 +84,9 @@ class GradientReducer:
 
     Args:
         parameters: in the order of registration; backward computes their gradients in roughly the reverse order.
-        all_reduce: starts an in-place all-reduce.
+        communicator: sums the buckets, on its device; theirs may be another.
         armed: returns whether the running backward communicates.
         name: prefix of the buckets' names, the same on all ranks.
-        wire_device: the device on which gradients are reduced; theirs may be another.
         bucket_mb: size in MiB at which a bucket is complete.
         wire_dtype: reduce in this dtype (lossy) instead of the gradients' own.
         overlap: reduce buckets while backward runs. If backward runs other collectives (BatchNorm's), ranks that use
@@ -101,18 +96,17 @@ class GradientReducer:
     def __init__(
         self,
         parameters: Sequence[Parameter],
+        communicator: Communicator,
         *,
-        all_reduce: AllReduce,
         armed: Callable[[], bool],
         name: str,
-        wire_device: torch.device,
         bucket_mb: float = 25.0,
         wire_dtype: torch.dtype | None = None,
         overlap: bool = True,
     ) -> None:
-        self._all_reduce = all_reduce
+        self._communicator = communicator
         self._armed = armed
-        self._wire_device, self._wire_dtype = wire_device, wire_dtype
+        self._wire_dtype = wire_dtype
         self._overlap = overlap
         self._buckets = [
             _Bucket(group, f"{name}.{i}") for i, group in enumerate(_group(parameters, int(bucket_mb * 2**20)))
@@ -148,7 +142,7 @@ class GradientReducer:
 
     def _launch_next(self) -> None:
         with torch.no_grad():
-            self._buckets[self._next].launch(self._all_reduce, self._wire_device, self._wire_dtype)
+            self._buckets[self._next].launch(self._communicator, self._wire_dtype)
         self._next += 1
 
     def finish(self) -> None:

@@ -51,10 +51,9 @@ class Reduction:
     def _bucketed(self, parameters: Sequence[Parameter]) -> Finish:
         reducer = GradientReducer(
             parameters,
-            all_reduce=self._communicator.all_reduce_async,
+            self._communicator,
             armed=lambda: self.armed,
             name=f"gradients.{len(self._reducers)}",
-            wire_device=self._communicator.device,
             wire_dtype=self._wire_dtype,
             overlap=self._overlap,
         )

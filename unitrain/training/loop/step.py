@@ -19,6 +19,7 @@ from unitrain.data.order.sharding import MicroBatch
 from unitrain.device import by_device
 from unitrain.errors import UsageError
 from unitrain.pulse import USER_CODE
+from unitrain.training.gradients.early_sums import EarlySums
 from unitrain.training.gradients.guard import GuardedStep
 from unitrain.training.gradients.reduction import Reduction
 from unitrain.training.gradients.sharded_guard import ShardedGuardedStep
@@ -259,7 +260,7 @@ class TrainingStep:
         if not self.hooks.before_call:
             self._backward(loss, optimizers, sync, weight)
             return
-        with self.hooks.call():
+        with self.hooks.call("backward"):
             self._backward(loss, optimizers, sync, weight)
 
     def _backward(
@@ -377,7 +378,7 @@ class TrainingStep:
             check_scheduler(scheduler)
         if not self.hooks.before_call:
             return self._update(optimizer, scheduler)
-        with self.hooks.call():
+        with self.hooks.call("update"):
             return self._update(optimizer, scheduler)
 
     def _update(self, optimizer: Optimizer, scheduler: Any) -> StepResult:
@@ -514,4 +515,8 @@ def _guard(communicator: Communicator, config: StrategyConfig, spikes: Spikes | 
     given = config.clip_norm, config.clip_value, config.grad_norm, None if spikes is None else spikes.found
     if communicator.shards_parameters:
         return ShardedGuardedStep(communicator, *given)
-    return GuardedStep(communicator.device, *given)
+    guard = GuardedStep(communicator.device, *given)
+    averages = communicator.world_size > 1 and config.local_steps == 1
+    if communicator.device.type == "cpu" and not averages and not guard.takes_norm:
+        guard.early_sums = EarlySums()
+    return guard

@@ -17,8 +17,7 @@ def blocks(modules: Sequence[nn.Module], wanted: bool | Sequence[str]) -> list[n
     """Return the outermost modules to checkpoint.
 
     ``wanted`` has names of classes; or is True for the children of each ``ModuleList`` and ``Sequential`` that have
-    children themselves, since a single layer would keep its input anyway. ConfigError is raised if there are
-    none, a name matches no module, or a module can't be run twice.
+    children themselves, since a single layer would keep its input anyway.
     """
     names = set() if isinstance(wanted, bool) else set(wanted)
     found: dict[nn.Module, None] = {}
@@ -57,24 +56,18 @@ def _check(block: nn.Module) -> None:
     kind = type(block).__name__
     if "forward" in vars(block):
         raise ConfigError(
-            f"activation_checkpointing does not support a {kind} with an attribute in place of its forward: override "
-            "forward in a subclass."
+            f"activation_checkpointing does not support a {kind} whose forward is an attribute: use a subclass."
         )
     for name, layer in block.named_modules():
         if isinstance(layer, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)):
             raise ConfigError(
-                f"activation_checkpointing does not support a {kind} with a {type(layer).__name__} ({name}): its "
-                "forward runs twice, which would count a batch twice in the running statistics. Name blocks without "
-                "BatchNorm, or use GroupNorm or LayerNorm."
+                f"activation_checkpointing does not support a {kind} with a {type(layer).__name__} ({name}), which "
+                "would count each batch twice. Name blocks without BatchNorm, or use GroupNorm or LayerNorm."
             )
 
 
 def apply(block: nn.Module) -> None:
-    """Checkpoint the activations of a block, in place.
-
-    Only its forward changes: parameters, buffers, hooks and state dict keys stay the same. The hooks of the block
-    itself are not run again.
-    """
+    """Checkpoint the activations of a block, in place. Its own hooks are not run again."""
     block.forward = partial(_checkpointed, block.forward)
 
 
@@ -98,8 +91,7 @@ def _checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
             known, version = before.get(name, (None, 0))
             if known is not buffer or version != buffer._version:
                 raise UsageError(
-                    f"the forward of a {type(block).__name__} changes its buffer {name}, which activation "
-                    "checkpointing would change a second time in the backward: leave the class out of "
-                    "activation_checkpointing, or update the buffer after the step."
+                    f"the forward of a {type(block).__name__} changes its buffer {name}, which would change again in "
+                    "the backward: leave it out of activation_checkpointing, or update the buffer after the step."
                 )
     return result

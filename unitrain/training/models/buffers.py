@@ -1,8 +1,7 @@
 """Gives all ranks rank 0's values of buffers that a forward changes: codebooks, moving averages, counters.
 
-This is what torch's DDP does by default. DDP broadcasts every buffer before each forward; here only those that have
-changed on some rank are broadcast, after the step. BatchNorm's statistics are not among them: they are synchronised, or
-averaged for an evaluation.
+torch's DDP broadcasts every buffer before each forward; here only those that have changed on some rank are broadcast,
+after the step. BatchNorm's statistics are not among them: they are synchronised, or averaged for an evaluation.
 """
 
 from __future__ import annotations
@@ -37,9 +36,8 @@ class _Slot(NamedTuple):
 class BufferSync(StepHook):
     """Broadcasts changed buffers of the prepared modules after each step.
 
-    Whether a buffer has changed is known from its version, without reading it. The ranks agree on that in a small
-    all-reduce, which overlaps the next step: a buffer that changes for the first time after the second step is
-    broadcast one step later.
+    A buffer's version tells whether it has changed. The ranks agree on that in a small all-reduce, which overlaps the
+    next step: a buffer that changes for the first time after the second step is broadcast one step later.
     """
 
     def __init__(self, communicator: Communicator, prepared: PreparedModules) -> None:

@@ -14,8 +14,7 @@ from unitrain.job.joining.handshake import difference_between_ranks
 from unitrain.training.models.prepared import PreparedModules
 
 _SAME = (
-    "Make the same optimizer with the same options on every rank, and step a ReduceLROnPlateau with the same metric, "
-    "such as a meter's value()."
+    "Make the same optimizer on every rank, and step a ReduceLROnPlateau with the same metric, as a meter's value()."
 )
 
 

@@ -10,11 +10,9 @@ from unitrain.config import StrategyConfig
 def compile_in_place(module: nn.Module, config: StrategyConfig) -> None:
     """Compile a module's forward, with its hooks, as the settings say.
 
-    The module, its class and its state dict keys stay the same, unlike with ``torch.compile(module)``, and deep copies
-    of it are not compiled. A module that the script has compiled itself is left as it is.
-
-    This comes before DDP's wrapper, which calls the compiled module: torch then splits its graph where DDP's buckets
-    end, so that gradients are averaged while the backward of earlier layers runs.
+    The module and its state dict keys stay the same, unlike with ``torch.compile(module)``, and deep copies of it are
+    not compiled. A module that the script has compiled is left as it is. DDP's wrapper comes later: torch then splits
+    the graph where DDP's buckets end, so that gradients are averaged while the backward of earlier layers runs.
     """
     if is_compiled(module):
         return

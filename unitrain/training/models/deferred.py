@@ -27,8 +27,7 @@ class Construction(TorchFunctionMode):
     Buffers stay in memory, since modules compute them only once.
 
     Attributes:
-        changed_at: a line of user code that changed a parameter other than in a ``reset_parameters``, which ``prepare``
-            can't repeat; None if no line did.
+        changed_at: a line of user code, if any, that changed a parameter other than in a ``reset_parameters``.
     """
 
     def __init__(self) -> None:

@@ -37,22 +37,12 @@ _aten = torch.ops.aten
 
 
 class ExactRandomness(StepHook):
-    """Enters and leaves the mode in which random numbers belong to samples: in forwards, and in their backward.
-
-    Args:
-        batches: the batches that loaders have yielded.
-        communicator: gives this process's rank and device.
-        shares: how the samples are shared among the processes.
-
-    Raises:
-        ConfigError: the device has no float64, which some draws need.
-    """
+    """Enters and leaves the mode in which random numbers belong to samples: in forwards, and in their backward."""
 
     def __init__(self, batches: OpenBatches, communicator: Communicator, shares: tuple[int, ...]) -> None:
         if precise(communicator.device) != communicator.device:
             raise ConfigError(
-                f"exact_randomness draws some numbers in float64, which device {communicator.device} does not have: "
-                "set it to false, or device to cpu."
+                f"exact_randomness draws numbers in float64, which device {communicator.device} lacks: set it to cpu."
             )
         self._batches = batches
         self._rank = communicator.rank
@@ -68,11 +58,7 @@ class ExactRandomness(StepHook):
         return self
 
     def apply(self, module: nn.Module) -> None:
-        """Let a module's forwards draw random numbers by sample.
-
-        Raises:
-            ConfigError: a layer draws them for tensors whose first dimension is not the sample.
-        """
+        """Let a module's forwards draw random numbers by sample."""
         for name, layer in module.named_modules():
             drops = isinstance(layer, (nn.RNNBase, nn.MultiheadAttention)) and layer.dropout > 0
             if drops and (isinstance(layer, nn.RNNBase) or not layer.batch_first):
@@ -92,8 +78,7 @@ class ExactRandomness(StepHook):
             return
         if not self._mode.in_forward:
             raise UsageError(
-                "exact_randomness does not cover activation checkpointing of a whole prepared module: checkpoint its "
-                "blocks, with activation_checkpointing for example."
+                "exact_randomness does not cover checkpointing of a whole prepared module: checkpoint its blocks."
             )
         self._locate()
         self._forwards += 1
@@ -117,7 +102,7 @@ class ExactRandomness(StepHook):
                 "drawn from python's or numpy's: draw from torch's, or set exact_randomness to false."
             )
 
-    def before_call(self) -> None:
+    def before_call(self, call: str) -> None:
         """Enter the mode for a backward: activation checkpointing runs parts of the forward again."""
         self._locate()
         self._mode.in_forward = False

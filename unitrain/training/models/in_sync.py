@@ -1,7 +1,7 @@
 """Checks that all ranks have the same model, by one gather of checksums of its parameters and buffers.
 
-Every training epoch ends with this check, and with a comparison of the optimizers' options: ranks that have drifted
-apart would average gradients of different models without any error.
+Every training epoch ends with it, and with a comparison of the optimizers' options: ranks that have drifted apart would
+average gradients of different models.
 """
 
 from __future__ import annotations

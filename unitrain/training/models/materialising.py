@@ -28,9 +28,8 @@ _REMEDY = (
 class Values:
     """Where the values of a model's tensors come from, if rank 0 or another rank has some of them on the meta device.
 
-    A tensor that rank 0 has in memory is sent to the other ranks. The others are initialised by each rank in the same
-    way, drawn with the same seed, or are NaN until they are loaded. UsageError is raised on every rank if a tensor
-    would never have a value.
+    A tensor that rank 0 has in memory is sent to the other ranks. The others are initialised by each rank with the
+    same seed, or are NaN until they are loaded. If a tensor would never have a value, every rank raises a UsageError.
     """
 
     def __init__(self, communicator: Communicator, module: nn.Module, initialise: Initialise, seed: int) -> None:
@@ -41,8 +40,7 @@ class Values:
             raise UsageError(
                 f"{construction.changed_at} initialises weights of a {type(module).__name__} in a constructor. Within "
                 "strategy.deferred(), this has no effect: pass prepare(..., initialise=function), a function that does "
-                "it for each module that it is called with (Hugging Face: model._init_weights), or initialise=False to "
-                "load the weights afterwards."
+                "it for each module (Hugging Face: model._init_weights), or initialise=False to load weights later."
             )
         initialises = callable(initialise) or (initialise and construction is not None)
         without_value: Sequence[str]
@@ -53,8 +51,7 @@ class Values:
         if lost:
             raise UsageError(
                 f"the model was built on the meta device, and {len(lost)} buffers that no checkpoint contains "
-                f"({', '.join(sorted(lost)[:3])}, ...) have no values: build it within `with strategy.deferred():` "
-                "instead, which leaves buffers in memory."
+                f"({', '.join(sorted(lost)[:3])}, ...) have no values: build it within strategy.deferred() instead."
             )
         # Other ranks need not hold on to what they have.
         sent = {name: t.detach() for name, t in _named(module) if name not in without_value}
@@ -86,8 +83,7 @@ class _Initialiser:
     """Draws the values of a model's parameters, a module at a time: the same for any number of ranks and any backend.
 
     A module's own parameters are in memory while it and the modules that contain it are initialised, in this order; all
-    others are on the meta device, where nothing is drawn. ``function`` is called with each module after its
-    ``reset_parameters``.
+    others are on the meta device, where nothing is drawn. ``function`` is called after each ``reset_parameters``.
     """
 
     def __init__(self, module: nn.Module, function: Callable[[nn.Module], object] | None, seed: int) -> None:

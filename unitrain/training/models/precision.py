@@ -23,9 +23,8 @@ _HANDLES = "unitrain_hooks"  # an attribute of modules: a deep copy has handles 
 class _AutocastForward:
     """Two forward hooks that enable autocast while a module's forward runs.
 
-    Autocast's dtype is thread-local, and DataParallel's threads inherit only whether autocast is enabled, so it must be
-    entered inside the forward. The stack of contexts is thread-local for the same reason. These are hooks and not a
-    replaced ``forward``, so that a deep copy of the module (such as an average of weights) calls its own forward.
+    Autocast's dtype is thread-local, and DataParallel's threads inherit only whether autocast is enabled: it is entered
+    inside the forward. These are hooks and not a replaced ``forward``, so that a deep copy calls its own forward.
 
     ``torch.compile`` can't trace a context that one function enters and another leaves: both functions are excluded
     from tracing, and the code between them is compiled.

@@ -14,16 +14,12 @@ from unitrain.errors import UsageError
 
 
 class PreparedModules:
-    """Records the modules that a strategy has prepared, and their parameters.
-
-    Attributes:
-        shares: how the samples are shared among the processes.
-    """
+    """Records the modules that a strategy has prepared, and their parameters."""
 
     def __init__(self, shares: tuple[int, ...]) -> None:
         self._originals: MutableMapping[nn.Module, nn.Module] = {}
         self._names: dict[Parameter, str] = {}
-        self.shares: tuple[int, ...] = shares
+        self.shares: tuple[int, ...] = shares  # how the samples are shared among the processes
         self._replaced: dict[Parameter, Parameter] = {}
         self._swapped: dict[nn.Module, Callable[[], None]] = {}
         self._refusals: dict[nn.Module, Callable[[], None]] = {}
@@ -117,15 +113,13 @@ class PreparedModules:
         if replaced:
             raise UsageError(
                 f"the optimizer has {len(replaced)} parameters ({', '.join(replaced[:3])}, ...) that prepare() has "
-                "replaced, so it would change nothing: pass the optimizer to prepare(), with the model or "
-                "after it."
+                "replaced, so it would change nothing: pass the optimizer to prepare(), with or after the model."
             )
         if missing:
             shapes = ", ".join(str(tuple(p.shape)) for p in missing[:3])
             raise UsageError(
                 f"{len(missing)} parameters of the optimizer belong to no prepared module (shapes {shapes}, ...), so "
-                "it would train another model, or with several processes a different one on each rank. Pass the "
-                "module to prepare(), before or with the optimizer."
+                "it would train another model. Pass the module to prepare(), before or with the optimizer."
             )
 
     def check_modules(self) -> None:

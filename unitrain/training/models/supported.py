@@ -37,8 +37,7 @@ def check_module(module: nn.Module) -> None:
     flat = any(type(layer).__name__ == "FullyShardedDataParallel" for layer in module.modules())
     if flat or any(hasattr(p, "placements") for p in parameters):
         raise UsageError(
-            "the model is sharded already, by FSDP or tensor parallelism, or as a part of a prepared model: pass the "
-            "whole model as it was built. The backend fsdp shards it."
+            "the model is sharded already, in part or whole: pass it as it was built. The backend fsdp shards it."
         )
 
 
@@ -47,9 +46,8 @@ def check_lookups(module: nn.Module) -> None:
     for name, layer in module.named_modules():
         if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.max_norm is not None:
             raise UsageError(
-                f"{name or 'the model'} is an {type(layer).__name__} with max_norm, which changes the rows that it "
-                "looks up. Each rank would change those of its own samples, and the ranks' weights would differ: set "
-                "max_norm to None, and bound the norms of weight after strategy.step, under torch.no_grad()."
+                f"{name or 'the model'} is an {type(layer).__name__} with max_norm, and each rank would change rows of "
+                "its own samples: set max_norm to None, and bound the norms after strategy.step, under torch.no_grad()."
             )
 
 
@@ -57,8 +55,7 @@ def check_optimizer(optimizer: Optimizer, *, shards_parameters: bool) -> None:
     """Raise UsageError if an optimizer does not work with ``strategy.step``, or not with sharded parameters."""
     if isinstance(optimizer, LBFGS):
         raise UsageError(
-            "LBFGS evaluates the loss several times per step, which strategy.step does not support: use it without "
-            "strategy.prepare, in a single process."
+            "LBFGS evaluates the loss several times per step: use it without the strategy, in a single process."
         )
     if shards_parameters and isinstance(optimizer, Adafactor):
         raise UsageError(
@@ -67,8 +64,7 @@ def check_optimizer(optimizer: Optimizer, *, shards_parameters: bool) -> None:
         )
     if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
         raise UsageError(
-            "ZeroRedundancyOptimizer keeps a part of the state on each rank, which strategy.step and checkpoints don't "
-            "support: use the optimizer within, with shard_optimizer set to true."
+            "ZeroRedundancyOptimizer shards its state, unknown to checkpoints: use its optimizer with shard_optimizer."
         )
 
 

@@ -44,8 +44,7 @@ def refuse_coupled(optimizer: Optimizer) -> None:
     if not all(_alike(part, {name: whole[name] for name in part}) for part in parts):
         raise UsageError(
             f"shard_optimizer does not support {type(optimizer).__name__}, since its update of a parameter depends on "
-            "other parameters, which other ranks update. Set shard_optimizer to false, or use an optimizer that "
-            "updates each parameter by itself, such as AdamW or Muon."
+            "others, which other ranks have. Set shard_optimizer to false, or use an optimizer such as AdamW or Muon."
         )
 
 

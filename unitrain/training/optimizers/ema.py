@@ -134,8 +134,7 @@ class EMA(nn.Module, StepHook):
             self._exchange()
         if changed:
             raise UsageError(
-                f"the model's weights ({changed}) were changed within ema.swapped(), where they are the averaged ones: "
-                "train, and load weights, outside."
+                f"the averaged weights ({changed}) were changed within ema.swapped(): train and load weights outside."
             )
 
     @torch.no_grad()
@@ -166,8 +165,7 @@ class EMA(nn.Module, StepHook):
         for name in {**self._named, **now}:
             if now.get(name) is not self._named.get(name):
                 raise UsageError(
-                    f"{name} of the model is not the tensor that it was when ema() was called, and is not averaged: "
-                    "change the model first, or load other values into its weights."
+                    f"{name} is not the tensor that ema() averages: change the model before, or load values into it."
                 )
 
     # ------------------------------------------------------------------------------------------------------- state

@@ -24,8 +24,7 @@ Finish = Callable[[], None]
 class Exchange:
     """Overwrites parameters on all ranks: each rank sends what it owns.
 
-    ``owned`` has the parameters of each rank, the same on all ranks but for values. ``name`` identifies the
-    collectives.
+    ``owned`` has the parameters of each rank; ``name`` identifies the collectives. Both are the same on all ranks.
     """
 
     def __init__(self, communicator: Communicator, owned: Sequence[Sequence[Tensor]], name: str) -> None:

@@ -84,10 +84,9 @@ class LocalSGD(StepHook):
                 self._outer.state[first][_MOMENTUM] = self._momentum.pop(weight).to(first)
         self._reducer = GradientReducer(
             self._first,
-            all_reduce=self._communicator.all_reduce_async,
+            self._communicator,
             armed=lambda: False,
             name="local steps",
-            wire_device=self._communicator.device,
             wire_dtype=self._wire_dtype,
         )
 

@@ -1,10 +1,9 @@
 """Optimizers that each update a part of the parameters on each rank, and have its state only (``shard_optimizer``).
 
 Each rank owns whole parameters (ZeRO-1: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
-Parameter Models", SC 2020, first stage), so any optimizer that updates each parameter by itself works, whatever it
-computes of it. Gradients are averaged as otherwise, so all ranks check and clip them identically. The groups of an
-optimizer keep the model's parameters, and so do scripts and schedulers that look at them. Only while it steps, they
-have those that this rank owns. Then the owners send what they have updated.
+Parameter Models", SC 2020, first stage), so any optimizer that updates each parameter by itself works. Gradients are
+averaged as otherwise, so all ranks check and clip them identically. Scripts and schedulers see all of the model's
+parameters in the groups. Only while the optimizer steps, they have those of this rank. Then the owners send them.
 """
 
 from __future__ import annotations
@@ -35,10 +34,7 @@ class ShardedOptimizers(StepHook):
         self._loads = [0] * communicator.world_size  # elements of each rank
 
     def shard(self, optimizer: Optimizer) -> None:
-        """Shard an optimizer, or what was added to it since this was called before.
-
-        UsageError refuses one that does not update each parameter by itself, or replaces ``state_dict``.
-        """
+        """Shard an optimizer, or what was added to it since this was called before."""
         if optimizer not in self._sharded:
             refuse_coupled(optimizer)
             _refuse_own_state_dict(optimizer)
@@ -123,10 +119,7 @@ class _ShardedOptimizer:
     def _enter(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Give the optimizer the parameters of this rank."""
         if self._communicator.closed:
-            raise UsageError(
-                "an optimizer was stepped after strategy.close(), when each rank has a part of its state only "
-                "(shard_optimizer): step it before."
-            )
+            raise UsageError("with shard_optimizer, an optimizer can't step after strategy.close(): step it before.")
         self._depth += 1
         if self._depth > 1:
             return
@@ -189,9 +182,8 @@ def _refuse_own_state_dict(optimizer: Optimizer) -> None:
     hook.remove()
     if not called:
         raise UsageError(
-            f"shard_optimizer does not support {type(optimizer).__name__}, since its state_dict() does not call "
-            "state_dict() of torch.optim.Optimizer, and would return the state of one rank's parameters only: have it "
-            "do so, or set shard_optimizer to false."
+            f"shard_optimizer does not support {type(optimizer).__name__}: its state_dict() would return one rank's "
+            "state, since it does not call torch.optim.Optimizer's. Have it do so, or set shard_optimizer to false."
         )
 
 

@@ -43,10 +43,7 @@ _MESSAGES = re.compile(
 
 
 class BatchFinder:
-    """Finds a micro-batch for a training that fits. Made by ``strategy.find_micro_batch_size``.
-
-    UsageError is raised if the micro-batch size of this training can't be chosen.
-    """
+    """Finds a micro-batch for a training that fits. Made by ``strategy.find_micro_batch_size``."""
 
     def __init__(
         self,
@@ -71,10 +68,7 @@ class BatchFinder:
         self._state = TrainingState(self._modules, optimizers)
 
     def find(self) -> int:
-        """Return the largest size that fits on every rank, and set it in the loader. Collective.
-
-        DataError is raised on every rank if none fits.
-        """
+        """Return the largest size that fits on every rank, and set it in the loader. Collective."""
         global_batch, world_size = self._loader.global_batch_size, self._communicator.world_size
         assert global_batch is not None  # checked
         parts, why = 1, ""
@@ -178,8 +172,7 @@ def _check(
         raise UsageError("find_micro_batch_size takes a torch optimizer, or a non-empty list of them.")
     if communicator.shards_parameters:
         raise UsageError(
-            "find_micro_batch_size tries sizes on each rank alone, but the forward of a sharded model needs all "
-            "ranks: set accumulate yourself."
+            "find_micro_batch_size tries sizes on each rank alone, but a sharded model needs all: set accumulate."
         )
     if config.accumulate > 1:
         raise UsageError(
@@ -187,6 +180,5 @@ def _check(
         )
     if config.shares is not None:
         raise UsageError(
-            "find_micro_batch_size does not support unequal shares: find the size in a run on the device with the "
-            "largest share, and pass it as micro_batch_size."
+            "find_micro_batch_size does not support unequal shares: find it on the device with the largest share."
         )

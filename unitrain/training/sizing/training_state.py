@@ -17,8 +17,8 @@ from unitrain import rng
 class TrainingState:
     """The state of modules, optimizers and random number generators at the time when this is made.
 
-    Unlike state dicts, it includes buffers that are not persistent and attributes of optimizers, and the same tensors
-    are filled again. Values are copied to the host, so that they take no memory of a GPU.
+    Unlike state dicts, it includes buffers that are not persistent and attributes of optimizers. The same tensors are
+    filled again, from copies on the host.
     """
 
     def __init__(self, modules: Iterable[nn.Module], optimizers: Sequence[Optimizer]) -> None:

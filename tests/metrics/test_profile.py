@@ -1,0 +1,229 @@
+"""``strategy.profile``: one trace of several ranks, on every backend, and what it leaves behind."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+from unittest.mock import patch
+
+import pytest
+import torch
+from needs import HOROVOD
+from ranks import run_ranks
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import unitrain
+from unitrain import Strategy, UsageError
+from unitrain.metrics import timeline
+
+SHIFT_NS = 10**12
+Event = dict[str, Any]
+
+
+def nothing(strategy: Strategy, step: int) -> None:
+    pass
+
+
+def train(strategy: Strategy, steps: int, each: Callable[[Strategy, int], None] = nothing) -> list[float]:
+    """Train in steps of 8 samples, call ``each`` after each, and return the weights."""
+    torch.manual_seed(0)
+    rows = TensorDataset(torch.randn(8 * steps, 4))
+    model = nn.Linear(4, 1)
+    prepared, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for (inputs,) in strategy.dataloader(rows, global_batch_size=8):
+        if strategy.step(prepared(inputs).square().mean(), optimizer).stepped:
+            each(strategy, strategy.global_step)
+    return model.weight.flatten().tolist()
+
+
+def events(file: Path) -> list[Event]:
+    with gzip.open(file) as trace:
+        found: list[Event] = json.load(trace)["traceEvents"]
+    return found
+
+
+def named(trace: list[Event], name: str, rank: int) -> list[Event]:
+    return sorted((e for e in trace if (e["name"], e["pid"]) == (name, rank)), key=lambda event: event["ts"])
+
+
+def profiled(folder: Path, backend: str, ranks: list[int] | None) -> list[float]:
+    with unitrain.init(backend=backend, device="cpu", accumulate=2) as strategy:
+        strategy.profile(folder, steps=2, skip=2, ranks=ranks)
+
+        def each(strategy: Strategy, step: int) -> None:
+            if step == 3:
+                strategy.all_reduce(torch.ones(1))
+                strategy.checkpoint(folder / "checkpoints", partial=True).save()
+
+        return train(strategy, 6, each)
+
+
+@pytest.mark.parametrize(
+    ("backend", "launcher", "averaging"),
+    [
+        ("ddp", "spawn", {"gloo:all_reduce"}),
+        pytest.param(
+            "horovod", "horovodrun", {"unitrain: gradients.0.0", "unitrain: wait for gradients.0.0"}, marks=HOROVOD
+        ),
+    ],
+)
+def test_a_trace_has_a_process_for_each_rank_with_what_it_did(
+    tmp_path: Path, backend: str, launcher: Literal["spawn", "horovodrun"], averaging: set[str]
+) -> None:
+    weights = run_ranks(profiled, tmp_path, backend, None, launcher=launcher)
+    assert weights[0] == weights[1]
+    trace = events(tmp_path / "trace-step3.json.gz")
+    for event in trace:
+        assert {"ph", "pid", "tid", "name"} <= event.keys()
+        assert isinstance(event["pid"], int)
+        assert isinstance(event["tid"], int)
+        if event["ph"] == "X":
+            assert event["ts"] >= 0
+            assert event["dur"] >= 0
+    labels = {e["pid"]: e["args"]["name"] for e in trace if e["name"] == "process_name"}
+    assert [labels[rank].split(" on ")[0] for rank in sorted(labels)] == ["rank 0", "rank 1"]
+    arrows = [e for e in trace if e["ph"] == "s"]
+    assert len({(e["cat"], e["id"]) for e in arrows}) == len(arrows) > 0
+    for rank in range(2):
+        # Two steps of two micro-batches, and the wait for the batch after each.
+        assert [len(named(trace, f"unitrain: {call}", rank)) for call in ("backward", "update", "data")] == [4, 4, 4]
+        assert len(named(trace, "Optimizer.step#SGD.step", rank)) == 2
+        found = {e["name"] for e in trace if e["pid"] == rank}
+        assert averaging | {"unitrain: checkpoint.save", "unitrain: all_reduce", "aten::addmm"} <= found
+        assert "unitrain: checkpoint.wait" in found
+
+
+def test_a_trace_of_some_ranks_has_no_others(tmp_path: Path) -> None:
+    run_ranks(profiled, tmp_path, "ddp", [1])
+    assert {event["pid"] for event in events(tmp_path / "trace-step3.json.gz")} == {1}
+
+
+# ------------------------------------------------------------------------------------------------------------ clocks
+
+
+def shift_clock(rank: int) -> None:
+    """Let the clock of rank 1 be ahead."""
+    patch.object(timeline, "monotonic_ns", lambda: time.monotonic_ns() + rank * SHIFT_NS).start()
+
+
+def compared() -> tuple[list[float], float, float]:
+    with unitrain.init(backend="ddp", device="cpu") as strategy:
+        offsets, error, _ = timeline.compare_clocks(strategy.communicator)
+        assert (offsets.tolist(), error) == ([0.0, 0.0], 0.0)
+        shift_clock(strategy.rank)
+        offsets, error, main = timeline.compare_clocks(strategy.communicator)
+        return offsets.tolist(), error, main
+
+
+def test_the_offset_of_a_clock_is_as_exact_as_is_said() -> None:
+    one, other = run_ranks(compared, fresh=True)
+    assert one == other
+    (own, offset), error, _ = one
+    assert own == 0.0
+    assert error > 0
+    assert abs(offset - SHIFT_NS / 1e3) <= error
+
+
+def profiled_with_other_clocks(folder: Path) -> None:
+    with unitrain.init(backend="ddp", device="cpu") as strategy:
+        shift_clock(strategy.rank)
+        strategy.profile(folder, skip=1)
+        train(strategy, 6)
+
+
+def test_ranks_with_other_clocks_are_on_one_timeline(tmp_path: Path) -> None:
+    run_ranks(profiled_with_other_clocks, tmp_path, fresh=True)
+    trace = events(tmp_path / "trace-step2.json.gz")
+    calls = [named(trace, "unitrain: backward", rank) for rank in range(2)]
+    assert len(calls[0]) == len(calls[1]) == 4
+    # No backward ends before it has begun on the other rank, whose gradients it needs. A clock is ahead by 1000 s.
+    for one, other in (calls, calls[::-1]):
+        for ends, begins in zip(one, other, strict=True):
+            assert ends["ts"] + ends["dur"] > begins["ts"] - 1e5
+
+
+# -------------------------------------------------------------------------------------------------- its end, and after
+
+
+def without_loader(strategy: Strategy, steps: int) -> None:
+    model = nn.Linear(4, 1)
+    prepared, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(steps):
+        strategy.step(prepared(torch.ones(2, 4)).mean(), optimizer)
+
+
+def test_a_run_pays_nothing_before_and_after(tmp_path: Path) -> None:
+    with unitrain.init(device="cpu") as strategy:
+        ranks = strategy.communicator
+        calls, hooks = (ranks.all_reduce_async, ranks.all_gather_async, ranks.broadcast_async), vars(strategy._hooks)
+        before = {moment: list(calls) for moment, calls in hooks.items()}
+        strategy.profile(tmp_path, steps=1, skip=1)
+        without_loader(strategy, 3)
+        assert {moment: list(calls) for moment, calls in hooks.items()} == before
+        assert (ranks.all_reduce_async, ranks.all_gather_async, ranks.broadcast_async) == calls
+        assert ranks.pulse.mark is None
+        strategy.profile(tmp_path, steps=2, skip=1)
+        without_loader(strategy, 3)
+    for name, steps in (("trace-step2.json.gz", 1), ("trace-step5.json.gz", 2)):
+        assert len(named(events(tmp_path / name), "unitrain: backward", 0)) == steps
+
+
+def test_a_run_that_ends_early_has_a_shorter_trace_or_says_so(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for steps in (3, 4, 6):
+        with unitrain.init(device="cpu") as strategy:
+            strategy.profile(tmp_path / str(steps))
+            train(strategy, steps)
+    assert capfd.readouterr().err.count("nothing was profiled: the run ended after step") == 2
+    trace = events(tmp_path / "6" / "trace-step5.json.gz")
+    assert len(named(trace, "unitrain: backward", 0)) == 2
+
+
+def test_a_profile_ends_with_a_run_that_fails(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    def fail(strategy: Strategy, step: int) -> None:
+        if step == 3:
+            raise ValueError
+
+    strategy = unitrain.init(device="cpu")
+    strategy.profile(tmp_path, steps=4, skip=1)
+    with pytest.raises(ValueError), strategy:
+        train(strategy, 4, fail)
+    assert "nothing was profiled: the run ended after step 3" in capfd.readouterr().err
+    with torch.profiler.profile():  # a second one would be refused
+        pass
+
+
+def unwritable(folder: Path, backend: str) -> list[float]:
+    with unitrain.init(backend=backend, device="cpu") as strategy:
+        strategy.profile(folder / "gone", steps=1, skip=1)
+        strategy.on_main((folder / "gone").rmdir)
+        return train(strategy, 4)
+
+
+def test_training_goes_on_if_the_trace_can_not_be_written(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    weights = run_ranks(unwritable, tmp_path, "ddp")
+    assert weights[0] == weights[1]
+    unwritable(tmp_path, "single")
+    assert "the profile of steps 2 to 2 could not be written to " in capfd.readouterr().err
+
+
+def test_bad_arguments_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with unitrain.init(device="cpu") as strategy:
+        wrong: list[dict[str, Any]] = [{"steps": 0}, {"skip": 0}, {"ranks": [1]}, {"ranks": []}]
+        for one in wrong:
+            with pytest.raises(UsageError, match=r"some ranks from 0 to 0, not .*/new, "):
+                strategy.profile(tmp_path / "new", **one)
+        with pytest.raises(UsageError, match="a folder on a disk"):
+            strategy.profile("s3://bucket/run")
+        with pytest.raises(UsageError, match=r"can't create .*/file: File exists"):
+            strategy.profile(tmp_path / "file")
+        strategy.profile(tmp_path / "new")
+        with pytest.raises(UsageError, match="another profile has not ended"):
+            strategy.profile(tmp_path / "new")

@@ -1,0 +1,147 @@
+"""A profile: a few steps of several ranks in one trace, with what each rank waits for, on every backend."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from torch.profiler import profile, record_function, schedule
+
+from unitrain.communication.communicator import Communicator
+from unitrain.errors import UsageError
+from unitrain.metrics.timeline import clock, compare_clocks, part_of, write_trace
+from unitrain.process import print_stderr
+from unitrain.training.hooks import Hooks, StepHook
+from unitrain.url import is_url
+
+_ANCHOR = "unitrain: clock"
+
+
+class Profile(StepHook):
+    """Records ``steps`` steps of a run after ``skip`` others, and is gone when rank 0 has written the trace.
+
+    The last of the others warms torch's profiler up. ``ranks`` are the ranks in the trace.
+    """
+
+    def __init__(
+        self, communicator: Communicator, hooks: Hooks, folder: str | Path, steps: int, skip: int, ranks: Sequence[int]
+    ) -> None:
+        if min(steps, skip) < 1 or not ranks or not {*ranks} <= {*range(communicator.world_size)} or is_url(folder):
+            raise UsageError(
+                "profile() takes a folder on a disk, a number of steps and of steps to skip, both at least 1, and some "
+                f"ranks from 0 to {communicator.world_size - 1}, not {folder}, {steps}, {skip} and {list(ranks)}."
+            )
+        self._communicator, self._hooks, self._folder = communicator, hooks, Path(folder)
+        self._begin_at, self._end_at, self._ranks = skip, skip + steps, ranks
+        communicator.on_main(self._make_folder)
+        self._seen = communicator.pulse.step
+        self._first = 0  # the first step that is recorded
+        self._recording, self._call = ExitStack(), ExitStack()  # close ends them
+        self.ended: bool = False
+        plan = schedule(wait=skip - 1, warmup=1, active=steps, repeat=1)
+        self._profiler = self._recording.enter_context(profile(schedule=plan, acc_events=True))
+        hooks.add_hook(self)
+
+    def _make_folder(self) -> None:
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"profile() can't create {self._folder}: {error.strerror}.") from error
+
+    def at_boundary(self) -> None:
+        """Begin, go on or end, if a step was made. Collective where recording begins and ends."""
+        step, made = self._communicator.pulse.step, self._profiler.step_num + 1
+        if step == self._seen:
+            return
+        self._seen = step
+        if made == self._end_at:
+            self.close()
+            return
+        if made == self._begin_at:
+            self._begin()
+        self._profiler.step()
+        with record_function(_ANCHOR):
+            self._anchor = clock()
+
+    def _begin(self) -> None:
+        ranks, undo = self._communicator, self._recording.callback
+        self._first = self._seen + 1
+        self._offsets, self._error, self._zero = compare_clocks(ranks)
+        ranks.pulse.mark = _mark
+        undo(setattr, ranks.pulse, "mark", None)
+        for name in ("all_reduce_async", "all_gather_async", "broadcast_async"):
+            call = getattr(ranks, name)
+            undo(setattr, ranks, name, call)
+            setattr(ranks, name, partial(_marked, call))
+
+    def before_call(self, call: str) -> None:
+        """Mark a backward or an update."""
+        if self._first:
+            self._call.enter_context(_mark(call))
+
+    def after_call(self) -> None:
+        """Mark its end."""
+        self._call.close()
+
+    def close(self, *, failed: bool = False) -> None:
+        """End the profile, unless it has ended. Collective, unless this process is failing."""
+        if self.ended:
+            return
+        self.ended = True
+        self._hooks.remove_hook(self)
+        self._call.close()
+        self._recording.close()
+        last = self._communicator.pulse.step
+        if 0 < self._first <= last and not failed:
+            self._gather(f"steps {self._first} to {last}", self._folder / f"trace-step{self._first}.json.gz")
+        elif self._communicator.is_main:
+            print_stderr(f"unitrain: nothing was profiled: the run ended after step {last}.")
+
+    def _gather(self, what: str, file: Path) -> None:
+        """Write the trace of all ranks on rank 0. Collective."""
+        ranks = self._communicator
+        offsets, error, _ = compare_clocks(ranks)
+        error = max(error, self._error) + (offsets - self._offsets).abs().max().item() / 2  # clocks drift
+        offset = (offsets + self._offsets)[ranks.rank].item() / 2
+        own = self._part(offset) if ranks.rank in self._ranks else b""
+        parts = (ranks.broadcast_data(own, src) for src in self._ranks)
+        if ranks.is_main:
+            try:
+                write_trace(file, parts)
+                print_stderr(f"unitrain: profiled {what}, with clocks aligned to {error:.0f} µs: {file}")
+            except OSError as failure:  # training goes on
+                print_stderr(f"unitrain: the profile of {what} could not be written to {file}: {failure}")
+        for _ in parts:  # on other ranks; and if rank 0 could not write all
+            pass
+
+    def _part(self, offset: float) -> bytes:
+        """Return this rank's part of the trace."""
+        with TemporaryDirectory() as folder:
+            exported = Path(folder, "trace.json")
+            self._profiler.export_chrome_trace(str(exported))
+            events = json.loads(exported.read_bytes())["traceEvents"]
+        *_, anchor = (event for event in events if event["name"] == _ANCHOR)
+        shift = self._anchor - anchor["ts"] - anchor["dur"] / 2  # torch's times are not this clock's
+        return part_of(self._communicator.rank, events, shift - offset - self._zero)
+
+
+def _mark(phase: str) -> record_function:
+    """Return a context manager that marks a phase in the trace."""
+    return record_function(f"unitrain: {phase}")
+
+
+def _marked(call: Callable[..., Callable[[], Any]], *arguments: Any) -> Callable[[], Any]:
+    """Start a collective of the core, and mark this and the wait for it by its name, the last argument."""
+    with _mark(arguments[-1]):
+        wait = call(*arguments)
+
+    def finish() -> Any:
+        with _mark(f"wait for {arguments[-1]}"):
+            return wait()
+
+    return finish
