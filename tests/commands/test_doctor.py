@@ -17,6 +17,7 @@ from bare_environment import BareEnvironment
 from hosts import joined_hosts
 from needs import HOROVOD
 
+from unitrain.checkpoint.emergency import memory_store
 from unitrain.commands.doctor import command
 from unitrain.commands.doctor.command import examine
 from unitrain.commands.doctor.probes import PROBES, Finding
@@ -173,6 +174,16 @@ def test_the_table_ends_with_the_commands(monkeypatch: pytest.MonkeyPatch, capsy
     monkeypatch.setattr(command, "PROBES", {"mpi": lambda: Finding("absent", "none", "pip install 'unitrain[mpi]'")})
     command.doctor()
     assert capsys.readouterr().out.splitlines()[-1].strip() == "mpi: pip install 'unitrain[mpi]'"
+
+
+def test_it_lists_the_copies_that_a_killed_job_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(memory_store, "_SHM", tmp_path)
+    (tmp_path / "unitrain-somebody-else's").mkdir()
+    assert PROBES["copies_in_memory"]() == Finding("ok", "none")
+    left = tmp_path / f"{memory_store.prefix()}0" / "step-0000000001.1"
+    left.mkdir(parents=True)
+    (left / "model.pt").write_bytes(bytes(2**27))
+    assert PROBES["copies_in_memory"]().summary.startswith(f"0.1 GiB in {left.parent}: remove")
 
 
 @pytest.mark.parametrize(

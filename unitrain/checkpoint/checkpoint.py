@@ -119,8 +119,6 @@ class Checkpoint:
         self._boundary = LastBoundary(state, self._epoch_end, ranks.pulse)
         watch.saver = EmergencyCheckpoint(store.root, self._boundary, state, self._writer, ranks.rank, watch.members)
 
-    # ------------------------------------------------------------------------------------------------------- save
-
     def save(self, *, best: bool = False) -> None:
         """Save a checkpoint of the current state, or at the end of the accumulation window if one is open. Collective.
 
@@ -193,7 +191,7 @@ class Checkpoint:
         """
         ranks = self._communicator
         if not self._looked:
-            self._looked, self._shared = True, shared_store(ranks, self._folder)
+            self._looked, self._shared = True, shared_store(ranks, self._folder.store)
         if self._shared is None:
             return gathered(ranks, parts), None
         draft = Draft(self._shared, ranks.on_main(lambda: self._folder.begin(self._step.global_step).name))
@@ -231,8 +229,6 @@ class Checkpoint:
                 f"{self._folder} contains checkpoints of another run, up to {folder_name(self._unclaimed)}: call "
                 "resume() to continue that run, or discard() to remove them, before training, or use another folder."
             )
-
-    # ----------------------------------------------------------------------------------------------------- resume
 
     def resume(self, path: str | Path | None = None, *, force: bool = False) -> bool:
         """Resume from the newest intact checkpoint, and return whether there is one. Collective.
@@ -293,8 +289,7 @@ class Checkpoint:
         def open_next() -> OpenCheckpoint | None:
             nonlocal search
             if search is None:
-                search = Search(self._folder, path)
-                search.prefer([located for located, _ in recalled])
+                search = Search(self._folder, path, [located for located, _ in recalled])
             if damage is not None:
                 search.reject(damage)
             return search.next(opened)

@@ -11,7 +11,7 @@ from torch import nn
 from unitrain.checkpoint.sharded.saving import gathered
 from unitrain.checkpoint.store.located import store_at
 from unitrain.checkpoint.store.store import Store
-from unitrain.checkpoint.store.torch_files import MappedFiles, check_part, reason, write_file
+from unitrain.checkpoint.store.torch_files import MappedFiles, check_part, write_file
 from unitrain.checkpoint.writer import on_host
 from unitrain.communication.communicator import Communicator
 from unitrain.communication.streaming import leaves, outline, receive
@@ -34,17 +34,12 @@ def save(communicator: Communicator, prepared: PreparedModules, value: Any, path
 
     def write() -> None:
         content = on_host(_states(prepared, value) if states is None else states)
-        try:
+        with store.explained(f"{path} could not be written"):
             store.make()
             with store.draft(name) as draft:
                 write_file(draft, content)
                 check_part(draft)
                 store.put(name, draft)
-        except CheckpointError:
-            raise
-        except Exception as error:  # pickling may raise any exception
-            why = store.reason(error) if isinstance(error, OSError) else reason(error)
-            raise CheckpointError(f"{path} could not be written: {why}") from error
 
     communicator.on_main(write)
 
@@ -56,15 +51,12 @@ def load(communicator: Communicator, path: str | Path) -> Any:
 
     def read() -> Any:
         nonlocal value
-        try:
-            with store.file(name) as file:
-                value = files.load(file)
-        except FileNotFoundError as error:
-            raise CheckpointError(f"{path} does not exist.") from error
-        except CheckpointError:
-            raise
-        except Exception as error:  # torch.load raises many kinds of exceptions for a broken file
-            raise CheckpointError(f"{path} could not be read: {reason(error)}") from error
+        with store.explained(f"{path} could not be read"):
+            try:
+                with store.file(name) as file:
+                    value = files.load(file)
+            except FileNotFoundError as error:
+                raise CheckpointError(f"{path} does not exist.") from error
         return outline(value)
 
     return receive(communicator, communicator.on_main(read), value, sent=files.release)

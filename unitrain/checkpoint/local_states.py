@@ -8,17 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from unitrain.checkpoint.sharded.saving import of_rank
 from unitrain.communication.communicator import Communicator
-from unitrain.communication.streaming import Form, Keys, receive
+from unitrain.communication.streaming import needed, receive
 from unitrain.errors import CheckpointError
 from unitrain.training.optimizers.local_sgd import LocalSGD
-
-_CPU, _META = torch.device("cpu"), torch.device("meta")
 
 
 def gather(communicator: Communicator, local: LocalSGD, optimizer: Optimizer) -> list[Any]:
@@ -45,11 +41,7 @@ def load(communicator: Communicator, local: LocalSGD, optimizer: Optimizer, expe
     """Load what ``gather`` has returned. Collective. ``expected`` is its outline, and ``source`` itself, on rank 0."""
     fits = len(expected) == communicator.world_size
     mine = {0, communicator.rank} if fits else {0}
-
-    def new(path: Keys, form: Form) -> Tensor:
-        return form.empty(_CPU if path[0] in mine else _META)
-
-    saved = receive(communicator, expected, source, new=new)
+    saved = receive(communicator, expected, source, new=needed(lambda path: path[0] in mine))
     local.load_state_dict(saved[0], saved[communicator.rank] if fits else {"state": {}}, optimizer)
     if communicator.rank in mine - {0}:
         optimizer.load_state_dict(saved[communicator.rank])

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 from unitrain.checkpoint.sharded.saving import of_rank
 from unitrain.communication.communicator import Communicator
-from unitrain.communication.streaming import Form, Keys, receive
+from unitrain.communication.streaming import needed, receive
 from unitrain.errors import CheckpointError
 
-_CPU, _META = torch.device("cpu"), torch.device("meta")
 # The states of two ranks as one state, by the names of torchmetrics' functions that reduce them over the ranks.
 _MERGED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "dim_zero_sum": torch.add,
@@ -110,11 +109,7 @@ def load(
     ``source`` the states, on rank 0.
     """
     mine = range(communicator.rank, len(expected), communicator.world_size)
-
-    def new(path: Keys, form: Form) -> Tensor:
-        return form.empty(_CPU if path[0] in mine else _META)
-
-    saved = receive(communicator, expected, source, new=new)
+    saved = receive(communicator, expected, source, new=needed(lambda path: path[0] in mine))
     for name, metric in metrics.items():
         metric.reset()
         for number, rank in enumerate(mine if name in names else ()):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -17,8 +17,7 @@ from torch.optim import Optimizer
 from unitrain.errors import CheckpointError
 
 STATE, GROUPS, PARAMS = "state", "param_groups", "params"
-Name = list[str]
-"""The name of the object that has a parameter, and the parameter's name in the object."""
+Name = list[str]  # the name of the object that has a parameter, and the parameter's name in the object
 Keys = tuple[Any, ...]
 """The path of a value: the name of an object, and the keys and positions that lead to the value in its state."""
 
@@ -111,18 +110,11 @@ def flat_options(name: str, state: Mapping[str, Any], keys: Sequence[str]) -> It
                 yield (name, f"{GROUPS}.{keys[parameter]}.{option}"), (name, GROUPS, number, option)
 
 
-class Numbered(NamedTuple):
-    """The state of an optimizer as its ``state_dict`` has it, and how DCP names the parameters."""
+def numbered(values: Mapping[Keys, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return an optimizer's state as ``state_dict`` has it, and DCP's names of its parameters, given values by path.
 
-    state: dict[str, Any]
-    keys: list[str]
-
-
-def numbered(values: Mapping[Keys, Any]) -> Numbered:
-    """Return the state of an optimizer, given its values by their paths without the optimizer's name.
-
-    Paths are those of ``optimizer_values``; or of torch's flattened form, which has no groups but options of each
-    parameter, and state by one string.
+    Paths lack the optimizer's name. They are those of ``optimizer_values``; or of torch's flattened form, which has no
+    groups but options of each parameter, and state by one string.
 
     Raises:
         CheckpointError: state belongs to no parameter.
@@ -150,7 +142,7 @@ def numbered(values: Mapping[Keys, Any]) -> Numbered:
         _set(state[STATE], (numbers[key], *inner), value)
     number = count()
     state[GROUPS] = [{**group, PARAMS: [next(number) for _ in group[PARAMS]]} for group in groups]
-    return Numbered(state, keys)
+    return state, keys
 
 
 def _grouped(values: Mapping[Keys, Any]) -> list[dict[str, Any]]:

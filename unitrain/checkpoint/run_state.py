@@ -60,8 +60,7 @@ class RunState:
         self._world_size = communicator.world_size
         self.settings: StrategyConfig = settings
         self.config: dict[str, Any] = dict(config)
-        self.life: int = 0
-        """See ``Manifest.life``."""
+        self.life: int = 0  # see ``Manifest.life``
 
     @property
     def modules(self) -> dict[str, nn.Module]:
@@ -118,7 +117,7 @@ class RunState:
             self._scaler.load_state_dict(state["scaler"])
         if self._spikes is not None:
             self._spikes.norms.clear()
-            self._spikes.norms.extend(state.get("norms", []))  # an earlier version has saved none
+            self._spikes.norms.extend(state["norms"])
 
     def about(self, best: int | None) -> dict[str, Any]:
         """Return what the manifest of a checkpoint says, given the step of the best one."""
@@ -132,8 +131,6 @@ class RunState:
             "config": self.config,
         }
 
-    # ------------------------------------------------------------------------- whether a checkpoint belongs to this run
-
     def changed_settings(self, manifest: Manifest) -> list[str]:
         """Return the settings that affect training and are not those of a checkpoint, with both values."""
         if not manifest.strategy:
@@ -142,10 +139,7 @@ class RunState:
         # A loader's global batch does not depend on the number of micro-batches, and it compares that itself.
         loads = any(isinstance(value, Loader) for value in self.objects.values())
         compared = _TRAINING_SETTINGS if loads else (*_TRAINING_SETTINGS, "accumulate")
-        defaults = StrategyConfig.model_fields  # what an earlier version has not saved
-        pairs = [
-            (f"strategy.{name}", manifest.strategy.get(name, defaults[name].default), own[name]) for name in compared
-        ]
+        pairs = [(f"strategy.{name}", manifest.strategy.get(name), own[name]) for name in compared]
         names = dict.fromkeys([*manifest.config, *self.config])
         pairs += [(name, manifest.config.get(name), self.config.get(name)) for name in names]
         return [f"{name} was {before!r} and is now {now!r}" for name, before, now in pairs if before != now]

@@ -8,15 +8,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import torch
 from torch import Tensor, nn
 
+from unitrain.checkpoint.sharded.saving import shared_store
 from unitrain.checkpoint.store.located import store_at
 from unitrain.checkpoint.store.store import Store
 from unitrain.checkpoint.weights import DTYPES, INDEX
@@ -33,9 +32,11 @@ def save_weights(communicator: Communicator, module: nn.Module, folder: str | Pa
     """See ``Strategy.save_weights``, for an unwrapped module."""
     if max_file_size < 1:
         raise UsageError(f"save_weights: max_file_size is {max_file_size}, but must be at least 1 byte.")
-    store, state = store_at(parsed(folder)), _tensors(module)
+    state = _tensors(module)
     files = _divided(state, max_file_size)
-    writers = communicator.world_size if _all_see(communicator, store) else 1
+    store = store_at(parsed(folder))
+    shared = shared_store(communicator, store, "weights")
+    store, writers = (store, 1) if shared is None else (shared, communicator.world_size)
     if len(files) > 1:  # until the new index is there, nothing must take new files for old ones
         communicator.on_main(lambda: _remove(store, (_WHOLE, f"model{INDEX}")))
     why = ""
@@ -74,27 +75,6 @@ def _divided(state: Mapping[str, Tensor], most: int) -> dict[str, list[str]]:
     if len(groups) == 1:
         return {_WHOLE: groups[0]}
     return {f"model-{i:05}-of-{len(groups):05}.safetensors": group for i, group in enumerate(groups, 1)}
-
-
-def _all_see(communicator: Communicator, store: Store) -> bool:
-    """Return whether what rank 0 writes to the store is there for all ranks. Collective."""
-
-    def write() -> str:
-        with _explained(store):
-            store.make()
-            store.put(mark := f"{uuid4().hex}.tmp", b"x")
-        return mark
-
-    mark = communicator.on_main(lambda: "" if store.few_writes else write())
-    sees = bool(mark)
-    if mark and not communicator.is_main:
-        try:
-            sees = store.size(mark) == 1
-        except (OSError, CheckpointError):
-            sees = False
-    everywhere = all(communicator.all_gather_data(sees))
-    communicator.on_main(lambda: _remove(store, [mark] if mark else []))
-    return everywhere
 
 
 def _write(
@@ -146,7 +126,7 @@ def header(state: Mapping[str, Any]) -> bytes:
 
 def _finish(store: Store, state: Mapping[str, Tensor], files: Mapping[str, list[str]]) -> None:
     """Write the index of several files, and remove the files of a model that was there before."""
-    with _explained(store):
+    with store.explained(f"weights can't be written to {store}"):
         index = f"model{INDEX}"
         if len(files) > 1:
             total = sum(tensor.nbytes for tensor in state.values())
@@ -160,11 +140,3 @@ def _finish(store: Store, state: Mapping[str, Tensor], files: Mapping[str, list[
 def _remove(store: Store, names: Iterable[str]) -> None:
     for name in names:
         store.remove(name)
-
-
-@contextmanager
-def _explained(store: Store) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(f"weights can't be written to {store}: {store.reason(error)}") from error

@@ -117,26 +117,18 @@ def _targets(module: nn.Module, saved: Mapping[str, Form], path: str | Path) -> 
     return targets
 
 
-# -------------------------------------------------------------------------------------------------------------- files
-
-
 class _Stored(NamedTuple):
     """A tensor in a file."""
 
     file: str
     dtype: torch.dtype
     shape: list[int]
-    start: int
-    """The first of its bytes in the file."""
+    start: int  # the first of its bytes in the file
     end: int
 
 
 class WeightFiles:
     """Files in a store, which are read when their tensors are. Each rank reads the rows that it needs.
-
-    Attributes:
-        digests: a digest of each file's size and beginning, which has its header.
-        piece_bytes: how much to read of a tensor at a time.
 
     Raises:
         CheckpointError: a file can't be read, or is not one of safetensors.
@@ -145,8 +137,8 @@ class WeightFiles:
     def __init__(self, store: Store, names: Sequence[str]) -> None:
         self.store: Store = store
         self.names: list[str] = list(names)
-        self.digests: list[str] = []
-        self.piece_bytes: int = BUFFER_BYTES if isinstance(store, Disk) else _REQUEST
+        self.digests: list[str] = []  # of each file's size and beginning, which has its header
+        self.piece_bytes: int = BUFFER_BYTES if isinstance(store, Disk) else _REQUEST  # to read of a tensor at a time
         self._mapped = MappedFiles()
         self._contents: dict[str, Tensor] = {}  # of files on a disk
         self._stored: dict[str, _Stored] = {}

@@ -38,10 +38,8 @@ class Together(NamedTuple):
     """A checkpoint that several ranks write, as one of them sees it."""
 
     draft: Draft
-    shards: Shards
-    """What this rank writes."""
-    writers: int
-    """The number of ranks that write."""
+    shards: Shards  # what this rank writes
+    writers: int  # the number of ranks that write
 
 
 class Background:
@@ -50,8 +48,7 @@ class Background:
     def __init__(self, name: str) -> None:
         self._thread = ThreadPoolExecutor(1, name)
         self._snapshot: Any = None
-        self.under_way: Future[None] | None = None
-        """What is being written, or was written last."""
+        self.under_way: Future[None] | None = None  # what is being written, or was written last
 
     def run(self, state: Any, write: Callable[[Any], None]) -> Future[None]:
         """Start to write a snapshot of a state, once the one before is written."""
@@ -77,15 +74,7 @@ class Writer:
     """Writes checkpoints of a run, and keeps the newest and the best. Rank 0 writes; of shards, each rank its own.
 
     Ranks that write a checkpoint together wait for one another for ``patience_s``. ``failed`` is called, in the
-    background, when a checkpoint could not be written.
-
-    Attributes:
-        folder: the folder of the checkpoints.
-        under_way: what is written in the background, or was written last and is not finished yet.
-        best: the step of the best checkpoint that is complete, if any; on rank 0 only.
-        newest: the step of the newest checkpoint in the folder, as far as this process knows; on rank 0 only.
-        resumed_from: the step that the run was resumed from, if any.
-        marked: the step that this run saved as the best last, or is saving, if any.
+    background, when a checkpoint could not be written. Checkpoints are named by their steps.
     """
 
     def __init__(
@@ -105,11 +94,11 @@ class Writer:
         self._failed = failed
         self._background = Background("checkpoint") if background else None
         self._began = False
-        self.under_way: Future[None] | None = None
-        self.best: int | None = None
-        self.newest: int | None = None
+        self.under_way: Future[None] | None = None  # written in the background, and not finished yet
+        self.best: int | None = None  # the best checkpoint that is complete; on rank 0 only
+        self.newest: int | None = None  # the newest one in the folder that this process knows of; on rank 0 only
         self.resumed_from: int | None = None
-        self.marked: int | None = None
+        self.marked: int | None = None  # what this run saved as the best last, or is saving
 
     def write(self, step: int, parts: dict[str, Any], together: Together | None, *, best: bool) -> None:
         """Write what rank 0 writes alone and what several ranks write, or start to. On rank 0."""

@@ -71,6 +71,11 @@ def outline(state: Any) -> Any:
     return _mapped(state, lambda value: Form(value) if _is_dense(value) else value)
 
 
+def needed(is_needed: Callable[[Keys], bool]) -> New:
+    """Return what makes tensors on the CPU for ``receive``, given which of them, by path, this rank needs."""
+    return lambda path, form: form.empty(_CPU if is_needed(path) else _META)
+
+
 def receive(
     communicator: Communicator,
     expected: Any,

@@ -27,14 +27,10 @@ _MOST_BYTES = 2**20  # of an object's tensors; larger ones are weights, which th
 class EpochEnd(NamedTuple):
     """A copy of the small states of a run."""
 
-    step: int
-    """Number of optimizer steps so far."""
-    states: dict[str, Any]
-    """States of schedulers, loaders, dicts and other objects, by name."""
-    options: dict[str, list[dict[str, Any]]]
-    """Options of the parameter groups of each optimizer, by name."""
-    random: dict[str, Any]
-    """State of this rank's random number generators."""
+    step: int  # number of optimizer steps so far
+    states: dict[str, Any]  # states of schedulers, loaders, dicts and other objects, by name
+    options: dict[str, list[dict[str, Any]]]  # options of the parameter groups of each optimizer, by name
+    random: dict[str, Any]  # state of this rank's random number generators
 
     def applied_to(self, parts: Mapping[str, Any]) -> dict[str, Any]:
         """Return the states of all objects as they were, given those of now."""
@@ -52,8 +48,7 @@ class EpochEndHook(StepHook):
     def __init__(self, state: RunState, step: TrainingStep) -> None:
         self._state = state
         self._step = step
-        self.last: EpochEnd | None = None
-        """What was remembered last."""
+        self.last: EpochEnd | None = None  # what was remembered last
 
     def at_epoch_end(self) -> None:
         """Copy the small states of the run."""

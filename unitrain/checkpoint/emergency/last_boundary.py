@@ -38,18 +38,12 @@ _LONG = 16
 class Recorded(NamedTuple):
     """What was recorded at a boundary."""
 
-    step: int
-    """Number of optimizer steps so far."""
-    ended: EpochEnd | None
-    """The state at the end of an epoch's training, if what follows it in the script is not done yet."""
-    weights: list[int]
-    """Versions of the parameters."""
-    positions: list[dict[str, Any]]
-    """Positions of the loaders."""
-    dicts: list[Any] | None
-    """Copies of the dicts, with a ``_Beginning`` in place of each long list; None if a tensor is too large."""
-    scheduled: list[int]
-    """How often each scheduler was stepped."""
+    step: int  # number of optimizer steps so far
+    ended: EpochEnd | None  # at the end of an epoch's training, if what follows it in the script is not done yet
+    weights: list[int]  # versions of the parameters
+    positions: list[dict[str, Any]]  # positions of the loaders
+    dicts: list[Any] | None  # copies, with a _Beginning in place of each long list; None if a tensor is too large
+    scheduled: list[int]  # how often each scheduler was stepped
 
 
 class LastBoundary(StepHook):
@@ -176,23 +170,15 @@ class LastBoundary(StepHook):
 
 
 class _Buffer:
-    """A buffer of a layer, which may assign another tensor to it.
-
-    Attributes:
-        layer: the layer's buffers.
-        name: its name among them.
-        seen: what it was at the last boundary.
-        version: the version of that.
-        copy: its copy, once a step has changed it, unless it is large.
-    """
+    """A buffer of a layer, which may assign another tensor to it."""
 
     __slots__ = ("copy", "layer", "name", "seen", "version")
 
     def __init__(self, layer: nn.Module, name: str) -> None:
         self.layer, self.name = layer._buffers, name
-        self.seen = self.layer[name]
+        self.seen = self.layer[name]  # what it was at the last boundary
         self.version = _version(self.seen)
-        self.copy: Tensor | None = None
+        self.copy: Tensor | None = None  # once a step has changed it, unless it is large
 
     @property
     def now(self) -> Tensor | None:

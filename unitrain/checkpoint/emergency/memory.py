@@ -81,8 +81,6 @@ class Memory(StepHook):
         self._why = ""  # the last one failed on this rank
         self._begin()
 
-    # ------------------------------------------------------------------------------------------------ the run's life
-
     def _begin(self) -> None:
         """Record in the run's folder that this start of the run writes from now on. Collective."""
         if self._every != 0:
@@ -91,10 +89,8 @@ class Memory(StepHook):
     def _draw(self) -> tuple[str, int]:
         run, life = self._known() or (uuid4().hex if self.copies else "", 0)
         if run:
-            try:
+            with self._folder.store.explained(f"{self._folder.store.shown(_ID)} can't be written"):
                 self._folder.store.put(_ID, json.dumps({"run": run, "life": life + 1}).encode())
-            except OSError as error:
-                raise CheckpointError(f"{self._folder.store.shown(_ID)} can't be written: {error}") from error
         return run, life + 1 if run else 0
 
     def _known(self) -> tuple[str, int] | None:
@@ -146,8 +142,6 @@ class Memory(StepHook):
             location = self._ranks.on_main(lambda: self._folder.store.location)
             self._store = MemoryStore(self._ranks, location, self._state.settings.memory_folder)
         return self._store
-
-    # ------------------------------------------------------------------------------------------------------- copying
 
     def at_boundary(self) -> None:
         """Copy the state if it is time to."""
@@ -261,8 +255,6 @@ class Memory(StepHook):
             time.sleep(_POLL_S)
         said: Mapping[str, Any] = json.loads(disk.get(f"{name}/{note}"))
         yield from (f"{name}/{file}" for file in (*said["files"], note))
-
-    # -------------------------------------------------------------------------------------------------------- ending
 
     def close(self) -> None:
         """Remove the copies: what is to be kept is saved. Collective. Further calls do nothing."""

@@ -58,26 +58,26 @@ class Note(NamedTuple):
     files: dict[str, int]
 
 
+def memory_folder(setting: str | None = None) -> Path:
+    """Return where copies are kept on this host."""
+    return Path(setting or (_SHM if os.access(_SHM, os.W_OK) else tempfile.gettempdir()))
+
+
+def prefix() -> str:
+    """Return how the names of this user's folders begin there, one for each run."""
+    return f"unitrain-{os.getuid()}-"
+
+
 class MemoryStore:
     """The folders in the memory of this job's hosts. Collective.
 
-    Args:
-        ranks: the ranks of the job.
-        location: where the run saves its checkpoints.
-        folder: the setting ``memory_folder``.
-
-    Attributes:
-        disk: the folder of this host.
-        host: the name of each rank's host.
-        leader: the first rank on the host of each rank.
-        why: why a host can't keep copies, if so.
+    ``location`` is where the run saves its checkpoints, and ``folder`` the setting ``memory_folder``.
     """
 
     def __init__(self, ranks: Communicator, location: str, folder: str | None) -> None:
-        base = Path(folder or (_SHM if os.access(_SHM, os.W_OK) else tempfile.gettempdir()))
-        root = base / f"unitrain-{os.getuid()}-{hashlib.sha256(location.encode()).hexdigest()[:16]}"
+        root = memory_folder(folder) / f"{prefix()}{hashlib.sha256(location.encode()).hexdigest()[:16]}"
         self._ranks = ranks
-        self.disk: Disk = Disk(root, durable=False)
+        self.disk: Disk = Disk(root, durable=False)  # the folder of this host
         host, seen, why = socket.gethostname(), (0, 0), ""
         try:
             found = self.make()
@@ -86,9 +86,9 @@ class MemoryStore:
             why = f"rank {ranks.rank} on {host}: {error}"
         # Ranks in several containers of a host may not see the same folder.
         places = ranks.all_gather_data((host, str(root), seen))
-        self.why: str = next(filter(None, ranks.all_gather_data(why)), "")
-        self.host: list[str] = [one[0] for one in places]
-        self.leader: list[int] = [places.index(one) for one in places]
+        self.why: str = next(filter(None, ranks.all_gather_data(why)), "")  # a host can't keep copies
+        self.host: list[str] = [one[0] for one in places]  # the name of each rank's host
+        self.leader: list[int] = [places.index(one) for one in places]  # the first rank on the host of each rank
         self._same_path = len({one[1] for one in places}) == 1
 
     def make(self) -> os.stat_result:
@@ -122,8 +122,6 @@ class MemoryStore:
     def clear(self) -> None:
         """Remove this host's folder."""
         shutil.rmtree(self.disk.root, ignore_errors=True)
-
-    # ---------------------------------------------------------------------------------------------------- recalling
 
     def recall(self, run: str, after: tuple[int, int], settings: dict[str, Any]) -> list[tuple[Located, str]]:
         """Make complete copies of this run checkpoints, and return them on rank 0, the newest first. Collective.

@@ -26,10 +26,8 @@ from unitrain.checkpoint.store.located import DamagedError, Located, unreadable,
 from unitrain.checkpoint.store.torch_files import MappedFiles, reason, viewed
 from unitrain.errors import CheckpointError
 
-METADATA = ".metadata"
-"""The name of the file with the metadata."""
-PIECE_BYTES = 2**25
-"""Larger tensors are written in pieces, as torch reads a piece into memory as a whole."""
+METADATA = ".metadata"  # the name of the file with the metadata
+PIECE_BYTES = 2**25  # larger tensors are written in pieces, as torch reads a piece into memory as a whole
 _ALIGNMENT = 64  # torch aligns the elements in an archive so: aligned archives can be read in place
 _RELEASED_BYTES = 2**26  # the memory of mapped files is released whenever so much was read
 
@@ -58,10 +56,8 @@ class Piece(NamedTuple):
 class Entry(NamedTuple):
     """A tensor or a plain value of a checkpoint."""
 
-    path: Keys
-    """Where it is in the states."""
-    dtype: str | None
-    """``float32``; None for a plain value."""
+    path: Keys  # where it is in the states
+    dtype: str | None  # ``float32``; None for a plain value
     shape: tuple[int, ...]
     pieces: list[Piece]
 
@@ -70,8 +66,7 @@ class Entry(NamedTuple):
         return torch.empty(self.shape, dtype=getattr(torch, str(self.dtype)), device=device)
 
 
-Layout = dict[str, Entry]
-"""The entries of a checkpoint by key."""
+Layout = dict[str, Entry]  # the entries of a checkpoint by key
 
 
 # -------------------------------------------------------------------------------------------------------- metadata
@@ -208,8 +203,7 @@ class Stored:
     """
 
     def __init__(self, found: Located, content: bytes) -> None:
-        self.layout: Layout = from_bytes(content, found.store.shown(found.file_name(METADATA)))
-        """Where the pieces are."""
+        self.layout: Layout = from_bytes(content, found.store.shown(found.file_name(METADATA)))  # where the pieces are
         self.digest: str = hashlib.sha256(content).hexdigest()
         self._found = found
         self._open = ExitStack()
@@ -311,10 +305,8 @@ def _described(found: Any) -> tuple[str, tuple[int, ...]]:
 class _Form(NamedTuple):
     """What archives of tensors of one shape, dtype and memory format have in common."""
 
-    head: bytes
-    """All that is before the elements. The rest depends on them."""
-    like: Tensor
-    """A tensor on the meta device."""
+    head: bytes  # all that is before the elements. The rest depends on them
+    like: Tensor  # a tensor on the meta device
 
     @classmethod
     def of(cls, content: Tensor, found: Tensor) -> _Form | None:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -22,6 +21,7 @@ from unitrain.communication.streaming import (
     Form,
     Keys,
     broadcast_tensors,
+    needed,
     outline,
     own_rows,
     receive,
@@ -30,8 +30,6 @@ from unitrain.communication.streaming import (
 from unitrain.errors import CheckpointError
 from unitrain.url import parsed
 
-_CPU, _META = torch.device("cpu"), torch.device("meta")
-
 
 class CheckpointView(NamedTuple):
     """An open checkpoint, as a rank sees it."""
@@ -39,16 +37,11 @@ class CheckpointView(NamedTuple):
     communicator: Communicator
     state: RunState
     manifest: Manifest
-    outlines: dict[str, Any]
-    """The states by name, with the forms of the tensors in their places."""
-    saved: OpenCheckpoint | None
-    """The checkpoint itself; on rank 0 only."""
-    by_several: bool
-    """Whether several ranks have written tensors."""
-    stored: Stored | None
-    """Those tensors, if this rank sees them."""
-    each: bool
-    """Whether each rank reads its own parts of them; else rank 0 reads all, and sends the parts."""
+    outlines: dict[str, Any]  # the states by name, with the forms of the tensors in their places
+    saved: OpenCheckpoint | None  # the checkpoint itself; on rank 0 only
+    by_several: bool  # whether several ranks have written tensors
+    stored: Stored | None  # those tensors, if this rank sees them
+    each: bool  # whether each rank reads its own parts of them; else rank 0 reads all, and sends the parts
 
     def source(self, name: str) -> Any:
         """Return a state with its tensors on rank 0, and None on the others."""
@@ -193,7 +186,7 @@ def order_by_name(state: RunState, opened: CheckpointView) -> None:
     """Put the saved state of each optimizer's parameters in the order that they have now."""
     outlines = opened.outlines
     for name, own in state.names.items():
-        saved = outlines[RUN].get("names", {}).get(name)  # not in a checkpoint of before they were saved
+        saved = outlines[RUN]["names"].get(name)
         if saved is None or own is None or saved == keys_of(None, len(saved)):
             continue
         now = keys_of(own, len(own)) if isinstance(saved[0], str) else own
@@ -226,11 +219,8 @@ def load(communicator: Communicator, state: RunState, opened: CheckpointView) ->
             value.update(found)
         else:
             value.load_state_dict(found)
-
-    def new(path: Keys, form: Form) -> Tensor:
-        return form.empty(_META if path[0] == "random" and path[1] != communicator.rank else _CPU)
-
-    run: dict[str, Any] = receive(communicator, outlines[RUN], source(RUN), new=new, sent=sent)
+    here = needed(lambda path: path[0] != "random" or path[1] == communicator.rank)
+    run: dict[str, Any] = receive(communicator, outlines[RUN], source(RUN), new=here, sent=sent)
     return run
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from unitrain.checkpoint.names import GROUPS, Keys, joined, numbered
 from unitrain.checkpoint.sharded.dcp import METADATA, Stored
-from unitrain.checkpoint.store.folder import Folder
+from unitrain.checkpoint.store.folder import BEST, Folder
 from unitrain.checkpoint.store.located import (
     RUN,
     DamagedError,
@@ -31,21 +31,18 @@ from unitrain.process import print_stderr
 from unitrain.url import parsed
 
 T = TypeVar("T")
-BEST = "best"
-"""What ``resume`` takes for the best checkpoint."""
-
-
-# --------------------------------------------------------------------------------------------------------- searching
 
 
 class Search:
     """The checkpoints that ``resume(path)`` may resume from, in the order in which they are tried.
 
+    Without a path, these are the newest of the folder, after those that are to be tried ``first``.
+
     Raises:
         CheckpointError: the best is wanted, and none is marked as the best.
     """
 
-    def __init__(self, folder: Folder, path: str | Path | None = None) -> None:
+    def __init__(self, folder: Folder, path: str | Path | None = None, first: Sequence[Located] = ()) -> None:
         self._folder = folder
         self._wanted = ""  # what is wanted, if no other one will do
         self._damage: list[str] = []
@@ -53,7 +50,8 @@ class Search:
         if path is None:
             for shown in folder.incomplete():
                 print_stderr(f"unitrain: skipping an incomplete checkpoint: {shown} has no {NAME}")
-            self._left = [partial(folder.find, step) for step in folder.steps()]
+            self._left = [partial(_same, one) for one in first]
+            self._left += [partial(folder.find, step) for step in folder.steps()]
         elif path != BEST:
             self._wanted, self._left = "the checkpoint", [partial(_named, path, folder)]
         else:
@@ -66,10 +64,6 @@ class Search:
                     "newest."
                 )
             self._wanted, self._left = "the best checkpoint", [partial(folder.find, newest.manifest.best)]
-
-    def prefer(self, found: list[Located]) -> None:
-        """Try these first."""
-        self._left[:0] = [partial(_same, one) for one in found]
 
     def next(self, attempt: Callable[[Located], T]) -> T | None:
         """Return what ``attempt`` returns for the next checkpoint for which it raises no DamagedError, if there is one.
@@ -140,17 +134,12 @@ def best_in(folder: Folder) -> int | None:
     return None
 
 
-# ----------------------------------------------------------------------------------------------------------- opening
-
-
 class OpenCheckpoint(NamedTuple):
     """An open checkpoint, in the process that has opened it."""
 
     found: Located
-    parts: dict[str, Any]
-    """The states by name. Their tensors are read from the disk when they are used; of those in ``stored``, forms."""
-    stored: Stored | None
-    """What several ranks have written."""
+    parts: dict[str, Any]  # states by name. Their tensors are read when they are used; of those in ``stored``, forms
+    stored: Stored | None  # what several ranks have written
     files: MappedFiles
 
     def tensor(self, value: Tensor | Form) -> Tensor:
@@ -188,11 +177,11 @@ def _opened(found: Located) -> OpenCheckpoint:
         if names and unlisted:
             raise DamagedError(f"{found}: its manifest lacks {min(unlisted)}")
         states, keys = _states(stored)
-        run = parts.setdefault(RUN, {"steps": 0, "scaler": None, "random": []} if not names else {})
+        run = parts.setdefault(RUN, {"steps": 0, "scaler": None, "norms": [], "random": []} if not names else {})
         run["names"] = {**run.get("names", {}), **keys}
         parts = {**states, **parts}
     run = parts.get(RUN)
-    if not isinstance(run, dict) or not {"steps", "scaler", "random"} <= set(run):
+    if not isinstance(run, dict) or not {"steps", "scaler", "norms", "random", "names"} <= set(run):
         raise DamagedError(f"{found}: {RUN}.pt is missing, or lacks what a run needs to continue")
     return OpenCheckpoint(found, parts, stored, files)
 

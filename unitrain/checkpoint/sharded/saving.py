@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any, BinaryIO, NamedTuple
+from uuid import uuid4
 
 import torch
 from torch import Tensor
@@ -28,36 +29,27 @@ from unitrain.checkpoint.names import (
 )
 from unitrain.checkpoint.run_state import RunState
 from unitrain.checkpoint.sharded.dcp import METADATA, Entry, Layout, Piece, Region, merged, to_bytes, write
-from unitrain.checkpoint.store.folder import Draft, Folder
+from unitrain.checkpoint.store.folder import Draft
 from unitrain.checkpoint.store.located import store_at
-from unitrain.checkpoint.store.lock import holder_of
 from unitrain.checkpoint.store.store import Store
 from unitrain.checkpoint.store.torch_files import reason, write_part
 from unitrain.communication.communicator import Communicator
-from unitrain.communication.streaming import outline, own_rows, receive
+from unitrain.communication.streaming import needed, outline, own_rows, receive
 from unitrain.data.structure import rebuilt
 from unitrain.errors import CheckpointError
 from unitrain.process import print_stderr
 from unitrain.url import parsed
 
 _POLL_S, _LONGEST_POLL_S = 0.005, 1.0
-_CPU, _META = torch.device("cpu"), torch.device("meta")
 
 
 class Shards(NamedTuple):
     """What a rank writes of the states of modules and optimizers, by key."""
 
-    values: dict[str, Any]
-    """Rows of a tensor, or plain data."""
-    entries: dict[str, Entry]
-    """What they are parts of. None is written yet."""
-    first_rows: dict[str, int]
-    """The number of the first row of a tensor that this rank has."""
-    aliases: dict[str, tuple[Keys, str]]
-    """Further keys of values, with a path and the key in ``values``."""
-
-
-# ------------------------------------------------------------------------------------------------ what a rank has
+    values: dict[str, Any]  # rows of a tensor, or plain data
+    entries: dict[str, Entry]  # what they are parts of. None is written yet
+    first_rows: dict[str, int]  # the number of the first row of a tensor that this rank has
+    aliases: dict[str, tuple[Keys, str]]  # further keys of values, with a path and the key in ``values``
 
 
 def owners(communicator: Communicator, state: Mapping[int, Any], parameters: int) -> list[int | None]:
@@ -110,8 +102,8 @@ def of_rank(communicator: Communicator, rank: int, state: Any) -> Any:
     """Return a rank's nested state on rank 0. Collective. The result of other ranks than these two can't be used."""
     expected = communicator.broadcast_object(outline(state), rank)
     own = state if rank == communicator.rank else None
-    device = _CPU if communicator.is_main else _META
-    return receive(communicator, expected, own, src=rank, own=own, new=lambda path, form: form.empty(device))
+    new = needed(lambda path: communicator.is_main)
+    return receive(communicator, expected, own, src=rank, own=own, new=new)
 
 
 def divided(communicator: Communicator, state: RunState, parts: Mapping[str, Any]) -> tuple[dict[str, Any], Shards]:
@@ -178,28 +170,34 @@ def write_shards(draft: Draft, rank: int, shards: Shards) -> tuple[dict[str, Any
     return {name: described}, layout
 
 
-# ------------------------------------------------------------------------------------------------------- together
+def shared_store(communicator: Communicator, store: Store, what: str = "checkpoints") -> Store | None:
+    """Return the store that rank 0 writes to, as this rank sees it; None if rank 0 has to write alone. Collective."""
+    mark = f"{uuid4().hex}.tmp"
 
+    def leave_mark() -> tuple[str, str]:
+        with store.explained(f"{what} can't be written to {store}"):
+            store.make()
+            store.put(mark, b"x")
+        return store.location, mark
 
-def shared_store(communicator: Communicator, folder: Folder) -> Store | None:
-    """Return the store that rank 0 saves to, as this rank sees it; None if rank 0 has to write alone. Collective."""
-    found = communicator.on_main(lambda: None if folder.store.few_writes else (folder.store.location, folder.token))
+    found = communicator.on_main(lambda: None if store.few_writes else leave_mark())
     if found is None:
         return None
-    location, token = found
-    store, sees, why = folder.store, communicator.is_main, ""
+    seen, sees, why = store, True, ""
     if not communicator.is_main:
-        store = store_at(parsed(location))
+        seen = store_at(parsed(found[0]))
         try:
-            holder = holder_of(store)
-            sees = holder is not None and holder.token == token
+            seen.size(found[1])
+        except OSError:
+            sees = False
         except CheckpointError as error:
-            why = str(error)
+            sees, why = False, str(error)
     answers = communicator.all_gather_data([sees, why])
+    communicator.on_main(lambda: store.remove(mark))
     reasons = [f"rank {rank} can't write: {said}" for rank, (_, said) in enumerate(answers) if said]
     if reasons and communicator.is_main:
         print_stderr(f"unitrain: rank 0 gathers all shards and writes them alone, since {reasons[0]}")
-    return store if all(one for one, _ in answers) else None
+    return seen if all(one for one, _ in answers) else None
 
 
 def write_own(draft: Draft, rank: int, shards: Shards) -> None:

@@ -34,25 +34,20 @@ class Disk(Store):
 
     @property
     def location(self) -> str:
-        """See ``Store.location``."""
         return str(self.root.resolve())
 
     def shown(self, name: str) -> str:
-        """See ``Store.shown``."""
         return str(self.root / name)
 
     def list(self, folder: str = "") -> list[str]:
-        """See ``Store.list``."""
         return os.listdir(self.root / folder)
 
     def get(self, name: str, start: int = 0, end: int | None = None) -> bytes:
-        """See ``Store.get``."""
         with open_regular(self.root / name) as file:
             file.seek(start)
             return file.read(-1 if end is None else end - start)
 
     def put(self, name: str, content: bytes | Path, *, exclusive: bool = False) -> None:
-        """See ``Store.put``."""
         path = self.root / name
         if isinstance(content, Path):
             self._sync(content)
@@ -66,27 +61,22 @@ class Disk(Store):
                 self.put(name, draft)
 
     def remove(self, name: str) -> None:
-        """See ``Store.remove``."""
         (self.root / name).unlink(missing_ok=True)
 
     def modified(self, name: str) -> float:
-        """See ``Store.modified``."""
         # Opened, a file is looked up again on the server of a network file system.
         with open_regular(self.root / name) as file:
             return os.fstat(file.fileno()).st_mtime
 
     def size(self, name: str) -> int:
-        """See ``Store.size``."""
         with open_regular(self.root / name) as file:
             return os.fstat(file.fileno()).st_size
 
     def touch(self, name: str, content: bytes) -> None:
-        """See ``Store.touch``."""
         os.utime(self.root / name)  # does not undo what another process has just written
 
     @contextmanager
     def draft(self, name: str) -> Iterator[Path]:
-        """See ``Store.draft``."""
         path = self.root / name
         draft = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
         try:
@@ -96,11 +86,9 @@ class Disk(Store):
 
     @contextmanager
     def file(self, name: str) -> Iterator[Path]:
-        """See ``Store.file``: it is the file itself."""
         yield self.root / name
 
     def point(self, name: str, folder: str | None) -> None:
-        """See ``Store.point``: a link."""
         link = self.root / name
         if os.path.lexists(link) and not link.is_symlink():
             raise OSError("there is a file or a folder of this name")
@@ -112,15 +100,12 @@ class Disk(Store):
                 os.replace(draft, link)
 
     def probe(self, needed: int) -> None:
-        """See ``Store.probe``."""
-        try:
+        with self.explained(f"checkpoints can't be written to {self}"):
             self.make()
             with tempfile.TemporaryFile(dir=self.root) as file:
                 file.write(bytes(_BLOCK))
                 os.fsync(file.fileno())
             free = shutil.disk_usage(self.root).free
-        except OSError as error:
-            raise CheckpointError(f"checkpoints can't be written to {self}: {self.reason(error)}") from error
         if free < needed:
             raise CheckpointError(
                 f"checkpoints can't be written to {self}: one needs at least {needed} bytes, but {free} bytes are "
@@ -128,14 +113,13 @@ class Disk(Store):
             )
 
     def reason(self, error: Exception) -> str:
-        """See ``Store.reason``."""
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             free = shutil.disk_usage(self.root).free
             return f"No space left on the device of {self}: {free} bytes are free. Earlier checkpoints are intact."
         return str(error)
 
     def make(self, folder: str = "") -> None:
-        """See ``Store.make``. Raises CheckpointError rather than make a folder of another disk, below the mount."""
+        """Make a folder. Raises CheckpointError rather than make one of another disk, below the mount."""
         there = next(path for path in (self.root, *self.root.absolute().parents) if path.exists())
         if self._device is not None and there.stat().st_dev != self._device:
             raise CheckpointError(
@@ -146,7 +130,6 @@ class Disk(Store):
         self._device = self.root.stat().st_dev
 
     def unmake(self, folder: str) -> None:
-        """See ``Store.unmake``."""
         path = self.root / folder
         if path.is_symlink() or not path.is_dir():
             path.unlink(missing_ok=True)
@@ -155,7 +138,6 @@ class Disk(Store):
             shutil.rmtree(path)
 
     def sync(self, folder: str) -> None:
-        """See ``Store.sync``."""
         self._sync(self.root / folder)
         self._sync(self.root)
 

@@ -8,22 +8,20 @@ checkpoint, but what a killed process has left, which the next save removes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 from unitrain.checkpoint.store.disk import Disk
 from unitrain.checkpoint.store.located import Located, locate, to_json
 from unitrain.checkpoint.store.lock import Lock
 from unitrain.checkpoint.store.store import FOLDER, NAME, Store, folder_name
-from unitrain.checkpoint.store.torch_files import check_part, reason, write_part
+from unitrain.checkpoint.store.torch_files import check_part, write_part
 from unitrain.errors import CheckpointError
 from unitrain.process import print_stderr
 
-BEST = "best"
+BEST = "best"  # what ``resume`` takes for the best checkpoint, and the name of the link to it
 _THREADS = 4
 
 
@@ -36,26 +34,20 @@ class Draft:
 
     def write(self, parts: Mapping[str, Any]) -> dict[str, Any]:
         """Write each part to a file, checked and synced, and return what the manifest says of the files."""
-        files: dict[str, Any] = {}
-        with ExitStack() as drafts, ThreadPoolExecutor(_THREADS, "checkpoint files") as threads:
-            putting: list[Future[None]] = []
+        # Of files that are uploaded, one at a time is on this disk.
+        with ThreadPoolExecutor(_THREADS if isinstance(self.store, Disk) else 1, "checkpoint files") as threads:
+            files = [f"{part}.pt" for part in parts]
+            return dict(zip(files, threads.map(self._write_file, files, parts.values()), strict=True))
 
-            def put(name: str, draft: Path) -> None:
+    def _write_file(self, file: str, value: Any) -> dict[str, Any]:
+        name = f"{self.name}/{file}"
+        with self.store.draft(name) as draft:
+
+            def put() -> None:
                 check_part(draft)
                 self.store.put(name, draft)
 
-            for part, value in parts.items():
-                name = f"{self.name}/{part}.pt"
-                draft = drafts.enter_context(self.store.draft(name))
-                # A file is checked and put while the rest of it is hashed, and on a disk while the next is written.
-                later = partial(threads.submit, put, name, draft)
-                files[f"{part}.pt"] = write_part(draft, value, lambda later=later: putting.append(later()))  # type: ignore[misc]
-                if not isinstance(self.store, Disk):
-                    putting.pop().result()
-                    drafts.close()  # one part at a time is on this disk
-            for one in putting:
-                one.result()
-        return files
+            return write_part(draft, value, put)
 
     def complete(self, step: int, about: Mapping[str, Any], files: Mapping[str, Any]) -> None:
         """Write the manifest, given plain data and what it says of the files, so that this is a checkpoint."""
@@ -82,11 +74,6 @@ class Folder:
         self.store.probe(needed)
         self._lock = Lock(self.store)
 
-    @property
-    def token(self) -> str:
-        """What ``holder_of`` finds where other processes see this folder."""
-        return "" if self._lock is None else self._lock.token
-
     def check(self) -> None:
         """Check that no other job has taken the folder."""
         if self._lock is not None:
@@ -96,8 +83,6 @@ class Folder:
         """Let other jobs use the folder. Further calls do nothing."""
         if self._lock is not None:
             self._lock.release()
-
-    # ---------------------------------------------------------------------------------------------- what is there
 
     def name(self, step: int) -> str:
         """Return the path or URL of a step's checkpoint."""
@@ -121,7 +106,7 @@ class Folder:
 
     def _names(self, folder: str = "") -> list[str]:
         """Return all names in a folder; none if there is no such folder."""
-        with self._errors(f"{self.store.shown(folder)} can't be listed"):
+        with self.store.explained(f"{self.store.shown(folder)} can't be listed"):
             try:
                 return self.store.list(folder)
             except (FileNotFoundError, NotADirectoryError):
@@ -138,8 +123,6 @@ class Folder:
                 found[int(match[1])] = name
         return found
 
-    # ------------------------------------------------------------------------------------------------------ writing
-
     def begin(self, step: int) -> Draft:
         """Begin a checkpoint. A server is not waited for here, but when it is written."""
         if isinstance(self.store, Disk):
@@ -150,7 +133,7 @@ class Folder:
         before = _of_step(step, self._used)
         draft = f"{folder_name(step)}.{_attempt(before[-1]) + 1}" if before else folder_name(step)
         self._used.add(draft)
-        with self._errors(f"checkpoint {self.store.shown(draft)} could not be written"):
+        with self.store.explained(f"checkpoint {self.store.shown(draft)} could not be written"):
             self.store.make(draft)
         return Draft(self.store, draft)
 
@@ -169,18 +152,16 @@ class Folder:
         """
         draft = draft or self.begin(step)
         try:
-            before = self._sweep(draft.name)
-            files = {**draft.write(parts), **others()}
-            self.check()  # another job may have taken the folder meanwhile
-            draft.complete(step, about, files)
-        except Exception as error:  # pickling may raise any exception
+            with self.store.explained(f"checkpoint {self.store.shown(draft.name)} could not be written"):
+                before = self._sweep(draft.name)
+                files = {**draft.write(parts), **others()}
+                self.check()  # another job may have taken the folder meanwhile
+                draft.complete(step, about, files)
+        except CheckpointError:
             if isinstance(self.store, Disk):
                 with suppress(OSError):
                     self.store.unmake(draft.name)
-            if isinstance(error, CheckpointError):
-                raise
-            why = self.store.reason(error) if isinstance(error, OSError) else reason(error)
-            raise CheckpointError(f"checkpoint {self.store.shown(draft.name)} could not be written: {why}") from error
+            raise
         if step in before:
             with suppress(OSError):  # the next save tries it again
                 self.store.unmake(before[step])
@@ -195,12 +176,10 @@ class Folder:
                     self.store.unmake(name)
         return complete
 
-    # ----------------------------------------------------------------------------------------------------- removing
-
     def remove(self, step: int) -> None:
         """Remove a checkpoint, at once as others see it."""
         for name in _of_step(step, self._names()):
-            with self._errors(f"{self.store.shown(name)} can't be removed"):
+            with self.store.explained(f"{self.store.shown(name)} can't be removed"):
                 self.store.unmake(name)
             self._used.discard(name)
 
@@ -229,14 +208,6 @@ class Folder:
                 f"unitrain: {self.store.shown(BEST)} is not the link to the best checkpoint: {error}. "
                 'resume("best") needs no link.'
             )
-
-    @contextmanager
-    def _errors(self, what: str) -> Iterator[None]:
-        """Raise errors of a disk as CheckpointError."""
-        try:
-            yield
-        except OSError as error:
-            raise CheckpointError(f"{what}: {self.store.reason(error)}") from error
 
 
 def _of_step(step: int, names: Iterable[str]) -> list[str]:

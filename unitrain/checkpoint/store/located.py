@@ -20,10 +20,7 @@ from unitrain.checkpoint.store.torch_files import MappedFiles, reason
 from unitrain.errors import CheckpointError
 
 SCHEMA = 1
-RUN = "_run"
-METRICS = "_metrics"
-LOCAL = "_local"
-"""Parts of a checkpoint that are not an object's state."""
+RUN, METRICS, LOCAL = "_run", "_metrics", "_local"  # parts of a checkpoint that are not an object's state
 _LARGEST = 2**26  # bytes that are read of a manifest
 _BLOCK = 2**20
 FileName = Annotated[str, StringConstraints(pattern=r"^[^/\x00]+$")]
@@ -48,17 +45,12 @@ class Manifest(BaseModel):
     model_config: ClassVar[ConfigDict] = ConfigDict(strict=True)
 
     step: Annotated[int, Field(ge=0)]
-    strategy: dict[str, Any]
-    """The strategy's settings."""
-    config: dict[str, Any]
-    """The script's settings."""
+    strategy: dict[str, Any]  # the strategy's settings
+    config: dict[str, Any]  # the script's settings
     files: dict[FileName, Described]
-    best: Annotated[int, Field(ge=0)] | None = None
-    """The step of the best checkpoint, when this one was saved."""
-    emergency: bool = False
-    """Whether it is an emergency checkpoint."""
-    life: Annotated[int, Field(ge=0)] = 0
-    """Which start of the run has written it, if the run keeps copies in memory."""
+    best: Annotated[int, Field(ge=0)] | None = None  # the step of the best checkpoint, when this one was saved
+    emergency: bool = False  # whether it is an emergency checkpoint
+    life: Annotated[int, Field(ge=0)] = 0  # which start of the run has written it, if the run keeps copies in memory
 
 
 def to_json(step: int, about: Mapping[str, Any], files: Mapping[str, Any]) -> str:
@@ -93,9 +85,6 @@ def _digest(manifest: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
-# ----------------------------------------------------------------------------------------------------------- reading
-
-
 def store_at(place: Path | str) -> Store:
     """Return the store at a path, or at a URL (a str), which is not looked at yet."""
     if isinstance(place, Path):
@@ -113,8 +102,7 @@ class Located(NamedTuple):
     """A checkpoint that has been found. Only its manifest has been read."""
 
     store: Store
-    folder: str
-    """Its folder in the store; "" if it is the store's root."""
+    folder: str  # its folder in the store; "" if it is the store's root
     manifest: Manifest
 
     def __str__(self) -> str:

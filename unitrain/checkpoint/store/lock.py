@@ -27,8 +27,7 @@ from unitrain.process import boot_id, print_stderr, start_time
 
 NAME = ".lock"
 BEAT_S = 5.0
-STALE_S = 30.0
-"""The holder of a lock on another host counts as ended if it has not touched the file for this long."""
+STALE_S = 30.0  # the holder of a lock on another host counts as ended if it has not touched the file for this long
 _POLL_S = 0.5
 
 
@@ -38,13 +37,10 @@ class Holder(BaseModel):
     model_config: ClassVar[ConfigDict] = ConfigDict(strict=True, frozen=True, extra="forbid")
 
     host: str = "an unknown host"
-    pids: str = ""
-    """Where the process id is valid: since which start of the host, and in which PID namespace (container)."""
+    pids: str = ""  # where the process id is valid: since which start of the host, in which PID namespace (container)
     pid: Annotated[int, Field(ge=0)] = 0
-    started: int = 0
-    """When the process was started, in the kernel's ticks: another one may get its id later."""
-    token: str = ""
-    """Tells apart the locks that one process takes."""
+    started: int = 0  # when the process was started, in the kernel's ticks: another one may get its id later
+    token: str = ""  # tells apart the locks that one process takes
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
@@ -75,7 +71,6 @@ class Lock:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._own = _this_process()
-        self.token: str = self._own.token
         store.make()
         holder = holder_of(store)
         if holder is not None and self._is_alive(holder):
@@ -118,12 +113,10 @@ class Lock:
                 self._store.remove(NAME)
 
     def _take(self, *, replaces: bool) -> None:
-        try:
+        with self._store.explained(f"checkpoints can't be written to {self._store}"):
             self._store.make()
             with suppress(FileExistsError):  # another process has written it just now
                 self._store.put(NAME, self._text, exclusive=not replaces)
-        except OSError as error:
-            raise CheckpointError(f"checkpoints can't be written to {self._store}: {error}") from error
         if holder_of(self._store) != self._own:
             raise CheckpointError(f"{self._store} was taken by another job at the same moment: start one at a time.")
 
@@ -162,7 +155,7 @@ class Lock:
 
     def _clock(self) -> float:
         """Return the time by that clock: the server of a file system may have another one than this host."""
-        name = f"{NAME}.{self.token}"
+        name = f"{NAME}.{self._own.token}"
         self._store.put(name, b"now")
         try:
             return self._store.modified(name)

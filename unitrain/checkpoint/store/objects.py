@@ -26,8 +26,7 @@ from unitrain.process import print_stderr
 
 PATIENCE_S = 120.0
 """How long a server is waited for that does not answer. s3fs has no limit for a PUT that was not accepted."""
-SILENT_S = 5.0
-"""Libraries try for minutes to reach a server that does not answer, and print nothing meanwhile."""
+SILENT_S = 5.0  # libraries try for minutes to reach a server that does not answer, and print nothing meanwhile
 _SLOWEST = 2**17  # bytes per second of a copy
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "hf": "huggingface_hub"}
 _CREDENTIALS = {
@@ -53,11 +52,9 @@ class Objects(Store):
 
     @property
     def location(self) -> str:
-        """See ``Store.location``."""
         return self._url
 
     def shown(self, name: str) -> str:
-        """See ``Store.shown``."""
         return f"{self._url}/{name}" if name else self._url
 
     @cached_property
@@ -79,20 +76,17 @@ class Objects(Store):
         return str(known_implementations.get(self._scheme, {}).get("err", "install one that fsspec finds"))
 
     def list(self, folder: str = "") -> list[str]:
-        """See ``Store.list``."""
         with self._explained("can't be listed", folder, passes=FileNotFoundError):
             self._files.invalidate_cache()
             found = self._files.ls(self._path(folder), detail=False, **self._limit())
             return [path.rstrip("/").rpartition("/")[2] for path in found]
 
     def get(self, name: str, start: int = 0, end: int | None = None) -> bytes:
-        """See ``Store.get``."""
         part = {} if not start and end is None else {"start": start, "end": end}
         with self._explained("could not be read", name, passes=FileNotFoundError):
             return bytes(self._files.cat_file(self._path(name), **part, **self._limit((end or start) - start)))
 
     def put(self, name: str, content: bytes | Path, *, exclusive: bool = False) -> None:
-        """See ``Store.put``."""
         path = self._path(name)
         with self._explained("could not be written", name, passes=FileExistsError if exclusive else CheckpointError):
             if isinstance(content, Path):
@@ -102,41 +96,35 @@ class Objects(Store):
                 self._files.pipe_file(path, content, mode=mode, **self._limit())
 
     def remove(self, name: str) -> None:
-        """See ``Store.remove``."""
         with self._explained("can't be removed", name), suppress(FileNotFoundError):
             self._files.rm_file(self._path(name), **self._limit())
 
     def unmake(self, folder: str) -> None:
-        """See ``Store.unmake``."""
         with suppress(FileNotFoundError):
             for name in sorted(self.list(folder), key=lambda name: name != NAME):
                 self.remove(f"{folder}/{name}")
 
     def modified(self, name: str) -> float:
-        """See ``Store.modified``."""
         with self._explained("could not be read", name, passes=FileNotFoundError):
             self._files.invalidate_cache()
             return float(self._files.modified(self._path(name)).timestamp())
 
     def size(self, name: str) -> int:
-        """See ``Store.size``."""
         with self._explained("could not be read", name, passes=FileNotFoundError):
             self._files.invalidate_cache()
             return int(self._files.info(self._path(name), **self._limit())["size"])
 
     def touch(self, name: str, content: bytes) -> None:
-        """See ``Store.touch``: it is written again."""
         self.put(name, content)
 
     @contextmanager
     def draft(self, name: str) -> Iterator[Path]:
-        """See ``Store.draft``."""
         with tempfile.TemporaryDirectory(prefix="unitrain-") as folder:
             yield Path(folder, name.rpartition("/")[2])
 
     @contextmanager
     def file(self, name: str) -> Iterator[Path]:
-        """See ``Store.file``: it is downloaded. What is mapped stays on the disk, but without a name."""
+        """Download a file. What is mapped stays on the disk, but without a name."""
         size = self.size(name)
         with self.draft(name) as file:
             with self._explained("could not be read", name, passes=FileNotFoundError):
@@ -144,7 +132,7 @@ class Objects(Store):
             yield file
 
     def point(self, name: str, folder: str | None) -> None:
-        """See ``Store.point``: a text file has the folder's name."""
+        """Write the folder's name to a text file."""
         found = None
         with suppress(FileNotFoundError):
             found = self.get(name).decode(errors="replace")
@@ -156,7 +144,7 @@ class Objects(Store):
             self.put(name, folder.encode())
 
     def probe(self, needed: int) -> None:
-        """See ``Store.probe``. A server that does not answer is reported before the library gives up."""
+        """Check it. A server that does not answer is reported before the library gives up."""
         free = shutil.disk_usage(tempfile.gettempdir()).free
         if free < needed:
             raise CheckpointError(
@@ -197,7 +185,6 @@ class Objects(Store):
             raise CheckpointError(f"{self.shown(name)} {what}: {self.reason(error)}") from error
 
     def reason(self, error: Exception) -> str:
-        """See ``Store.reason``."""
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             folder = tempfile.gettempdir()
             return f"No space left in {folder}, for temporary files. Free some, or set TMPDIR to a folder elsewhere."

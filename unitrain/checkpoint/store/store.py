@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+
+from unitrain.checkpoint.store.torch_files import reason
+from unitrain.errors import CheckpointError
 
 NAME = "manifest.json"
 FOLDER = re.compile(r"step-(\d{10})(?:\.(\d+))?")
@@ -26,8 +30,7 @@ class Store(ABC):
     with a message that says what to do.
     """
 
-    few_writes: bool = False
-    """Whether each write is a commit, so that only one process should write, and not often."""
+    few_writes: bool = False  # whether each write is a commit, so that only one process should write, and not often
 
     @property
     @abstractmethod
@@ -37,8 +40,6 @@ class Store(ABC):
     @abstractmethod
     def shown(self, name: str) -> str:
         """Return the path or the URL of a file, for messages."""
-
-    # -------------------------------------------------------------------------------------------------- five verbs
 
     @abstractmethod
     def list(self, folder: str = "") -> list[str]:
@@ -70,8 +71,6 @@ class Store(ABC):
     def modified(self, name: str) -> float:
         """Return when a file was written, in seconds by the clock of where it is."""
 
-    # ----------------------------------------------------------------------------------------- what follows from them
-
     @abstractmethod
     def size(self, name: str) -> int:
         """Return the size of a file in bytes."""
@@ -100,7 +99,16 @@ class Store(ABC):
     def reason(self, error: Exception) -> str:
         """Return why a file could not be written or read, and what to do."""
 
-    # -------------------------------------------------------------------------------- where disks and others differ
+    @contextmanager
+    def explained(self, what: str) -> Iterator[None]:
+        """Raise any error as a CheckpointError that says ``what`` is the matter, and why; but for one that does so."""
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except Exception as error:  # pickling may raise any exception
+            why = self.reason(error) if isinstance(error, OSError) else reason(error)
+            raise CheckpointError(f"{what}: {why}") from error
 
     def make(self, folder: str = "") -> None:
         """Make a folder of a disk, with the folders above it. An object store needs none."""

@@ -14,11 +14,13 @@ import pickle
 import re
 import stat
 import zipfile
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,7 +29,7 @@ from unitrain.data.structure import tensors
 _libc = ctypes.CDLL(None)
 _MADV_DONTNEED = 4  # Linux: the pages are read from the file again if they are needed
 _PAGE = mmap.PAGESIZE
-_SMALL = 2**16  # bytes; to pass on fewer takes longer than to hash them
+_SMALL = 2**16  # bytes; to wake up a thread for fewer takes longer than to hash them
 _BUFFERED = 2**20  # of small writes, of which an archive has about 40
 
 
@@ -100,9 +102,6 @@ class MappedFiles:
             _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), _MADV_DONTNEED)
 
 
-# ----------------------------------------------------------------------------------------------------------- writing
-
-
 def write_part(
     path: Path,
     value: Any,
@@ -113,14 +112,15 @@ def write_part(
 
     Args:
         path: the file, which is not synced to the disk.
-        value: tensors and plain data.
-        written: called when the file is complete.
+        value: tensors and plain data. The tensors do not change meanwhile.
+        written: called when the file is complete. The rest of it is hashed at the same time.
         save: writes the value.
     """
     with ThreadPoolExecutor(1, "checkpoint digest") as thread:
-        size, sha256 = _write(path, value, save, thread)
+        digest = _Digest(value, thread)
+        size = _write(path, value, save, digest)
         written()
-        return {"size": size, "sha256": sha256}
+        return {"size": size, "sha256": digest.result()}
 
 
 def write_file(path: Path, value: Any) -> None:
@@ -128,34 +128,56 @@ def write_file(path: Path, value: Any) -> None:
     _write(path, value, torch.save, None)
 
 
-def _write(path: Path, value: Any, save: Callable[..., object], thread: ThreadPoolExecutor | None) -> tuple[int, str]:
-    """Write a file, and return its size and, if there is a thread to compute it meanwhile, its SHA-256."""
+def _write(path: Path, value: Any, save: Callable[..., object], digest: _Digest | None) -> int:
+    """Write a file, and return its size."""
     with open(path, "wb", _BUFFERED) as file:
-        output = _Output(file, thread)
+        output = _Output(file, digest)
         try:
             save(value, output)
         except RuntimeError as error:
             raise output.error or error from error
-        return file.tell(), output.sha256.hexdigest()
+        return file.tell()
+
+
+class _Digest:
+    """The SHA-256 of what is written of a value, computed by a thread, which may be behind."""
+
+    def __init__(self, value: Any, thread: ThreadPoolExecutor) -> None:
+        self._thread = thread
+        self._sha256 = hashlib.sha256()
+        self._left: deque[bytes | memoryview] = deque()
+        found = (one for one in tensors(value) if one.device.type == "cpu" and one.layout == torch.strided)
+        self._lasting = {one.untyped_storage().data_ptr() for one in found}
+
+    def update(self, data: bytes | memoryview) -> Future[None] | None:
+        """Start to hash data. Return what to wait for before their memory is used again, if it may be."""
+        is_large = len(data) >= _SMALL
+        self._left.append(data if is_large else bytes(data))
+        hashing = self._thread.submit(self._hash) if is_large else None
+        return None if np.frombuffer(data, np.uint8).ctypes.data in self._lasting else hashing
+
+    def _hash(self) -> None:
+        while self._left:
+            self._sha256.update(self._left.popleft())
+
+    def result(self) -> str:
+        """Return the digest of all data."""
+        self._thread.submit(self._hash).result()
+        return self._sha256.hexdigest()
 
 
 class _Output:
     """The file object that ``torch.save`` is given. It keeps the error of a write, which torch replaces by another."""
 
-    def __init__(self, file: BinaryIO, thread: ThreadPoolExecutor | None) -> None:
+    def __init__(self, file: BinaryIO, digest: _Digest | None) -> None:
         self._file = file
-        self._thread = thread
-        self.sha256 = hashlib.sha256()
+        self._digest = digest
         self.error: OSError | None = None
         self.tell: Callable[[], int] = file.tell
 
     def write(self, data: bytes | memoryview) -> int:
         """Write data, which are hashed meanwhile."""
-        hashing: Future[None] | None = None
-        if self._thread is not None and len(data) >= _SMALL:
-            hashing = self._thread.submit(self.sha256.update, data)
-        elif self._thread is not None:
-            self.sha256.update(data)
+        hashing = None if self._digest is None else self._digest.update(data)
         try:
             return self._file.write(data)
         except OSError as error:
@@ -163,7 +185,7 @@ class _Output:
             raise
         finally:
             if hashing is not None:
-                hashing.result()  # the memory of what is not a tensor's lasts until then
+                hashing.result()
 
     def flush(self) -> None:
         """Do nothing: torch calls this after each archive."""

@@ -7,6 +7,7 @@ import platform
 import socket
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import Literal
@@ -160,6 +161,20 @@ def _host_name() -> Finding:
     return Finding("warning", summary, f"sudo sed -i '1i {own[0]} {name}' /etc/hosts")
 
 
+def _copies_in_memory() -> Finding:
+    """Return which folders this user's runs have in the host's memory. A job that was killed leaves them."""
+    from unitrain.checkpoint.emergency.memory_store import memory_folder, prefix
+
+    found, size = sorted(memory_folder().glob(f"{prefix()}*")), 0
+    for file in (file for folder in found for file in folder.rglob("*")):
+        with suppress(FileNotFoundError):  # a run replaces its copies
+            size += file.stat().st_size
+    if not found:
+        return Finding("ok", "none")
+    shown = ", ".join(map(str, found))
+    return Finding("ok", f"{size / 2**30:.1f} GiB in {shown}: remove the folders of runs that are not resumed")
+
+
 PROBES: dict[str, Callable[[], Finding]] = {
     "python": _python,
     "torch": _torch,
@@ -171,6 +186,7 @@ PROBES: dict[str, Callable[[], Finding]] = {
     "launched_by": _launched_by,
     "backends": _backends,
     "machine": _machine,
+    "copies_in_memory": _copies_in_memory,
     "network": _network,
     "host_name": _host_name,
 }
