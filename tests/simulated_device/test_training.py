@@ -86,7 +86,9 @@ def loop(folder: Path, device: str, interrupted: bool = False, **settings: Any) 
         net = network()
         model, optimizer = strategy.prepare(net, torch.optim.Adam(net.parameters(), fused=True))
         average = strategy.ema(model, decay=0.5)
-        train = strategy.dataloader(rows(), global_batch_size=8, num_workers=1, persistent_workers=True)
+        train = strategy.dataloader(
+            rows(), global_batch_size=8, num_workers=1, persistent_workers=True, multiprocessing_context="fork"
+        )
         test = strategy.dataloader(rows(), global_batch_size=16, shuffle=False)
         checkpoint = strategy.checkpoint(folder, model=model, optimizer=optimizer, average=average, train=train)
         throughput, losses = strategy.throughput(), strategy.meter()

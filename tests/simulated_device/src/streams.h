@@ -108,6 +108,7 @@ class Streams {
     if (progress != Progress::late || key.id != 0) no_gil.emplace();
     std::unique_lock lock(mutex_);
     auto& stream = streams_[key];
+    if (task.uses_memory) do_what_is_due();
     if (task.uses_memory && !stream.freed.empty()) {
       for (auto& one : std::exchange(stream.freed, {})) {
         stream.tasks.push_back(std::move(one));
@@ -132,6 +133,12 @@ class Streams {
   void enqueue_before_use(StreamKey key, Task task) {
     std::lock_guard lock(mutex_);
     streams_[key].freed.push_back(std::move(task));
+  }
+
+  // Does something once streams have reached all of these points. No stream waits for it.
+  void once_reached(std::vector<Point> points, std::function<void()> work) {
+    std::lock_guard lock(mutex_);
+    due_.emplace_back(std::move(points), std::move(work));
   }
 
   Point end_of(StreamKey key) {
@@ -233,6 +240,15 @@ class Streams {
     return false;
   }
 
+  void do_what_is_due() {
+    std::erase_if(due_, [this](const auto& due) {
+      for (const auto& point : due.first)
+        if (streams_[point.stream].done < point.ticket) return false;
+      due.second();
+      return true;
+    });
+  }
+
   void raise_kept() {
     std::unique_lock lock(mutex_);
     if (auto error = std::exchange(error_, nullptr)) std::rethrow_exception(error);
@@ -241,6 +257,7 @@ class Streams {
   std::mutex mutex_;
   std::condition_variable progressed_;
   std::map<StreamKey, Stream> streams_;
+  std::vector<std::pair<std::vector<Point>, std::function<void()>>> due_;
   std::exception_ptr error_;
   std::mt19937_64 random_;
   std::atomic<int64_t> waits_ = 0;
