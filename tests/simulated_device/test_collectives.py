@@ -92,6 +92,28 @@ def test_work_that_is_not_waited_for_has_the_numbers_of_before(tmp_path: Path) -
     run(overlaps, tmp_path, nprocs=2)
 
 
+def in_another_order(folder: Path) -> None:
+    """Communicate in two groups: one rank's host waits for what the other rank begins second."""
+    rank = begin(folder)
+    second = dist.new_group()
+    gathered, total = torch.empty(4, device="sim"), torch.ones(1, device="sim")
+
+    def gather() -> Any:
+        return dist.all_gather_single(gathered, torch.ones(2, device="sim"), async_op=True)  # frees what it sends
+
+    first = gather() if rank == 0 else None
+    total = total + rank
+    dist.all_reduce(total, group=second)
+    assert total.tolist() == [3]
+    (first or gather()).wait()
+    assert gathered.tolist() == [1] * 4
+    dist.destroy_process_group()
+
+
+def test_groups_do_not_wait_for_one_another(tmp_path: Path) -> None:
+    run(in_another_order, tmp_path, nprocs=2)
+
+
 def fails_before(folder: Path) -> None:
     rank = begin(folder)
     value = torch.ones(1, device="sim")

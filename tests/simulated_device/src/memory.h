@@ -151,8 +151,7 @@ class DeviceMemory final : public c10::DeviceAllocator {
 
   static void release(void* memory);
 
-  // Poisons a block when its stream may use it again. If record_stream named other streams, that is once all of them
-  // have come to their present ends: no stream waits for another because memory is freed.
+  // Poisons a block when its stream may use it again, after the work of streams that record_stream named.
   void free(char* address) {
     Block block;
     {
@@ -163,20 +162,15 @@ class DeviceMemory final : public c10::DeviceAllocator {
       blocks_.erase(found);
       uses_.at(block.stream.device).now -= static_cast<int64_t>(block.bytes);
     }
-    auto poison = [address, bytes = block.bytes] {
-      {
-        Access access;
-        std::memset(address, kPoison, bytes);
-      }
-      arena().give_back(address, bytes);
-    };
-    if (block.used_on.empty()) {
-      streams().enqueue_before_use(block.stream, {std::move(poison)});
-      return;
-    }
-    std::vector<Point> ends{streams().end_of(block.stream)};
-    for (auto id : block.used_on) ends.push_back(streams().end_of({block.stream.device, id}));
-    streams().once_reached(std::move(ends), std::move(poison));
+    std::vector<Point> others;
+    for (auto id : block.used_on) others.push_back(streams().end_of({block.stream.device, id}));
+    streams().enqueue_before_use(block.stream, std::move(others), {[address, bytes = block.bytes] {
+                                   {
+                                     Access access;
+                                     std::memset(address, kPoison, bytes);
+                                   }
+                                   arena().give_back(address, bytes);
+                                 }});
   }
 
   std::mutex mutex_;
