@@ -126,8 +126,8 @@ def test_a_run_whose_rank_was_killed_resumes_from_its_copy_in_memory(
     backend: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(CommunicationError, match=r"rank 1 .* was killed by SIGKILL"):
-        run(is_copied, tmp_path / "killed", backend, True, nprocs=2)
-    resumed = run(is_copied, tmp_path / "killed", backend, False, nprocs=2)
+        run(is_copied, tmp_path / "killed", backend, True, nprocs=2, timeout=200)
+    resumed = run(is_copied, tmp_path / "killed", backend, False, nprocs=2, timeout=100)
     assert "resumed after step 2" in "".join(capfd.readouterr())
     assert resumed == run(is_copied, tmp_path / "undisturbed", backend, False, nprocs=2)
 
