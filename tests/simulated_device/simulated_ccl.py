@@ -62,7 +62,7 @@ class SimulatedGroup(Backend):
         self._aborted.set()
         self._ended.set()
         self._gloo.abort()
-        self.shutdown()
+        self._work.put(None)  # its thread is not waited for: before a collective, there may be one of another group
 
     def shutdown(self) -> None:
         """End the thread, after the collectives that have been queued."""
@@ -89,7 +89,7 @@ class SimulatedGroup(Backend):
             stream.wait_stream(sim.current_stream(device))
         with torch.no_grad(), sim.stream(sending):
             sent = [_pinned(tensor).copy_(tensor.detach(), non_blocking=True) for tensor in inputs]
-            arrived = sending.record_event()
+        arrived = _native.end_of(device.index, sending.stream_id)
         received = [_pinned(tensor) for tensor in outputs]
         gate = _native.Gate()
         self._work.put(lambda: self._carry_out(name, gate, arrived, lambda: communicate(sent, received)))
@@ -104,29 +104,34 @@ class SimulatedGroup(Backend):
             future.set_result(list(outputs))
         return _create_work_from_future(future)
 
-    def _carry_out(self, name: str, gate: Any, arrived: torch.Event, communicate: Callable[[], object]) -> None:
+    def _carry_out(self, name: str, gate: Any, arrived: Any, communicate: Callable[[], object]) -> None:
         """Communicate when the device has come to it, or soon; then let the device go on."""
         gate.wait_until_wanted(_GRACE_S)
+        _native.work_to(arrived)
         try:
-            arrived.synchronize()
             if not self._aborted.is_set():
                 communicate()
         except Exception as error:
             # Who talks to a rank that is gone notices nothing but that no answer comes.
             print(f"simccl: {name} of rank {self.rank()}: {str(error).splitlines()[0]}", file=sys.stderr)
-            self._aborted.wait()
+            self._wait(self._aborted)
         gate.open()
 
     def _finish(self, work: Any) -> None:
         """Wait for work of gloo's, the group's abort or its timeout."""
         self._ended = ended = threading.Event()
         work.get_future().add_done_callback(lambda future: ended.set())
-        if not self._aborted.is_set() and not ended.wait(self._timeout.total_seconds()):
-            print(f"simccl: rank {self.rank()}'s watchdog: a collective timed out; ending the process", file=sys.stderr)
-            os.abort()
+        if not self._aborted.is_set():
+            self._wait(ended)
         if self._aborted.is_set():
             raise RuntimeError("aborted")
         work.wait()
+
+    def _wait(self, event: threading.Event) -> None:
+        """Wait for an event, or end the process after the group's timeout."""
+        if not event.wait(self._timeout.total_seconds()):
+            print(f"simccl: rank {self.rank()}'s watchdog: a collective timed out; ending the process", file=sys.stderr)
+            os.abort()
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
         return self._queue("all_reduce", tensors, tensors, self._all_reduce(opts))
@@ -235,5 +240,8 @@ def register() -> None:
 
 
 def _abort_all() -> None:
-    for group in list(_groups):
+    groups = list(_groups)
+    for group in groups:
         group.abort()
+    for group in groups:
+        group.shutdown()

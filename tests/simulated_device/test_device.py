@@ -161,6 +161,27 @@ def test_memory_that_another_stream_still_uses_must_be_recorded() -> None:
     assert math.isnan(run(freed_while_used, False)[0])
 
 
+def freed_and_forgotten() -> bool:
+    """Free memory that a side stream uses, go on in the current one, and return whether the side stream is done."""
+    side = sim.Stream()
+    value = torch.ones(1000, device="sim")
+    side.wait_stream(sim.current_stream())
+    with sim.stream(side):
+        total = value.sum()
+    value.record_stream(side)
+    del value
+    assert torch.ones(1000, device="sim").sum() == 1000
+    is_done = bool(side.query())
+    sim.synchronize()
+    assert total == 1000
+    return is_done
+
+
+def test_no_stream_waits_for_another_because_memory_is_freed() -> None:
+    """It would hide missing waits, and hold up collectives behind those of another group."""
+    assert run(freed_and_forgotten) == [False]
+
+
 def overwritten_while_read(waits: bool) -> set[float]:
     """Read a buffer that a side stream fills again: right by chance if the side stream is late."""
     side, found = sim.Stream(), set()

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,11 +23,14 @@ from unitrain import CommunicationError, Strategy
 pytestmark = NEEDS_COMPILER
 
 
-def train(strategy: Strategy, folder: Path | None = None, fault: Callable[[], object] = lambda: None) -> int:
-    """Train for ten steps, with a fault in rank 1 before its fourth one, and return the number of steps."""
+def train(
+    strategy: Strategy, folder: Path | None = None, fault: Callable[[], object] = lambda: None
+) -> tuple[int, list[float]]:
+    """Train for ten steps, with a fault in rank 1 before its fourth. Return the number of steps, and the weights."""
+    torch.manual_seed(0)
     net = nn.Linear(4, 2)
-    model, optimizer = strategy.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    data = TensorDataset(torch.ones(40, 4))
+    model, optimizer = strategy.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
+    data = TensorDataset(torch.arange(160).view(40, 4) / 160)
     train = strategy.dataloader(data, global_batch_size=4, num_workers=0)
     checkpoint = folder and strategy.checkpoint(folder, model=model, optimizer=optimizer, train=train)
     if checkpoint:
@@ -36,11 +40,12 @@ def train(strategy: Strategy, folder: Path | None = None, fault: Callable[[], ob
             if strategy.global_step == 3 and strategy.rank == 1:
                 fault()
             strategy.step(model(inputs).square().mean(), optimizer)
-    return strategy.global_step
+    weights = [strategy.full_tensor(parameter.detach()).flatten() for parameter in model.parameters()]
+    return strategy.global_step, torch.cat(weights).tolist()
 
 
-def open_strategy(timeout_s: float = 2) -> Strategy:
-    return unitrain.init(backend="ddp", device="sim", timeout_s=timeout_s, threads_per_process=1)
+def open_strategy(timeout_s: float = 2, backend: str = "ddp", **settings: Any) -> Strategy:
+    return unitrain.init(backend=backend, device="sim", timeout_s=timeout_s, threads_per_process=1, **settings)
 
 
 def hangs() -> None:
@@ -82,14 +87,14 @@ def test_an_exception_ends_the_ranks_whose_devices_wait() -> None:
         run(raises, nprocs=2, timeout=100)
 
 
-def stops(folder: Path) -> int:
+def stops(folder: Path) -> None:
     with open_strategy(60) as strategy:
-        return train(strategy, folder, fault=lambda: os.kill(os.getpid(), signal.SIGTERM))
+        train(strategy, folder, fault=lambda: os.kill(os.getpid(), signal.SIGTERM))
 
 
 def goes_on(folder: Path) -> int:
     with open_strategy(60) as strategy:
-        return train(strategy, folder)
+        return train(strategy, folder)[0]
 
 
 def test_a_signal_stops_all_ranks_after_the_same_step_with_a_checkpoint(
@@ -100,6 +105,31 @@ def test_a_signal_stops_all_ranks_after_the_same_step_with_a_checkpoint(
     assert ended.value.code == 143
     assert "stopped by SIGTERM after step" in capfd.readouterr().out
     assert run(goes_on, tmp_path, nprocs=2) == [10, 10]
+
+
+def is_copied(folder: Path, backend: str, killed: bool) -> list[float]:
+    """Train with a copy in memory every two steps. Rank 1 may be killed when the first is complete."""
+
+    def fault() -> None:
+        writers = 2 if backend == "fsdp" else 1
+        while killed and len(list(folder.glob("memory/*/step-0000000002.1/rank-*.json"))) < writers:
+            time.sleep(0.01)
+        if killed:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with open_strategy(60, backend, memory_every=2, memory_folder=str(folder / "memory")) as strategy:
+        return train(strategy, folder / "run", fault)[1]
+
+
+@pytest.mark.parametrize("backend", ["ddp", pytest.param("fsdp", marks=pytest.mark.soak)])
+def test_a_run_whose_rank_was_killed_resumes_from_its_copy_in_memory(
+    backend: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(CommunicationError, match=r"rank 1 .* was killed by SIGKILL"):
+        run(is_copied, tmp_path / "killed", backend, True, nprocs=2, timeout=200)
+    resumed = run(is_copied, tmp_path / "killed", backend, False, nprocs=2, timeout=100)
+    assert "resumed after step 2" in "".join(capfd.readouterr())
+    assert resumed == run(is_copied, tmp_path / "undisturbed", backend, False, nprocs=2)
 
 
 SCRIPT = """

@@ -162,9 +162,9 @@ class DeviceMemory final : public c10::DeviceAllocator {
       blocks_.erase(found);
       uses_.at(block.stream.device).now -= static_cast<int64_t>(block.bytes);
     }
-    for (auto id : block.used_on)
-      streams().enqueue_before_use(block.stream, {nullptr, streams().end_of({block.stream.device, id})});
-    streams().enqueue_before_use(block.stream, {[address, bytes = block.bytes] {
+    std::vector<Point> others;
+    for (auto id : block.used_on) others.push_back(streams().end_of({block.stream.device, id}));
+    streams().enqueue_before_use(block.stream, std::move(others), {[address, bytes = block.bytes] {
                                    {
                                      Access access;
                                      std::memset(address, kPoison, bytes);

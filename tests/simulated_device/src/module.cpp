@@ -32,6 +32,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def(pybind11::init<>())
       .def("open", &Gate::open)
       .def("wait_until_wanted", &Gate::wait_until_wanted);
+  pybind11::class_<Point>(module, "Point");
   module.def("start", &start);
   module.def("is_forked", [] { return is_forked; });
   module.def("device_count", [] { return int{device_count}; });
@@ -43,6 +44,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("default_generator", [](int index) {
     return pybind11::reinterpret_steal<pybind11::object>(THPGenerator_initDefaultGenerator(default_generator(index)));
   });
+  module.def("end_of", [](int device, c10::StreamId id) {
+    return streams().end_of({static_cast<c10::DeviceIndex>(device), id});
+  });
+  // For a library's own thread: the errors of the work are for the script's.
+  module.def("work_to", [](const Point& point) { streams().work_to(point); });
   // Has a stream wait until other processes have taken part in a collective.
   module.def("stream_waits", [](int device, c10::StreamId id, std::shared_ptr<Gate> gate) {
     streams().enqueue({static_cast<c10::DeviceIndex>(device), id}, {nullptr, std::nullopt, std::move(gate)});

@@ -108,6 +108,7 @@ class Streams {
     if (progress != Progress::late || key.id != 0) no_gil.emplace();
     std::unique_lock lock(mutex_);
     auto& stream = streams_[key];
+    if (task.uses_memory) move_what_is_due();
     if (task.uses_memory && !stream.freed.empty()) {
       for (auto& one : std::exchange(stream.freed, {})) {
         stream.tasks.push_back(std::move(one));
@@ -129,9 +130,10 @@ class Streams {
   }
 
   // Appends a task before the next one that uses memory: memory that was freed serves its stream again from then on.
-  void enqueue_before_use(StreamKey key, Task task) {
+  // While other streams have not reached some points, the task is put off, and no stream waits for it.
+  void enqueue_before_use(StreamKey key, std::vector<Point> after, Task task) {
     std::lock_guard lock(mutex_);
-    streams_[key].freed.push_back(std::move(task));
+    put_off_.push_back({key, std::move(after), std::move(task)});
   }
 
   Point end_of(StreamKey key) {
@@ -187,6 +189,11 @@ class Streams {
     uint64_t queued = 0, done = 0;
     bool is_running = false;
   };
+  struct PutOff {
+    StreamKey stream;
+    std::vector<Point> after;
+    Task task;
+  };
 
   void work_to(std::unique_lock<std::mutex>& lock, const Point& point) {
     auto& stream = streams_[point.stream];
@@ -233,6 +240,15 @@ class Streams {
     return false;
   }
 
+  void move_what_is_due() {
+    std::erase_if(put_off_, [this](PutOff& one) {
+      for (const auto& point : one.after)
+        if (streams_[point.stream].done < point.ticket) return false;
+      streams_[one.stream].freed.push_back(std::move(one.task));
+      return true;
+    });
+  }
+
   void raise_kept() {
     std::unique_lock lock(mutex_);
     if (auto error = std::exchange(error_, nullptr)) std::rethrow_exception(error);
@@ -241,6 +257,7 @@ class Streams {
   std::mutex mutex_;
   std::condition_variable progressed_;
   std::map<StreamKey, Stream> streams_;
+  std::vector<PutOff> put_off_;
   std::exception_ptr error_;
   std::mt19937_64 random_;
   std::atomic<int64_t> waits_ = 0;
