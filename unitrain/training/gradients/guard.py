@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 
 from unitrain.device import by_device, streams_of
 from unitrain.errors import UsageError
-from unitrain.training.gradients.early_sums import EarlySums
 
 
 class GuardedStep:
@@ -29,7 +28,6 @@ class GuardedStep:
     ``refuses`` is given the norm of finite gradients before clipping, and returns whether there is to be no step.
 
     Attributes:
-        early_sums: what is known of gradients from the backward; None if nothing is.
         all_plain: whether torch's kernel may be given all gradients at once: they are dense, and on ``device``.
     """
 
@@ -43,7 +41,7 @@ class GuardedStep:
     ) -> None:
         self._refuses = refuses
         self._clip_norm, self._clip_value = clip_norm, clip_value
-        self.takes_norm = measure_norm or clip_norm is not None or refuses is not None
+        self._takes_norm = measure_norm or clip_norm is not None or refuses is not None
         self._streams = streams_of(device)
         on_host = self._streams is None
         self._found = torch.zeros((), dtype=torch.float32, device=device)
@@ -52,10 +50,9 @@ class GuardedStep:
         self._one = torch.ones((), dtype=torch.float32, device=device)
         # Clamping makes infinite gradients finite, so they must be checked before it.
         self._may_flag = not on_host and clip_value is None and refuses is None
-        self._norm_tells = self.takes_norm and clip_value is None
-        self._only_checks = not self.takes_norm and clip_value is None
+        self._norm_tells = self._takes_norm and clip_value is None
+        self._only_checks = not self._takes_norm and clip_value is None
         self.all_plain: bool = True
-        self.early_sums: EarlySums | None = None
         self._refused: set[torch.dtype] = set()
 
     def gradients(self, parameters: Iterable[Parameter]) -> list[Tensor]:
@@ -99,7 +96,7 @@ class GuardedStep:
         if self._clip_value is not None and gradients:
             for same in [gradients] if self.all_plain else by_device(gradients):
                 _clamp(same, self._clip_value)
-        if self.takes_norm and norm is None:
+        if self._takes_norm and norm is None:
             norm = self._norm(parameters, gradients)
         if self._clip_norm is not None and norm is not None:
             self._scale(parameters, gradients, self._clip_norm, norm)
@@ -115,8 +112,6 @@ class GuardedStep:
 
     def _are_finite(self, gradients: list[Tensor], losses: Sequence[Tensor]) -> bool:
         """Return whether all gradients and losses are finite. The host waits for the device."""
-        if self.early_sums is not None:
-            gradients = self.early_sums.without_finite(gradients)
         self._check(gradients, losses)
         if not self._found_now():
             return True
@@ -159,7 +154,7 @@ class GuardedStep:
     ) -> tuple[bool, Tensor | None]:
         """Step with an optimizer that reads the flag on the device, and read the flag while its kernels run."""
         norm = None
-        if self.takes_norm:
+        if self._takes_norm:
             norm = self._norm(parameters, gradients)
             torch.logical_not(_added(norm, losses).isfinite(), out=self._found)
         else:

@@ -19,7 +19,6 @@ from unitrain.data.order.sharding import MicroBatch
 from unitrain.device import by_device
 from unitrain.errors import UsageError
 from unitrain.pulse import USER_CODE
-from unitrain.training.gradients.early_sums import EarlySums
 from unitrain.training.gradients.guard import GuardedStep
 from unitrain.training.gradients.reduction import Reduction
 from unitrain.training.gradients.sharded_guard import ShardedGuardedStep
@@ -545,8 +544,4 @@ def _guard(communicator: Communicator, config: StrategyConfig, spikes: Spikes | 
     given = config.clip_norm, config.clip_value, config.grad_norm, None if spikes is None else spikes.found
     if communicator.shards_parameters:
         return ShardedGuardedStep(communicator, *given)
-    guard = GuardedStep(communicator.device, *given)
-    averages = communicator.world_size > 1 and config.local_steps == 1
-    if communicator.device.type == "cpu" and not averages and not guard.takes_norm:
-        guard.early_sums = EarlySums()
-    return guard
+    return GuardedStep(communicator.device, *given)

@@ -210,8 +210,6 @@ class Windows:
         before = set(map(id, window.trained))
         # Left by a backward for another optimizer.
         window.drop_gradients([p for p in trained if id(p) not in before])
-        if self._guard.early_sums is not None:
-            self._guard.early_sums.watch(trained)
         if self._distributed:
             window.local_gradients.watch(trained)
             window.finishers = self._reduction.finishers(trained)
@@ -224,7 +222,5 @@ class Windows:
 
     def close(self) -> None:
         """Remove the hooks of all windows."""
-        if self._guard.early_sums is not None:
-            self._guard.early_sums.close()
         for window in self._windows.values():
             window.local_gradients.close()
