@@ -95,7 +95,7 @@ def test_work_that_is_not_waited_for_has_the_numbers_of_before(tmp_path: Path) -
 def in_another_order(folder: Path) -> None:
     """Communicate in two groups: one rank's host waits for what the other rank begins second."""
     rank = begin(folder)
-    second = dist.new_group()
+    second: Any = dist.new_group()
     gathered, total = torch.empty(4, device="sim"), torch.ones(1, device="sim")
 
     def gather() -> Any:
@@ -139,7 +139,7 @@ def test_an_error_before_a_collective_is_raised_by_the_scripts_wait_and_keeps_no
 def hangs(folder: Path) -> Any:
     rank = begin(folder)
     value = torch.ones(1, device="sim")
-    second = dist.new_group()
+    second: Any = dist.new_group()
     assert isinstance(second, dist.ProcessGroup)
     if rank == 1:
         sim.synchronize()
