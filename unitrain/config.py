@@ -123,8 +123,6 @@ class StrategyConfig(Section):
     """With local_steps: learning rate of the outer optimizer; 1, with outer_momentum 0, averages the weights."""
     outer_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """With local_steps: Nesterov momentum of the outer optimizer."""
-    check_in_sync_every: Annotated[int, Field(ge=0, le=10**9)] = 0
-    """Steps between checks that all ranks have the same weights, for debugging; 0: never."""
     debug: bool = False
     """Compare the ranks' calls before each collective, and keep local gradients to find which rank's is not finite."""
     timeout_s: Annotated[float, Field(gt=0, le=1_000_000)] = 600.0
@@ -201,7 +199,6 @@ class StrategyConfig(Section):
             return
         reasons = {
             "sync_batchnorm": (self.sync_batchnorm, "ranks have different weights within a round"),
-            "check_in_sync_every": (self.check_in_sync_every, "ranks have different weights within a round"),
             "local_fragments": (self.local_fragments > self.local_steps, "a step sends one fragment at most"),
             "memory_every": (self.memory_every not in ("auto", 0), "ranks have different weights within a round"),
             "shard_optimizer": (self.shard_optimizer, "each rank has an optimizer state of its own"),

@@ -38,7 +38,7 @@ from unitrain.training.loop.step import StepResult, TrainingStep
 from unitrain.training.models import preparation
 from unitrain.training.models.buffers import BufferSync
 from unitrain.training.models.exact_randomness import ExactRandomness
-from unitrain.training.models.in_sync import FrequentCheck, InSyncCheck, check_in_sync
+from unitrain.training.models.in_sync import InSyncCheck, check_in_sync
 from unitrain.training.models.materialising import Initialise
 from unitrain.training.models.precision import Precision
 from unitrain.training.models.prepared import PreparedModules
@@ -102,8 +102,6 @@ class Strategy:
         self._loop = TrainingLoop(self._step, self._prepared, pass_boundary)
         if self.world_size > 1:
             self._hooks.add_hook(InSyncCheck(self._communicator, self._prepared, self._step.optimizers))
-            if config.check_in_sync_every:
-                self._hooks.add_hook(FrequentCheck(self._communicator, self._prepared, config.check_in_sync_every))
         randomness = None
         if config.exact_randomness:
             randomness = ExactRandomness(self._step.batches, self._communicator, self.shares)

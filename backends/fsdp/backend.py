@@ -102,8 +102,6 @@ class FSDPBackend(ProcessGroupBackend):
         self._used.clear()
         super().close(failed=failed)
 
-    # ------------------------------------------------------------------------------------------------- preparation
-
     def place(self, module: nn.Module) -> None:
         """Leave it to ``wrap_model``, which moves a part of the module at a time."""
         if self._mesh is None:
@@ -155,8 +153,6 @@ class FSDPBackend(ProcessGroupBackend):
                 "a sharded model's weights can't be gathered after strategy.close(): call export() before."
             )
         return self._modules[module].copy()
-
-    # --------------------------------------------------------------------------------------------------- gradients
 
     def arm(self, sync: bool) -> None:
         """Set whether the next backward reduces gradients."""
@@ -215,8 +211,6 @@ class FSDPBackend(ProcessGroupBackend):
         for parameter, is_used in zip(parameters, used.tolist(), strict=True):
             if not is_used:
                 parameter.grad = None
-
-    # ------------------------------------------------------------------------------------------------------ tensors
 
     def to_local(self, tensor: Tensor) -> Tensor:
         """Return this rank's shard."""

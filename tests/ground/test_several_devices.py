@@ -60,9 +60,7 @@ def train(devices: tuple[str, str], folder: str, **settings: Any) -> Trained:
     settings = {"device": "cpu", "precision": "fp64", "clip_norm": 0.3, **settings}
     norms = []
     for epochs in (1, 2):
-        with unitrain.init(
-            timeout_s=30, sync_batchnorm=True, on_nonfinite="skip", check_in_sync_every=2, **settings
-        ) as strategy:
+        with unitrain.init(timeout_s=30, sync_batchnorm=True, on_nonfinite="skip", **settings) as strategy:
             model = Net(*devices)
             optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
             model, optimizer = strategy.prepare(model, optimizer)

@@ -606,7 +606,6 @@ SECTIONS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "grad_norm": st.booleans(),
         "on_nonfinite": st.sampled_from(["stop", "skip", "raise"]),
         "shard_optimizer": st.booleans(),
-        "check_in_sync_every": st.integers(0, 10**9),
         "debug": st.booleans(),
         "compression": st.sampled_from(["none", "fp16", "bf16"]),
         "timeout_s": positive(1_000_000),

@@ -37,7 +37,6 @@ class StrategySettings(TypedDict, total=False):
     local_fragments: int
     outer_lr: float
     outer_momentum: float
-    check_in_sync_every: int
     debug: bool
     timeout_s: float
     heartbeat_timeout_s: float

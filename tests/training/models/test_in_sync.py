@@ -46,25 +46,6 @@ def test_a_rank_that_drifted_is_named_on_every_rank(backend: str, world: int, la
     assert all(said == first for said in others)
 
 
-def checked_training(backend: str) -> str:
-    with unitrain.init(backend=backend, check_in_sync_every=2) as strategy:
-        model = nn.Linear(2, 1)
-        model, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        try:
-            for step in range(1, 5):
-                strategy.step(model(torch.ones(2, 2)).mean(), optimizer)
-                if step == 2 and strategy.rank == 1:
-                    strategy.unwrap(model).state_dict()["bias"] += 1
-        except unitrain.CommunicationError as error:
-            return f"step {step}: {error}"
-        return "nothing"
-
-
-def test_training_can_check_itself_every_few_steps() -> None:
-    for said in run_ranks(checked_training, "ddp"):
-        assert said.startswith("step 4: the ranks' models differ: bias (1,) of rank 1 is not that of rank 0")
-
-
 def drifting(change: str) -> str:
     """Train two epochs, of which the second one begins with ranks that differ. Return the error and its place."""
     with unitrain.init(backend="ddp") as strategy, warnings.catch_warnings(record=True) as seen:

@@ -427,7 +427,6 @@ def test_what_needs_equal_weights_is_refused_within_a_round() -> None:
     ("settings", "name"),
     [
         ({"sync_batchnorm": True}, "sync_batchnorm"),
-        ({"check_in_sync_every": 2}, "check_in_sync_every"),
         ({"memory_every": 2}, "memory_every"),
         ({"shard_optimizer": True}, "shard_optimizer"),
         ({"compression": "powersgd"}, "compression"),

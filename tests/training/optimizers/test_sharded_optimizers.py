@@ -249,7 +249,7 @@ def assert_close(found: Result, expected: Result, first: int = 0) -> None:
 def train_with_all(backend: str) -> dict[str, tuple[Result, int]]:
     found = {}
     for name in MAKERS:
-        with unitrain.init(shard_optimizer=True, check_in_sync_every=3, **settings_of(backend)) as strategy:
+        with unitrain.init(shard_optimizer=True, **settings_of(backend)) as strategy:
             found[name] = run(strategy, name, 2)
     return found
 

@@ -67,8 +67,6 @@ class LastBoundary(StepHook):
         self._changing = True  # until the first boundary
         self._held = False
 
-    # ------------------------------------------------------------------------------------------ in the main thread
-
     def at_boundary(self) -> None:
         """Record the state at a boundary."""
         self._record(None)
@@ -117,8 +115,6 @@ class LastBoundary(StepHook):
         if self._held:
             self._changing = False
             threading.Event().wait()  # for the end of this process
-
-    # ------------------------------------------------------------------------------------------- in another thread
 
     def hold(self, patience_s: float) -> Recorded | str:
         """Keep the state as it is from now on. Return what was recorded, or why the state is not that of a boundary.

@@ -7,11 +7,10 @@ average gradients of different models.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from unitrain import call_site
@@ -46,21 +45,6 @@ class InSyncCheck(StepHook):
             check_optimizers(self._communicator, self._prepared, optimizer, options=True)
         for module in self._prepared:
             check_in_sync(self._communicator, self._prepared.unwrap(module), tolerance=_ROUNDING)
-
-
-class FrequentCheck(StepHook):
-    """Checks all prepared models every few steps (``check_in_sync_every``)."""
-
-    def __init__(self, communicator: Communicator, prepared: PreparedModules, every: int) -> None:
-        self._communicator = communicator
-        self._prepared = prepared
-        self._every = every
-
-    def after_update(self, optimizer: Optimizer, parameters: Sequence[Parameter], stepped: bool) -> None:
-        """Check the models if this is the step for it. Collective."""
-        if (self._communicator.pulse.step + 1) % self._every == 0:
-            for module in self._prepared:
-                check_in_sync(self._communicator, self._prepared.unwrap(module))
 
 
 @torch.no_grad()

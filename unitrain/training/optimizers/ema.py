@@ -75,8 +75,6 @@ class EMA(nn.Module, StepHook):
             if id(weight) not in saved:
                 raise UsageError(f"ema: the model's state_dict() lacks {name}, so its average could not be saved.")
 
-    # ------------------------------------------------------------------------------------------------------- steps
-
     def before_update(self, optimizer: Optimizer, parameters: Sequence[Parameter]) -> None:
         """Copy the weights before the first step, if the script has loaded others since the average was made."""
         if not self._averages_any(parameters):
@@ -109,8 +107,6 @@ class EMA(nn.Module, StepHook):
             return
         for averages, weights in self._alike:
             torch._foreach_copy_(averages, weights)
-
-    # -------------------------------------------------------------------------------------------------- evaluation
 
     @contextmanager
     def swapped(self) -> Iterator[nn.Module]:
@@ -167,8 +163,6 @@ class EMA(nn.Module, StepHook):
                 raise UsageError(
                     f"{name} is not the tensor that ema() averages: change the model before, or load values into it."
                 )
-
-    # ------------------------------------------------------------------------------------------------------- state
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return the model's state dict with the averages in place of the weights."""

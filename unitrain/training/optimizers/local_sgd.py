@@ -143,8 +143,6 @@ class LocalSGD(StepHook):
             parts = [shared for weight, shared in zip(trained, self._shared, strict=True) if part_of[weight] == n]
             self._fragments.append(_Fragment(weights, parts, self._make_reducer(parts, name=f"local steps.{n}")))
 
-    # ---------------------------------------------------------------------------------------------------- averaging
-
     @torch.no_grad()
     def average(self, *, ends: bool) -> bool:
         """Take the fragment that is under way, and send the next one, or all of them if the round ends. Collective.
@@ -204,8 +202,6 @@ class LocalSGD(StepHook):
             weight.copy_(shared)
             shared.copy_(held)
         self.swapped = not self.swapped
-
-    # -------------------------------------------------------------------------------------------------- checkpoints
 
     def state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the outer optimizer's state, and the mean of what is under way, for which it waits.

@@ -111,8 +111,6 @@ class _ShardedOptimizer:
         self._stand_ins[stand_in] = parameters
         return stand_in
 
-    # -------------------------------------------------------------------------------------------------------- steps
-
     def move_hooks(self, optimizer: Any) -> None:
         """Let the hooks of scripts see all parameters."""
         optimizer._optimizer_step_pre_hooks.move_to_end(self._before.id)
@@ -150,8 +148,6 @@ class _ShardedOptimizer:
         for group, parameters in zip(optimizer.param_groups, self._all, strict=True):
             group["params"] = parameters
         self._their_state = {p: optimizer.state.pop(p) for p in self._stand_ins if p in optimizer.state}
-
-    # -------------------------------------------------------------------------------------------------------- state
 
     def _with_owners(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return a state dict with an ``OwnedBy`` in place of what another rank has."""
