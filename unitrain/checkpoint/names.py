@@ -115,9 +115,6 @@ def numbered(values: Mapping[Keys, Any]) -> tuple[dict[str, Any], list[str]]:
 
     Paths lack the optimizer's name. They are those of ``optimizer_values``; or of torch's flattened form, which has no
     groups but options of each parameter, and state by one string.
-
-    Raises:
-        CheckpointError: state belongs to no parameter.
     """
     groups: list[dict[str, Any]] = []
     for path in sorted(path for path in values if path[0] == GROUPS):

@@ -30,11 +30,7 @@ _CYCLED = ("momentum", "betas")
 
 
 class RunState:
-    """The state of a run: of objects by name, with ``state_dict`` and ``load_state_dict``, or dicts of plain data.
-
-    Raises:
-        UsageError: an object has no state, or its name can't be that of a file.
-    """
+    """The state of a run: of objects by name, with ``state_dict`` and ``load_state_dict``, or dicts of plain data."""
 
     def __init__(
         self,

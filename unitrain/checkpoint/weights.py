@@ -128,11 +128,7 @@ class _Stored(NamedTuple):
 
 
 class WeightFiles:
-    """Files in a store, which are read when their tensors are. Each rank reads the rows that it needs.
-
-    Raises:
-        CheckpointError: a file can't be read, or is not one of safetensors.
-    """
+    """Files in a store, which are read when their tensors are. Each rank reads the rows that it needs."""
 
     def __init__(self, store: Store, names: Sequence[str]) -> None:
         self.store: Store = store

@@ -22,11 +22,7 @@ from unitrain.errors import CheckpointError, UsageError
 
 
 def inspect(path: Path) -> int:
-    """Verify a checkpoint, the newest in a folder of several, and print what is in it.
-
-    Raises:
-        CheckpointError: there is no checkpoint, or it is damaged.
-    """
+    """Verify a checkpoint, the newest in a folder of several, and print what is in it."""
     saved = open_checkpoint(path)
     size = sum(file.size for file in saved.found.manifest.files.values())
     print(f"step {saved.found.manifest.step}, {len(saved.found.manifest.files)} files, {size} bytes, intact")
@@ -43,10 +39,6 @@ def merge(path: Path, output: Path, name: str = "model") -> int:
     """Write the state of one object of a checkpoint, the newest in a folder of several, to a file with whole tensors.
 
     A file that ends in ``.safetensors`` is written in that format, a tensor at a time, and any other by ``torch.save``.
-
-    Raises:
-        CheckpointError: there is no checkpoint, it is damaged, or the file can't be written.
-        UsageError: it has no such object, or the object has more than tensors, which safetensors can't hold.
     """
     saved = open_checkpoint(path)
     objects = [key for key in saved.parts if not key.startswith("_")]
@@ -69,11 +61,7 @@ def merge(path: Path, output: Path, name: str = "model") -> int:
 
 
 def open_checkpoint(path: Path) -> OpenCheckpoint:
-    """Verify and open a checkpoint, the newest in a folder of several.
-
-    Raises:
-        CheckpointError: there is no checkpoint, or it is damaged.
-    """
+    """Verify and open a checkpoint, the newest in a folder of several."""
     try:
         return _verified(checkpoint_at(path))
     except DamagedError as error:

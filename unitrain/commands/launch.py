@@ -20,11 +20,7 @@ _PROCESSES = 2
 
 
 def parse_hosts(text: str) -> list[Host]:
-    """Return the hosts in a list such as ``node1:8,node2:8``, as mpirun and horovodrun take it.
-
-    Raises:
-        UsageError: it is not such a list, or names a host twice.
-    """
+    """Return the hosts in a list such as ``node1:8,node2:8``, as mpirun and horovodrun take it."""
     hosts = []
     for part in text.split(","):
         found = re.fullmatch(r"([\w.-]+)(?::([1-9]\d{0,5}))?", part.strip(), re.ASCII)
@@ -54,10 +50,6 @@ def launch(
     """Run a job, which replaces this process, or print the command that starts it, and return the exit code.
 
     torchrun has a command for each host. ``hosts`` are the scheduler's by default. For ``spare``: ``run_with_spare``.
-
-    Raises:
-        UsageError: an argument is wrong, or this launcher must be started on each host.
-        BackendError: the launcher is not installed here.
     """
     if processes is not None and processes < 1:
         raise UsageError(f"--processes is {processes}, but must be at least 1.")

@@ -30,11 +30,7 @@ KINDS = {
 
 
 def template(*, output: Path | None, **job: Any) -> int:
-    """Print the job file that ``job_file`` returns, or write it to a new file.
-
-    Raises:
-        UsageError: an argument is out of range, or the file exists already or can't be written.
-    """
+    """Print the job file that ``job_file`` returns, or write it to a new file."""
     text = job_file(**job)
     if output is None:
         print(text, end="")

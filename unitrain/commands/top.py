@@ -33,12 +33,7 @@ _COLUMNS = ("rank", "host", "step", "s/step", "in", "waits", "memory", "heard")
 
 
 def top(target: str, once: bool = False) -> int:
-    """Show a job until it ends; or ``once``, as if stdout is no terminal.
-
-    Raises:
-        ConfigError: prometheus_client is not installed.
-        UsageError: the target is no address of a running job.
-    """
+    """Show a job until it ends; or ``once``, as if stdout is no terminal."""
     if find_spec("prometheus_client") is None:
         raise ConfigError('this needs the package prometheus_client: pip install "unitrain[metrics]".')
     view, console = View(*find(target)), Console(highlight=False)

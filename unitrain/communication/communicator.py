@@ -116,8 +116,6 @@ class Communicator:
         """Return whether a value is a sharded tensor."""
         return self.shards and isinstance(value, Tensor) and self.to_local(value) is not value
 
-    # ------------------------------------------------------------------------------------------------- on tensors
-
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
         """See ``Strategy.all_reduce``."""
         if op not in ("sum", "mean", "max", "min"):
@@ -194,8 +192,6 @@ class Communicator:
             # Under NCCL a wait synchronises streams and does not block the host; reading the result does.
             self._complete(lambda: (self.all_reduce_async(zero, "sum", "barrier")(), zero.item()), "barrier")
 
-    # ------------------------------------------------------------------------------------------------- on objects
-
     def broadcast_object(self, value: T, src: int = 0) -> T:
         """See ``Strategy.broadcast_object``."""
         self._check_rank(src)
@@ -232,8 +228,6 @@ class Communicator:
             name, text = outcome["error"]
             raise failure or _ERRORS[name](text)
         return cast(T, outcome["value"])
-
-    # ----------------------------------------------------------------------------------------------------- checks
 
     def compare_calls(self, call: str) -> None:
         """With ``debug``, wait until every rank has reached the same call. The job ends if one makes another."""

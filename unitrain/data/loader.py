@@ -360,7 +360,7 @@ class Loader:
             CheckpointError: this is not a loader's state, or it belongs to other data, or can't be continued from.
         """
         own = self._state()
-        missing = own.keys() - state.keys() - {"order", "sorted", "seeks"}  # which older versions don't have
+        missing = own.keys() - state.keys()
         if missing:
             raise CheckpointError(f"this is not the state of a loader: it lacks {', '.join(sorted(missing))}.")
         check_same_data(state, own)

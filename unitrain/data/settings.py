@@ -58,12 +58,7 @@ class LoaderSettings:
 
     @classmethod
     def of(cls, dataset: Any, options: LoaderOptions) -> LoaderSettings:
-        """Return the settings of a loader.
-
-        Raises:
-            ConfigError: options are unknown or contradict each other.
-            DataError: the dataset can't be read as a loader does.
-        """
+        """Return the settings of a loader."""
         known = LoaderOptions.__annotations__
         for name in options:
             if name in _OURS:
@@ -226,9 +221,6 @@ class LoaderSettings:
 
         With that, the largest of the shares of a micro-batch has at most ``micro_batch_size`` samples. With
         ``max_cost``, the number differs from step to step.
-
-        Raises:
-            ConfigError: two of them are given.
         """
         name = "max_cost" if self.micro_batch_size is None else "micro_batch_size"
         if getattr(self, name) is None:

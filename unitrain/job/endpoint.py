@@ -74,9 +74,6 @@ class Endpoint(Collector):
 
     Attributes:
         port: the port that it listens at.
-
-    Raises:
-        ConfigError: the port is taken, or the address is not this host's.
     """
 
     def __init__(self, members: Sequence[Member], host: str, port: int, pulse: Pulse) -> None:

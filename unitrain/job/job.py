@@ -34,14 +34,7 @@ _current: Job | None = None
 
 
 def join(backend: Backend, config: StrategyConfig, launch: Launch) -> tuple[Communicator, Job]:
-    """Start a backend and join the other processes. The job becomes the current one. Collective.
-
-    Raises:
-        BackendError: a collective of the backend gives a wrong result.
-        LaunchError: the backend's rank or world size is not the launcher's.
-        ConfigError: settings, versions, code or the job's secret differ between ranks.
-        CommunicationError: the ranks can't reach one another.
-    """
+    """Start a backend and join the other processes. The job becomes the current one. Collective."""
     with watched_start(launch, config):
         _start(backend, launch)
         communicator = Communicator(backend, Pulse())

@@ -302,10 +302,6 @@ def detect(environ: Mapping[str, str]) -> Launch:
     """Return how this process was started, according to ``environ``.
 
     A pure function: does not read ``os.environ``, and imports neither torch nor an MPI nor Horovod.
-
-    Raises:
-        LaunchError: a launcher's variable is missing or wrong; RANK and WORLD_SIZE contradict the launcher; a
-            launcher set no world size; UNITRAIN_LAUNCHER is not a launcher.
     """
     present = [launcher for launcher in _BY_PRECEDENCE if launcher.is_present(environ)]
     chosen = _overridden(environ) or present[0]

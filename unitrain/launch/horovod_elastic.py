@@ -30,9 +30,6 @@ def next_place(server: str, host: str, local_rank: str) -> dict[str, str] | None
     """Return the variables of the next rank, once every process of the job has asked for its own, or has ended.
 
     They are None if the job goes on without this process. ``host`` is its host's name as horovodrun knows it.
-
-    Raises:
-        ConnectionError: the driver has ended, or does not answer.
     """
     connection = _connected(server)
     try:

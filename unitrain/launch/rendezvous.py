@@ -40,11 +40,6 @@ def rendezvous(launch: Launch, timeout_s: float) -> Store:
 
     The n-th call returns the n-th, empty namespace of the job's store, so that a process group can be made after
     another has ended. The timeout also holds for later waits at the store.
-
-    Raises:
-        LaunchError: the host of the address is unknown, or its port is in use.
-        BackendError: mpi4py is missing, or belongs to another MPI than the launcher.
-        CommunicationError: the other ranks did not connect in time.
     """
     timeout = timedelta(seconds=timeout_s)
     if launch not in _stores:

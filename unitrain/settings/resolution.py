@@ -75,11 +75,6 @@ def parse_command_line(model: type[RecipeModel], argv: Sequence[str], *, prog: s
         argv: the arguments, without the name of the program.
         prog: name of the program, for ``--help``.
         description: description of the program, for ``--help``.
-
-    Raises:
-        ConfigError: a flag, a variable or the file is wrong; if uncaught, the exit code is 2.
-        UsageError: the model's strategy is a ``unitrain.config.StrategyConfig``, which lacks the backends' settings.
-        SystemExit: after ``--help``, with code 0.
     """
     excepthook.install_hook()
     for name, field in model.model_fields.items():

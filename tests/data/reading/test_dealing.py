@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -259,50 +258,3 @@ def iter_only(sizes: list[int]) -> Any:
             return iter(Shards(sizes))
 
     return Plain()
-
-
-# ------------------------------------------------------------------------------------------------ older checkpoints
-
-
-@given(
-    st.lists(st.integers(1, 14), min_size=3, max_size=9),
-    st.integers(1, 3),
-    st.integers(1, 2),
-    st.integers(1, 2),
-    st.integers(1, 8),
-)
-@settings(max_examples=60, deadline=None)
-def test_a_position_of_an_earlier_version_continues_on_the_same_ranks_and_workers(
-    sizes: list[int], ranks: int, accumulate: int, workers: int, stop: int
-) -> None:
-    """Each rank and worker had a shard, and each rank took batches from its workers in turn, leaving out ended ones."""
-    case = Case(tuple(sizes), 2 * ranks * accumulate, accumulate, (ranks, workers), False, False)
-    read = [earlier(sizes, ranks, workers, rank) for rank in range(ranks)]
-    consumed = list(itertools.chain(*(batches[: stop * accumulate] for batches in read)))
-    state = {
-        **case.loader(0, World(ranks, workers), []).state_dict(),
-        "readers": [ranks, workers, 2],
-        "steps": stop,
-        "consumed": sum(map(len, consumed)),
-    }
-    del state["seeks"]
-    if not consumed or not all(read):  # nothing to continue from, or a rank without samples, which was refused
-        return
-    rest = case.play(World(ranks, workers), state, stop=1)
-    if rest.state["epoch"] == 0:
-        assert rest.state["readers"] == [ranks, workers, 2], "until the end of the epoch"
-        last = case.play(World(ranks, workers), rest.state)
-        rest.steps.extend(last.steps)
-    samples = [sample for batch in consumed for sample in batch] + [sample for step in rest.steps for sample in step]
-    assert sorted(samples) == Shards(sizes).samples()
-    with pytest.raises(CheckpointError, match=r"were .* and are now .* a checkpoint of an earlier version"):
-        case.loader(0, World(ranks + 1, workers), []).load_state_dict(state)
-
-
-def earlier(sizes: list[int], ranks: int, workers: int, rank: int) -> list[list[int]]:
-    """Return the batches of two samples that a rank of UniTrain 0.1 read."""
-    shards = [
-        [int(sample) for sample in Shards(sizes, ranks * workers, rank * workers + worker)] for worker in range(workers)
-    ]
-    batches = [[shard[i : i + 2] for i in range(0, len(shard), 2)] for shard in shards]
-    return [batch for turn in itertools.zip_longest(*batches) for batch in turn if batch]

@@ -132,25 +132,6 @@ def test_a_stream_that_is_read_again_in_another_order_is_warned_of(workers: int,
     assert not [one for one in seen if "again" in str(one.message)]
 
 
-class Unstateful(IterableDataset[Tensor]):
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter(StatefulShuffling())
-
-
-def test_a_position_of_an_earlier_version_continues_with_its_random_numbers() -> None:
-    """It has no states, and a dataset may shuffle with the generators that the loader seeds."""
-    before = pretended_rank().dataloader(Unstateful(), global_batch_size=4)
-    begun = [row for batch in trained(before, 2) for row in batch.tolist()]
-    state = before.state_dict()
-    del state["seeks"]
-    after = pretended_rank().dataloader(StatefulShuffling(), global_batch_size=4)
-    after.load_state_dict(state)
-    assert "seeks" not in after.state_dict()
-    rest = [row for batch in after for row in batch.tolist()]
-    whole = pretended_rank().dataloader(Unstateful(), global_batch_size=4)
-    assert begun + rest == [row for batch in whole for row in batch.tolist()]
-
-
 def test_a_stream_that_knows_its_length_plans_with_it() -> None:
     class Sized(Numbers):
         def __len__(self) -> int:

@@ -240,12 +240,7 @@ class Stored:
 
     @torch.no_grad()
     def read(self, tensors: Mapping[str, tuple[Tensor, Region]]) -> None:
-        """Overwrite tensors with regions, by key.
-
-        Raises:
-            DamagedError: a file is missing or damaged.
-            CheckpointError: a part of a tensor is in no file, or code is in a file.
-        """
+        """Overwrite tensors with regions, by key."""
         for key, (target, region) in tensors.items():
             entry, found = self.layout[key], 0
             for piece in entry.pieces:

@@ -62,9 +62,6 @@ class CheckpointView(NamedTuple):
 
         If there are as many ranks as when the files were written, they are those that the rank reads. It verifies
         others that it reads when it opens them.
-
-        Raises:
-            CheckpointError: a rank can't read a file; on every rank.
         """
         if not self.by_several:
             return None

@@ -37,9 +37,6 @@ class Search:
     """The checkpoints that ``resume(path)`` may resume from, in the order in which they are tried.
 
     Without a path, these are the newest of the folder, after those that are to be tried ``first``.
-
-    Raises:
-        CheckpointError: the best is wanted, and none is marked as the best.
     """
 
     def __init__(self, folder: Folder, path: str | Path | None = None, first: Sequence[Located] = ()) -> None:
@@ -151,12 +148,7 @@ class OpenCheckpoint(NamedTuple):
 
 
 def opened(found: Located) -> OpenCheckpoint:
-    """Open a checkpoint. What one rank has written is verified; what several have written, when it is read.
-
-    Raises:
-        DamagedError: a file is missing or changed, or lacks what a run needs to continue.
-        CheckpointError: a file contains more than tensors and plain data.
-    """
+    """Open a checkpoint. What one rank has written is verified; what several have written, when it is read."""
     try:
         return _opened(found)
     except (DamagedError, CheckpointError):

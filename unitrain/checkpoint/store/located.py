@@ -129,13 +129,7 @@ def locate(store: Store, folder: str) -> Located:
 
 
 def checkpoint_at(place: Path | str) -> Located:
-    """Return the checkpoint at a path, or at a URL (a str).
-
-    Raises:
-        NotACheckpointError: there is none.
-        DamagedError: its manifest is changed.
-        CheckpointError: its format is that of another version, or it can't be read.
-    """
+    """Return the checkpoint at a path, or at a URL (a str), or raise NotACheckpointError or DamagedError."""
     store = store_at(place)
     try:
         names = store.list()
@@ -157,11 +151,7 @@ def checkpoint_at(place: Path | str) -> Located:
 def verified(found: Located, name: str) -> Iterator[Path]:
     """Verify a file of a checkpoint. Context manager with the path of a local file with its content.
 
-    A mapping of the file outlasts the context.
-
-    Raises:
-        DamagedError: the file is missing or changed.
-        CheckpointError: it could not be downloaded.
+    A mapping of the file outlasts the context. A file that is missing or changed is a DamagedError.
     """
     store, file, expected = found.store, found.file_name(name), found.manifest.files[name]
     shown = store.shown(file)
@@ -200,11 +190,8 @@ def unreadable(shown: str, error: Exception) -> Exception:
 def read(found: Located, names: Iterable[str], mapped: MappedFiles) -> dict[str, Any]:
     """Verify files of a checkpoint, and return their contents by name, without ending.
 
-    Tensors are read from the disk when they are used. Pickled code is refused, and never run.
-
-    Raises:
-        DamagedError: a file is missing, changed, or not one of torch's.
-        CheckpointError: a file could not be downloaded, or contains more than tensors and plain data.
+    Tensors are read from the disk when they are used. Pickled code is refused, and never run. A file that is missing
+    or changed is a DamagedError.
     """
     contents = {}
     for name in names:

@@ -62,11 +62,7 @@ def _this_process() -> Holder:
 
 
 class Lock:
-    """Holds the lock of a store until ``release``. A thread renews the file every few seconds meanwhile.
-
-    Raises:
-        CheckpointError: another process holds the lock, or the file can't be written.
-    """
+    """Holds the lock of a store until ``release``. A thread renews the file every few seconds meanwhile."""
 
     def __init__(self, store: Store) -> None:
         self._store = store

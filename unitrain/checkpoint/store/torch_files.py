@@ -34,11 +34,7 @@ _BUFFERED = 2**20  # of small writes, of which an archive has about 40
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file for reading. A pipe would be waited for, and a device may be read for ever: both are refused.
-
-    Raises:
-        OSError: it can't be opened, or is a pipe, a socket or a device.
-    """
+    """Open a file for reading. A pipe would be waited for, and a device may be read for ever: both are refused."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would wait for a writer
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)

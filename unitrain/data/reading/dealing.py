@@ -28,7 +28,7 @@ class Dealing(NamedTuple):
     """How the shards of a dataset are dealt out in an epoch.
 
     With ``loose``, each rank and worker reads the shard that the dataset gives it, in turns of one micro-batch, and
-    ranks take the next batch of any worker: for datasets that shard themselves, and checkpoints of earlier versions.
+    ranks take the next batch of any worker: for datasets that shard themselves.
     """
 
     parts: int

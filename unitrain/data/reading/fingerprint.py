@@ -81,11 +81,7 @@ def sample_digest(sample: Any) -> int:
 
 
 def check_same_data(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """Check that the state of a loader belongs to the same data as its current state.
-
-    Raises:
-        CheckpointError: length or fingerprint differ.
-    """
+    """Check that the state of a loader belongs to the same data as its current state."""
     remedy = "Use the dataset that the run was started with, or start a new epoch with other data: set loader.epoch."
     if state["length"] != own["length"]:
         raise CheckpointError(

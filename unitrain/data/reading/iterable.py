@@ -32,8 +32,8 @@ class _Reading(NamedTuple):
     """Its number; -1 for any."""
     dealing: Dealing | None
     """None if every rank reads the whole dataset."""
-    seeks: Sequence[Seek] | None = ()
-    """Where it continues; None for a checkpoint of an earlier version."""
+    seeks: Sequence[Seek] = ()
+    """Where it continues."""
     beginnings: Sequence[Beginning] = ()
 
 
@@ -99,7 +99,7 @@ class Iterable:
         self._reading = reading
         what = self._dataset, self._plan, self._collate
         _, dealing, seeks, _ = reading
-        self._stream = WholeStream(*what, seeks) if dealing is None else ShardedStream(*what, dealing, seeks or ())
+        self._stream = WholeStream(*what, seeks) if dealing is None else ShardedStream(*what, dealing, seeks)
         self._loader: DataLoader[Any] = DataLoader(
             self._stream, batch_size=None, collate_fn=as_is, generator=self._generator, **self._settings
         )
@@ -109,11 +109,7 @@ class Iterable:
         return ""
 
     def plan(self, seed: int, number: int) -> EpochPlan:
-        """Return the plan of an epoch.
-
-        Raises:
-            TypeError: the length of the dataset is unknown.
-        """
+        """Return the plan of an epoch."""
         limited = self._plan.balance is not None and self._plan.balance.most is not None
         if self._agreement is not None or limited or not hasattr(self._dataset, "__len__"):
             raise TypeError(
@@ -132,24 +128,18 @@ class Iterable:
 
     def seeks(self, number: int, step: int) -> dict[str, Any]:
         """Return where the shards that this rank reads continue in step ``step`` of an epoch, for a loader's state."""
-        if self._reading_of(number).seeks is None:
-            return {}
         current = self._seeks_of == number
         last = ([seek for seek in of_shard if seek.turn < step][-1:] for of_shard in self._seeks.values() if current)
         seeks = [list(seek) for found in last for seek in found]
         return {"seeks": [number, seeks, [[*shard, its] for shard, its in self._beginnings.items() if current]]}
 
     def resume(self, state: Mapping[str, Any]) -> int:
-        """Continue from a loader's state within an epoch. Return how many samples may have to be read again.
-
-        Raises:
-            CheckpointError: its shards can't be read by these ranks and workers.
-        """
+        """Continue from a loader's state within an epoch. Return how many samples may have to be read again."""
         number, steps = state["epoch"], state["steps"]
-        epoch, shards, *beginnings = state.get("seeks") or (-1, [])
+        epoch, shards, *beginnings = state["seeks"]
         seeks = [Seek(*shard) for shard in shards if epoch == number and shard[2] < steps]
         began = [Beginning(*shard) for found in beginnings for shard in found if epoch == number]
-        self._resumed = _Reading(number, self._dealing_in(state), seeks if "seeks" in state else None, began)
+        self._resumed = _Reading(number, self._dealing_in(state), seeks, began)
         self._seeks_of = -1  # what this loader has read itself counts no more
         self._keep(self._resumed, number, steps)
         dealing = self._resumed.dealing
@@ -161,7 +151,7 @@ class Iterable:
         readers, own, samples = state["readers"], self._own.dealing, self._plan.global_batch
         if readers is None and own is None:
             return None
-        if readers is None or own is None or (own.loose and len(readers) > 3):
+        if readers is None or own is None or own.loose != (len(readers) == 3):
             raise CheckpointError(
                 "the dataset was sharded in another way when the state was saved: pass the same one, and the same "
                 "sharded=, or start a new epoch: set loader.epoch."
@@ -172,8 +162,8 @@ class Iterable:
             if was != now:
                 raise CheckpointError(
                     f"world size, workers per rank, batch size and global batch size were {was}, and are now {now}: a "
-                    "dataset that shards itself, or a checkpoint of an earlier version, can't continue within epoch "
-                    f"{state['epoch']} with others. Use the same as before, or start a new epoch: set loader.epoch."
+                    f"dataset that shards itself can't continue within epoch {state['epoch']} with others. Use the "
+                    "same as before, or start a new epoch: set loader.epoch."
                 )
             return loose
         parts, groups, size, before = readers
@@ -188,7 +178,7 @@ class Iterable:
         if not step or self._seeks_of != number:
             self._beginnings = {shard[:2]: shard.digest for shard in reading.beginnings if step}
         self._expected = dict(self._beginnings)
-        seeks = [seek for seek in reading.seeks or () if seek.turn < step]
+        seeks = [seek for seek in reading.seeks if seek.turn < step]
         self._seeks_of, self._seeks = number, {(seek.part, seek.group): [seek] for seek in seeks}
 
     def batches(self, seed: int, number: int, start: int, step: int) -> Iterator[tuple[MicroBatch, Any]]:
@@ -270,7 +260,7 @@ def _too_few(samples: int, parts: int) -> str:
 
 
 def _plain(dealing: Dealing) -> list[Any]:
-    """Return a dealing as plain data: as in checkpoints of earlier versions if it is loose."""
+    """Return a dealing as plain data."""
     if dealing.loose:
         return [dealing.parts, dealing.groups, dealing.size // dealing.parts]
     return [dealing.parts, dealing.groups, dealing.size, [list(one) for one in dealing.before]]

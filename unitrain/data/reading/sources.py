@@ -28,12 +28,7 @@ def make_source(
     shares: tuple[int, ...],
     seed: int,
 ) -> Iterable | MapStyle:
-    """Return what reads this rank's part of a dataset, with the ranks' shares of the samples.
-
-    Raises:
-        ConfigError: an option is not for a dataset of this kind.
-        DataError: there would be no batches.
-    """
+    """Return what reads this rank's part of a dataset, with the ranks' shares of the samples."""
     ranks, dataset = communicator, given.dataset
     sharded = given.is_iterable and (is_sharded(dataset) if given.sharded is None else given.sharded)
     settings = with_defaults(

@@ -67,7 +67,7 @@ class Turn(NamedTuple):
 class _Stream(IterableDataset[Any]):
     """Base class of the two ways."""
 
-    def __init__(self, dataset: Any, plan: EpochPlan, collate: Collate, seeks: Sequence[Seek] | None = ()) -> None:
+    def __init__(self, dataset: Any, plan: EpochPlan, collate: Collate, seeks: Sequence[Seek] = ()) -> None:
         self._dataset = dataset
         self._plan = plan
         self._collate = collate
@@ -127,10 +127,9 @@ class WholeStream(_Stream):
         if plan.balance is None:  # the first sample of a micro-batch is the stand-in of a rank that has none of it
             full = plan.window(0, range(plan.global_batch), edges, 0, False)
             needed = frozenset(i for one in full for i in (one.start, *one.positions(plan.part).tolist()))
-        position, state = next((seek.state for seek in self._seeks or () if seek.state[0] <= start), (0, None))
+        position, state = next((seek.state for seek in self._seeks if seek.state[0] <= start), (0, None))
         dataset, samples = opened(self._dataset, state)
-        # A checkpoint of an earlier version has no states, and continues with its random numbers.
-        seeking = self._seeks is not None and is_stateful(dataset)
+        seeking = is_stateful(dataset)
         if seeking:
             self._seed_from(position)
         first_sample = next(samples, _NOTHING)
@@ -182,7 +181,7 @@ class ShardedStream(_Stream):
 
     def _pieces(self, epoch: int, start: int, worker: int, workers: int) -> Iterator[Turn | None]:
         groups = self._dealing.groups
-        seeks = {(seek.part, seek.group): seek for seek in self._seeks or () if seek.turn < start}
+        seeks = {(seek.part, seek.group): seek for seek in self._seeks if seek.turn < start}
         reader = partial(Reader, self._dataset, self._dealing, seed=int(self._position[0]), epoch=epoch)
         readers = {
             group: [reader(part, group, seek=seeks.get((part, group))) for part, _ in self._shares]

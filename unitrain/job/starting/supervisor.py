@@ -57,10 +57,6 @@ def run(command: Sequence[str], *, max_restarts: int = 0, module: str = __name__
     SIGUSR1 is forwarded, and the command is not restarted after it; a second SIGTERM or SIGINT kills the command. If
     this process gets a SIGHUP or is killed, the ranks get a SIGTERM, and 30 s to save. Everything that the command
     has started is killed when it ends, and nothing else. It is passed to ``supervise`` of ``module``.
-
-    Raises:
-        ConfigError: ``max_restarts`` is less than 0.
-        LaunchError: there is no command.
     """
     if max_restarts < 0:
         raise ConfigError(f"--max-restarts is {max_restarts}, but must be an integer >= 0.")

@@ -113,11 +113,7 @@ async def _rank_of(newcomer: socket.socket, key: bytes) -> int:
 
 
 def introduce(addresses: Sequence[str], port: int, key: bytes, rank: int, timeout_s: float) -> socket.socket:
-    """Return a connection to the hub at rank 0's host, after each end has shown the other that it has the job's key.
-
-    Raises:
-        CommunicationError: the hub can't be reached, or did not answer within ``timeout_s``, or has another key.
-    """
+    """Return a connection to the hub at rank 0's host, after each end has shown the other that it has the job's key."""
     deadline = time.monotonic() + timeout_s
     while True:
         connection = reach(addresses, port)

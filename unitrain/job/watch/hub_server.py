@@ -41,9 +41,6 @@ class HubServer(threading.Thread):
         one_host: whether all ranks are on this host.
         election_s: seconds that ranks have to report their states after the verdict.
         observe: called with each heartbeat.
-
-    Raises:
-        LaunchError: this process may not open a connection to every rank.
     """
 
     def __init__(

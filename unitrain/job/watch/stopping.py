@@ -122,12 +122,7 @@ class Stopping:
             self._watch.send(RequestStop(reason))
 
     def pass_boundary(self) -> None:
-        """Pass a boundary, or stop if it is the one that was agreed on. In the main thread only.
-
-        Raises:
-            Stopped: after a signal, or if hosts have changed; the open checkpoint has been saved.
-            CheckpointError: a checkpoint could not be written in the background.
-        """
+        """Pass a boundary, or stop if it is the one that was agreed on. In the main thread only."""
         self._pulse.boundary += 1
         if self._boundaries.held:
             self._stop_if_due()

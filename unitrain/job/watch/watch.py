@@ -51,9 +51,6 @@ class Watch:
         members: all processes of the job, by rank.
         key: the job's key.
         saver: writes an emergency checkpoint when the job fails; None if none is to be written.
-
-    Raises:
-        CommunicationError: rank 0 can't be reached, or not all ranks reached it within ``timeout_s``.
     """
 
     def __init__(
@@ -114,8 +111,6 @@ class Watch:
                 f"rank 0 did not answer {self._me} within {self._timeout_s:g} s: not all ranks have connected to it."
             )
         return link, server
-
-    # --------------------------------------------------------------------------------------- for the main thread
 
     def fail(
         self, text: str, *, patience_s: float = 0.0, secondary: bool = False, on_all_ranks: bool = False
@@ -192,8 +187,6 @@ class Watch:
         if self._server is not None:
             self._server.join(_CLOSE_S)
         self._link.close()
-
-    # --------------------------------------------------------------------------------------------- in the thread
 
     def _run(self) -> None:
         heard_at = checked_at = beat_at = now = time.monotonic()
