@@ -16,10 +16,11 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
+from typing import Any, cast
 from uuid import uuid4
 
 from prometheus_client import CollectorRegistry, start_http_server
-from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.registry import Collector
 
 from unitrain import call_site
@@ -63,7 +64,7 @@ class _Rank:
         return self.beat.step, step_s, self.waits, now - self.heard_at, self.beat.memory
 
 
-class Endpoint(Collector):
+class Endpoint:
     """Serves metrics over HTTP, in threads of rank 0, until it is closed.
 
     Args:
@@ -83,7 +84,7 @@ class Endpoint(Collector):
         self._logged: dict[str, float] = {}
         self._about = {"id": uuid4().hex, "host": socket.gethostname(), "version": version("unitrain")}
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(self)
+        registry.register(cast(Collector, self))
         try:
             self._server, _ = start_http_server(port, host, registry)
         except OSError as error:
@@ -109,7 +110,7 @@ class Endpoint(Collector):
         """Record what the script logs."""
         self._logged = {**self._logged, **metrics}
 
-    def collect(self) -> Iterator[Metric]:
+    def collect(self) -> Iterator[Any]:
         """Yield all metrics, for prometheus_client."""
         now = time.monotonic()
         if len(self._members) == 1:
