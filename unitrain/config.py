@@ -109,8 +109,8 @@ class StrategyConfig(Section):
     """Return the 2-norm of the gradients in every StepResult, even without clipping."""
     on_nonfinite: Literal["stop", "skip", "raise"] = "stop"
     """What all ranks do when a loss or gradient is NaN or infinite: stop the run, skip the step, or raise."""
-    on_spike: Literal["ignore", "warn", "skip", "stop"] = "ignore"
-    """What all ranks do when the norm of the gradients is far above the last 128 steps' norms; waits for a GPU."""
+    on_spike: Literal["ignore", "warn", "skip", "rewind", "stop"] = "ignore"
+    """What ranks do if the norm of the gradients is far above the last 128 steps'; rewind: go back about 100 steps."""
     compression: Literal["none", "fp16", "bf16", "powersgd"] = "none"
     """Compress gradients: half the bytes (fp16, bf16) or far fewer (powersgd, ddp only); lossy."""
     shard_optimizer: bool = False
@@ -186,7 +186,7 @@ class StrategyConfig(Section):
             if self.precision == "fp16":
                 raise conflict("precision", "compression", "powersgd carries an overflow into all later steps")
             for name in ("on_nonfinite", "on_spike"):
-                if getattr(self, name) == "skip":
+                if getattr(self, name) in ("skip", "rewind"):
                     raise conflict(name, "compression", "powersgd carries a skipped gradient into later steps")
         return self
 

@@ -290,6 +290,8 @@ class Strategy:
             raise UsageError("ema() averages weights after each step, and with local_steps ranks have different ones.")
         average = EMA(self._prepared, model, decay, self._communicator.to_local)
         self._hooks.add_hook(average)
+        if self._step.spikes is not None:
+            self._step.spikes.averages += average.averages
         return average
 
     def find_micro_batch_size(
@@ -408,7 +410,16 @@ class Strategy:
             self._throughput.add_flops(flops_per_sample, peak_flops * len(self.devices) * self.world_size)
         return self._throughput
 
-    def profile(self, folder: str | Path, *, steps: int = 4, skip: int = 4, ranks: Sequence[int] | None = None) -> None:
+    def profile(
+        self,
+        folder: str | Path,
+        *,
+        steps: int = 4,
+        skip: int = 4,
+        ranks: Sequence[int] | None = None,
+        memory: bool = False,
+        on_signal: int | None = None,
+    ) -> None:
         """Record a few of the next steps with torch's profiler, on several ranks, in one trace. Collective.
 
         Rank 0 writes ``trace-stepN.json.gz``, named by the first step, for https://ui.perfetto.dev. Each rank is a
@@ -419,16 +430,29 @@ class Strategy:
             steps: number of steps to record; with ``local_steps``, of rounds.
             skip: number of steps before them; the last of these warms the profiler up.
             ranks: the ranks to record; all by default.
+            memory: show in the trace how much memory torch has allocated. Each of these ranks with an NVIDIA GPU also
+                writes ``memory-stepN-rankR.pickle``, for https://pytorch.org/memory_viz.
+            on_signal: a signal, such as ``signal.SIGUSR2``. The profile begins whenever a process of the job gets it,
+                and not now.
 
         Raises:
-            UsageError: an argument is out of range, or another profile has not ended.
+            UsageError: an argument is out of range, another profile has not ended, or the signal has a handler.
         """
-        from unitrain.metrics.profile import Profile  # few scripts need it
+        from unitrain.metrics import profile  # few scripts need it
 
-        if self._profile is not None and not self._profile.ended:
+        plan = profile.Plan(folder, steps, skip, range(self.world_size) if ranks is None else ranks, memory)
+
+        def begin() -> None:
+            if self._profile is None or self._profile.ended:
+                self._profile = profile.Profile(self._communicator, self._hooks, plan)
+
+        if on_signal is not None:
+            profile.check(plan, self._communicator)
+            profile.begin_on(on_signal, self._job.stopping, begin)
+        elif self._profile is not None and not self._profile.ended:
             raise UsageError("profile() was called while another profile has not ended: call it later.")
-        chosen = range(self.world_size) if ranks is None else ranks
-        self._profile = Profile(self._communicator, self._hooks, folder, steps, skip, chosen)
+        else:
+            begin()
 
     def trackers(self, trackers: Sequence[str | Tracker], folder: str | Path, *, name: str | None = None) -> Trackers:
         """Start trackers on rank 0, or continue their runs. Collective; call it after ``checkpoint.resume``.
@@ -733,6 +757,7 @@ class Strategy:
         if job.ended:
             return
         job.ended = True
+        job.stopping.begin_profile = None
         try:
             if not job.failed:  # a failing process keeps its watch, to report the error
                 with job.pulse.within(CLOSING):

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import pickle
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 from unittest.mock import patch
 
 import pytest
 import torch
-from needs import HOROVOD
+from needs import GPU, HOROVOD
 from ranks import run_ranks
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -227,3 +231,99 @@ def test_bad_arguments_are_refused(tmp_path: Path) -> None:
         strategy.profile(tmp_path / "new")
         with pytest.raises(UsageError, match="another profile has not ended"):
             strategy.profile(tmp_path / "new")
+        with pytest.raises(UsageError, match="SIGTERM has a handler already"), taken(signal.SIGTERM):
+            strategy.profile(tmp_path / "new", on_signal=signal.SIGTERM)
+
+
+# --------------------------------------------------------------------------------------------------- on a signal
+
+
+@contextmanager
+def taken(number: signal.Signals) -> Iterator[None]:
+    """Context manager with a handler of a signal, and without this test's afterwards."""
+    before = signal.signal(number, lambda *_: None)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
+def signalled(folder: Path, backend: str) -> list[float]:
+    with unitrain.init(backend=backend, device="cpu", timeout_s=60) as strategy:
+        strategy.profile(folder, steps=1, skip=1, on_signal=signal.SIGUSR2)
+        last = strategy.world_size - 1
+
+        def each(strategy: Strategy, step: int) -> None:
+            if strategy.rank == last and step in (3, 30):
+                for _ in range(2):  # a launcher may forward one that this process gets as well
+                    os.kill(os.getpid(), signal.SIGUSR2)
+            time.sleep(0.01)
+
+        return train(strategy, 60, each)
+
+
+@pytest.mark.parametrize("backend", ["ddp", pytest.param("horovod", marks=HOROVOD), "single"])
+def test_a_signal_to_one_rank_begins_a_profile_of_all_as_often_as_it_comes(tmp_path: Path, backend: str) -> None:
+    if backend == "single":
+        with taken(signal.SIGUSR2):
+            signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+            weights = [signalled(tmp_path, backend)]
+            os.kill(os.getpid(), signal.SIGUSR2)  # does nothing after the run
+    else:
+        weights = run_ranks(signalled, tmp_path, backend, launcher="spawn" if backend == "ddp" else "horovodrun")
+    assert weights[0] == weights[-1]
+    first, second = sorted(int(file.name[10:].partition(".")[0]) for file in tmp_path.iterdir())
+    assert 4 < first < 30 < second
+    for number in (first, second):
+        trace = events(tmp_path / f"trace-step{number}.json.gz")
+        for rank in range(len(weights)):
+            assert len(named(trace, "unitrain: backward", rank)) == 1
+
+
+def stopped(folder: Path, backend: str) -> str:
+    with unitrain.init(backend=backend, device="cpu", timeout_s=60) as strategy:
+        strategy.profile(folder, on_signal=signal.SIGUSR2)
+        strategy.checkpoint(folder / "checkpoints", partial=True)
+
+        def each(strategy: Strategy, step: int) -> None:
+            if strategy.is_main and step == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+                os.kill(os.getpid(), signal.SIGUSR2)
+            time.sleep(0.01)
+
+        try:
+            train(strategy, 200, each)
+        except unitrain.Stopped as end:
+            return f"{end.code}"
+    return "trained on"
+
+
+def test_a_stop_is_not_lost_to_a_profile(tmp_path: Path) -> None:
+    assert run_ranks(stopped, tmp_path, "ddp") == ["143", "143"]
+    with taken(signal.SIGUSR2):
+        signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+        assert stopped(tmp_path / "one", "single") == "143"
+
+
+# ------------------------------------------------------------------------------------------------------- memory
+
+
+def test_a_trace_shows_how_much_memory_is_allocated(tmp_path: Path) -> None:
+    kept = []
+    with unitrain.init(device="cpu") as strategy:
+        strategy.profile(tmp_path, steps=2, skip=1, memory=True)
+        train(strategy, 4, lambda *_: kept.append(torch.ones(2**20)))
+    values = [event["args"]["bytes"] for event in events(tmp_path / "trace-step2.json.gz") if event["ph"] == "C"]
+    assert max(values) - values[0] >= 2**22
+
+
+@pytest.mark.gpu
+@GPU
+def test_a_snapshot_has_the_memory_of_a_gpu(tmp_path: Path) -> None:
+    with unitrain.init(device="cuda") as strategy:
+        strategy.profile(tmp_path, steps=2, skip=1, memory=True)
+        train(strategy, 4)
+    with (tmp_path / "memory-step2-rank0.pickle").open("rb") as file:
+        snapshot = pickle.load(file)
+    assert any(entry["action"] == "alloc" for entry in snapshot["device_traces"][0])
+    assert any(event["ph"] == "C" for event in events(tmp_path / "trace-step2.json.gz"))

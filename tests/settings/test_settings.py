@@ -595,7 +595,7 @@ SECTIONS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "exact_randomness": st.just(False),
         "deterministic": st.booleans(),
         "accumulate": st.integers(1),
-        "on_spike": st.sampled_from(["ignore", "warn", "skip", "stop"]),
+        "on_spike": st.sampled_from(["ignore", "warn", "skip", "rewind", "stop"]),
         "local_steps": st.just(1),
         "local_fragments": st.just(1),
         "outer_lr": st.just(0.7),

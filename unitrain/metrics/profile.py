@@ -3,55 +3,61 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from threading import Thread
+from typing import Any, NamedTuple
 
+import torch
 from torch.profiler import profile, record_function, schedule
 
 from unitrain.communication.communicator import Communicator
 from unitrain.errors import UsageError
+from unitrain.job.watch.messages import StopReason
+from unitrain.job.watch.stopping import Stopping
 from unitrain.metrics.timeline import clock, compare_clocks, part_of, write_trace
 from unitrain.process import print_stderr
 from unitrain.training.hooks import Hooks, StepHook
 from unitrain.url import is_url
 
+_MOST_ALLOCATIONS = 100_000  # in a snapshot, the last ones: several kB each
 _ANCHOR = "unitrain: clock"
 
 
-class Profile(StepHook):
-    """Records ``steps`` steps of a run after ``skip`` others, and is gone when rank 0 has written the trace.
+class Plan(NamedTuple):
+    """What to record: ``steps`` steps after ``skip`` others, of some ranks.
 
-    The last of the others warms torch's profiler up. ``ranks`` are the ranks in the trace.
+    With ``memory`` the trace shows how much torch has allocated, and these ranks write snapshots of their GPUs' memory.
     """
 
-    def __init__(
-        self, communicator: Communicator, hooks: Hooks, folder: str | Path, steps: int, skip: int, ranks: Sequence[int]
-    ) -> None:
-        if min(steps, skip) < 1 or not ranks or not {*ranks} <= {*range(communicator.world_size)} or is_url(folder):
-            raise UsageError(
-                "profile() takes a folder on a disk, a number of steps and of steps to skip, both at least 1, and some "
-                f"ranks from 0 to {communicator.world_size - 1}, not {folder}, {steps}, {skip} and {list(ranks)}."
-            )
-        self._communicator, self._hooks, self._folder = communicator, hooks, Path(folder)
-        self._begin_at, self._end_at, self._ranks = skip, skip + steps, ranks
-        communicator.on_main(self._make_folder)
+    folder: str | Path
+    steps: int
+    skip: int
+    ranks: Sequence[int]
+    memory: bool
+
+
+class Profile(StepHook):
+    """Records what is planned, and is gone when rank 0 has written the trace. The last step before warms it up."""
+
+    def __init__(self, communicator: Communicator, hooks: Hooks, plan: Plan) -> None:
+        check(plan, communicator)
+        self._communicator, self._hooks = communicator, hooks
+        folder, steps, skip, self._ranks, memory = plan
+        self._folder = Path(folder)
+        self._begin_at, self._end_at = skip, skip + steps
+        self._of_memory = memory and communicator.device.type == "cuda" and communicator.rank in self._ranks
         self._seen = communicator.pulse.step
         self._first = 0  # the first step that is recorded
         self._recording, self._call = ExitStack(), ExitStack()  # close ends them
         self.ended: bool = False
-        plan = schedule(wait=skip - 1, warmup=1, active=steps, repeat=1)
-        self._profiler = self._recording.enter_context(profile(schedule=plan, acc_events=True))
+        phases = schedule(wait=skip - 1, warmup=1, active=steps, repeat=1)
+        self._profiler = self._recording.enter_context(profile(schedule=phases, acc_events=True, profile_memory=memory))
         hooks.add_hook(self)
-
-    def _make_folder(self) -> None:
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UsageError(f"profile() can't create {self._folder}: {error.strerror}.") from error
 
     def at_boundary(self) -> None:
         """Begin, go on or end, if a step was made. Collective where recording begins and ends."""
@@ -72,6 +78,9 @@ class Profile(StepHook):
         ranks, undo = self._communicator, self._recording.callback
         self._first = self._seen + 1
         self._offsets, self._error, self._zero = compare_clocks(ranks)
+        if self._of_memory:
+            torch.cuda.memory._record_memory_history(max_entries=_MOST_ALLOCATIONS)
+            undo(torch.cuda.memory._record_memory_history, None)
         ranks.pulse.mark = _mark
         undo(setattr, ranks.pulse, "mark", None)
         for name in ("all_reduce_async", "all_gather_async", "broadcast_async"):
@@ -95,12 +104,23 @@ class Profile(StepHook):
         self.ended = True
         self._hooks.remove_hook(self)
         self._call.close()
+        if self._of_memory and self._first and not failed:
+            self._write_snapshot()
         self._recording.close()
         last = self._communicator.pulse.step
         if 0 < self._first <= last and not failed:
             self._gather(f"steps {self._first} to {last}", self._folder / f"trace-step{self._first}.json.gz")
         elif self._communicator.is_main:
             print_stderr(f"unitrain: nothing was profiled: the run ended after step {last}.")
+
+    def _write_snapshot(self) -> None:
+        """Write what torch has allocated on this rank's GPU, with the stack of each call."""
+        file = self._folder / f"memory-step{self._first}-rank{self._communicator.rank}.pickle"
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)  # perhaps on another host than rank 0's
+            torch.cuda.memory._dump_snapshot(str(file))  # type: ignore[no-untyped-call]
+        except OSError as failure:
+            print_stderr(f"unitrain: the memory of a GPU could not be written to {file}: {failure}")
 
     def _gather(self, what: str, file: Path) -> None:
         """Write the trace of all ranks on rank 0. Collective."""
@@ -128,6 +148,42 @@ class Profile(StepHook):
         *_, anchor = (event for event in events if event["name"] == _ANCHOR)
         shift = self._anchor - anchor["ts"] - anchor["dur"] / 2  # torch's times are not this clock's
         return part_of(self._communicator.rank, events, shift - offset - self._zero)
+
+
+def check(plan: Plan, communicator: Communicator) -> None:
+    """Raise UsageError unless a profile can be made as planned, and create its folder. Collective."""
+    folder, steps, skip, ranks, _ = plan
+
+    def make_folder() -> None:
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"profile() can't create {folder}: {error.strerror}.") from error
+
+    if min(steps, skip) < 1 or not ranks or not {*ranks} <= {*range(communicator.world_size)} or is_url(folder):
+        raise UsageError(
+            "profile() takes a folder on a disk, a number of steps and of steps to skip, both at least 1, and some "
+            f"ranks from 0 to {communicator.world_size - 1}, not {folder}, {steps}, {skip} and {list(ranks)}."
+        )
+    communicator.on_main(make_folder)
+
+
+def begin_on(number: int, stopping: Stopping, begin: Callable[[], None]) -> None:
+    """Call ``begin`` on all ranks, at the same boundary, whenever this process gets a signal.
+
+    Raises:
+        UsageError: the signal has a handler.
+    """
+    name = signal.Signals(number).name
+
+    def request(*_: Any) -> None:
+        if stopping.begin_profile is not None:  # in a thread: this one may hold a lock that sending takes
+            Thread(target=stopping.request, args=(StopReason(profile=True),), daemon=True).start()
+
+    if signal.getsignal(number) is not signal.SIG_DFL:
+        raise UsageError(f"profile(): {name} has a handler already (submitit's, say): choose another signal.")
+    stopping.begin_profile = begin
+    signal.signal(number, request)
 
 
 def _mark(phase: str) -> record_function:

@@ -30,7 +30,7 @@ class StrategySettings(TypedDict, total=False):
     clip_value: float | None
     grad_norm: bool
     on_nonfinite: Literal["stop", "skip", "raise"]
-    on_spike: Literal["ignore", "warn", "skip", "stop"]
+    on_spike: Literal["ignore", "warn", "skip", "rewind", "stop"]
     compression: Literal["none", "fp16", "bf16", "powersgd"]
     shard_optimizer: bool
     local_steps: int

@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from needs import HOROVOD
 from plain_loop import model_of, sgd, strategy_of, weights
 from ranks import run_ranks
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Adam
+from torch.utils._pytree import tree_leaves
 
 import unitrain
 from unitrain import ConfigError, Stopped, Strategy
@@ -75,6 +78,81 @@ def test_a_level_that_stays_is_no_spike_for_long_and_the_first_steps_are_none() 
     assert skipped[-1] < NORMAL + 30
 
 
+# -------------------------------------------------------------------------------------------------------- rewind
+
+
+class Net(nn.Module):
+    """Has BatchNorm, and a counter of its calls that is not in state dicts."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+        self.register_buffer("calls", torch.zeros(()), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        out: Tensor = self.layers(x)
+        return out
+
+
+SPIKE_AT = 140
+
+
+def rewound(backend: str, settings: dict[str, Any]) -> tuple[dict[int, list[Tensor]], int]:
+    """Train with a spike; return the state after some steps, the learning rate last, and the steps of the run."""
+    with unitrain.init(backend=backend, device="cpu", precision="fp64", timeout_s=60, **settings) as strategy:
+        model = Net().double()
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer := Adam(model.parameters(), 0.01), 0.99)
+        net, optimizer, scheduler = strategy.prepare(model, optimizer, scheduler)
+        average = strategy.ema(net, 0.9)
+        generator = torch.Generator().manual_seed(strategy.rank)
+        after = {}
+        for step in range(1, SPIKE_AT + 2):
+            inputs = torch.randn(8, 4, generator=generator, dtype=torch.float64)
+            factor = 1e4 if step == SPIKE_AT else 1.0
+            strategy.step(net(inputs).square().mean() * factor, optimizer, scheduler)
+            if step in (65, SPIKE_AT - 1, SPIKE_AT, SPIKE_AT + 1):
+                moments = tree_leaves(list(optimizer.state.values()))
+                tensors = [*net.parameters(), *net.buffers(), *moments, *average.averages]
+                state = [strategy.full_tensor(one.detach()).clone() for one in tensors]
+                after[step] = [*state, torch.tensor(scheduler.get_last_lr())]
+        return after, strategy.global_step
+
+
+WORLDS = {
+    "single": ("single", {}),
+    "ddp": ("ddp", {}),
+    "zero": ("ddp", {"shard_optimizer": True}),
+    "horovod": ("horovod", {}),
+    "fsdp": ("fsdp", {}),
+}
+
+
+@pytest.mark.parametrize("world", [pytest.param(one, marks=HOROVOD if one == "horovod" else ()) for one in WORLDS])
+def test_a_rewind_goes_back_to_the_older_copy_with_everything_but_the_schedule(
+    world: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    backend, settings = WORLDS[world]
+    given = (backend, {"on_spike": "rewind", **settings})
+    runs = (
+        [rewound(*given)]
+        if backend == "single"
+        else run_ranks(rewound, *given, launcher="horovodrun" if backend == "horovod" else "spawn")
+    )
+    for after, steps in runs:
+        # Without a loader, the first boundary is after a step: copies are of steps 1, 65 and 129.
+        *expected, _ = after[65]
+        (*_, rate_before), (*back, rate_then), (*on, rate_after) = (after[SPIKE_AT + i] for i in (-1, 0, 1))
+        assert all(map(torch.equal, back, expected))
+        assert not any(torch.equal(now, then) for now, then in zip(on, back, strict=True) if now.numel() > 1)
+        assert rate_then == rate_before > rate_after
+        assert steps == SPIKE_AT + 1
+    assert capfd.readouterr().out.count("The weights are those after step 65 again, and training goes on") == 1
+
+
 def on_ranks(folder: str, backend: str, factors: list[float]) -> list[bool]:
     with unitrain.init(backend=backend, device="cpu", precision="fp64", on_spike="skip", timeout_s=30) as strategy:
         model, optimizer = strategy.prepare(*(lambda made: (made, sgd(made)))(model_of()))
@@ -94,5 +172,6 @@ def test_all_ranks_skip_alike_also_after_a_resume_on_others(tmp_path: Path) -> N
 
 def test_it_is_refused_where_ranks_would_decide_apart() -> None:
     for settings, other in (({"local_steps": 2}, "local_steps"), ({"compression": "powersgd"}, "compression")):
-        with pytest.raises(ConfigError, match=rf"{other}.*mutually exclusive"):
-            unitrain.init(backend="single", on_spike="skip", **settings)
+        for policy in ("skip", "rewind"):
+            with pytest.raises(ConfigError, match=rf"{other}.*mutually exclusive"):
+                unitrain.init(backend="single", on_spike=policy, **settings)

@@ -19,6 +19,8 @@ class StopReason:
     hosts_changed: bool = False
     """Whether it is to go on at once, with other hosts. If there is no signal either, a checkpoint could not be written
     in the background."""
+    profile: bool = False
+    """Whether it is to begin a profile instead, and go on."""
 
 
 @dataclass(frozen=True)

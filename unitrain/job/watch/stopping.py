@@ -88,6 +88,7 @@ class Stopping:
 
     Attributes:
         starts_again: whether this process has stopped to go on with other hosts.
+        begin_profile: called at the boundary that the ranks have agreed on for it.
     """
 
     def __init__(self, boundaries: Boundaries, pulse: Pulse, watch: Watch | None, *, is_main: bool) -> None:
@@ -98,7 +99,9 @@ class Stopping:
         self._checkpoint: Saves | None = None
         self._signals: StopSignals | None = None
         self._hosts_changed = False  # before there was a checkpoint
+        self._lock = threading.Lock()
         self.starts_again: bool = False
+        self.begin_profile: Callable[[], None] | None = None
 
     def listen(self, checkpoint: Saves) -> None:
         """From now on, save a checkpoint and stop the run on SIGTERM, SIGINT and SIGUSR1, and if hosts have changed."""
@@ -116,10 +119,12 @@ class Stopping:
 
     def request(self, reason: StopReason) -> None:
         """Ask all ranks to stop at their next common boundary. Not collective; from any thread."""
-        if self._watch is None:
-            self._boundaries.agree(self._boundaries.hold(), reason)
-        else:
+        if self._watch is not None:
             self._watch.send(RequestStop(reason))
+            return
+        with self._lock:
+            if not (reason.profile and self._boundaries.held):  # a stop comes first
+                self._boundaries.agree(self._boundaries.hold(), reason)
 
     def pass_boundary(self) -> None:
         """Pass a boundary, or stop if it is the one that was agreed on. In the main thread only."""
@@ -141,6 +146,10 @@ class Stopping:
         """Act on the reason of a stop. Collective."""
         if reason.hosts_changed:
             self._go_on_elsewhere()
+            return
+        if reason.profile:
+            if self.begin_profile is not None:
+                self.begin_profile()
             return
         if reason.signal is None:
             if self._checkpoint is not None:

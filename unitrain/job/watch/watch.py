@@ -69,6 +69,7 @@ class Watch:
         self._one_host = launch.local_world_size == communicator.world_size
         self._grace_s = grace_s(launch)  # that an emergency checkpoint may take
         self._pulse = communicator.pulse
+        self._is_observed = config.metrics_port is not None
         self._boundaries = boundaries
         self.members: tuple[Member, ...] = tuple(members)
         self._me = members[communicator.rank]
@@ -223,7 +224,7 @@ class Watch:
             if is_busy():
                 self._blocked_since = now
         blocked_s = now - self._blocked_since
-        use = resident_memory(), call_site.is_loading(self._script_thread)
+        use = (resident_memory(), call_site.is_loading(self._script_thread)) if self._is_observed else ()
         self._link.send(messages.Heartbeat(pulse.phase, pulse.step, lasted, place, blocked_s, pulse.trained, *use))
 
     def _receive(self, message: Message) -> None:

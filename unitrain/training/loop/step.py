@@ -98,7 +98,11 @@ class TrainingStep:
         averages = backend.gradient_reduction == "mean" or self._local is not None
         self._weights = Weights(communicator, config.accumulate, scaler, averages=averages)
         self._reduction = Reduction(communicator, backend, config)
-        self.spikes: Spikes | None = None if config.on_spike == "ignore" else Spikes(communicator, config.on_spike)
+        self.spikes: Spikes | None = None
+        if config.on_spike != "ignore":
+            self.spikes = Spikes(communicator, config.on_spike, prepared, self.optimizers)
+        if self.spikes is not None and config.on_spike == "rewind":
+            hooks.add_hook(self.spikes)
         self._guard = _guard(communicator, config, self.spikes)
         self._nonfinite = NonFinitePolicy(communicator, prepared, config.on_nonfinite)
         self._windows = Windows(communicator, backend, prepared, self._reduction, self._guard, sharded, config)
@@ -463,9 +467,10 @@ class TrainingStep:
             self._unscaled = True
         stepped, norm = self._step(window, gradients)
         if not stepped and norm is not None:
-            if self.spikes is not None and self.spikes.stops:
+            assert self.spikes is not None
+            if self.spikes.stops:
                 self._clear_complete()
-                self.spikes.end()
+            self.spikes.act()
         elif not stepped and self._local is not None:
             self._nonfinite.record(window)
         elif not stepped and (self._scaler is None or self._scaler.get_scale() <= 1.0):

@@ -31,6 +31,9 @@ class EMA(nn.Module, StepHook):
 
     It is a module so that checkpoints treat it as they do the model. Its state dict has the keys of the model's.
     ``to_local`` returns this rank's part of a weight, in the same memory.
+
+    Attributes:
+        averages: the averages of all weights.
     """
 
     def __init__(
@@ -57,10 +60,11 @@ class EMA(nn.Module, StepHook):
                     f"ema: {name} is {str(weight.dtype).removeprefix('torch.')}, which is too coarse for an average: "
                     "keep the weights in float32, and set precision to bf16 or fp16 for the forward."
                 )
-        averages = [weight.detach().clone() for weight in self._named.values()]
-        self._average_of = {id(weight): average for weight, average in zip(self._named.values(), averages, strict=True)}
+        self.averages: list[Tensor] = [weight.detach().clone() for weight in self._named.values()]
+        pairs = zip(self._named.values(), self.averages, strict=True)
+        self._average_of = {id(weight): average for weight, average in pairs}
         self._weights = [to_local(weight) for weight in self._named.values()]
-        self._averages = [to_local(average) for average in averages]
+        self._averages = [to_local(average) for average in self.averages]
         self._alike = list(zip(by_device(self._averages), by_device(self._weights), strict=True))
         # Layers without a forward hold the statistics that differ between ranks: they are averaged as a model's are.
         self._statistics = nn.ModuleList(
