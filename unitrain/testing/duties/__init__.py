@@ -13,8 +13,10 @@ STARTS = (
 )
 """The modules, in order. The duties of a group of modules run in the same processes, one after another."""
 
+_before = registered()  # a plug-in's own, whose module may be imported first
+
 for _modules in STARTS:
     for _module in _modules:
         import_module(f"{__name__}.{_module}")
 
-DUTIES: dict[str, Duty] = registered()
+DUTIES: dict[str, Duty] = {name: one for name, one in registered().items() if name not in _before}
