@@ -150,7 +150,7 @@ def test_a_rewind_goes_back_to_the_older_copy_with_everything_but_the_schedule(
         assert not any(torch.equal(now, then) for now, then in zip(on, back, strict=True) if now.numel() > 1)
         assert rate_then == rate_before > rate_after
         assert steps == SPIKE_AT + 1
-    assert capfd.readouterr().out.count("The weights are those after step 65 again, and training goes on") == 1
+    assert capfd.readouterr().out.count("The weights are those after step 65 again, and the next batch follows") == 1
 
 
 def on_ranks(folder: str, backend: str, factors: list[float]) -> list[bool]:

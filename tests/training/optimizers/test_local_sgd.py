@@ -12,7 +12,6 @@ import pytest
 import torch
 from needs import HOROVOD
 from ranks import run_ranks
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.optim import SGD, AdamW, Optimizer
@@ -327,100 +326,6 @@ def test_what_a_signal_saves_in_an_evaluation_within_a_round(tmp_path: Path) -> 
 
 
 # ------------------------------------------------------------------------------------------------ what is refused
-
-
-def outputs(folder: str) -> None:
-    """Compare what ranks evaluate, export and save within a round with fragments."""
-    settings = {"local_steps": 4, "local_fragments": 2}
-    with unitrain.init(**{**SETTINGS, **settings}) as strategy, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "the run has ended within a round")
-        model = nn.Sequential(net(), Counting())
-        prepared, optimizer = strategy.prepare(model, adamw(model))
-        for step in range(5):
-            strategy.step(prepared(torch.ones(2, 4) * (1 + strategy.rank + step)).sum(), optimizer)
-        own = flat(model).clone()
-        strategy.check_in_sync(prepared)
-        with strategy.evaluation(prepared):
-            shared = flat(model).clone()
-            strategy.check_in_sync(prepared)
-            assert torch.equal(flat(strategy.export(prepared)), shared)
-        assert not torch.equal(own, shared)
-        assert torch.equal(flat(strategy.export(prepared)), shared)
-        strategy.save_weights(prepared, folder)
-        with pytest.raises(UsageError, match=r"save\(\) was called after step 1 of a round of 4 .*after the epoch"):
-            strategy.save(prepared, f"{folder}/model.pt")
-        assert torch.equal(flat(model), own)
-        with pytest.raises(UsageError, match=r"load_weights\(\) was called after step 1 of a round of 4"):
-            strategy.load_weights(prepared, folder)
-        saved = load_file(f"{folder}/model.safetensors")
-        assert torch.equal(torch.cat([saved[name].reshape(-1) for name, _ in model.named_parameters()]), shared)
-
-
-class Counting(nn.Module):
-    """Has a buffer that a forward changes, differently on each rank."""
-
-    total: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("total", torch.zeros((), dtype=torch.float64))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        if self.training:
-            self.total = self.total + inputs.detach().sum()
-        return inputs
-
-
-def test_evaluation_and_exports_have_the_shared_weights_within_a_round_with_fragments(tmp_path: Path) -> None:
-    run_ranks(outputs, str(tmp_path / "weights"))
-
-
-def refused() -> list[str]:
-    said = []
-    with unitrain.init(**SETTINGS) as strategy:
-        model = net()
-        prepared, optimizer = strategy.prepare(model, adamw(model))
-        strategy.step(prepared(torch.ones(2, 4)).sum() * strategy.rank, optimizer)
-        other = SGD(model.parameters(), lr=0.1)
-        for call in (
-            lambda: strategy.evaluation(prepared).__enter__(),
-            lambda: strategy.export(prepared),
-            lambda: strategy.check_in_sync(prepared),
-            lambda: strategy.ema(prepared),
-            lambda: strategy.step(prepared(torch.ones(2, 4)).sum(), other),
-        ):
-            with pytest.raises(UsageError) as raised:
-                call()
-            said.append(str(raised.value))
-        with pytest.warns(UserWarning, match=r"its last 1 steps were not averaged over the ranks"):
-            strategy.close()
-    with unitrain.init(**{**SETTINGS, "local_steps": 8, "local_fragments": 5}) as strategy:
-        prepared, optimizer = strategy.prepare(model, adamw(model))
-        with pytest.raises(UsageError) as raised:
-            strategy.step(prepared(torch.ones(2, 4)).sum(), optimizer)
-        said.append(str(raised.value))
-    with unitrain.init(**SETTINGS) as strategy:
-        model = net()
-        model[0].weight.requires_grad_(False)
-        prepared, optimizer = strategy.prepare(model, adamw(model))
-        for _ in range(STEPS - 1):
-            strategy.step(prepared(torch.ones(2, 4)).sum(), optimizer)
-        model[0].weight.requires_grad_(True)
-        with pytest.raises(UsageError) as raised:
-            strategy.step(prepared(torch.ones(2, 4)).sum(), optimizer)
-        said.append(str(raised.value))
-    return said
-
-
-def test_what_needs_equal_weights_is_refused_within_a_round() -> None:
-    [said] = {tuple(one) for one in run_ranks(refused, nprocs=1)}
-    assert all("called after step 1 of a round of 3 (local_steps)" in one for one in said[:3])
-    assert said[3:] == (
-        "ema() averages weights after each step, and with local_steps ranks have different ones.",
-        "local_steps supports one optimizer: give it all parameters, in groups.",
-        "local_fragments is 5, but only 4 parameters are trained, and each fragment needs one: set it to fewer.",
-        "a parameter was unfrozen within a round of local_steps: change it after an epoch.",
-    )
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ class StopReason:
     """Whether it is to go on at once, with other hosts. If there is no signal either, a checkpoint could not be written
     in the background."""
     profile: bool = False
-    """Whether it is to begin a profile instead, and go on."""
+    """Whether it is to begin a profile instead."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ STARTS = (
 )
 """The modules, in order. The duties of a group of modules run in the same processes, one after another."""
 
-_before = registered()  # a plug-in's own, whose module may be imported first
+_before = registered()  # a plug-in may have registered its own
 
 for _modules in STARTS:
     for _module in _modules:

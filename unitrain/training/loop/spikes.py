@@ -23,7 +23,7 @@ from unitrain.job.watch.stopping import Stopped
 from unitrain.process import print_stdout
 from unitrain.training.hooks import StepHook
 from unitrain.training.models.prepared import PreparedModules
-from unitrain.training.models.training_state import Copies
+from unitrain.training.training_state import Copies
 
 _STEPS, _FEWEST = 128, 64
 _DEVIATIONS = 6.0
@@ -84,7 +84,7 @@ class Spikes(StepHook):
         return self._policy != "warn"
 
     def act(self) -> None:
-        """Go on without the step, or end the run. All ranks call this at the same step."""
+        """Continue without the step, or end the run. All ranks call this at the same step."""
         if self.stops:
             self._print(f"stopped: {self._message} The weights are those before it.")
             raise Stopped(NonFiniteError.exit_code)
@@ -92,7 +92,7 @@ class Spikes(StepHook):
         if self._copies:
             step, copies = self._copies[0]
             copies.put_back()
-            done = f"The weights are those after step {step} again, and training goes on with the next batch."
+            done = f"The weights are those after step {step} again, and the next batch follows."
         self._print(f"{self._message} {done}")
 
     def _print(self, line: str) -> None:

@@ -29,13 +29,12 @@ from unitrain.training.loop.checks import CopyCheck, DirectStepCheck, FirstSteps
 from unitrain.training.loop.loss_check import LossCheck
 from unitrain.training.loop.nonfinite import NonFinitePolicy
 from unitrain.training.loop.parts import Losses, LossWeights, parts_of, run_parts
+from unitrain.training.loop.rounds import Rounds
 from unitrain.training.loop.spikes import Spikes
 from unitrain.training.loop.weights import Weights
 from unitrain.training.loop.window import Window, Windows
-from unitrain.training.models.buffers import BufferSync
 from unitrain.training.models.prepared import PreparedModules
 from unitrain.training.models.supported import check_scheduler
-from unitrain.training.optimizers.local_sgd import LocalSGD
 
 if TYPE_CHECKING:
     from unitrain.training.optimizers.sharded import ShardedOptimizers
@@ -65,6 +64,7 @@ class TrainingStep:
     Attributes:
         hooks: what happens around a step.
         batches: the batches that loaders have yielded.
+        rounds: the rounds of ``local_steps``.
         spikes: what applies ``on_spike``, if it is set.
     """
 
@@ -87,15 +87,11 @@ class TrainingStep:
         self._unscaled = False
         self._pass_boundary = pass_boundary
         self._pulse = communicator.pulse
-        self._local = LocalSGD(communicator, config) if config.local_steps > 1 else None
-        self._buffers: BufferSync | None = None
-        if self._local is not None:
-            hooks.add_hook(self._local)
-            self._buffers = BufferSync(communicator, prepared) if config.broadcast_buffers else None
-        self._distributed = communicator.world_size > 1 and self._local is None
+        averages_weights = config.local_steps > 1
+        self._distributed = communicator.world_size > 1 and not averages_weights
         self._on_host = communicator.device.type == "cpu"
         self._accumulate = config.accumulate
-        averages = backend.gradient_reduction == "mean" or self._local is not None
+        averages = backend.gradient_reduction == "mean" or averages_weights
         self._weights = Weights(communicator, config.accumulate, scaler, averages=averages)
         self._reduction = Reduction(communicator, backend, config)
         self.spikes: Spikes | None = None
@@ -106,6 +102,7 @@ class TrainingStep:
         self._guard = _guard(communicator, config, self.spikes)
         self._nonfinite = NonFinitePolicy(communicator, prepared, config.on_nonfinite)
         self._windows = Windows(communicator, backend, prepared, self._reduction, self._guard, sharded, config)
+        self.rounds: Rounds = Rounds(communicator, prepared, hooks, self._windows, config)
         self._first_steps = FirstSteps(
             CopyCheck(communicator),
             LossCheck(config.accumulate, communicator.world_size),
@@ -133,14 +130,7 @@ class TrainingStep:
 
     def check_complete(self) -> None:
         """Warn at the end of a run if a round is open, or the script has left out a batch, as one taken ahead."""
-        if self._local is not None and self._local.steps:
-            self._local.wait()  # what is under way would fail when communication ends
-            if self._communicator.is_main:
-                call_site.warn(
-                    f"the run has ended within a round of local_steps: its last {self._local.at_stake} steps were not "
-                    "averaged over the ranks. End it after an epoch, or, without local_fragments, after the last step "
-                    "of a round."
-                )
+        self.rounds.check_complete()
         if self.batches.one_is_left_out and self._communicator.is_main:
             call_site.warn(
                 "a loader has yielded a batch more than step() was called for: a batch before the first step of an "
@@ -170,66 +160,25 @@ class TrainingStep:
     @property
     def within_window(self) -> bool:
         """Whether an optimizer has gradients of an accumulation window that is not complete, or a round is not."""
-        return self._windows.any_open or (self._local is not None and self._local.is_open)
+        return self._windows.any_open or self.rounds.is_open
 
     def at_window_end(self, action: Callable[[], None]) -> None:
         """Call ``action`` once, after the step that ends all open windows, and the round of ``local_steps``."""
         self._at_window_end.append(action)
 
-    @property
-    def local(self) -> LocalSGD | None:
-        """The rounds of ``local_steps``, if it is set."""
-        return self._local
-
-    def check_between_rounds(self, call: str) -> None:
-        """Raise UsageError within a round of ``local_steps``."""
-        local = self._local
-        if local is not None and local.steps:
-            raise UsageError(
-                f"{call} was called after step {(local.steps - 1) % local.length + 1} of a round of {local.length} "
-                "(local_steps), within which the ranks have different weights: call it after the epoch, which ends "
-                "one, or, without local_fragments, after the last step of a round."
-            )
-
-    @contextmanager
-    def shared_weights(self, call: str | None = None, *, buffers: bool = False) -> Iterator[None]:
-        """Context manager that gives the model the weights that ranks share. Collective with ``buffers``.
-
-        Raises UsageError for a ``call`` within a round without fragments, where they are the round's first ones.
-        """
-        local = self._local
-        if local is None or not local.steps or local.swapped:
-            yield
-            return
-        if local.fragments == 1 and call is not None:
-            self.check_between_rounds(call)
-        if buffers:
-            self._share_buffers()
-        local.swap()
-        try:
-            with self._prepared.swapped(local, local.swap):
-                yield
-        finally:
-            local.swap()
-
     def end_round(self) -> None:
         """End the round of ``local_steps``, if one is open: average what the ranks have learned. Collective."""
-        if self._local is not None and self._local.steps:
-            self._average(self._local, ends=True)
+        if self.rounds.local is not None and self.rounds.local.steps:
+            self._average(ends=True)
             self._end_windows()
 
-    def _average(self, local: LocalSGD, *, ends: bool) -> None:
-        with self._pulse.within(_WAITING):
-            steps = f"within the {local.at_stake} steps up to step {self._pulse.step}"
-            if not local.average(ends=ends):
-                [window] = self._windows
-                self._nonfinite.end(self._nonfinite.message(window, steps, distributed=False))
-            self._share_buffers()
-
-    def _share_buffers(self) -> None:
-        if self._buffers is not None and self._communicator.world_size > 1:
+    def _average(self, *, ends: bool) -> None:
+        def not_finite(steps: str) -> None:
             [window] = self._windows
-            self._buffers.after_update(window.optimizer, window.parameters, True)
+            self._nonfinite.end(self._nonfinite.message(window, steps, distributed=False))
+
+        with self._pulse.within(_WAITING):
+            self.rounds.average(ends=ends, not_finite=not_finite)
 
     def expect_next(self, window: Window | None = None) -> None:
         """Let the next forward and backward communicate if they end a window, as far as that is known.
@@ -471,7 +420,7 @@ class TrainingStep:
             if self.spikes.stops:
                 self._clear_complete()
             self.spikes.act()
-        elif not stepped and self._local is not None:
+        elif not stepped and self.rounds.local is not None:
             self._nonfinite.record(window)
         elif not stepped and (self._scaler is None or self._scaler.get_scale() <= 1.0):
             self._not_finite(window)
@@ -480,10 +429,11 @@ class TrainingStep:
 
     def _end_windows(self) -> None:
         """Run the actions that wait for the end of all open windows, and pass the boundary."""
-        if self._local is not None and self._local.steps:
-            if self._local.is_open:
+        local = self.rounds.local
+        if local is not None and local.steps:
+            if local.is_open:
                 return
-            self._average(self._local, ends=self._local.fragments == 1)
+            self._average(ends=local.fragments == 1)
         if self._at_window_end and not self._windows.any_open:
             actions, self._at_window_end = self._at_window_end, []
             for action in actions:

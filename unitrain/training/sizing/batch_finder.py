@@ -26,7 +26,7 @@ from unitrain.training.loop.backward import checked
 from unitrain.training.loop.step import TrainingStep
 from unitrain.training.models.compile import is_compiled
 from unitrain.training.models.prepared import PreparedModules
-from unitrain.training.models.training_state import TrainingState
+from unitrain.training.training_state import TrainingState
 
 # Share of a GPU's free memory that trials leave free: for buffers of the communication library, and fragmentation.
 _MARGIN = 0.05

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
-from unitrain.training.models.training_state import TrainingState
+from unitrain.training.training_state import TrainingState
 
 
 class Net(nn.Module):
