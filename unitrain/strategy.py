@@ -29,6 +29,7 @@ from unitrain.launch.detect import Launch
 from unitrain.metrics import torchmetric
 from unitrain.metrics.meter import Meter
 from unitrain.metrics.throughput import Throughput
+from unitrain.process import print_stderr
 from unitrain.pulse import CLOSING
 from unitrain.training.batch_norm import layers as batch_norm
 from unitrain.training.hooks import Hooks
@@ -448,7 +449,9 @@ class Strategy:
 
         if on_signal is not None:
             profile.check(plan, self._communicator)
-            profile.begin_on(on_signal, self._job.stopping, begin)
+            how = profile.begin_on(on_signal, self._job.stopping, begin)
+            if self.is_main:
+                print_stderr(f"unitrain: {how}")
         elif self._profile is not None and not self._profile.ended:
             raise UsageError("profile() was called while another profile has not ended: call it later.")
         else:

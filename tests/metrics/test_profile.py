@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import pickle
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -263,7 +264,9 @@ def signalled(folder: Path, backend: str) -> list[float]:
 
 
 @pytest.mark.parametrize("backend", ["ddp", pytest.param("horovod", marks=HOROVOD), "single"])
-def test_a_signal_to_one_rank_begins_a_profile_of_all_as_often_as_it_comes(tmp_path: Path, backend: str) -> None:
+def test_a_signal_to_one_rank_begins_a_profile_of_all_as_often_as_it_comes(
+    tmp_path: Path, backend: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     if backend == "single":
         with taken(signal.SIGUSR2):
             signal.signal(signal.SIGUSR2, signal.SIG_DFL)
@@ -272,6 +275,9 @@ def test_a_signal_to_one_rank_begins_a_profile_of_all_as_often_as_it_comes(tmp_p
     else:
         weights = run_ranks(signalled, tmp_path, backend, launcher="spawn" if backend == "ddp" else "horovodrun")
     assert weights[0] == weights[-1]
+    assert re.search(
+        r"^unitrain: kill -USR2 \d+ on \S+ begins a profile of all ranks\.$", "".join(capfd.readouterr()), re.M
+    )
     first, second = sorted(int(file.name[10:].partition(".")[0]) for file in tmp_path.iterdir())
     assert 4 < first < 30 < second
     for number in (first, second):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import platform
 import signal
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -168,8 +170,8 @@ def check(plan: Plan, communicator: Communicator) -> None:
     communicator.on_main(make_folder)
 
 
-def begin_on(number: int, stopping: Stopping, begin: Callable[[], None]) -> None:
-    """Call ``begin`` on all ranks, at the same boundary, whenever this process gets a signal.
+def begin_on(number: int, stopping: Stopping, begin: Callable[[], None]) -> str:
+    """Call ``begin`` on all ranks, at the same boundary, whenever this process gets a signal. Return how to send it.
 
     Raises:
         UsageError: the signal has a handler.
@@ -184,6 +186,7 @@ def begin_on(number: int, stopping: Stopping, begin: Callable[[], None]) -> None
         raise UsageError(f"profile(): {name} has a handler already (submitit's, say): choose another signal.")
     stopping.begin_profile = begin
     signal.signal(number, request)
+    return f"kill -{name.removeprefix('SIG')} {os.getpid()} on {platform.node()} begins a profile of all ranks."
 
 
 def _mark(phase: str) -> record_function:
