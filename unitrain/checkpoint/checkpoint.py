@@ -31,7 +31,6 @@ from unitrain.process import print_stderr
 from unitrain.rng import seed_rank
 from unitrain.training.batch_norm import layers as batch_norm
 from unitrain.training.loop.step import TrainingStep
-from unitrain.url import parsed
 
 
 class Checkpoint:
@@ -69,7 +68,7 @@ class Checkpoint:
         self._stopping = stopping
         self._watch = watch
         self._restored = restored
-        self._folder = Folder(store_at(parsed(folder)))
+        self._folder = Folder(store_at(folder))
         self._writer = Writer(
             self._folder,
             state,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from unitrain.checkpoint.store.disk import Disk
-from unitrain.checkpoint.store.located import store_at
+from unitrain.checkpoint.store.located import file_at, store_at
 from unitrain.checkpoint.store.store import Store
 from unitrain.checkpoint.store.torch_files import MappedFiles, viewed
 from unitrain.communication.communicator import Communicator
@@ -38,7 +38,6 @@ _REQUEST = 2**25  # bytes: a request takes as long as a few MB
 
 def load_weights(communicator: Communicator, prepared: PreparedModules, module: nn.Module, path: str | Path) -> None:
     """See ``Strategy.load_weights``."""
-    place = parsed(path)
     if module not in prepared:
         why = "load_weights needs a prepared model: call it after prepare()."
         if any(module is part for one in prepared for part in prepared.unwrap(one).modules()):
@@ -52,7 +51,7 @@ def load_weights(communicator: Communicator, prepared: PreparedModules, module: 
 
     def read() -> tuple[str, list[str], list[str], dict[str, Form]]:
         nonlocal files
-        files = WeightFiles.at(place)
+        files = WeightFiles.at(path)
         return files.store.location, files.names, files.digests, files.forms()
 
     location, names, digests, forms = communicator.on_main(read)
@@ -76,7 +75,7 @@ def load_weights(communicator: Communicator, prepared: PreparedModules, module: 
 def _seen(location: str, names: list[str], digests: list[str]) -> WeightFiles | None:
     """Return the files that rank 0 has found, on another rank; None if it does not see the same."""
     try:
-        files = WeightFiles(store_at(parsed(location)), names)
+        files = WeightFiles(store_at(location), names)
         return files if files.digests == digests else None
     except CheckpointError:
         return None
@@ -142,18 +141,14 @@ class WeightFiles:
             self._read_header(name)
 
     @staticmethod
-    def at(place: Path | str) -> WeightFiles:
+    def at(path: Path | str) -> WeightFiles:
         """Return the files of a model: the one at a path or URL, or in a folder there, or those that an index names.
 
         Raises CheckpointError if no file was found, or the index or a file is invalid.
         """
-        if isinstance(place, Path):
-            store, name = (store_at(place), "") if place.is_dir() else (store_at(place.parent), place.name)
-        elif place.rstrip("/").endswith((".safetensors", INDEX)):
-            folder, _, name = place.rstrip("/").rpartition("/")
-            store = store_at(folder)
-        else:
-            store, name = store_at(place), ""
+        place = parsed(path)
+        is_file = not place.is_dir() if isinstance(place, Path) else place.rstrip("/").endswith((".safetensors", INDEX))
+        store, name = file_at(path) if is_file else (store_at(path), "")
         if not name:
             found: list[str] = []
             with _readable(str(store)), suppress(FileNotFoundError):

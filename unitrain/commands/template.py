@@ -15,18 +15,9 @@ from typing import Any
 from unitrain.commands.arguments import AfterDashes, path
 from unitrain.errors import UsageError
 
-KINDS = {
-    "compose": "compose.yaml",
-    "flux": "flux.sh",
-    "lsf": "lsf.sh",
-    "mpijob": "mpijob.yaml",
-    "pbs": "pbs.sh",
-    "pytorchjob": "pytorchjob.yaml",
-    "ray": "ray.py",
-    "slurm": "slurm.sh",
-    "trainjob": "trainjob.yaml",
-}
-"""The file in ``templates`` of each kind of job."""
+_TEMPLATES = (files("unitrain.commands") / "templates").iterdir()
+KINDS = {template.name.partition(".")[0]: template for template in sorted(_TEMPLATES, key=lambda one: one.name)}
+"""The template of each kind of job."""
 
 
 def template(*, output: Path | None, **job: Any) -> int:
@@ -90,8 +81,7 @@ def job_file(
         "ray_flags": json.dumps(list(flags)),
         "ray_use_gpu": gpus,
     }
-    text = (files("unitrain.commands") / "templates" / f"{KINDS[kind]}.template").read_text()
-    return Template(text).substitute(values)
+    return Template(KINDS[kind].read_text()).substitute(values)
 
 
 def default_name(target: Path) -> str:

@@ -28,7 +28,6 @@ from unitrain.checkpoint.store.torch_files import MappedFiles
 from unitrain.communication.streaming import Form
 from unitrain.errors import CheckpointError
 from unitrain.process import print_stderr
-from unitrain.url import parsed
 
 T = TypeVar("T")
 
@@ -93,9 +92,9 @@ def _same(found: Located) -> Located:
 
 def _named(path: str | Path, folder: Folder) -> Located:
     try:
-        return checkpoint_at(parsed(path))
+        return checkpoint_at(path)
     except NotACheckpointError as error:
-        store = store_at(parsed(path))
+        store = store_at(path)
         try:
             if METADATA in store.list():  # of another tool
                 return Located(store, "", Manifest(step=0, strategy={}, config={}, files={}))

@@ -38,7 +38,6 @@ from unitrain.communication.streaming import needed, outline, own_rows, receive
 from unitrain.data.structure import rebuilt
 from unitrain.errors import CheckpointError
 from unitrain.process import print_stderr
-from unitrain.url import parsed
 
 _POLL_S, _LONGEST_POLL_S = 0.005, 1.0
 
@@ -185,7 +184,7 @@ def shared_store(communicator: Communicator, store: Store, what: str = "checkpoi
         return None
     seen, sees, why = store, True, ""
     if not communicator.is_main:
-        seen = store_at(parsed(found[0]))
+        seen = store_at(found[0])
         try:
             seen.size(found[1])
         except OSError:

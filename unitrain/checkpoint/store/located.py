@@ -18,6 +18,7 @@ from unitrain.checkpoint.store.disk import Disk
 from unitrain.checkpoint.store.store import FOLDER, NAME, Store
 from unitrain.checkpoint.store.torch_files import MappedFiles, reason
 from unitrain.errors import CheckpointError
+from unitrain.url import parsed
 
 SCHEMA = 1
 RUN, METRICS, LOCAL = "_run", "_metrics", "_local"  # parts of a checkpoint that are not an object's state
@@ -85,13 +86,23 @@ def _digest(manifest: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
-def store_at(place: Path | str) -> Store:
-    """Return the store at a path, or at a URL (a str), which is not looked at yet."""
+def store_at(path: Path | str) -> Store:
+    """Return the store at a path or a URL, which is not looked at yet."""
+    place = parsed(path)
     if isinstance(place, Path):
         return Disk(place)
     from unitrain.checkpoint.store.objects import Objects  # and fsspec
 
     return Objects(place)
+
+
+def file_at(path: Path | str) -> tuple[Store, str]:
+    """Return the store of the folder that a file is in, given its path or URL, and the file's name."""
+    place = parsed(path)
+    if isinstance(place, Path):
+        return Disk(place.parent), place.name
+    folder, _, name = place.rstrip("/").rpartition("/")
+    return store_at(folder), name
 
 
 class NotACheckpointError(Exception):
@@ -128,9 +139,9 @@ def locate(store: Store, folder: str) -> Located:
     return Located(store, folder, _parsed(text, store.shown(folder)))
 
 
-def checkpoint_at(place: Path | str) -> Located:
-    """Return the checkpoint at a path, or at a URL (a str), or raise NotACheckpointError or DamagedError."""
-    store = store_at(place)
+def checkpoint_at(path: Path | str) -> Located:
+    """Return the checkpoint at a path or a URL, or raise NotACheckpointError or DamagedError."""
+    store = store_at(path)
     try:
         names = store.list()
     except FileNotFoundError:

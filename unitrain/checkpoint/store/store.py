@@ -7,8 +7,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
-from unitrain.checkpoint.store.torch_files import reason
+from unitrain.checkpoint.store.torch_files import MappedFiles, reason, write_part
 from unitrain.errors import CheckpointError
 
 NAME = "manifest.json"
@@ -109,6 +110,16 @@ class Store(ABC):
         except Exception as error:  # pickling may raise any exception
             why = self.reason(error) if isinstance(error, OSError) else reason(error)
             raise CheckpointError(f"{what}: {why}") from error
+
+    def write(self, name: str, value: Any) -> dict[str, Any]:
+        """Write tensors and plain data to a file of torch, checked, and return what a manifest says of the file."""
+        with self.draft(name) as draft:
+
+            def put() -> None:
+                MappedFiles().load(draft)  # what can't be loaded is found now. The tensors' data are not read
+                self.put(name, draft)
+
+            return write_part(draft, value, put)
 
     def make(self, folder: str = "") -> None:
         """Make a folder of a disk, with the folders above it. An object store needs none."""
