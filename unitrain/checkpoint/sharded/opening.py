@@ -42,12 +42,11 @@ class Search:
         self._folder = folder
         self._wanted = ""  # what is wanted, if no other one will do
         self._damage: list[str] = []
-        self._left: list[Callable[[], Located]] = []
+        self._left: list[Located | Callable[[], Located]] = []
         if path is None:
             for shown in folder.incomplete():
                 print_stderr(f"unitrain: skipping an incomplete checkpoint: {shown} has no {NAME}")
-            self._left = [partial(_same, one) for one in first]
-            self._left += [partial(folder.find, step) for step in folder.steps()]
+            self._left = [*first, *(partial(folder.find, step) for step in folder.steps())]
         elif path != BEST:
             self._wanted, self._left = "the checkpoint", [partial(_named, path, folder)]
         else:
@@ -67,8 +66,9 @@ class Search:
         Raises CheckpointError if the one that is wanted, or each of them, is damaged.
         """
         while self._left:
+            following = self._left.pop(0)
             try:
-                return attempt(self._left.pop(0)())
+                return attempt(following if isinstance(following, Located) else following())
             except DamagedError as error:
                 self.reject(str(error))
         if self._damage:
@@ -84,10 +84,6 @@ class Search:
             raise CheckpointError(f"{self._wanted} is damaged: {damage}")
         self._damage.append(damage)
         print_stderr(f"unitrain: skipping a damaged checkpoint: {damage}")
-
-
-def _same(found: Located) -> Located:
-    return found
 
 
 def _named(path: str | Path, folder: Folder) -> Located:

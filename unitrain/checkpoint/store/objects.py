@@ -107,9 +107,6 @@ class Objects(Store):
             self._files.invalidate_cache()
             return int(self._files.info(self._path(name), **self._limit())["size"])
 
-    def touch(self, name: str, content: bytes) -> None:
-        self.put(name, content)
-
     @contextmanager
     def draft(self, name: str) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix="unitrain-") as folder:

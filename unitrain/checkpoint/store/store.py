@@ -77,10 +77,6 @@ class Store(ABC):
         """Return the size of a file in bytes."""
 
     @abstractmethod
-    def touch(self, name: str, content: bytes) -> None:
-        """Update the time at which a file was written, given the file's content."""
-
-    @abstractmethod
     def draft(self, name: str) -> AbstractContextManager[Path]:
         """Context manager with the path of a new local file to write and to ``put``; removed at the end."""
 
@@ -123,6 +119,10 @@ class Store(ABC):
 
     def make(self, folder: str = "") -> None:
         """Make a folder of a disk, with the folders above it. An object store needs none."""
+
+    def touch(self, name: str, content: bytes) -> None:
+        """Update the time at which a file was written, given the file's content."""
+        self.put(name, content)
 
     def sync(self, folder: str) -> None:
         """Have the names in a folder, and its own, on the disk. What an object store has accepted is there."""
