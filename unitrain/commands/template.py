@@ -20,17 +20,9 @@ KINDS = {template.name.partition(".")[0]: template for template in sorted(_TEMPL
 """The template of each kind of job."""
 
 
-def template(*, output: Path | None, **job: Any) -> int:
-    """Print the job file that ``job_file`` returns, or write it to a new file."""
-    text = job_file(**job)
-    if output is None:
-        print(text, end="")
-        return 0
-    try:
-        with output.open("x") as file:
-            file.write(text)
-    except OSError as error:
-        raise UsageError(f"{output} can't be written: {error.strerror}.") from None
+def template(**job: Any) -> int:
+    """Print the job file that ``job_file`` returns."""
+    print(job_file(**job), end="")
     return 0
 
 
@@ -120,7 +112,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="container image with the script (default: %(default)s)",
     )
     parser.add_argument("--name", metavar="NAME", help="name of the job (default: the script's)")
-    parser.add_argument("--output", "-o", type=path, metavar="FILE", help="file to write (default: standard output)")
     parser.add_argument("kind", choices=list(KINDS), metavar="KIND", help="%(choices)s")
     parser.add_argument(
         "target", type=path, metavar="TARGET", help="path of the script, from the folder in which the job starts"

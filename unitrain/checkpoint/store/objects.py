@@ -19,7 +19,7 @@ from typing import Any
 from fsspec.core import url_to_fs
 from fsspec.exceptions import FSTimeoutError
 
-from unitrain.checkpoint.store.store import FOLDER, NAME, Store
+from unitrain.checkpoint.store.store import NAME, Store
 from unitrain.errors import CheckpointError
 from unitrain.process import print_stderr
 
@@ -120,18 +120,6 @@ class Objects(Store):
             with self._explained("could not be read", name, passes=FileNotFoundError):
                 self._files.get_file(self._path(name), str(file), **self._limit(size))
             yield file
-
-    def point(self, name: str, folder: str | None) -> None:
-        """Write the folder's name to a text file."""
-        found = None
-        with suppress(FileNotFoundError):
-            found = self.get(name).decode(errors="replace")
-        if found is not None and not FOLDER.fullmatch(found):
-            raise CheckpointError("there is a file of this name with another content")
-        if folder is None:
-            self.remove(name)
-        elif folder != found:
-            self.put(name, folder.encode())
 
     def probe(self, needed: int) -> None:
         """Check it. A server that does not answer is reported before the library gives up."""

@@ -85,10 +85,6 @@ class Store(ABC):
         """Context manager with the path of a local file with a file's content. A mapping outlasts the context."""
 
     @abstractmethod
-    def point(self, name: str, folder: str | None) -> None:
-        """Make a name point people to a folder, or remove the name if ``folder`` is None."""
-
-    @abstractmethod
     def probe(self, needed: int) -> None:
         """Raise CheckpointError unless files can be written, ``needed`` bytes in all. A disk's folder is made."""
 
@@ -116,6 +112,9 @@ class Store(ABC):
                 self.put(name, draft)
 
             return write_part(draft, value, put)
+
+    def point(self, name: str, folder: str | None) -> None:
+        """Make a name on a disk a link to a folder, or remove it if ``folder`` is None. Object stores have no links."""
 
     def make(self, folder: str = "") -> None:
         """Make a folder of a disk, with the folders above it. An object store needs none."""
