@@ -106,15 +106,9 @@ class Hub:
         self._heard_at[rank] = self._now = now
         match message:
             case messages.Heartbeat():
-                self._heartbeats[rank] = message
-                if rank in self._present and not message.waits:
-                    self._busy.add(rank)
-                else:
-                    self._busy.discard(rank)
-            case messages.Failed(secondary=True):
-                self._decide_on_wait(rank, message.text)
+                self._take_heartbeat(rank, message)
             case messages.Failed():
-                self._decide(rank, f": {message.text}", on_all_ranks=message.on_all_ranks, raised=True)
+                self._decide_on_error(rank, message)
             case messages.Ask():
                 self._send(rank, messages.Answer(self._describe_others(rank)))
             case messages.Call():
@@ -138,6 +132,13 @@ class Hub:
                 self._election.receive(rank, message)
             case messages.Leave():
                 self._remove(rank)
+
+    def _take_heartbeat(self, rank: int, heartbeat: messages.Heartbeat) -> None:
+        self._heartbeats[rank] = heartbeat
+        if rank in self._present and not heartbeat.waits:
+            self._busy.add(rank)
+        else:
+            self._busy.discard(rank)
 
     def _remove(self, rank: int) -> None:
         self._present.pop(rank, None)
@@ -196,6 +197,12 @@ class Hub:
             waiting = f"{self._members[longest]} waits {waits[longest]}; {self._describe_others(longest)}"
             self._send(0, messages.Notice(f"{waiting}. The job ends after {self._timeout_s:g} s (timeout_s)."))
         self._noticed = waited > _NOTICE_S
+
+    def _decide_on_error(self, rank: int, error: messages.Failed) -> None:
+        if error.secondary:
+            self._decide_on_wait(rank, error.text)
+        else:
+            self._decide(rank, f": {error.text}", on_all_ranks=error.on_all_ranks, raised=True)
 
     def _decide_on_wait(self, rank: int, text: str) -> None:
         """Decide which rank is to blame for a wait that failed: one that does not wait, if there is one."""
