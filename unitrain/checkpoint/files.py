@@ -9,14 +9,14 @@ from typing import Any
 from torch import nn
 
 from unitrain.checkpoint.sharded.saving import gathered
-from unitrain.checkpoint.store.located import file_at
+from unitrain.checkpoint.store.located import file_at, readable
 from unitrain.checkpoint.store.store import Store
 from unitrain.checkpoint.store.torch_files import MappedFiles
 from unitrain.checkpoint.writer import on_host
 from unitrain.communication.communicator import Communicator
 from unitrain.communication.streaming import leaves, outline, receive
 from unitrain.data.structure import rebuilt
-from unitrain.errors import CheckpointError, UsageError
+from unitrain.errors import UsageError
 from unitrain.training.batch_norm import layers as batch_norm
 from unitrain.training.models.prepared import PreparedModules
 from unitrain.url import parsed
@@ -48,12 +48,8 @@ def load(communicator: Communicator, path: str | Path) -> Any:
 
     def read() -> Any:
         nonlocal value
-        with store.explained(f"{path} could not be read"):
-            try:
-                with store.file(name) as file:
-                    value = files.load(file)
-            except FileNotFoundError as error:
-                raise CheckpointError(f"{path} does not exist.") from error
+        with store.explained(f"{path} could not be read"), readable(str(path)), store.file(name) as file:
+            value = files.load(file)
         return outline(value)
 
     return receive(communicator, communicator.on_main(read), value, sent=files.release)

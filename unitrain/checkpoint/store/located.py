@@ -132,7 +132,7 @@ class Located(NamedTuple):
 def locate(store: Store, folder: str) -> Located:
     """Return the checkpoint in a folder of a store. Raises DamagedError and CheckpointError as ``parsed`` does."""
     name = f"{folder}/{NAME}" if folder else NAME
-    with _damage(store.shown(name)):
+    with readable(store.shown(name), DamagedError):
         if store.size(name) > _LARGEST:
             raise DamagedError(f"{store.shown(name)} is too large for a manifest")
         text = store.get(name)
@@ -167,7 +167,7 @@ def verified(found: Located, name: str) -> Iterator[Path]:
     store, file, expected = found.store, found.file_name(name), found.manifest.files[name]
     shown = store.shown(file)
     with ExitStack() as stack:
-        with _damage(shown):
+        with readable(shown, DamagedError):  # a damaged disk often can't be read at all
             actual = store.size(file)
             if actual != expected.size:
                 raise DamagedError(f"{shown}: {actual} bytes instead of {expected.size}")
@@ -182,14 +182,14 @@ def verified(found: Located, name: str) -> Iterator[Path]:
 
 
 @contextmanager
-def _damage(shown: str) -> Iterator[None]:
-    """Raise errors of reading a file as DamagedError: a damaged disk often can't be read at all."""
+def readable(shown: str, kind: type[Exception] = CheckpointError) -> Iterator[None]:
+    """Raise errors of reading a file as those of a kind."""
     try:
         yield
     except FileNotFoundError as error:
-        raise DamagedError(f"{shown} does not exist") from error
+        raise kind(f"{shown} does not exist") from error
     except OSError as error:
-        raise DamagedError(f"{shown}: {error.strerror}") from error
+        raise kind(f"{shown} could not be read: {error.strerror or error}") from error
 
 
 def unreadable(shown: str, error: Exception) -> Exception:
