@@ -7,6 +7,7 @@ result is ``unitrain.StrategyConfig``.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import UnionType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
@@ -216,6 +217,14 @@ class StrategyConfig(Section):
             raise conflict("exact_randomness", "compile", "compiled code draws its own random numbers")
         if self.compression == "powersgd":
             raise conflict("exact_randomness", "compression", "powersgd is lossy, and draws random numbers itself")
+
+
+def flattened(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested settings in one dict, by their names with dots."""
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        flat.update(flattened(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value})
+    return flat
 
 
 def conflict(one: str, other: str, reason: str) -> PydanticCustomError:

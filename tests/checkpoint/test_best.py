@@ -125,7 +125,7 @@ def marks(folder: str, differ: bool) -> tuple[str, list[str]]:
 
 
 def test_ranks_that_do_not_agree_on_the_best_are_told_so(tmp_path: Path) -> None:
-    said = "save(best=...) got True on rank 0 and False on rank 1: decide on a value that is the same on all ranks"
+    said = "save(best=...) got True on rank 0; False on rank 1: decide on a value that is the same on all ranks"
     for text, _ in run_ranks(marks, str(tmp_path / "a"), True):
         assert text.startswith(said)
     found = [".lock", "best", "step-0000000002", "step-0000000004"]

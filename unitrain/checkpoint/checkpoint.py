@@ -23,7 +23,7 @@ from unitrain.checkpoint.store.located import LOCAL, METRICS, RUN, Located, stor
 from unitrain.checkpoint.store.store import Store, folder_name
 from unitrain.checkpoint.writer import Together, Writer
 from unitrain.communication.communicator import Communicator
-from unitrain.errors import CheckpointError, UsageError, listed
+from unitrain.errors import CheckpointError, UsageError, by_rank
 from unitrain.job.watch.messages import StopReason
 from unitrain.job.watch.stopping import Stopping
 from unitrain.job.watch.watch import Watch
@@ -31,7 +31,6 @@ from unitrain.process import print_stderr
 from unitrain.rng import seed_rank
 from unitrain.training.batch_norm import layers as batch_norm
 from unitrain.training.loop.step import TrainingStep
-from unitrain.url import parsed
 
 
 class Checkpoint:
@@ -69,7 +68,7 @@ class Checkpoint:
         self._stopping = stopping
         self._watch = watch
         self._restored = restored
-        self._folder = Folder(store_at(parsed(folder)))
+        self._folder = Folder(store_at(folder))
         self._writer = Writer(
             self._folder,
             state,
@@ -158,14 +157,18 @@ class Checkpoint:
                     warn_of_missing(state, self._step)
             batch_norm.average_statistics(list(state.modules.values()), ranks, state.prepared.shares)
             random = rng.capture() if ended is None else ended.random
-            marks = ranks.all_gather_object((bool(best), random))
-            _check_alike([mark for mark, _ in marks])
+            marks, randoms = zip(*ranks.all_gather_object((bool(best), random)), strict=True)
+            if len(set(marks)) > 1:
+                raise UsageError(
+                    f"save(best=...) got {by_rank(enumerate(marks))}: decide on a value that is the same on all ranks, "
+                    "such as that of strategy.meter() or of a strategy.metric()."
+                )
             if best:
                 self._writer.marked = self._step.global_step
             together: Together | None = None
             step = self._step.global_step
             with self._step.rounds.shared_weights():
-                parts = self._parts([random for _, random in marks], ended)
+                parts = self._parts(list(randoms), ended)
                 if ranks.shards:
                     parts, together = self._sharded(parts)
                 ranks.on_main(lambda: self._writer.write(step, parts, together, best=best))
@@ -361,13 +364,3 @@ class Checkpoint:
         """End the background writer, without waiting for it, and let other jobs use the folder. Not collective."""
         self._memory.abandon()
         self._writer.close(wait=False)
-
-
-def _check_alike(marks: list[bool]) -> None:
-    """Raise UsageError unless ``best`` is the same on all ranks."""
-    if len(set(marks)) > 1:
-        yes, no = ([rank for rank, mark in enumerate(marks) if mark is value] for value in (True, False))
-        raise UsageError(
-            f"save(best=...) got True on rank {listed(yes)} and False on rank {listed(no)}: decide on a value "
-            "that is the same on all ranks, such as that of strategy.meter() or of a strategy.metric()."
-        )

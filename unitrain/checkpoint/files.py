@@ -9,14 +9,14 @@ from typing import Any
 from torch import nn
 
 from unitrain.checkpoint.sharded.saving import gathered
-from unitrain.checkpoint.store.located import store_at
+from unitrain.checkpoint.store.located import file_at, readable
 from unitrain.checkpoint.store.store import Store
-from unitrain.checkpoint.store.torch_files import MappedFiles, check_part, write_file
+from unitrain.checkpoint.store.torch_files import MappedFiles
 from unitrain.checkpoint.writer import on_host
 from unitrain.communication.communicator import Communicator
 from unitrain.communication.streaming import leaves, outline, receive
 from unitrain.data.structure import rebuilt
-from unitrain.errors import CheckpointError, UsageError
+from unitrain.errors import UsageError
 from unitrain.training.batch_norm import layers as batch_norm
 from unitrain.training.models.prepared import PreparedModules
 from unitrain.url import parsed
@@ -36,10 +36,7 @@ def save(communicator: Communicator, prepared: PreparedModules, value: Any, path
         content = on_host(_states(prepared, value) if states is None else states)
         with store.explained(f"{path} could not be written"):
             store.make()
-            with store.draft(name) as draft:
-                write_file(draft, content)
-                check_part(draft)
-                store.put(name, draft)
+            store.write(name, content)
 
     communicator.on_main(write)
 
@@ -51,12 +48,8 @@ def load(communicator: Communicator, path: str | Path) -> Any:
 
     def read() -> Any:
         nonlocal value
-        with store.explained(f"{path} could not be read"):
-            try:
-                with store.file(name) as file:
-                    value = files.load(file)
-            except FileNotFoundError as error:
-                raise CheckpointError(f"{path} does not exist.") from error
+        with store.explained(f"{path} could not be read"), readable(str(path)), store.file(name) as file:
+            value = files.load(file)
         return outline(value)
 
     return receive(communicator, communicator.on_main(read), value, sent=files.release)
@@ -74,11 +67,7 @@ def _states(prepared: PreparedModules, value: Any) -> Any:
 
 
 def _file_at(path: str | Path) -> tuple[Store, str]:
-    """Return the store of the folder that a file is in, and the file's name."""
     place = parsed(path)
-    if isinstance(place, Path):
-        return store_at(place.parent), place.name
-    if re.fullmatch(r".*(/|://[^/]*)", place):
+    if isinstance(place, str) and re.fullmatch(r".*(/|://[^/]*)", place):
         raise UsageError(f"{path} is the URL of a folder: name a file in it, such as {place.rstrip('/')}/model.pt.")
-    folder, _, name = place.rpartition("/")
-    return store_at(folder), name
+    return file_at(place)

@@ -21,7 +21,6 @@ from unitrain.checkpoint.store.store import Store
 from unitrain.checkpoint.weights import DTYPES, INDEX
 from unitrain.communication.communicator import Communicator
 from unitrain.errors import CheckpointError, UsageError
-from unitrain.url import parsed
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _WHOLE = "model.safetensors"
@@ -34,7 +33,7 @@ def save_weights(communicator: Communicator, module: nn.Module, folder: str | Pa
         raise UsageError(f"save_weights: max_file_size is {max_file_size}, but must be at least 1 byte.")
     state = _tensors(module)
     files = _divided(state, max_file_size)
-    store = store_at(parsed(folder))
+    store = store_at(folder)
     shared = shared_store(communicator, store, "weights")
     store, writers = (store, 1) if shared is None else (shared, communicator.world_size)
     if len(files) > 1:  # until the new index is there, nothing must take new files for old ones

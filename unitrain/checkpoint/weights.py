@@ -8,8 +8,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from unitrain.checkpoint.store.disk import Disk
-from unitrain.checkpoint.store.located import store_at
+from unitrain.checkpoint.store.located import file_at, readable, store_at
 from unitrain.checkpoint.store.store import Store
 from unitrain.checkpoint.store.torch_files import MappedFiles, viewed
 from unitrain.communication.communicator import Communicator
@@ -38,7 +38,6 @@ _REQUEST = 2**25  # bytes: a request takes as long as a few MB
 
 def load_weights(communicator: Communicator, prepared: PreparedModules, module: nn.Module, path: str | Path) -> None:
     """See ``Strategy.load_weights``."""
-    place = parsed(path)
     if module not in prepared:
         why = "load_weights needs a prepared model: call it after prepare()."
         if any(module is part for one in prepared for part in prepared.unwrap(one).modules()):
@@ -52,7 +51,7 @@ def load_weights(communicator: Communicator, prepared: PreparedModules, module: 
 
     def read() -> tuple[str, list[str], list[str], dict[str, Form]]:
         nonlocal files
-        files = WeightFiles.at(place)
+        files = WeightFiles.at(path)
         return files.store.location, files.names, files.digests, files.forms()
 
     location, names, digests, forms = communicator.on_main(read)
@@ -76,7 +75,7 @@ def load_weights(communicator: Communicator, prepared: PreparedModules, module: 
 def _seen(location: str, names: list[str], digests: list[str]) -> WeightFiles | None:
     """Return the files that rank 0 has found, on another rank; None if it does not see the same."""
     try:
-        files = WeightFiles(store_at(parsed(location)), names)
+        files = WeightFiles(store_at(location), names)
         return files if files.digests == digests else None
     except CheckpointError:
         return None
@@ -142,28 +141,24 @@ class WeightFiles:
             self._read_header(name)
 
     @staticmethod
-    def at(place: Path | str) -> WeightFiles:
+    def at(path: Path | str) -> WeightFiles:
         """Return the files of a model: the one at a path or URL, or in a folder there, or those that an index names.
 
         Raises CheckpointError if no file was found, or the index or a file is invalid.
         """
-        if isinstance(place, Path):
-            store, name = (store_at(place), "") if place.is_dir() else (store_at(place.parent), place.name)
-        elif place.rstrip("/").endswith((".safetensors", INDEX)):
-            folder, _, name = place.rstrip("/").rpartition("/")
-            store = store_at(folder)
-        else:
-            store, name = store_at(place), ""
+        place = parsed(path)
+        is_file = not place.is_dir() if isinstance(place, Path) else place.rstrip("/").endswith((".safetensors", INDEX))
+        store, name = file_at(path) if is_file else (store_at(path), "")
         if not name:
             found: list[str] = []
-            with _readable(str(store)), suppress(FileNotFoundError):
+            with readable(str(store)), suppress(FileNotFoundError):
                 found = store.list()
             name = next((one for one in ("model.safetensors", f"model{INDEX}") if one in found), "")
             if not name:
                 raise CheckpointError(f"{store} has neither model.safetensors nor model{INDEX}: name the file.")
         if not name.endswith(INDEX):
             return WeightFiles(store, [name])
-        with _readable(store.shown(name)):
+        with readable(store.shown(name)):
             text = store.get(name)
         try:
             names = sorted(set(json.loads(text)["weight_map"].values()))
@@ -195,7 +190,7 @@ class WeightFiles:
 
     def _read_header(self, file: str) -> None:
         shown = self.store.shown(file)
-        with _readable(shown):
+        with readable(shown):
             size = self.store.size(file)
         beginning = self._bytes(file, 0, min(size, _BEGINNING))
         self.digests.append(hashlib.sha256(f"{size} ".encode() + beginning).hexdigest())
@@ -225,7 +220,7 @@ class WeightFiles:
         return viewed(raw, dtype, shape)
 
     def _bytes(self, file: str, start: int, end: int) -> bytes:
-        with _readable(self.store.shown(file)):
+        with readable(self.store.shown(file)):
             return self.store.get(file, start, end) if start < end else b""
 
 
@@ -236,14 +231,3 @@ def _stored(file: str, begin: int, size: int, about: Any) -> _Stored:
     if not (begin <= start <= end <= size and end - start == math.prod(shape) * dtype.itemsize):
         raise ValueError(f"{about} does not fit into {size} bytes")
     return _Stored(file, dtype, shape, start, end)
-
-
-@contextmanager
-def _readable(shown: str) -> Iterator[None]:
-    """Raise errors of reading as CheckpointError."""
-    try:
-        yield
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{shown} does not exist.") from error
-    except OSError as error:
-        raise CheckpointError(f"{shown} could not be read: {error.strerror or error}.") from error

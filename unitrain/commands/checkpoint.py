@@ -10,13 +10,14 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from unitrain.checkpoint.names import joined
 from unitrain.checkpoint.saved_weights import NAMES, header
 from unitrain.checkpoint.sharded.opening import OpenCheckpoint, Search, opened
 from unitrain.checkpoint.store.disk import Disk
 from unitrain.checkpoint.store.folder import Folder
 from unitrain.checkpoint.store.located import DamagedError, Located, NotACheckpointError, checkpoint_at
 from unitrain.commands.arguments import path, sentence
-from unitrain.communication.streaming import Form
+from unitrain.communication.streaming import Form, leaves
 from unitrain.data.structure import rebuilt
 from unitrain.errors import CheckpointError, UsageError
 
@@ -27,7 +28,7 @@ def inspect(path: Path) -> int:
     size = sum(file.size for file in saved.found.manifest.files.values())
     print(f"step {saved.found.manifest.step}, {len(saved.found.manifest.files)} files, {size} bytes, intact")
     for name, state in saved.parts.items():
-        found = list(tensors_of(saved, state))
+        found = list(_tensors_of(saved, state))
         print(f"{name}: {len(found)} tensors, {sum(torch.Size(form.shape).numel() for _, form, _ in found)} elements")
         for key, form, parts in found:
             dtype = str(form.dtype).removeprefix("torch.")
@@ -52,7 +53,9 @@ def merge(path: Path, output: Path, name: str = "model") -> int:
                 if output.suffix == ".safetensors":
                     _write_safetensors(file, name, saved)
                 else:
-                    torch.save(_whole(saved, saved.parts[name]), file)
+                    forms = (Tensor, Form)
+                    whole = rebuilt(saved.parts[name], lambda one: saved.tensor(one) if isinstance(one, forms) else one)
+                    torch.save(whole, file)
             store.put(output.name, draft)
     except OSError as error:
         raise CheckpointError(f"{output} could not be written: {error}") from error
@@ -80,21 +83,14 @@ def _verified(found: Located) -> OpenCheckpoint:
     return saved
 
 
-def tensors_of(saved: OpenCheckpoint, state: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Form, int]]:
+def _tensors_of(saved: OpenCheckpoint, state: Any) -> Iterator[tuple[str, Form, int]]:
     """Yield the key, the form and the number of parts of each tensor in nested state."""
-    if isinstance(state, Form):
-        parts = 1 if saved.stored is None or state.key is None else len(saved.stored.layout[state.key].pieces)
-        yield ".".join(path), state, parts
-    elif isinstance(state, Tensor):
-        yield ".".join(path), Form(state), 1
-    elif isinstance(state, (dict, list, tuple)):
-        for key, value in state.items() if isinstance(state, dict) else enumerate(state):
-            yield from tensors_of(saved, value, (*path, str(key)))
-
-
-def _whole(saved: OpenCheckpoint, state: Any) -> Any:
-    """Return nested state with its tensors in memory."""
-    return rebuilt(state, lambda value: saved.tensor(value) if isinstance(value, (Tensor, Form)) else value)
+    for keys, value in leaves(state):
+        if isinstance(value, Form):
+            parts = 1 if saved.stored is None or value.key is None else len(saved.stored.layout[value.key].pieces)
+            yield joined(keys), value, parts
+        elif isinstance(value, Tensor):
+            yield joined(keys), Form(value), 1
 
 
 def _write_safetensors(file: BinaryIO, name: str, saved: OpenCheckpoint) -> None:

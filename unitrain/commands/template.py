@@ -15,31 +15,14 @@ from typing import Any
 from unitrain.commands.arguments import AfterDashes, path
 from unitrain.errors import UsageError
 
-KINDS = {
-    "compose": "compose.yaml",
-    "flux": "flux.sh",
-    "lsf": "lsf.sh",
-    "mpijob": "mpijob.yaml",
-    "pbs": "pbs.sh",
-    "pytorchjob": "pytorchjob.yaml",
-    "ray": "ray.py",
-    "slurm": "slurm.sh",
-    "trainjob": "trainjob.yaml",
-}
-"""The file in ``templates`` of each kind of job."""
+_TEMPLATES = (files("unitrain.commands") / "templates").iterdir()
+KINDS = {template.name.partition(".")[0]: template for template in sorted(_TEMPLATES, key=lambda one: one.name)}
+"""The template of each kind of job."""
 
 
-def template(*, output: Path | None, **job: Any) -> int:
-    """Print the job file that ``job_file`` returns, or write it to a new file."""
-    text = job_file(**job)
-    if output is None:
-        print(text, end="")
-        return 0
-    try:
-        with output.open("x") as file:
-            file.write(text)
-    except OSError as error:
-        raise UsageError(f"{output} can't be written: {error.strerror}.") from None
+def template(**job: Any) -> int:
+    """Print the job file that ``job_file`` returns."""
+    print(job_file(**job), end="")
     return 0
 
 
@@ -90,8 +73,7 @@ def job_file(
         "ray_flags": json.dumps(list(flags)),
         "ray_use_gpu": gpus,
     }
-    text = (files("unitrain.commands") / "templates" / f"{KINDS[kind]}.template").read_text()
-    return Template(text).substitute(values)
+    return Template(KINDS[kind].read_text()).substitute(values)
 
 
 def default_name(target: Path) -> str:
@@ -130,7 +112,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="container image with the script (default: %(default)s)",
     )
     parser.add_argument("--name", metavar="NAME", help="name of the job (default: the script's)")
-    parser.add_argument("--output", "-o", type=path, metavar="FILE", help="file to write (default: standard output)")
     parser.add_argument("kind", choices=list(KINDS), metavar="KIND", help="%(choices)s")
     parser.add_argument(
         "target", type=path, metavar="TARGET", help="path of the script, from the folder in which the job starts"

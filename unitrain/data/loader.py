@@ -250,16 +250,13 @@ class Loader:
             )
 
     def _batches(self, iteration: Iteration) -> Iterator[Any]:
-        for micro_batch, batch in self._loop.begin(iteration, self._fed(*self._start)):
+        batches = feed(self._source.batches(self._seed, self._epoch, *self._start), self._communicator.device)
+        for micro_batch, batch in self._loop.begin(iteration, batches):
             if not self._loop.hand_out(micro_batch, iteration):
                 continue
             yield batch
             if iteration is not self._iteration:
                 raise UsageError("another iteration over this loader was started: it supports one at a time.")
-
-    def _fed(self, consumed: int, steps: int) -> Iterator[tuple[MicroBatch, Any]]:
-        """Yield the micro-batches of an epoch after ``consumed`` samples and ``steps`` steps, on the device."""
-        return feed(self._source.batches(self._seed, self._epoch, consumed, steps), self._communicator.device)
 
     def _check_same_data(self) -> None:
         """Check that all ranks were given the same data. Collective.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from torch.optim import optimizer as torch_optimizer
@@ -35,44 +36,21 @@ def optimizer_steps() -> OptimizerSteps:
     return OptimizerSteps()
 
 
+@dataclass(eq=False)
 class Iteration:
-    """One iteration over a loader.
+    """One iteration over a loader."""
 
-    Args:
-        loader: an object that stands for the loader.
-        order: the seed and the epoch of its order; None if positions in it differ between worlds.
-
-    Attributes:
-        loader: that object.
-        order: see above.
-        micro_batch: the micro-batch that was yielded last; None before the first.
-        yielded_to: how many samples and steps of the epoch were consumed at the end of the last window that was
-            yielded; None before that.
-        trained: whether one of its batches was used in a backward. If it ends before that, as in
-            ``next(iter(loader))``, it does not count as an epoch.
-        trained_to: as ``yielded_to``, for the last window that was trained on.
-        reached: position in the epoch's order up to which its samples were trained on, or left out by the script.
-        open_at_once: number of batches of the loader that were open at its first backward.
-        gathers: whether ``gather`` was called for a batch of it, in an evaluation.
-        began_at: how many steps all optimizers had made when it began, for training; None in an evaluation.
-    """
-
-    __slots__ = (
-        "__weakref__", "began_at", "gathers", "loader", "micro_batch", "open_at_once", "order", "reached", "trained",
-        "trained_to", "yielded_to",
-    )  # fmt: skip
-
-    def __init__(self, loader: object, order: tuple[int, int] | None = None) -> None:
-        self.loader: object = loader
-        self.order: tuple[int, int] | None = order
-        self.micro_batch: MicroBatch | None = None
-        self.yielded_to: tuple[int, int] | None = None
-        self.trained: bool = False
-        self.trained_to: tuple[int, int] | None = None
-        self.reached: int = 0
-        self.open_at_once: int = 1
-        self.gathers: bool = False
-        self.began_at: int | None = None
+    loader: object  # stands for the loader
+    order: tuple[int, int] | None = None  # the seed and the epoch; None if positions in it differ between worlds
+    micro_batch: MicroBatch | None = None  # the one that was yielded last
+    yielded_to: tuple[int, int] | None = None  # samples and steps of the epoch, up to the last window that was yielded
+    trained: bool = False
+    """Whether one of its batches was used in a backward. Otherwise, as in ``next(iter(loader))``, it is no epoch."""
+    trained_to: tuple[int, int] | None = None  # as ``yielded_to``, for the last window that was trained on
+    reached: int = 0  # position in the order up to which samples were trained on, or left out by the script
+    open_at_once: int = 1  # number of batches of the loader that were open at its first backward
+    gathers: bool = False  # whether ``gather`` was called for a batch of it, in an evaluation
+    began_at: int | None = None  # how many steps all optimizers had made when it began; None in an evaluation
 
     def take(self, micro_batch: MicroBatch) -> None:
         """Record the micro-batch that is yielded."""

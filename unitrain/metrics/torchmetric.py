@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from types import MethodType
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -142,8 +142,8 @@ def _synchronised(metric: Any, communicator: Communicator) -> dict[str, Any]:
     states = {name: getattr(metric, name) for name in reductions}
     lists = {name for name, state in states.items() if isinstance(state, list)}
     # torchmetrics' function for a list of tensors that are concatenated.
-    rows = {
-        name: _concatenated(metric, name)
+    rows: dict[str, Tensor] = {
+        name: reductions[name](states[name]) if states[name] else torch.empty(0, device=metric.device)
         for name in lists
         if getattr(reductions[name], "__name__", "") == "dim_zero_cat"
     }
@@ -176,12 +176,6 @@ def _is_used(metric: Any, states: dict[str, Any]) -> bool:
         torch.equal(state, metric._defaults[name].to(state)) if isinstance(state, Tensor) else not state
         for name, state in states.items()
     )
-
-
-def _concatenated(metric: Any, name: str) -> Tensor:
-    """Return a state that is a list of tensors as one."""
-    state = getattr(metric, name)
-    return cast(Tensor, metric._reductions[name](state)) if state else torch.empty(0, device=metric.device)
 
 
 def _gathered_rows(

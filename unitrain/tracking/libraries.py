@@ -12,12 +12,14 @@ import os
 import ssl
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Literal, get_args
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
+
+from unitrain.config import flattened
 
 TrackerName = Literal["tensorboard", "wandb", "mlflow", "trainjob"]
 NAMES: tuple[str, ...] = get_args(TrackerName)
@@ -106,7 +108,7 @@ class _MLflow:
 
         # MLflow refuses another value of a parameter, such as a number of workers that has changed.
         known = self._client.get_run(self.id).data.params
-        params = [Param(name, str(value)) for name, value in _flat(settings) if name not in known]
+        params = [Param(name, str(value)) for name, value in flattened(settings).items() if name not in known]
         self._client.log_batch(self.id, params=params)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -161,11 +163,3 @@ class _TrainJob:
         except HTTPError as error:
             with error:
                 raise ConnectionError(f"{error}: {error.read(1000).decode(errors='replace')}") from None
-
-
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in settings.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value

@@ -179,7 +179,7 @@ def load(url: str, backend: str) -> tuple[int, dict[str, Tensor]]:
             strategy.load_weights(model, f"{url}/none.safetensors")
         except CheckpointError as error:
             said = str(error)
-        assert said == f"{url}/none.safetensors does not exist."
+        assert said == f"{url}/none.safetensors does not exist"
         return sum(sizes), strategy.export(model).state_dict()
 
 

@@ -93,15 +93,16 @@ def of_no_torch(folder: Path) -> None:
 
 
 ZERO = Path("/dev/zero")
+IRREGULAR = "could not be read: not a regular file"
 SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
     "file": (as_file, r"step-0+2 has no manifest\.json"),
     "dangling link": (as_link, r"step-0+2 has no manifest\.json"),
     "empty folder": (emptied, r"step-0+2 has no manifest\.json"),
-    "pipe": (replaced("model.pt", os.mkfifo), r"model\.pt: not a regular file"),
-    "zeros": (replaced("model.pt", lambda path: path.symlink_to(ZERO)), r"model\.pt: not a regular file"),
-    "folder": (replaced("model.pt", os.mkdir), r"model\.pt: not a regular file"),
-    "manifest of zeros": (replaced(MANIFEST, lambda path: path.symlink_to(ZERO)), r"json: not a regular file"),
-    "manifest a pipe": (replaced(MANIFEST, os.mkfifo), r"manifest\.json: not a regular file"),
+    "pipe": (replaced("model.pt", os.mkfifo), rf"model\.pt {IRREGULAR}"),
+    "zeros": (replaced("model.pt", lambda path: path.symlink_to(ZERO)), rf"model\.pt {IRREGULAR}"),
+    "folder": (replaced("model.pt", os.mkdir), rf"model\.pt {IRREGULAR}"),
+    "manifest of zeros": (replaced(MANIFEST, lambda path: path.symlink_to(ZERO)), rf"json {IRREGULAR}"),
+    "manifest a pipe": (replaced(MANIFEST, os.mkfifo), rf"manifest\.json {IRREGULAR}"),
     "manifest a list": (lambda folder: (folder / MANIFEST).write_text("[]"), r"manifest\.json: TypeError"),
     "manifest nested": (lambda folder: (folder / MANIFEST).write_text("[" * 10**6), r"manifest\.json: RecursionError"),
     "manifest binary": (lambda folder: (folder / MANIFEST).write_bytes(b"\xff\0"), r"manifest\.json: JSONDecodeError"),

@@ -95,7 +95,6 @@ def test_a_run_is_saved_kept_and_resumed(strategy: Strategy, url: str, backgroun
     assert run.folders == ["step-0000000005", "step-0000000004", "step-0000000002"]
     whole = {f"step-0000000005/{name}" for name in ("model.pt", "notes.pt", "_run.pt", MANIFEST)}
     assert whole == {name for name in objects(url) if name.startswith("step-0000000005")}
-    assert get(f"{url}/best") == b"step-0000000002"
     assert run.resumed() == 5
     assert run.resumed("best") == 2
     assert run.resumed(f"{url}/step-0000000004") == 4
@@ -162,9 +161,8 @@ def test_a_kill_at_any_moment_leaves_the_old_or_the_new_one(
         again = Run(strategy, run.url, keep=1)
         newest.append(again.resumed())
         assert again.resumed("best") == newest[-1]
-        best = get(f"{run.url}/best").decode()
-        assert best.startswith(f"step-{newest[-1]:010d}")
-        assert f"{best}/{MANIFEST}" in objects(run.url)
+        complete = (folder for folder in again.folders if f"{folder}/{MANIFEST}" in objects(run.url))
+        best = next(folder for folder in complete if folder.startswith(f"step-{newest[-1]:010d}"))
         assert again.save(3).folders == ["step-0000000003", best]
         again.checkpoint.close()
     assert newest == sorted(newest)
@@ -287,7 +285,7 @@ def test_single_files(strategy: Strategy, url: str) -> None:
     with pytest.raises(CheckpointError, match=rf"{url}/last\.pt could not be written: .*neither a tensor"):
         strategy.save({"code": print}, f"{url}/last.pt")
     assert strategy.load(f"{url}/last.pt")["epoch"] == 3
-    with pytest.raises(CheckpointError, match=rf"{url}/none\.pt does not exist\."):
+    with pytest.raises(CheckpointError, match=rf"{url}/none\.pt does not exist"):
         strategy.load(f"{url}/none.pt")
     put(f"{url}/text.pt", b"hello")
     with pytest.raises(CheckpointError, match=rf"{url}/text\.pt could not be read: "):
@@ -311,9 +309,9 @@ def test_a_file_in_several_parts_is_whole(strategy: Strategy, s3_url: str, monke
 
 def test_a_library_that_is_missing_is_named(strategy: Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "gcsfs", None)
-    with pytest.raises(CheckpointError, match=r"gs://bucket/run needs a library: pip install gcsfs\."):
+    with pytest.raises(CheckpointError, match=r"gs://bucket/run needs a library: Please install gcsfs to access"):
         strategy.checkpoint("gs://bucket/run", model=nn.Linear(1, 1))
-    with pytest.raises(CheckpointError, match=r"gs://bucket needs a library: pip install gcsfs\."):
+    with pytest.raises(CheckpointError, match=r"gs://bucket needs a library: Please install gcsfs to access"):
         strategy.load("gs://bucket/model.pt")
     with pytest.raises(CheckpointError, match=r"s4://bucket/run can't be used: Protocol not known: s4\. Use s3://, gs"):
         strategy.checkpoint("s4://bucket/run", model=nn.Linear(1, 1))

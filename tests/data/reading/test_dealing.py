@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader
 from torch.utils.data._utils.worker import WorkerInfo
 
 from unitrain import CheckpointError, ConfigError
+from unitrain.communication.counts import CountReduction
 from unitrain.data import Loader
 from unitrain.data.reading import iterable
-from unitrain.data.reading.agreement import Agreement
 from unitrain.data.reading.dealing import as_worker
 from unitrain.data.reading.iterable import Iterable
 
@@ -37,9 +37,10 @@ class World:
         sums: dict[int, list[list[int]]] = {}
         baton = threading.Condition()  # a rank hands it on where it would wait for the others
 
-        def summed(agreement: Agreement, values: list[int]) -> Callable[[], list[int]]:
-            number = sum(agreement._plan.rank in asked for asked in askers.values())
-            askers.setdefault(number, set()).add(agreement._plan.rank)
+        def summed(reduction: CountReduction, values: list[int]) -> Callable[[], list[int]]:
+            rank = reduction._communicator.rank
+            number = sum(rank in asked for asked in askers.values())
+            askers.setdefault(number, set()).add(rank)
             sums.setdefault(number, []).append(values)
             baton.notify_all()
 
@@ -75,7 +76,7 @@ class World:
         askers: dict[int, set[int]] = {}
         errors: list[BaseException] = []
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Agreement, "_sum", summed)
+            patch.setattr(CountReduction, "start", summed)
             patch.setattr(Iterable, "_compared", lambda self, pieces: pieces)
             patch.setattr(iterable, "with_deaths_explained", as_workers)
             threads = [threading.Thread(target=run, args=[rank]) for rank in range(self.ranks)]

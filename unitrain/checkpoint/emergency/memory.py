@@ -124,13 +124,13 @@ class Memory(StepHook):
             return []  # a script that goes back goes to what it has saved
 
         def look() -> tuple[str, int, int]:
-            known, steps = self._known(), self._folder.steps()
-            if known is None or not steps:
-                return (known[0] if known else ""), 0, -1
-            try:
-                return known[0], self._folder.find(steps[0]).manifest.life, steps[0]
-            except DamagedError:
-                return known[0], 0, steps[0]
+            run, _ = self._known() or ("", 0)
+            newest, life = next(iter(self._folder.steps()), None), 0
+            if newest is None:
+                return run, 0, -1
+            with suppress(DamagedError):
+                life = self._folder.find(newest).manifest.life
+            return run, life, newest
 
         run, life, step = self._ranks.on_main(look)
         if not run or self._meet().why:

@@ -28,7 +28,6 @@ from unitrain.communication.streaming import (
     receive_optimizer,
 )
 from unitrain.errors import CheckpointError
-from unitrain.url import parsed
 
 
 class CheckpointView(NamedTuple):
@@ -157,7 +156,7 @@ def open_on_all(
 
 def _seen(place: str, manifest: Manifest, digest: str) -> Stored | None:
     """Return what rank 0 has found, on another rank; None if this rank does not see the same."""
-    store = store_at(parsed(place))
+    store = store_at(place)
     try:
         stored = Stored(Located(store, "", manifest), store.get(METADATA))
     except (OSError, CheckpointError):

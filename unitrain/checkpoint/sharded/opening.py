@@ -28,7 +28,6 @@ from unitrain.checkpoint.store.torch_files import MappedFiles
 from unitrain.communication.streaming import Form
 from unitrain.errors import CheckpointError
 from unitrain.process import print_stderr
-from unitrain.url import parsed
 
 T = TypeVar("T")
 
@@ -43,12 +42,11 @@ class Search:
         self._folder = folder
         self._wanted = ""  # what is wanted, if no other one will do
         self._damage: list[str] = []
-        self._left: list[Callable[[], Located]] = []
+        self._left: list[Located | Callable[[], Located]] = []
         if path is None:
             for shown in folder.incomplete():
                 print_stderr(f"unitrain: skipping an incomplete checkpoint: {shown} has no {NAME}")
-            self._left = [partial(_same, one) for one in first]
-            self._left += [partial(folder.find, step) for step in folder.steps()]
+            self._left = [*first, *(partial(folder.find, step) for step in folder.steps())]
         elif path != BEST:
             self._wanted, self._left = "the checkpoint", [partial(_named, path, folder)]
         else:
@@ -68,8 +66,9 @@ class Search:
         Raises CheckpointError if the one that is wanted, or each of them, is damaged.
         """
         while self._left:
+            following = self._left.pop(0)
             try:
-                return attempt(self._left.pop(0)())
+                return attempt(following if isinstance(following, Located) else following())
             except DamagedError as error:
                 self.reject(str(error))
         if self._damage:
@@ -87,15 +86,11 @@ class Search:
         print_stderr(f"unitrain: skipping a damaged checkpoint: {damage}")
 
 
-def _same(found: Located) -> Located:
-    return found
-
-
 def _named(path: str | Path, folder: Folder) -> Located:
     try:
-        return checkpoint_at(parsed(path))
+        return checkpoint_at(path)
     except NotACheckpointError as error:
-        store = store_at(parsed(path))
+        store = store_at(path)
         try:
             if METADATA in store.list():  # of another tool
                 return Located(store, "", Manifest(step=0, strategy={}, config={}, files={}))
@@ -183,23 +178,15 @@ def _states(stored: Stored) -> tuple[dict[str, Any], dict[str, list[str]]]:
 
     What is under no name, as some tools save models, is returned under "".
     """
-    by_name: dict[str, dict[Keys, str]] = {}
+    by_name: dict[str, dict[Keys, Any]] = {}
     for key, entry in stored.layout.items():
         name, rest = (entry.path[0], entry.path[1:]) if len(entry.path) > 1 else ("", entry.path)
-        by_name.setdefault(name, {})[rest] = key
-    for name, its in by_name.items():
-        if any(rest[0] == GROUPS for rest in its):  # the rest of the options are given again, for each parameter
-            by_name[name] = {rest: key for rest, key in its.items() if not rest[0].startswith(f"{GROUPS}.")}
+        value = stored.value(key) if entry.dtype is None else Form(entry.new("meta"), key)
+        by_name.setdefault(name, {})[rest] = value
     states, keys = {}, {}
     for name, its in by_name.items():
-        found = {rest: _value(stored, key) for rest, key in its.items()}
         if any(rest[0].split(".")[0] == GROUPS for rest in its):
-            states[name], keys[name] = numbered(found)
+            states[name], keys[name] = numbered(its)
         else:
-            states[name] = {joined(rest): value for rest, value in found.items()}
+            states[name] = {joined(rest): value for rest, value in its.items()}
     return states, keys
-
-
-def _value(stored: Stored, key: str) -> Any:
-    entry = stored.layout[key]
-    return stored.value(key) if entry.dtype is None else Form(entry.new("meta"), key)

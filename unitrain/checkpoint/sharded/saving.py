@@ -22,7 +22,6 @@ from unitrain.checkpoint.names import (
     PARAMS,
     STATE,
     Keys,
-    flat_options,
     joined,
     keys_of,
     optimizer_values,
@@ -38,7 +37,6 @@ from unitrain.communication.streaming import needed, outline, own_rows, receive
 from unitrain.data.structure import rebuilt
 from unitrain.errors import CheckpointError
 from unitrain.process import print_stderr
-from unitrain.url import parsed
 
 _POLL_S, _LONGEST_POLL_S = 0.005, 1.0
 
@@ -49,7 +47,6 @@ class Shards(NamedTuple):
     values: dict[str, Any]  # rows of a tensor, or plain data
     entries: dict[str, Entry]  # what they are parts of. None is written yet
     first_rows: dict[str, int]  # the number of the first row of a tensor that this rank has
-    aliases: dict[str, tuple[Keys, str]]  # further keys of values, with a path and the key in ``values``
 
 
 def owners(communicator: Communicator, state: Mapping[int, Any], parameters: int) -> list[int | None]:
@@ -108,7 +105,7 @@ def of_rank(communicator: Communicator, rank: int, state: Any) -> Any:
 
 def divided(communicator: Communicator, state: RunState, parts: Mapping[str, Any]) -> tuple[dict[str, Any], Shards]:
     """Return the states of objects that rank 0 writes alone, and what this rank writes of the others. Collective."""
-    shards = Shards({}, {}, {}, {})
+    shards = Shards({}, {}, {})
     plain: dict[Keys, Any] = {}
     for name in state.modules:
         _add(communicator, shards, plain, (((name, key), value) for key, value in parts[name].items()), {})
@@ -117,8 +114,6 @@ def divided(communicator: Communicator, state: RunState, parts: Mapping[str, Any
         keys = keys_of(names, sum(len(group["params"]) for group in its["param_groups"]))
         ranks = dict(zip(keys, owners(communicator, its[STATE], len(keys)), strict=True))
         _add(communicator, shards, plain, optimizer_values(name, its, keys), ranks)
-        if communicator.is_main:
-            shards.aliases.update((joined(path), (path, joined(to))) for path, to in flat_options(name, its, keys))
     if not communicator.shards_parameters:
         # All plain values are in rank 0's file, since rank 0 reads them when a run is resumed.
         for own in communicator.all_gather_object(plain):
@@ -166,7 +161,6 @@ def write_shards(draft: Draft, rank: int, shards: Shards) -> tuple[dict[str, Any
 
     with draft.store.draft(f"{draft.name}/{name}") as file:
         described = write_part(file, shards.values, lambda: draft.store.put(f"{draft.name}/{name}", file), save)
-    layout.update((alias, layout[key]._replace(path=to)) for alias, (to, key) in shards.aliases.items())
     return {name: described}, layout
 
 
@@ -185,7 +179,7 @@ def shared_store(communicator: Communicator, store: Store, what: str = "checkpoi
         return None
     seen, sees, why = store, True, ""
     if not communicator.is_main:
-        seen = store_at(parsed(found[0]))
+        seen = store_at(found[0])
         try:
             seen.size(found[1])
         except OSError:

@@ -17,7 +17,6 @@ from unitrain.checkpoint.store.disk import Disk
 from unitrain.checkpoint.store.located import Located, locate, to_json
 from unitrain.checkpoint.store.lock import Lock
 from unitrain.checkpoint.store.store import FOLDER, NAME, Store, folder_name
-from unitrain.checkpoint.store.torch_files import check_part, write_part
 from unitrain.errors import CheckpointError
 from unitrain.process import print_stderr
 
@@ -37,17 +36,8 @@ class Draft:
         # Of files that are uploaded, one at a time is on this disk.
         with ThreadPoolExecutor(_THREADS if isinstance(self.store, Disk) else 1, "checkpoint files") as threads:
             files = [f"{part}.pt" for part in parts]
-            return dict(zip(files, threads.map(self._write_file, files, parts.values()), strict=True))
-
-    def _write_file(self, file: str, value: Any) -> dict[str, Any]:
-        name = f"{self.name}/{file}"
-        with self.store.draft(name) as draft:
-
-            def put() -> None:
-                check_part(draft)
-                self.store.put(name, draft)
-
-            return write_part(draft, value, put)
+            names = [f"{self.name}/{file}" for file in files]
+            return dict(zip(files, threads.map(self.store.write, names, parts.values()), strict=True))
 
     def complete(self, step: int, about: Mapping[str, Any], files: Mapping[str, Any]) -> None:
         """Write the manifest, given plain data and what it says of the files, so that this is a checkpoint."""

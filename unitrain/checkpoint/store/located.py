@@ -18,6 +18,7 @@ from unitrain.checkpoint.store.disk import Disk
 from unitrain.checkpoint.store.store import FOLDER, NAME, Store
 from unitrain.checkpoint.store.torch_files import MappedFiles, reason
 from unitrain.errors import CheckpointError
+from unitrain.url import parsed
 
 SCHEMA = 1
 RUN, METRICS, LOCAL = "_run", "_metrics", "_local"  # parts of a checkpoint that are not an object's state
@@ -85,13 +86,23 @@ def _digest(manifest: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
-def store_at(place: Path | str) -> Store:
-    """Return the store at a path, or at a URL (a str), which is not looked at yet."""
+def store_at(path: Path | str) -> Store:
+    """Return the store at a path or a URL, which is not looked at yet."""
+    place = parsed(path)
     if isinstance(place, Path):
         return Disk(place)
     from unitrain.checkpoint.store.objects import Objects  # and fsspec
 
     return Objects(place)
+
+
+def file_at(path: Path | str) -> tuple[Store, str]:
+    """Return the store of the folder that a file is in, given its path or URL, and the file's name."""
+    place = parsed(path)
+    if isinstance(place, Path):
+        return Disk(place.parent), place.name
+    folder, _, name = place.rstrip("/").rpartition("/")
+    return store_at(folder), name
 
 
 class NotACheckpointError(Exception):
@@ -121,16 +132,16 @@ class Located(NamedTuple):
 def locate(store: Store, folder: str) -> Located:
     """Return the checkpoint in a folder of a store. Raises DamagedError and CheckpointError as ``parsed`` does."""
     name = f"{folder}/{NAME}" if folder else NAME
-    with _damage(store.shown(name)):
+    with readable(store.shown(name), DamagedError):
         if store.size(name) > _LARGEST:
             raise DamagedError(f"{store.shown(name)} is too large for a manifest")
         text = store.get(name)
     return Located(store, folder, _parsed(text, store.shown(folder)))
 
 
-def checkpoint_at(place: Path | str) -> Located:
-    """Return the checkpoint at a path, or at a URL (a str), or raise NotACheckpointError or DamagedError."""
-    store = store_at(place)
+def checkpoint_at(path: Path | str) -> Located:
+    """Return the checkpoint at a path or a URL, or raise NotACheckpointError or DamagedError."""
+    store = store_at(path)
     try:
         names = store.list()
     except FileNotFoundError:
@@ -156,7 +167,7 @@ def verified(found: Located, name: str) -> Iterator[Path]:
     store, file, expected = found.store, found.file_name(name), found.manifest.files[name]
     shown = store.shown(file)
     with ExitStack() as stack:
-        with _damage(shown):
+        with readable(shown, DamagedError):  # a damaged disk often can't be read at all
             actual = store.size(file)
             if actual != expected.size:
                 raise DamagedError(f"{shown}: {actual} bytes instead of {expected.size}")
@@ -171,14 +182,14 @@ def verified(found: Located, name: str) -> Iterator[Path]:
 
 
 @contextmanager
-def _damage(shown: str) -> Iterator[None]:
-    """Raise errors of reading a file as DamagedError: a damaged disk often can't be read at all."""
+def readable(shown: str, kind: type[Exception] = CheckpointError) -> Iterator[None]:
+    """Raise errors of reading a file as those of a kind."""
     try:
         yield
     except FileNotFoundError as error:
-        raise DamagedError(f"{shown} does not exist") from error
+        raise kind(f"{shown} does not exist") from error
     except OSError as error:
-        raise DamagedError(f"{shown}: {error.strerror}") from error
+        raise kind(f"{shown} could not be read: {error.strerror or error}") from error
 
 
 def unreadable(shown: str, error: Exception) -> Exception:

@@ -18,9 +18,8 @@ from typing import Any
 
 from fsspec.core import url_to_fs
 from fsspec.exceptions import FSTimeoutError
-from fsspec.registry import known_implementations
 
-from unitrain.checkpoint.store.store import FOLDER, NAME, Store
+from unitrain.checkpoint.store.store import NAME, Store
 from unitrain.errors import CheckpointError
 from unitrain.process import print_stderr
 
@@ -28,7 +27,6 @@ PATIENCE_S = 120.0
 """How long a server is waited for that does not answer. s3fs has no limit for a PUT that was not accepted."""
 SILENT_S = 5.0  # libraries try for minutes to reach a server that does not answer, and print nothing meanwhile
 _SLOWEST = 2**17  # bytes per second of a copy
-_PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "hf": "huggingface_hub"}
 _CREDENTIALS = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, ~/.aws, or the role of the machine",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS, or `gcloud auth application-default login`",
@@ -64,16 +62,11 @@ class Objects(Store):
             try:
                 files, root = url_to_fs(self._url)
             except ImportError as error:
-                raise CheckpointError(f"{self} needs a library: {self._install()}. ({error})") from error
+                raise CheckpointError(f"{self} needs a library: {error}.") from error
             except ValueError as error:
                 schemes = ", ".join(f"{scheme}://" for scheme in ("s3", "gs", "hf"))
                 raise CheckpointError(f"{self} can't be used: {error}. Use {schemes} or a path.") from error
         return files, str(root).rstrip("/")
-
-    def _install(self) -> str:
-        if self._scheme in _PACKAGES:
-            return f"pip install {_PACKAGES[self._scheme]}"
-        return str(known_implementations.get(self._scheme, {}).get("err", "install one that fsspec finds"))
 
     def list(self, folder: str = "") -> list[str]:
         with self._explained("can't be listed", folder, passes=FileNotFoundError):
@@ -114,9 +107,6 @@ class Objects(Store):
             self._files.invalidate_cache()
             return int(self._files.info(self._path(name), **self._limit())["size"])
 
-    def touch(self, name: str, content: bytes) -> None:
-        self.put(name, content)
-
     @contextmanager
     def draft(self, name: str) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix="unitrain-") as folder:
@@ -130,18 +120,6 @@ class Objects(Store):
             with self._explained("could not be read", name, passes=FileNotFoundError):
                 self._files.get_file(self._path(name), str(file), **self._limit(size))
             yield file
-
-    def point(self, name: str, folder: str | None) -> None:
-        """Write the folder's name to a text file."""
-        found = None
-        with suppress(FileNotFoundError):
-            found = self.get(name).decode(errors="replace")
-        if found is not None and not FOLDER.fullmatch(found):
-            raise CheckpointError("there is a file of this name with another content")
-        if folder is None:
-            self.remove(name)
-        elif folder != found:
-            self.put(name, folder.encode())
 
     def probe(self, needed: int) -> None:
         """Check it. A server that does not answer is reported before the library gives up."""

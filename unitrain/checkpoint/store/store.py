@@ -7,8 +7,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
-from unitrain.checkpoint.store.torch_files import reason
+from unitrain.checkpoint.store.torch_files import MappedFiles, reason, write_part
 from unitrain.errors import CheckpointError
 
 NAME = "manifest.json"
@@ -76,20 +77,12 @@ class Store(ABC):
         """Return the size of a file in bytes."""
 
     @abstractmethod
-    def touch(self, name: str, content: bytes) -> None:
-        """Update the time at which a file was written, given the file's content."""
-
-    @abstractmethod
     def draft(self, name: str) -> AbstractContextManager[Path]:
         """Context manager with the path of a new local file to write and to ``put``; removed at the end."""
 
     @abstractmethod
     def file(self, name: str) -> AbstractContextManager[Path]:
         """Context manager with the path of a local file with a file's content. A mapping outlasts the context."""
-
-    @abstractmethod
-    def point(self, name: str, folder: str | None) -> None:
-        """Make a name point people to a folder, or remove the name if ``folder`` is None."""
 
     @abstractmethod
     def probe(self, needed: int) -> None:
@@ -110,8 +103,25 @@ class Store(ABC):
             why = self.reason(error) if isinstance(error, OSError) else reason(error)
             raise CheckpointError(f"{what}: {why}") from error
 
+    def write(self, name: str, value: Any) -> dict[str, Any]:
+        """Write tensors and plain data to a file of torch, checked, and return what a manifest says of the file."""
+        with self.draft(name) as draft:
+
+            def put() -> None:
+                MappedFiles().load(draft)  # what can't be loaded is found now. The tensors' data are not read
+                self.put(name, draft)
+
+            return write_part(draft, value, put)
+
+    def point(self, name: str, folder: str | None) -> None:
+        """Make a name on a disk a link to a folder, or remove it if ``folder`` is None. Object stores have no links."""
+
     def make(self, folder: str = "") -> None:
         """Make a folder of a disk, with the folders above it. An object store needs none."""
+
+    def touch(self, name: str, content: bytes) -> None:
+        """Update the time at which a file was written, given the file's content."""
+        self.put(name, content)
 
     def sync(self, folder: str) -> None:
         """Have the names in a folder, and its own, on the disk. What an object store has accepted is there."""

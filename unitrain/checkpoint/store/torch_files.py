@@ -101,7 +101,7 @@ class MappedFiles:
 def write_part(
     path: Path,
     value: Any,
-    written: Callable[[], object] = lambda: None,
+    written: Callable[[], object],
     save: Callable[..., object] = torch.save,
 ) -> dict[str, Any]:
     """Write a file of a checkpoint, and return what its manifest says of it. Raises any exception of pickling.
@@ -114,25 +114,15 @@ def write_part(
     """
     with ThreadPoolExecutor(1, "checkpoint digest") as thread:
         digest = _Digest(value, thread)
-        size = _write(path, value, save, digest)
+        with open(path, "wb", _BUFFERED) as file:
+            output = _Output(file, digest)
+            try:
+                save(value, output)
+            except RuntimeError as error:
+                raise output.error or error from error
+            size = file.tell()
         written()
         return {"size": size, "sha256": digest.result()}
-
-
-def write_file(path: Path, value: Any) -> None:
-    """Write a file that is not synced to the disk. Raises any exception of pickling."""
-    _write(path, value, torch.save, None)
-
-
-def _write(path: Path, value: Any, save: Callable[..., object], digest: _Digest | None) -> int:
-    """Write a file, and return its size."""
-    with open(path, "wb", _BUFFERED) as file:
-        output = _Output(file, digest)
-        try:
-            save(value, output)
-        except RuntimeError as error:
-            raise output.error or error from error
-        return file.tell()
 
 
 class _Digest:
@@ -165,7 +155,7 @@ class _Digest:
 class _Output:
     """The file object that ``torch.save`` is given. It keeps the error of a write, which torch replaces by another."""
 
-    def __init__(self, file: BinaryIO, digest: _Digest | None) -> None:
+    def __init__(self, file: BinaryIO, digest: _Digest) -> None:
         self._file = file
         self._digest = digest
         self.error: OSError | None = None
@@ -173,7 +163,7 @@ class _Output:
 
     def write(self, data: bytes | memoryview) -> int:
         """Write data, which are hashed meanwhile."""
-        hashing = None if self._digest is None else self._digest.update(data)
+        hashing = self._digest.update(data)
         try:
             return self._file.write(data)
         except OSError as error:
@@ -185,8 +175,3 @@ class _Output:
 
     def flush(self) -> None:
         """Do nothing: torch calls this after each archive."""
-
-
-def check_part(path: Path) -> None:
-    """Report now, and not when it is needed, that a part can't be loaded. This does not read the tensors' data."""
-    MappedFiles().load(path)

@@ -106,11 +106,24 @@ class _Plan:
 
         They are split at ``edges``, or by what the samples cost: these positions, or, in a stream, samples.
         """
-        size = len(samples)
+        size, part = len(samples), self.part
+        # For each: its size, how many samples are this rank's, whether each rank has some, and which, if that depends.
+        pieces: list[tuple[int, int, bool, NDArray[np.int64] | None]]
         if self.balance is None:
-            return cut(first, size, edges, step, opening, self.part)
-        parts = self.balance.parts(samples, first, self._cuts(size, edges), self._shares)
-        return _dealt(parts, first, size, step, opening, self.rank)
+            sizes = [min(stop, size) - start for start, stop in pairwise(edges) if start < size]
+            pieces = [(length, part.count(length), length >= part.enough, None) for length in sizes]
+        else:
+            parts = self.balance.parts(samples, first, self._cuts(size, edges), self._shares)
+            pieces = [
+                (sum(map(len, of_ranks)), len(of_ranks[self.rank]), all(map(len, of_ranks)), of_ranks[self.rank])
+                for of_ranks in parts
+            ]
+        for number, (length, count, everywhere, balanced) in enumerate(pieces):
+            yield MicroBatch(
+                first, first + length, count, size, step, first=not number, last=number == len(pieces) - 1,
+                opening=opening and not number, everywhere=everywhere, balanced=balanced,
+            )  # fmt: skip
+            first += length
 
 
 @dataclass(frozen=True)
@@ -196,30 +209,3 @@ class BatchPlan(_Plan):
             if first >= self.start:
                 size, cuts = stop - first, min(stop - first, self.accumulate)
                 yield step, first, size, [part * size // cuts for part in range(cuts + 1)]
-
-
-def cut(first: int, window: int, edges: Sequence[int], step: int, opening: bool, part: Part) -> Iterator[MicroBatch]:
-    """Yield a rank's micro-batches of a window: the ``window`` positions from ``first`` on, split at ``edges``."""
-    for start, stop in pairwise(edges):
-        if start >= window:
-            break
-        begin, end = first + start, first + min(stop, window)
-        yield MicroBatch(
-            begin, end, part.count(end - begin), window, step, start == 0, end - first == window,
-            opening=opening and start == 0, everywhere=end - begin >= part.enough,
-        )  # fmt: skip
-
-
-def _dealt(
-    parts: Sequence[Sequence[NDArray[np.int64]]], first: int, window: int, step: int, opening: bool, rank: int
-) -> Iterator[MicroBatch]:
-    """Yield a rank's micro-batches of a window, given the positions of each rank in each of them."""
-    start = first
-    for number, of_ranks in enumerate(parts):
-        stop = start + sum(map(len, of_ranks))
-        mine = of_ranks[rank]
-        yield MicroBatch(
-            start, stop, len(mine), window, step, not number, number == len(parts) - 1,
-            opening=opening and not number, everywhere=all(map(len, of_ranks)), balanced=mine,
-        )  # fmt: skip
-        start = stop

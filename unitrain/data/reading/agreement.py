@@ -40,7 +40,7 @@ class Agreement:
         samples were consumed before, over all ranks. The steps are numbered as the turns are.
         """
         if self._asked is not None:
-            self._asked()  # of an iteration that ended early
+            self._awaited()  # of an iteration that ended early
         plan = self._plan
         groups, cuts = (1, 1) if dealing.loose else (dealing.groups, plan.accumulate)
         least = min(dealing.kept(rank, plan.world_size) for rank in range(plan.world_size))
@@ -78,13 +78,13 @@ class Agreement:
         pieces = source.read(turn, self._plan.accumulate)
         counts = [piece.samples for piece in pieces]
         counts += [0] * (self._plan.accumulate - len(counts))
-        self._asked = self._sum([*counts, not source.began])
+        values = [*counts, not source.began]
+        self._asked = self._sums.start(values) if self._plan.world_size > 1 else lambda: values
         return pieces
 
     def _sizes(self) -> list[int]:
         """Return the sizes of the step's micro-batches, over all ranks."""
-        assert self._asked is not None
-        *sizes, empty_ranks = self._asked()
+        *sizes, empty_ranks = self._awaited()
         self._asked = None
         if any(sizes) and empty_ranks:
             raise DataError(
@@ -93,17 +93,10 @@ class Agreement:
             )
         return sizes
 
-    def _sum(self, values: list[int]) -> Callable[[], list[int]]:
-        """Start to sum values over the ranks. Return a function that waits for the sums."""
-        if self._plan.world_size == 1:
-            return lambda: values
-        sums = self._sums.start(values)
-
-        def waited() -> list[int]:
-            with self._communicator.pulse.within("the next batch"):
-                return sums()
-
-        return waited
+    def _awaited(self) -> list[int]:
+        assert self._asked is not None
+        with self._communicator.pulse.within("the next batch"):
+            return self._asked()
 
 
 class _Source:

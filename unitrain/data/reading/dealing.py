@@ -14,6 +14,7 @@ import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -75,76 +76,73 @@ class Beginning(NamedTuple):
     """Of its first sample."""
 
 
+@dataclass
 class Reader:
-    """Reads a shard: part ``part`` of group ``group``.
+    """Reads a shard.
 
-    Its random numbers depend on ``seed``, the shard and the turn. With ``seek``, it continues from there; otherwise it
-    reads what comes before the first turn again.
-
-    Attributes:
-        ended: whether the shard has no more samples.
-        sample: the sample that was read last, for a stand-in; None before the first.
-        seek: where the shard continues after the last turn; None if its dataset has no state to continue from.
-        beginning: how the shard begins, if it was read from there.
+    Its random numbers depend on the seed, the shard and the turn. Without ``seek``, what comes before the first turn is
+    read again.
     """
 
-    def __init__(
-        self, dataset: Any, dealing: Dealing, part: int, group: int, seed: int, epoch: int, seek: Seek | None = None
-    ) -> None:
-        self._dataset = dataset
-        self._dealing = dealing
-        self._part = part
-        self._group = group
-        self._seed = seed
-        self._epoch = epoch
+    dataset: Any
+    dealing: Dealing
+    part: int
+    group: int
+    seed: int
+    epoch: int
+    seek: Seek | None = None
+    """Where the shard continues after the last turn; None if its dataset has no state to continue from."""
+    sample: Any = None
+    """The sample that was read last, for a stand-in; None before the first."""
+    beginning: Beginning | None = None
+    """How the shard begins, if it was read from there."""
+
+    def __post_init__(self) -> None:
         self._shard: Any = None
         self._samples: Iterator[Any] | None = None
-        self.ended: bool = seek is not None and seek.state is None
-        self.sample: Any = None
-        self.seek: Seek | None = seek
-        self.beginning: Beginning | None = None
+        self.ended: bool = self.seek is not None and self.seek.state is None
 
     def read(self, turn: int) -> list[Any]:
         """Return the shard's samples of a turn."""
         if self.ended:
             self.seek = None  # was told before
             return []
-        if self._dealing.loose:
+        if self.dealing.loose:
             return self._read(turn)
         info = None
-        if library(self._dataset) in LIBRARIES:  # which find here what to read; also if there is only one group
-            groups = self._dealing.groups
-            info = torch_worker.WorkerInfo(id=self._group, num_workers=groups, seed=0, dataset=self._dataset)
-        with as_worker(info), environment(RANK=self._part, WORLD_SIZE=self._dealing.parts):
+        if library(self.dataset) in LIBRARIES:  # which find here what to read; also if there is only one group
+            groups = self.dealing.groups
+            info = torch_worker.WorkerInfo(id=self.group, num_workers=groups, seed=0, dataset=self.dataset)
+        with as_worker(info), environment(RANK=self.part, WORLD_SIZE=self.dealing.parts):
             found = self._read(turn)
             state = None if self.ended else state_of(self._shard)
-        self.seek = Seek(self._part, self._group, turn, state) if self.ended or state is not None else None
+        self.seek = Seek(self.part, self.group, turn, state) if self.ended or state is not None else None
         return found
 
     def _read(self, turn: int) -> list[Any]:
         if self._samples is None:
             seed = self._seed_for(-1)
-            shard = _shard_of(self._dataset, self._dealing, self._part, self._group, self._epoch, seed)
+            shard = _shard_of(self.dataset, self.dealing, self.part, self.group, self.epoch, seed)
             self._shard, self._samples = opened(shard, None if self.seek is None else self.seek.state)
-            first = self._group if self.seek is None else self.seek.turn + self._dealing.groups
-            for past in () if self._dealing.loose else range(first, turn, self._dealing.groups):
+            first = self.group if self.seek is None else self.seek.turn + self.dealing.groups
+            for past in () if self.dealing.loose else range(first, turn, self.dealing.groups):
                 self._next(past)
         return self._next(turn)
 
     def _next(self, turn: int) -> list[Any]:
         assert self._samples is not None
         self._seed_for(turn)
-        count = 0 if self.ended else self._dealing.taken(self._part, turn)
+        count = 0 if self.ended else self.dealing.taken(self.part, turn)
         found = list(islice(self._samples, count))
         if found and self.sample is None and self.seek is None:
-            self.beginning = Beginning(self._part, self._group, sample_digest(found[0]))
+            self.beginning = Beginning(self.part, self.group, sample_digest(found[0]))
         self.ended = self.ended or len(found) < count
         self.sample = found[-1] if found else self.sample
         return found
 
     def _seed_for(self, turn: int) -> int:
-        seed = derived_seed("shard", self._seed, self._epoch, self._part, self._group, turn)
-        if not self._dealing.loose:
+        seed = derived_seed("shard", self.seed, self.epoch, self.part, self.group, turn)
+        if not self.dealing.loose:
             seed_generators(seed)
         return seed
 

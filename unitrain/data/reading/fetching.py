@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 from torch.utils.data import Dataset, get_worker_info
@@ -50,7 +50,8 @@ class BatchReader(Dataset[Any]):
         still = draws_nothing(self._dataset)
         if seeds is None or (still and not own_collate):
             return collate(self._read(request.samples))
-        with _own_generators():
+        # A worker's generators serve nothing else.
+        with generators_restored() if get_worker_info() is None else nullcontext():
             samples = self._read(request.samples) if still else self._seeded.read(self._dataset, request.samples, seeds)
             if own_collate:
                 seed_generators(seeds[0] ^ _COLLATING)
@@ -61,11 +62,6 @@ class BatchReader(Dataset[Any]):
         if callable(getattr(self._dataset, "__getitems__", None)):
             return list(self._dataset.__getitems__(samples))
         return [self._dataset[sample] for sample in samples]
-
-
-def _own_generators() -> AbstractContextManager[None]:
-    """Restore the main process's generators after use. Those of a worker serve nothing else."""
-    return generators_restored() if get_worker_info() is None else nullcontext()
 
 
 def as_is(batch: Any) -> Any:

@@ -88,12 +88,7 @@ class Iterable:
                 f"global_batch_size {plan.global_batch} can't be split evenly over {plan.world_size} ranks with "
                 f"accumulate={plan.accumulate}, as data that shard themselves need: make it a multiple of {per_step}."
             )
-        return self._loose_dealing()
-
-    def _loose_dealing(self) -> Dealing:
-        return Dealing(
-            self._plan.world_size, self._workers, self._plan.global_batch // self._plan.accumulate, loose=True
-        )
+        return Dealing(plan.world_size, self._workers, plan.global_batch // plan.accumulate, loose=True)
 
     def _read(self, reading: _Reading) -> None:
         self._reading = reading
@@ -136,9 +131,9 @@ class Iterable:
     def resume(self, state: Mapping[str, Any]) -> int:
         """Continue from a loader's state within an epoch. Return how many samples may have to be read again."""
         number, steps = state["epoch"], state["steps"]
-        epoch, shards, *beginnings = state["seeks"]
+        epoch, shards, beginnings = state["seeks"]
         seeks = [Seek(*shard) for shard in shards if epoch == number and shard[2] < steps]
-        began = [Beginning(*shard) for found in beginnings for shard in found if epoch == number]
+        began = [Beginning(*shard) for shard in beginnings if epoch == number]
         self._resumed = _Reading(number, self._dealing_in(state), seeks, began)
         self._seeks_of = -1  # what this loader has read itself counts no more
         self._keep(self._resumed, number, steps)
@@ -156,16 +151,15 @@ class Iterable:
                 "the dataset was sharded in another way when the state was saved: pass the same one, and the same "
                 "sharded=, or start a new epoch: set loader.epoch."
             )
-        if len(readers) == 3:
-            loose = self._loose_dealing()
-            was, now = [*readers, state["global_batch_size"]], [*_plain(loose), samples]
+        if own.loose:
+            was, now = [*readers, state["global_batch_size"]], [*_plain(own), samples]
             if was != now:
                 raise CheckpointError(
                     f"world size, workers per rank, batch size and global batch size were {was}, and are now {now}: a "
                     f"dataset that shards itself can't continue within epoch {state['epoch']} with others. Use the "
                     "same as before, or start a new epoch: set loader.epoch."
                 )
-            return loose
+            return own
         parts, groups, size, before = readers
         if samples < parts:
             raise CheckpointError(_too_few(samples, parts))

@@ -18,9 +18,9 @@ from unitrain.rng import seed_numpy, seed_python, seed_torch
 class SeededReads:
     """Reads the samples of one dataset in one process, and detects which generators they draw from.
 
-    For the first batch, every generator is seeded for each sample, and checked after it. A generator that no sample
-    drew from is idle: from then on, it is seeded once per batch, with a constant. If a batch draws from it after all,
-    the batch is read again with a seed for each sample, as are all later ones. So every sample draws its own numbers.
+    For the first batch, every generator is seeded for each sample. A generator that its last sample did not draw from
+    is idle: from then on, it is seeded once per batch, with a constant. If a batch draws from it after all, the batch
+    is read again with a seed for each sample, as are all later ones. So every sample draws its own numbers.
     """
 
     def __init__(self) -> None:
@@ -29,10 +29,8 @@ class SeededReads:
 
     def read(self, dataset: Any, samples: Sequence[int], seeds: Sequence[int]) -> list[Any]:
         """Return the samples, each read with generators seeded for it."""
-        if self._idle is None:
-            return self._first_batch(dataset, samples, seeds)
         while True:
-            idle = {name: _GENERATORS[name] for name in self._idle}
+            idle = {name: _GENERATORS[name] for name in self._idle or ()}
             for generator in idle.values():
                 generator.seed(_IDLE_SEED)
             drawn_from = [_GENERATORS[name].seed for name in _GENERATORS if name not in idle]
@@ -42,21 +40,12 @@ class SeededReads:
                     seed_one(seed)
                 seed_torch(seed)
                 read.append(dataset[sample])
+            if self._idle is None:
+                self._idle = [name for name, one in _GENERATORS.items() if one.is_untouched(seeds[-1])]
+                return read
             self._idle = [name for name, generator in idle.items() if generator.is_untouched(_IDLE_SEED)]
             if len(self._idle) == len(idle):
                 return read
-
-    def _first_batch(self, dataset: Any, samples: Sequence[int], seeds: Sequence[int]) -> list[Any]:
-        read = []
-        idle = dict(_GENERATORS)
-        for sample, seed in zip(samples, seeds, strict=True):
-            for generator in _GENERATORS.values():
-                generator.seed(seed)
-            seed_torch(seed)
-            read.append(dataset[sample])
-            idle = {name: one for name, one in idle.items() if one.is_untouched(seed)}
-        self._idle = list(idle)
-        return read
 
 
 class _Generator(NamedTuple):

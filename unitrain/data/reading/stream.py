@@ -86,7 +86,12 @@ class _Stream(IterableDataset[Any]):
             self._dataset.set_epoch(epoch)
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
-        generators = _separate_generators(self._seed(seed, epoch, worker))
+        its_seed = self._seed(seed, epoch, worker)
+        if info is None:
+            generators: Callable[[], AbstractContextManager[None]] = SeparateGenerators(its_seed).in_use
+        else:  # a worker's generators serve nothing else
+            seed_generators(its_seed)
+            generators = nullcontext
         pieces = self._pieces(epoch, start, worker, workers)
         while True:
             with generators(), self._surroundings():
@@ -232,11 +237,3 @@ class ShardedStream(_Stream):
 
 
 _NOTHING = object()
-
-
-def _separate_generators(seed: int) -> Callable[[], AbstractContextManager[None]]:
-    """Return a function that makes a context manager in which separately seeded generators are used."""
-    if get_worker_info() is not None:  # a worker's generators serve nothing else
-        seed_generators(seed)
-        return nullcontext
-    return SeparateGenerators(seed).in_use

@@ -16,7 +16,7 @@ import torch
 
 from unitrain.communication.backend import Backend
 from unitrain.communication.communicator import Communicator
-from unitrain.config import Section, StrategyConfig
+from unitrain.config import Section, StrategyConfig, flattened
 from unitrain.errors import ConfigError, by_rank
 from unitrain.job.watch.hub import Member
 from unitrain.process import start_time
@@ -47,20 +47,13 @@ def _facts(config: StrategyConfig, backend: type[Backend]) -> dict[str, Any]:
     script = Path(sys.argv[0]) if sys.argv else Path()
     backend_file = Path(str(sys.modules[backend.__module__].__file__))
     return {
-        **_flat(settings),
+        **flattened(settings),
         "UniTrain": version("unitrain"),
         "torch": str(torch.__version__),
         **backend.versions(),
         "the code of UniTrain": _digest(*sorted(Path(__file__).parents[1].rglob("*.py")), backend_file),
         f"the script {script.name}": _digest(script) if script.is_file() else None,
     }
-
-
-def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in settings.items():
-        flat.update(_flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value})
-    return flat
 
 
 def _digest(*files: Path) -> str:

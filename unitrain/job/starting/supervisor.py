@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -183,7 +184,8 @@ class _Attempt:
         self.stopped = True
         self._signalled = _receivers(psutil.Process(self._process.pid), number)
         for process in self._signalled:
-            _send(process, number)
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
 
     def _end_launcher(self) -> None:
         """End a launcher that keeps running after its ranks have stopped: torchrun, say, which may restart them."""
@@ -251,18 +253,12 @@ def _handlers(process: psutil.Process, number: signal.Signals) -> Iterator[psuti
         yield from _handlers(child, number)
 
 
-def _send(process: psutil.Process, number: signal.Signals) -> None:
-    try:
-        process.send_signal(number)
-    except psutil.NoSuchProcess:
-        return
-
-
 def _kill_all() -> None:
     """Kill all descendants of this process."""
     while True:
         for process in psutil.Process().children(recursive=True):
-            _send(process, signal.SIGKILL)
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
         try:
             os.waitpid(-1, 0)  # an orphan is a child of this process as soon as its parent has died
         except ChildProcessError:

@@ -33,14 +33,8 @@ def listen(one_host: bool, backlog: int) -> socket.socket:
 class HubServer(threading.Thread):
     """Runs the hub. The thread ends when all ranks have left, or if not all have connected in time.
 
-    Args:
-        members: all processes of the job, by rank.
-        key: the job's key, which a rank must have to be admitted.
-        timeout_s: seconds within which all ranks must connect, and that a rank may wait for others.
-        heartbeat_timeout_s: seconds without a heartbeat after which a rank counts as stalled.
-        one_host: whether all ranks are on this host.
-        election_s: seconds that ranks have to report their states after the verdict.
-        observe: called with each heartbeat.
+    A rank must have the job's ``key`` to be admitted, within ``timeout_s``. With ``one_host``, no other host can.
+    The other arguments are those of ``Hub``.
     """
 
     def __init__(
