@@ -99,6 +99,17 @@ def _nested(path: Keys, value: Any) -> Iterator[tuple[Keys, Any]]:
         yield path, value
 
 
+def flat_options(name: str, state: Mapping[str, Any], keys: Sequence[str]) -> Iterator[tuple[Keys, Keys]]:
+    """Yield the paths that torch's flattened form gives an optimizer's options, one for each parameter.
+
+    With each comes the path of the option in its parameter group.
+    """
+    for number, group in enumerate(state[GROUPS]):
+        for option in group.keys() - {PARAMS}:
+            for parameter in group[PARAMS]:
+                yield (name, f"{GROUPS}.{keys[parameter]}.{option}"), (name, GROUPS, number, option)
+
+
 def numbered(values: Mapping[Keys, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return an optimizer's state as ``state_dict`` has it, and DCP's names of its parameters, given values by path.
 

@@ -29,6 +29,7 @@ import unitrain
 from unitrain import CheckpointError
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+NESTED = StateDictOptions()
 
 
 class Net(nn.Module):
@@ -86,7 +87,7 @@ def assert_equal(found: Any, expected: Any) -> None:
             assert found[key] == value, key
 
 
-def state_of(model: nn.Module, optimizer: Optimizer, options: StateDictOptions | None = None) -> dict[str, Any]:
+def state_of(model: nn.Module, optimizer: Optimizer, options: StateDictOptions = NESTED) -> dict[str, Any]:
     optimizer_state = get_optimizer_state_dict(model, optimizer, options=options)
     return {"model": get_model_state_dict(model), "optimizer": optimizer_state}
 
@@ -106,6 +107,7 @@ def save(folder: str) -> dict[str, Any]:
         checkpoint.close()
         return {
             "nested": whole(state_of(model, optimizer)),
+            "flat": whole(state_of(model, optimizer, FLAT)),
             "step": f"{folder}/step-0000000002",
         }
 
@@ -119,9 +121,12 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
 def load_sharded(folder: str) -> dict[str, Any]:
     """Read the checkpoint as a script of FSDP's does."""
     dist.init_process_group("gloo")
-    state = state_of(*made(1, shard=True))
-    dcp.load(state, checkpoint_id=folder)
-    found: dict[str, Any] = whole(state)
+    found = {}
+    for name, options in (("nested", NESTED), ("flat", FLAT)):
+        model, optimizer = made(1, shard=True)
+        state = state_of(model, optimizer, options)
+        dcp.load(state, checkpoint_id=folder)
+        found[name] = whole(state)
     dist.destroy_process_group()
     return found
 
@@ -132,7 +137,8 @@ Saved = tuple[Path, dict[str, Any]]
 def test_torch_loads_a_checkpoint_as_it_is(saved: Saved, tmp_path: Path) -> None:
     folder = saved[1]["step"]
     found = run_ranks(load_sharded, folder)[0]
-    assert_equal(found, saved[1]["nested"])
+    for name in ("nested", "flat"):
+        assert_equal(found[name], saved[1][name])
     # Into a model that is not sharded, without processes.
     model, _ = made(1)
     with warnings.catch_warnings():

@@ -111,7 +111,7 @@ def test_every_rank_writes_its_own_and_no_bit_of_it_can_change_unnoticed(tmp_pat
 
 def test_a_rank_that_does_not_write_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"rank 1 has not written its shards within timeout_s \(0\.1 s\)"):
-        write_all(Draft(Disk(tmp_path), "draft"), Shards({}, {}, {}), 2, 0.1)
+        write_all(Draft(Disk(tmp_path), "draft"), Shards({}, {}, {}, {}), 2, 0.1)
 
 
 def save_in_memory(settings: dict[str, Any]) -> bool:

@@ -178,15 +178,23 @@ def _states(stored: Stored) -> tuple[dict[str, Any], dict[str, list[str]]]:
 
     What is under no name, as some tools save models, is returned under "".
     """
-    by_name: dict[str, dict[Keys, Any]] = {}
+    by_name: dict[str, dict[Keys, str]] = {}
     for key, entry in stored.layout.items():
         name, rest = (entry.path[0], entry.path[1:]) if len(entry.path) > 1 else ("", entry.path)
-        value = stored.value(key) if entry.dtype is None else Form(entry.new("meta"), key)
-        by_name.setdefault(name, {})[rest] = value
+        by_name.setdefault(name, {})[rest] = key
+    for name, its in by_name.items():
+        if any(rest[0] == GROUPS for rest in its):  # the rest of the options are given again, for each parameter
+            by_name[name] = {rest: key for rest, key in its.items() if not rest[0].startswith(f"{GROUPS}.")}
     states, keys = {}, {}
     for name, its in by_name.items():
+        found = {rest: _value(stored, key) for rest, key in its.items()}
         if any(rest[0].split(".")[0] == GROUPS for rest in its):
-            states[name], keys[name] = numbered(its)
+            states[name], keys[name] = numbered(found)
         else:
-            states[name] = {joined(rest): value for rest, value in its.items()}
+            states[name] = {joined(rest): value for rest, value in found.items()}
     return states, keys
+
+
+def _value(stored: Stored, key: str) -> Any:
+    entry = stored.layout[key]
+    return stored.value(key) if entry.dtype is None else Form(entry.new("meta"), key)

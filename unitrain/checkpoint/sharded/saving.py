@@ -22,6 +22,7 @@ from unitrain.checkpoint.names import (
     PARAMS,
     STATE,
     Keys,
+    flat_options,
     joined,
     keys_of,
     optimizer_values,
@@ -47,6 +48,7 @@ class Shards(NamedTuple):
     values: dict[str, Any]  # rows of a tensor, or plain data
     entries: dict[str, Entry]  # what they are parts of. None is written yet
     first_rows: dict[str, int]  # the number of the first row of a tensor that this rank has
+    aliases: dict[str, tuple[Keys, str]]  # further keys of values, with a path and the key in ``values``
 
 
 def owners(communicator: Communicator, state: Mapping[int, Any], parameters: int) -> list[int | None]:
@@ -105,7 +107,7 @@ def of_rank(communicator: Communicator, rank: int, state: Any) -> Any:
 
 def divided(communicator: Communicator, state: RunState, parts: Mapping[str, Any]) -> tuple[dict[str, Any], Shards]:
     """Return the states of objects that rank 0 writes alone, and what this rank writes of the others. Collective."""
-    shards = Shards({}, {}, {})
+    shards = Shards({}, {}, {}, {})
     plain: dict[Keys, Any] = {}
     for name in state.modules:
         _add(communicator, shards, plain, (((name, key), value) for key, value in parts[name].items()), {})
@@ -114,6 +116,8 @@ def divided(communicator: Communicator, state: RunState, parts: Mapping[str, Any
         keys = keys_of(names, sum(len(group["params"]) for group in its["param_groups"]))
         ranks = dict(zip(keys, owners(communicator, its[STATE], len(keys)), strict=True))
         _add(communicator, shards, plain, optimizer_values(name, its, keys), ranks)
+        if communicator.is_main:
+            shards.aliases.update((joined(path), (path, joined(to))) for path, to in flat_options(name, its, keys))
     if not communicator.shards_parameters:
         # All plain values are in rank 0's file, since rank 0 reads them when a run is resumed.
         for own in communicator.all_gather_object(plain):
@@ -161,6 +165,7 @@ def write_shards(draft: Draft, rank: int, shards: Shards) -> tuple[dict[str, Any
 
     with draft.store.draft(f"{draft.name}/{name}") as file:
         described = write_part(file, shards.values, lambda: draft.store.put(f"{draft.name}/{name}", file), save)
+    layout.update((alias, layout[key]._replace(path=to)) for alias, (to, key) in shards.aliases.items())
     return {name: described}, layout
 
 
