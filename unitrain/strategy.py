@@ -357,7 +357,7 @@ class Strategy:
         if not modules:
             raise UsageError("evaluation() needs the model or models to evaluate: strategy.evaluation(model).")
         with ExitStack() as swaps:
-            swaps.enter_context(self._step.rounds.shared_weights("evaluation()", buffers=True))
+            swaps.enter_context(self._step.shared_weights("evaluation()", buffers=True))
             self._metric_check.begin()
             modules = tuple(swaps.enter_context(one.swapped()) if isinstance(one, EMA) else one for one in modules)
             modes = [(layer, layer.training) for module in modules for layer in module.modules()]
@@ -492,7 +492,7 @@ class Strategy:
         Raises:
             CommunicationError: on every rank, naming the first tensor that differs and the ranks where it does.
         """
-        with self._step.rounds.shared_weights("check_in_sync()", buffers=True):
+        with self._step.shared_weights("check_in_sync()", buffers=True):
             check_in_sync(self._communicator, self._prepared.unwrap(module))
 
     def full_tensor(self, tensor: Tensor) -> Tensor:
@@ -618,7 +618,7 @@ class Strategy:
             CheckpointError: the file could not be written, or holds objects that ``load`` would refuse; on every rank.
             UsageError: only some ranks passed modules.
         """
-        self._step.rounds.check_between("save()")
+        self._step.check_between_rounds("save()")
         files.save(self._communicator, self._prepared, value, path)
 
     def load(self, path: str | Path) -> Any:
@@ -654,7 +654,7 @@ class Strategy:
         """
         from unitrain.checkpoint.weights import load_weights  # few scripts need it
 
-        self._step.rounds.check_between("load_weights()")
+        self._step.check_between_rounds("load_weights()")
         with self._prepared.training_weights():
             load_weights(self._communicator, self._prepared, module, path)
 
@@ -683,7 +683,7 @@ class Strategy:
         from unitrain.checkpoint.saved_weights import save_weights  # few scripts need it
 
         swapped = module.swapped() if isinstance(module, EMA) else nullcontext(module)
-        with self._step.rounds.shared_weights("save_weights()"), swapped as model:
+        with self._step.shared_weights("save_weights()"), swapped as model:
             batch_norm.average_statistics([model], self._communicator, self.shares)
             save_weights(self._communicator, self._prepared.unwrap(model), folder, max_file_size)
 
@@ -749,7 +749,7 @@ class Strategy:
         if isinstance(module, EMA):
             with module.swapped() as averaged:
                 return self.export(averaged)
-        with self._step.rounds.shared_weights("export()"):
+        with self._step.shared_weights("export()"):
             return preparation.export(self._prepared.unwrap(module), self._backend)
 
     # -------------------------------------------------------------------------------------------------- life time

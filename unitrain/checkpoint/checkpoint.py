@@ -104,7 +104,7 @@ class Checkpoint:
     def _prepare_for_emergencies(self, watch: Watch) -> None:
         ranks, state = self._communicator, self._state
         # Of sharded state, no rank has all. What a GPU has queued before a rank failed may still change the weights.
-        whole = not ranks.shards and ranks.device.type == "cpu" and self._step.rounds.local is None
+        whole = not ranks.shards and ranks.device.type == "cpu" and self._step.local is None
         if state.settings.emergency_checkpoint != "auto" or not whole:
             return
         store = self._folder.store
@@ -167,7 +167,7 @@ class Checkpoint:
                 self._writer.marked = self._step.global_step
             together: Together | None = None
             step = self._step.global_step
-            with self._step.rounds.shared_weights():
+            with self._step.shared_weights():
                 parts = self._parts(list(randoms), ended)
                 if ranks.shards:
                     parts, together = self._sharded(parts)
@@ -181,7 +181,7 @@ class Checkpoint:
         metric_parts = {METRICS: metric_states.gather(ranks, metrics)} if metrics else {}
         parts = state.parts() if ended is None else ended.applied_to(state.parts())
         state.complete_shards(ranks, parts)
-        local, local_parts = self._step.rounds.local, {}
+        local, local_parts = self._step.local, {}
         if local is not None and state.optimizers:
             [optimizer] = state.optimizers.values()
             local_parts = {LOCAL: local_states.gather(ranks, local, optimizer)}
@@ -266,7 +266,7 @@ class Checkpoint:
             self._memory.go_on(self._step.global_step, where[0])
             if METRICS in outlines:
                 metric_states.load(ranks, metrics, loaded, outlines[METRICS], view.source(METRICS))
-            if LOCAL in outlines and (local := self._step.rounds.local) is not None:
+            if LOCAL in outlines and (local := self._step.local) is not None:
                 [optimizer] = state.optimizers.values()
                 local_states.load(ranks, local, optimizer, outlines[LOCAL], view.source(LOCAL))
             view.close()

@@ -65,7 +65,7 @@ class Memory(StepHook):
         self._every = state.settings.memory_every
         remote = ranks.world_size > 1 and not isinstance(self._folder.store, Disk)
         needed = ranks.shards or ranks.device.type != "cpu" or remote
-        needed = needed and step.rounds.local is None
+        needed = needed and step.local is None
         self.copies: bool = needed if self._every == "auto" else self._every > 0
         if self._every == 0 and ranks.is_main:
             with suppress(OSError, CheckpointError):

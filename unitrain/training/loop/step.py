@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,12 +29,12 @@ from unitrain.training.loop.checks import CopyCheck, DirectStepCheck, FirstSteps
 from unitrain.training.loop.loss_check import LossCheck
 from unitrain.training.loop.nonfinite import NonFinitePolicy
 from unitrain.training.loop.parts import Losses, LossWeights, parts_of, run_parts
-from unitrain.training.loop.rounds import Rounds
 from unitrain.training.loop.spikes import Spikes
 from unitrain.training.loop.weights import Weights
 from unitrain.training.loop.window import Window, Windows
 from unitrain.training.models.prepared import PreparedModules
 from unitrain.training.models.supported import check_scheduler
+from unitrain.training.optimizers.local_sgd import LocalSGD
 
 if TYPE_CHECKING:
     from unitrain.training.optimizers.sharded import ShardedOptimizers
@@ -64,7 +64,7 @@ class TrainingStep:
     Attributes:
         hooks: what happens around a step.
         batches: the batches that loaders have yielded.
-        rounds: the rounds of ``local_steps``.
+        local: the rounds of ``local_steps``, if it is set.
         spikes: what applies ``on_spike``, if it is set.
     """
 
@@ -87,11 +87,14 @@ class TrainingStep:
         self._unscaled = False
         self._pass_boundary = pass_boundary
         self._pulse = communicator.pulse
-        averages_weights = config.local_steps > 1
-        self._distributed = communicator.world_size > 1 and not averages_weights
+        self.local: LocalSGD | None = None
+        if config.local_steps > 1:
+            self.local = LocalSGD(communicator, prepared, config)
+            hooks.add_hook(self.local)
+        self._distributed = communicator.world_size > 1 and self.local is None
         self._on_host = communicator.device.type == "cpu"
         self._accumulate = config.accumulate
-        averages = backend.gradient_reduction == "mean" or averages_weights
+        averages = backend.gradient_reduction == "mean" or self.local is not None
         self._weights = Weights(communicator, config.accumulate, scaler, averages=averages)
         self._reduction = Reduction(communicator, backend, config)
         self.spikes: Spikes | None = None
@@ -102,7 +105,6 @@ class TrainingStep:
         self._guard = _guard(communicator, config, self.spikes)
         self._nonfinite = NonFinitePolicy(communicator, prepared, config.on_nonfinite)
         self._windows = Windows(communicator, backend, prepared, self._reduction, self._guard, sharded, config)
-        self.rounds: Rounds = Rounds(communicator, prepared, hooks, self._windows, config)
         self._first_steps = FirstSteps(
             CopyCheck(communicator),
             LossCheck(config.accumulate, communicator.world_size),
@@ -130,7 +132,8 @@ class TrainingStep:
 
     def check_complete(self) -> None:
         """Warn at the end of a run if a round is open, or the script has left out a batch, as one taken ahead."""
-        self.rounds.check_complete()
+        if self.local is not None:
+            self.local.check_complete()
         if self.batches.one_is_left_out and self._communicator.is_main:
             call_site.warn(
                 "a loader has yielded a batch more than step() was called for: a batch before the first step of an "
@@ -160,25 +163,33 @@ class TrainingStep:
     @property
     def within_window(self) -> bool:
         """Whether an optimizer has gradients of an accumulation window that is not complete, or a round is not."""
-        return self._windows.any_open or self.rounds.is_open
+        return self._windows.any_open or (self.local is not None and self.local.is_open)
 
     def at_window_end(self, action: Callable[[], None]) -> None:
         """Call ``action`` once, after the step that ends all open windows, and the round of ``local_steps``."""
         self._at_window_end.append(action)
 
+    def check_between_rounds(self, call: str) -> None:
+        """Raise UsageError within a round of ``local_steps``."""
+        if self.local is not None:
+            self.local.check_between(call)
+
+    def shared_weights(self, call: str | None = None, *, buffers: bool = False) -> AbstractContextManager[None]:
+        """See ``LocalSGD.shared_weights``; without ``local_steps``, all weights are shared."""
+        return nullcontext() if self.local is None else self.local.shared_weights(call, buffers=buffers)
+
     def end_round(self) -> None:
         """End the round of ``local_steps``, if one is open: average what the ranks have learned. Collective."""
-        if self.rounds.local is not None and self.rounds.local.steps:
-            self._average(ends=True)
+        if self.local is not None and self.local.steps:
+            self._average(self.local, ends=True)
             self._end_windows()
 
-    def _average(self, *, ends: bool) -> None:
-        def not_finite(steps: str) -> None:
-            [window] = self._windows
-            self._nonfinite.end(self._nonfinite.message(window, steps, distributed=False))
-
+    def _average(self, local: LocalSGD, *, ends: bool) -> None:
         with self._pulse.within(_WAITING):
-            self.rounds.average(ends=ends, not_finite=not_finite)
+            steps = f"within the {local.at_stake} steps up to step {self._pulse.step}"
+            if not local.average(ends=ends):
+                [window] = self._windows
+                self._nonfinite.end(self._nonfinite.message(window, steps, distributed=False))
 
     def expect_next(self, window: Window | None = None) -> None:
         """Let the next forward and backward communicate if they end a window, as far as that is known.
@@ -420,7 +431,7 @@ class TrainingStep:
             if self.spikes.stops:
                 self._clear_complete()
             self.spikes.act()
-        elif not stepped and self.rounds.local is not None:
+        elif not stepped and self.local is not None:
             self._nonfinite.record(window)
         elif not stepped and (self._scaler is None or self._scaler.get_scale() <= 1.0):
             self._not_finite(window)
@@ -429,11 +440,10 @@ class TrainingStep:
 
     def _end_windows(self) -> None:
         """Run the actions that wait for the end of all open windows, and pass the boundary."""
-        local = self.rounds.local
-        if local is not None and local.steps:
-            if local.is_open:
+        if self.local is not None and self.local.steps:
+            if self.local.is_open:
                 return
-            self._average(ends=local.fragments == 1)
+            self._average(self.local, ends=self.local.fragments == 1)
         if self._at_window_end and not self._windows.any_open:
             actions, self._at_window_end = self._at_window_end, []
             for action in actions:

@@ -16,7 +16,8 @@ Low-Communication Training of Language Models" (arXiv 2311.08105), and "Streamin
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from operator import is_
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import SGD, Optimizer
 
+from unitrain import call_site
 from unitrain.communication.communicator import Communicator
 from unitrain.config import StrategyConfig
 from unitrain.device import HALF_DTYPES
@@ -33,6 +35,8 @@ from unitrain.errors import UsageError
 from unitrain.training.gradients.gradients import GradientReducer
 from unitrain.training.gradients.guard import GuardedStep
 from unitrain.training.hooks import StepHook
+from unitrain.training.models.buffers import BufferSync
+from unitrain.training.models.prepared import PreparedModules
 from unitrain.training.optimizers.sharded import divided
 
 _MOMENTUM, _GRADIENT, _OWN = "momentum_buffer", "gradient", "own weight"
@@ -58,13 +62,16 @@ class LocalSGD(StepHook):
         swapped: whether the model has the shared weights within a round.
     """
 
-    def __init__(self, communicator: Communicator, config: StrategyConfig) -> None:
+    def __init__(self, communicator: Communicator, prepared: PreparedModules, config: StrategyConfig) -> None:
         self.steps: int = 0
         self.length: int = config.local_steps
         self.fragments: int = config.local_fragments
         self.failed: bool = False
         self.swapped: bool = False
         self._communicator = communicator
+        self._prepared = prepared
+        syncs = config.broadcast_buffers and communicator.world_size > 1
+        self._buffers = BufferSync(communicator, prepared) if syncs else None
         self._make_reducer = partial(
             GradientReducer,
             communicator=communicator,
@@ -160,6 +167,8 @@ class LocalSGD(StepHook):
         if ends or not finite:
             torch._foreach_copy_([*self._weights], [*self._shared])
             self.steps, self.failed = 0, False
+        if finite:
+            self._share_buffers()
         return finite
 
     def _send(self, fragments: list[_Fragment]) -> None:
@@ -174,6 +183,10 @@ class LocalSGD(StepHook):
                 reducer.start()
                 self._reducers.append(reducer)
         self._sent = fragments
+
+    def _share_buffers(self) -> None:
+        if self._buffers is not None and self._optimizer is not None:
+            self._buffers.after_update(self._optimizer, self._parameters, True)
 
     def wait(self) -> None:
         """Wait for what is under way."""
@@ -202,6 +215,46 @@ class LocalSGD(StepHook):
             weight.copy_(shared)
             shared.copy_(held)
         self.swapped = not self.swapped
+
+    def check_between(self, call: str) -> None:
+        """Raise UsageError within a round."""
+        if self.steps:
+            raise UsageError(
+                f"{call} was called after step {(self.steps - 1) % self.length + 1} of a round of {self.length} "
+                "(local_steps), within which the ranks have different weights: call it after the epoch, which ends "
+                "one, or, without local_fragments, after the last step of a round."
+            )
+
+    @contextmanager
+    def shared_weights(self, call: str | None, *, buffers: bool) -> Iterator[None]:
+        """Context manager that gives the model the weights that ranks share. Collective with ``buffers``.
+
+        Raises UsageError for a ``call`` within a round without fragments, where they are the round's first ones.
+        """
+        if not self.steps or self.swapped:
+            yield
+            return
+        if self.fragments == 1 and call is not None:
+            self.check_between(call)
+        if buffers:
+            self._share_buffers()
+        self.swap()
+        try:
+            with self._prepared.swapped(self, self.swap):
+                yield
+        finally:
+            self.swap()
+
+    def check_complete(self) -> None:
+        """Warn at the end of a run if a round has not ended."""
+        if not self.steps:
+            return
+        self.wait()  # what is under way would fail when communication ends
+        if self._communicator.is_main:
+            call_site.warn(
+                f"the run has ended within a round of local_steps: its last {self.at_stake} steps were not averaged "
+                "over the ranks. End it after an epoch, or, without local_fragments, after the last step of a round."
+            )
 
     def state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the outer optimizer's state, and the mean of what is under way, for which it waits.
