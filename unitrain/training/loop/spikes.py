@@ -33,7 +33,7 @@ _COPIED_EVERY = 64  # steps. Of the last two copies, the older one is put back
 class Spikes(StepHook):
     """Applies ``on_spike``.
 
-    ``optimizers`` returns those of the run.
+    ``optimizers`` returns all optimizers.
 
     Attributes:
         norms: of the last steps, spikes included: a level that stays is none.
