@@ -35,7 +35,10 @@ from unitrain import Strategy, initialize
 pytest_plugins = ["pytester", "s3_server", "sharing", "slurm", "harness", "lives"]
 
 # How long an example takes depends on what else this machine does. The rest is Hypothesis's own choice, here or in CI.
-settings.register_profile("unitrain", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+for _profile, _examples in (("unitrain", 40), ("soak", 400)):
+    settings.register_profile(
+        _profile, settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=_examples
+    )
 settings.load_profile("unitrain")
 
 _LEAVE_S = 5.0
