@@ -35,7 +35,10 @@ from unitrain import Strategy, initialize
 pytest_plugins = ["pytester", "s3_server", "sharing", "slurm", "harness", "lives"]
 
 # How long an example takes depends on what else this machine does. The rest is Hypothesis's own choice, here or in CI.
-settings.register_profile("unitrain", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+for _profile, _examples in (("unitrain", 40), ("soak", 400)):
+    settings.register_profile(
+        _profile, settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=_examples
+    )
 settings.load_profile("unitrain")
 
 _LEAVE_S = 5.0
@@ -53,10 +56,15 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # torch looks at it when it first uses CUDA
 
 
-def pytest_collection_finish() -> None:
-    """Leave modules and collected tests out of later collections, each of which would take 0.3 s."""
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """Leave modules and collected tests, which stay, out of garbage collections, each of which would take 0.3 s."""
+    gc.disable()
+    result = yield
     gc.collect()
     gc.freeze()
+    gc.enable()
+    return result
 
 
 # ------------------------------------------------------------------------------------------------ nothing is left

@@ -34,7 +34,7 @@ def strategy() -> Iterator[Strategy]:
 
 
 @given(value=PLAIN)
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_plain_values_come_back(strategy: Strategy, tmp_path: Path, value: Any) -> None:
     strategy.save(value, tmp_path / "value.pt")
     assert strategy.load(tmp_path / "value.pt") == value

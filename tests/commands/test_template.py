@@ -11,13 +11,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import kubeflow.training
-import kubernetes_validate
 import pytest
 import yaml
 from free_ports import free_port
 from host_commands import blocks_for
-from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob
 from slurm import Slurm
 from trained import TRAINS, Weights, assert_trained, expected
 
@@ -91,6 +88,9 @@ def test_gpus_are_asked_for_where_they_are_wanted(kind: str, gpus: bool) -> None
 
 def checked(kind: str, model: str, **options: Any) -> dict[str, Any]:
     """Return a job of an operator that its own model takes, and whose pods Kubernetes takes, without a change."""
+    import kubeflow.training
+    import kubernetes_validate
+
     document = yaml.safe_load(template(kind, **options))
 
     class Response:
@@ -132,6 +132,8 @@ def test_pytorchjob(expected: Weights, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("forked")
 def test_trainjob(expected: Weights, tmp_path: Path) -> None:
     """torchrun in each pod, with the variables that the runtime torch-distributed sets."""
+    from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob
+
     document = yaml.safe_load(template("trainjob", TRAINS, *[str(tmp_path), *ODD], hosts=3))
     parsed = TrainerV1alpha1TrainJob.from_dict(document)
     assert parsed is not None

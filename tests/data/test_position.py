@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pretended import in_training, pretended_rank, trained
 from torch import Tensor, nn
@@ -140,7 +140,6 @@ worlds = st.integers(1, 17)
 
 
 @given(cases(), worlds, worlds, st.floats(0, 1))
-@settings(max_examples=80, deadline=None)
 def test_each_sample_comes_exactly_once_in_the_same_global_batches(
     case: Case, before: int, after: int, resumed_at: float
 ) -> None:
@@ -162,7 +161,6 @@ def test_each_sample_comes_exactly_once_in_the_same_global_batches(
 
 
 @given(cases().filter(lambda case: case.order != "buckets"), worlds, st.integers(1, 60))
-@settings(max_examples=30, deadline=None)
 def test_another_batch_size_still_reads_each_sample_once(case: Case, world_size: int, batch: int) -> None:
     first = play(case, world_size, None, case.accumulate)
     other = Case(**{**vars(case), "batch": max(batch, case.accumulate), "drop_last": False})

@@ -20,6 +20,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from markdown_it import MarkdownIt
@@ -54,8 +55,13 @@ class Block:
     copy: bool = False
 
 
-def blocks(page: Path) -> Iterator[Block]:
-    """Yield the blocks of a page."""
+@cache
+def blocks(page: Path) -> tuple[Block, ...]:
+    """Return the blocks of a page."""
+    return tuple(_blocks(page))
+
+
+def _blocks(page: Path) -> Iterator[Block]:
     comment, section = "", 0
     for token in MarkdownIt().parse(page.read_text(encoding="utf-8")):
         place = f"{page.relative_to(ROOT)}:{token.map[0] + 1}" if token.map else ""

@@ -16,7 +16,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from kubeflow_trainer_api.models import TrainerV1alpha1UpdateTrainJobStatusRequest as UpdateRequest
 
 import unitrain
 from unitrain import ConfigError, Strategy
@@ -30,7 +29,10 @@ class StatusServer(ThreadingHTTPServer):
     """A server with the rules of Kubeflow's: path, token, and a body that its published model has."""
 
     def __init__(self, folder: Path) -> None:
+        from kubeflow_trainer_api.models import TrainerV1alpha1UpdateTrainJobStatusRequest as UpdateRequest
+
         super().__init__(("127.0.0.1", 0), Handler)
+        self.model = UpdateRequest
         self.folder = folder
         self.updates: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         subject = ["-subj", "/CN=controller", "-addext", "subjectAltName=IP:127.0.0.1"]
@@ -61,7 +63,7 @@ class Handler(BaseHTTPRequestHandler):
         else:
             code, answer = 200, body
             assert self.path == PATH
-            parsed = UpdateRequest.from_dict(body)
+            parsed = self.server.model.from_dict(body)
             assert parsed is not None
             assert parsed.trainer_status is not None
             known = json.loads(parsed.model_dump_json(by_alias=True, exclude_none=True))["trainerStatus"]

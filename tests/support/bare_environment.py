@@ -43,10 +43,13 @@ class BareEnvironment:
         return path
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
+        return self.start_python("-m", "unitrain.commands.cli", *arguments)
+
+    def start_python(self, *arguments: str) -> subprocess.Popen[str]:
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("CUDA", "HOROVOD"))}
         environment |= {"PATH": str(self.folder / "programs"), "UNITRAIN_CACHE": str(self.folder / "cache")}
         environment.pop("CXX", None)
-        command = [str(self.folder / "venv" / "bin" / "python"), "-m", "unitrain.commands.cli", *arguments]
+        command = [str(self.folder / "venv" / "bin" / "python"), *arguments]
         return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -7,7 +7,7 @@ from itertools import pairwise, permutations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -39,13 +39,11 @@ def test_the_order_never_changes(case: tuple[int, int, int]) -> None:
     st.integers(0, 2**32 - 1),
     st.integers(0, 10_000),
 )
-@settings(max_examples=60, deadline=None)
 def test_every_sample_stands_at_one_position(samples: int, seed: int, epoch: int) -> None:
     assert (np.sort(shuffled(samples, seed, epoch)) == np.arange(samples)).all()
 
 
 @given(st.integers(1, 2**62), st.integers(0, 2**32 - 1), st.data())
-@settings(max_examples=100, deadline=None)
 def test_any_positions_can_be_read_in_any_order(samples: int, seed: int, data: st.DataObject) -> None:
     samples = samples if samples >= 2**16 else samples + 2**16
     positions = np.array(data.draw(st.lists(st.integers(0, samples - 1), min_size=1, max_size=20, unique=True)))

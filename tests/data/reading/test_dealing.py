@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pretended import in_training, pretended_rank, trained
 from streams import Shards, StatefulShards
@@ -171,7 +171,6 @@ worlds = st.builds(World, st.integers(1, 6), st.integers(0, 4))
 
 
 @given(cases(), worlds, worlds, st.floats(0, 1))
-@settings(max_examples=150, deadline=None)
 def test_global_batches_are_the_same_on_any_ranks_and_workers_and_after_a_resume_on_others(
     case: Case, before: World, after: World, resumed_at: float
 ) -> None:
@@ -188,7 +187,6 @@ def test_global_batches_are_the_same_on_any_ranks_and_workers_and_after_a_resume
 
 
 @given(cases(), worlds, worlds, st.integers(0, 20))
-@settings(max_examples=60, deadline=None)
 def test_another_global_batch_still_reads_each_sample_once(case: Case, before: World, after: World, more: int) -> None:
     case = replace(case, drop_last=False)
     other = replace(case, batch=case.shards[0] + more, accumulate=1)
@@ -202,7 +200,6 @@ def test_another_global_batch_still_reads_each_sample_once(case: Case, before: W
 
 
 @given(cases(), worlds, worlds, st.integers(1, 5))
-@settings(max_examples=60, deadline=None)
 def test_a_dataset_with_a_state_is_not_read_again(case: Case, before: World, after: World, stop: int) -> None:
     shards = case.shards[0] * case.shards[1]
     case = replace(case, stateful=True, drop_last=False, sizes=(100,) * shards)  # none has ended

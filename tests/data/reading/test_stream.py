@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from ranks import run_ranks
 from streams import Numbers, Shuffling, of_workers
@@ -27,7 +27,6 @@ from unitrain.data.reading.stream import Piece, WholeStream
     st.integers(0, 60),
     st.booleans(),
 )
-@settings(max_examples=150, deadline=None)
 def test_a_whole_stream_is_dealt_out_like_map_style_data(
     length: int, world_size: int, workers: int, batch: int, accumulate: int, start: int, drop_last: bool
 ) -> None:

@@ -20,6 +20,7 @@ pytestmark = [pytest.mark.launcher, pytest.mark.xdist_group("cluster")]
 BLOCKS = {block.place: block.text for block in blocks_for(Path(__file__))}
 NUMBERED, MPICH = (next(place for place, text in BLOCKS.items() if part in text) for part in ("--node-rank", " -hosts"))
 STARTS = [place for place in BLOCKS if place != MPICH]
+[TORCHRUN] = (place for place in STARTS if "torchrun" in place and place != NUMBERED)
 ENDS_S = 90
 
 
@@ -30,11 +31,11 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield running
 
 
-def run(hosts: Cluster, place: str, *script: str) -> None:
-    """Run the block of a page, with two processes on each host, to its end."""
+def run(hosts: Cluster, place: str, *script: str, processes: int = 2) -> None:
+    """Run the block of a page, with so many processes on each host, to its end."""
     jobs = [
         hosts.start(host, command, environ=AS_ROOT, cwd=Path("/"))
-        for host, command in host_commands(BLOCKS[place], hosts.names, script)
+        for host, command in host_commands(BLOCKS[place], hosts.names, script, processes=processes)
     ]
     try:
         said = "".join(job.communicate(timeout=ENDS_S)[0] for job in jobs)
@@ -45,13 +46,19 @@ def run(hosts: Cluster, place: str, *script: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "place",
-    [pytest.param(one, marks=[] if "torchrun" in one and one != NUMBERED else pytest.mark.soak) for one in STARTS],
+    ("place", "processes"),
+    [
+        pytest.param(one, processes, marks=[pytest.mark.soak] * (one != TORCHRUN or processes == 2))
+        for one in STARTS
+        for processes in (1, 2)
+    ],
 )
-def test_two_hosts_train_as_one_process_does(hosts: Cluster, place: str, expected: Weights, tmp_path: Path) -> None:
-    run(hosts, place, str(TRAINS), str(tmp_path))
-    saved = assert_trained(tmp_path, expected, world_size=4)
-    assert saved["places"] == [(0, 0, "node0"), (1, 0, "node0"), (0, 1, "node1"), (1, 1, "node1")]
+def test_two_hosts_train_as_one_process_does(
+    hosts: Cluster, place: str, processes: int, expected: Weights, tmp_path: Path
+) -> None:
+    run(hosts, place, str(TRAINS), str(tmp_path), processes=processes)
+    saved = assert_trained(tmp_path, expected, world_size=2 * processes)
+    assert saved["places"] == [(local, host, f"node{host}") for host in range(2) for local in range(processes)]
     wanted = re.search(r"UNITRAIN_BACKEND=(\w+)", BLOCKS[place])
     assert saved["backend"] == (wanted[1] if wanted else "ddp" if "torchrun" in place else "horovod")
 

@@ -22,7 +22,7 @@ from places import TESTS
 
 from unitrain.commands import toolchain
 
-_SCRIPTS = ("torchrun", "horovodrun")
+_SCRIPTS = ("torchrun", "horovodrun", "unitrain")
 _HERE = TESTS / "support" / "forking"
 _PYTHON = sys.executable
 _running: tuple[Path, subprocess.Popen[bytes]] | None = None
@@ -81,7 +81,10 @@ def _start() -> tuple[Path, subprocess.Popen[bytes]]:
     folder = Path(tempfile.mkdtemp(prefix="forked-"))
     for name in ("python", "python3", *_SCRIPTS):
         program, script = folder / name, Path(sys.executable).parent / name if name in _SCRIPTS else ""
-        program.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S {_HERE / "asking.py"} {folder} {script} "$@"\n')
+        forked = f'exec {sys.executable} -I -S {_HERE / "asking.py"} {folder} {script} "$@"'
+        # unitrain run ends with what started it.
+        real = f'[ "$1" = run ] && exec {script} "$@"\n' if name == "unitrain" else ""
+        program.write_text(f"#!/bin/sh\n{real}{forked}\n")
         program.chmod(0o755)
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(f"\0{folder}")
