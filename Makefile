@@ -2,8 +2,8 @@
 # make test    run the test suite
 # make check   check style, types, the documentation site, Dockerfiles, and the released packages
 # make soak    run every fault under every launcher, kills at random moments, and what make test leaves out: most
-#              benchmarks' short forms, more worlds, ten times the examples of Hypothesis (about half an hour), and a hundred starts and ends
-#              under each launcher (another two hours on two cores). Write docs/about/faults.md
+#              benchmarks' short forms, more worlds, ten times the examples of Hypothesis (about half an hour), and
+#              a hundred starts and ends under each launcher (another two hours on two cores). Write docs/about/faults.md
 # make coverage  measure what make test covers, in a third more time; print the total, and the files below 90 %
 # make bench   measure speed beside hand-written loops and other frameworks, into benchmarks/results/
 # make lint    check style and types only (.pre-commit-config.yaml has the list)
