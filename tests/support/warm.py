@@ -130,7 +130,7 @@ class World:
         self.is_warm = False
         count = len(environments)
         for work, environ in zip(self._work[:count], environments, strict=True):
-            work.send((dict(environ), sys.path, os.getcwd(), timeout, packed))
+            work.send((dict(environ), (sys.argv, sys.path, os.getcwd()), timeout, packed))
         results = collect(self.processes[:count], self._reports[:count], deadline)
         # A rank that has called sys.exit(0) has no result.
         self.is_warm = all(result is not None and not result[1] for result in results)
@@ -160,8 +160,8 @@ def _serve(work: Connection, reports: Connection) -> None:
         order = work.recv()
         if order is None:
             return
-        environ, path, folder, timeout, packed = order
-        run_rank(reports, environ, rank.call, (path, folder, timeout, packed))
+        environ, place, timeout, packed = order
+        run_rank(reports, environ, rank.call, (place, timeout, packed))
 
 
 class _Rank:
@@ -178,10 +178,10 @@ class _Rank:
         self._loggers = logging.root.level, logging.root.handlers[:]
         self._fixed = _fixed()
 
-    def call(self, path: list[str], folder: str, timeout: float, packed: bytes) -> tuple[Any, list[str]]:
+    def call(self, place: tuple[list[str], list[str], str], timeout: float, packed: bytes) -> tuple[Any, list[str]]:
         """Run a function, and return its result and why this process can run no other, if so."""
+        sys.argv[:], sys.path[:], folder = place
         _send_output_to(os.environ.pop("RANKS_LOG"))
-        sys.path[:] = path
         os.chdir(folder)
         fn, args = pickle.loads(packed)
         self._watched.note()
