@@ -263,7 +263,7 @@ def test_the_installed_horovod_tells_what_it_was_built_with() -> None:
 @pytest.mark.launcher
 @pytest.mark.usefixtures("forked")
 @HOROVOD
-@pytest.mark.parametrize("controller", ["mpi", "gloo"])
+@pytest.mark.parametrize("controller", ["mpi", pytest.param("gloo", marks=pytest.mark.soak)])
 def test_two_processes_add_up(controller: str) -> None:
     check_allreduce(controller)
 

@@ -110,7 +110,7 @@ def expected(kind: str) -> list[int]:
 
 WORLDS = [
     pytest.param([(1, 2, "spawn"), (3, 0, "spawn"), (2, 2, "spawn")], id="1-3-2"),
-    pytest.param([(2, 2, "horovodrun"), (1, 0, "spawn")], id="horovod", marks=HOROVOD),
+    pytest.param([(2, 2, "horovodrun"), (1, 0, "spawn")], id="horovod", marks=[HOROVOD, pytest.mark.soak]),
 ]
 
 

@@ -53,7 +53,7 @@ def differences(backend: str, chosen: list[Case]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("backend", ["ddp", "fsdp"])
+@pytest.mark.parametrize("backend", ["ddp", pytest.param("fsdp", marks=pytest.mark.soak)])
 def test_digits(backend: str) -> None:
     assert run(differences, backend, CHOSEN[backend], nprocs=2) == [[], []]
 
