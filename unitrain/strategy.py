@@ -447,15 +447,15 @@ class Strategy:
             if self._profile is None or self._profile.ended:
                 self._profile = profile.Profile(self._communicator, self._hooks, plan)
 
-        if on_signal is not None:
-            profile.check(plan, self._communicator)
-            how = profile.begin_on(on_signal, self._job.stopping, begin)
-            if self.is_main:
-                print_stderr(f"unitrain: {how}")
-        elif self._profile is not None and not self._profile.ended:
+        if on_signal is None and self._profile is not None and not self._profile.ended:
             raise UsageError("profile() was called while another profile has not ended: call it later.")
-        else:
+        profile.check(plan, self._communicator)
+        if on_signal is None:
             begin()
+            return
+        how = profile.begin_on(on_signal, self._job.stopping, begin)
+        if self.is_main:
+            print_stderr(f"unitrain: {how}")
 
     def trackers(self, trackers: Sequence[str | Tracker], folder: str | Path, *, name: str | None = None) -> Trackers:
         """Start trackers on rank 0, or continue their runs. Collective; call it after ``checkpoint.resume``.

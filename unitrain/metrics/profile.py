@@ -31,7 +31,7 @@ _ANCHOR = "unitrain: clock"
 
 
 class Plan(NamedTuple):
-    """What to record: ``steps`` steps after ``skip`` others, of some ranks.
+    """What to record: ``steps`` steps of some ranks after ``skip`` others, the last of which warms torch's profiler up.
 
     With ``memory`` the trace shows how much torch has allocated, and these ranks write snapshots of their GPUs' memory.
     """
@@ -44,10 +44,9 @@ class Plan(NamedTuple):
 
 
 class Profile(StepHook):
-    """Records what is planned, and is gone when rank 0 has written the trace. The last step before warms it up."""
+    """Records what is planned, as checked by ``check``, and is gone when rank 0 has written the trace."""
 
     def __init__(self, communicator: Communicator, hooks: Hooks, plan: Plan) -> None:
-        check(plan, communicator)
         self._communicator, self._hooks = communicator, hooks
         folder, steps, skip, self._ranks, memory = plan
         self._folder = Path(folder)

@@ -100,8 +100,8 @@ class TrainingStep:
         self.spikes: Spikes | None = None
         if config.on_spike != "ignore":
             self.spikes = Spikes(communicator, config.on_spike, prepared, self.optimizers)
-        if self.spikes is not None and config.on_spike == "rewind":
-            hooks.add_hook(self.spikes)
+            if config.on_spike == "rewind":
+                hooks.add_hook(self.spikes)
         self._guard = _guard(communicator, config, self.spikes)
         self._nonfinite = NonFinitePolicy(communicator, prepared, config.on_nonfinite)
         self._windows = Windows(communicator, backend, prepared, self._reduction, self._guard, sharded, config)

@@ -33,7 +33,7 @@ class EMA(nn.Module, StepHook):
     ``to_local`` returns this rank's part of a weight, in the same memory.
 
     Attributes:
-        averages: the averages of all weights.
+        averages: the averages of all weights, or of this rank's parts of them.
     """
 
     def __init__(
@@ -60,12 +60,11 @@ class EMA(nn.Module, StepHook):
                     f"ema: {name} is {str(weight.dtype).removeprefix('torch.')}, which is too coarse for an average: "
                     "keep the weights in float32, and set precision to bf16 or fp16 for the forward."
                 )
-        self.averages: list[Tensor] = [weight.detach().clone() for weight in self._named.values()]
-        pairs = zip(self._named.values(), self.averages, strict=True)
-        self._average_of = {id(weight): average for weight, average in pairs}
+        averages = [weight.detach().clone() for weight in self._named.values()]
+        self._average_of = {id(weight): average for weight, average in zip(self._named.values(), averages, strict=True)}
         self._weights = [to_local(weight) for weight in self._named.values()]
-        self._averages = [to_local(average) for average in self.averages]
-        self._alike = list(zip(by_device(self._averages), by_device(self._weights), strict=True))
+        self.averages: list[Tensor] = [to_local(average) for average in averages]
+        self._alike = list(zip(by_device(self.averages), by_device(self._weights), strict=True))
         # Layers without a forward hold the statistics that differ between ranks: they are averaged as a model's are.
         self._statistics = nn.ModuleList(
             _holder(layer, self._average_of) for layer in original.modules() if is_unsynchronised(layer)
@@ -106,7 +105,7 @@ class EMA(nn.Module, StepHook):
         if self._begun:
             return
         # Values and not versions: to write to ``parameter.data`` does not change the version.
-        pairs = zip(self._named.values(), self._weights, self._averages, strict=True)
+        pairs = zip(self._named.values(), self._weights, self.averages, strict=True)
         if all(torch.equal(weight, average) for one, weight, average in pairs if isinstance(one, Parameter)):
             return
         for averages, weights in self._alike:
@@ -141,7 +140,7 @@ class EMA(nn.Module, StepHook):
     def _exchange(self) -> None:
         """Exchange the contents of the weights and of their averages. Wrappers and compiled code keep their tensors."""
         self._check_model()
-        for weight, average in zip(self._weights, self._averages, strict=True):
+        for weight, average in zip(self._weights, self.averages, strict=True):
             held = weight.clone()
             weight.copy_(average)
             average.copy_(held)
