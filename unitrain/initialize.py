@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import Unpack
 
-from unitrain import call_site
+from unitrain import call_site, features
 from unitrain.communication.backend import Backend, load_backend
 from unitrain.config import Section, StrategyConfig
 from unitrain.device import accelerator, choices
@@ -73,10 +73,7 @@ def init(config: StrategyConfig | None = None, **settings: Unpack[StrategySettin
     backend.check(resolved, launch)
     _check_honoured(backend, resolved, launch)
     _check_shares(resolved, launch)
-    if resolved.local_steps > 1 and backend.shards:
-        raise ConfigError(
-            f"local_steps is {resolved.local_steps}, but backend {backend.name} shards one model: use ddp or horovod."
-        )
+    features.check(resolved, backend)
     _set_process_state(resolved, launch)
     if launch.rank == 0:
         if resolved.shard_optimizer and backend.shards:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import TypeVarTuple, Unpack
 
+from unitrain import features
 from unitrain.checkpoint import Checkpoint, files
 from unitrain.checkpoint.run_state import RunState
 from unitrain.communication.backend import Backend
@@ -32,10 +33,9 @@ from unitrain.metrics.throughput import Throughput
 from unitrain.process import print_stderr
 from unitrain.pulse import CLOSING
 from unitrain.training.batch_norm import layers as batch_norm
-from unitrain.training.hooks import Hooks
 from unitrain.training.loop.loop import TrainingLoop
-from unitrain.training.loop.parts import Losses, LossWeights
 from unitrain.training.loop.step import StepResult, TrainingStep
+from unitrain.training.loop.weights import ScriptLosses, ScriptWeights
 from unitrain.training.models import preparation
 from unitrain.training.models.buffers import BufferSync
 from unitrain.training.models.exact_randomness import ExactRandomness
@@ -45,12 +45,12 @@ from unitrain.training.models.precision import Precision
 from unitrain.training.models.prepared import PreparedModules
 from unitrain.training.models.supported import check_scheduler
 from unitrain.training.optimizers.ema import EMA
+from unitrain.training.sockets import Sockets
 from unitrain.url import is_url
 
 if TYPE_CHECKING:
     from unitrain.metrics.profile import Profile
     from unitrain.tracking import Tracker, Trackers
-    from unitrain.training.optimizers.sharded import ShardedOptimizers
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -82,25 +82,23 @@ class Strategy:
         self.rank: int = self._communicator.rank
         self.world_size: int = self._communicator.world_size
         self.is_main: bool = self._communicator.is_main
-        sharded = self._communicator if self._communicator.shards_parameters else None
-        self._precision = Precision(config.precision, self.device, sharded)
+        shards = self._communicator.shards_parameters
+        self._precision = Precision(config.precision, self.device, self._communicator if shards else None)
         self.shares: tuple[int, ...] = reduced(config.shares or (1,) * self.world_size)
         self._prepared = PreparedModules(self.shares)
         pass_boundary = self._job.stopping.pass_boundary
-        optimizers = _sharded_optimizers(self._communicator)
-        self._hooks = _hooks(self._communicator, self._prepared, optimizers, config)
-        self._step = TrainingStep(
-            self._communicator,
-            made,
-            self._prepared,
-            self._hooks,
-            self._precision.scaler,
-            optimizers,
-            pass_boundary,
-            config,
-        )
+        self._sockets = sockets = Sockets(self._communicator, made, self._prepared, config)
+        self._hooks = sockets.hooks
+        features.plug_in(sockets)
+        self._step = TrainingStep(sockets, self._precision.scaler, pass_boundary)
         self._gathering = Gathering(self._communicator)
-        self._loop = TrainingLoop(self._step, self._prepared, pass_boundary)
+        self._loop = TrainingLoop(self._step, self._prepared, pass_boundary, shards=shards)
+        if self._communicator.shards_optimizers:
+            from unitrain.training.optimizers.sharded import ShardedOptimizers  # few scripts need it
+
+            self._hooks.add_hook(ShardedOptimizers(self._communicator))
+        if self._step.averaging.in_step and config.broadcast_buffers:
+            self._hooks.add_hook(BufferSync(self._communicator, self._prepared))
         if self.world_size > 1:
             self._hooks.add_hook(InSyncCheck(self._communicator, self._prepared, self._step.optimizers))
         randomness = None
@@ -112,10 +110,11 @@ class Strategy:
             made,
             self._precision,
             self._prepared,
-            self._step.register,
+            self._step.windows.register,
             self._step.batches.current_batch,
             randomness,
             config,
+            wraps=self.world_size == 1 or self._step.averaging.in_step,
         )
         self._metric_check = torchmetric.MetricCheck(self.world_size)
         self._metric_check.begin()
@@ -190,11 +189,11 @@ class Strategy:
 
     def step(
         self,
-        loss: Losses,
+        loss: ScriptLosses,
         optimizer: Optimizer | Sequence[Optimizer],
         scheduler: Any = None,
         *,
-        weight: LossWeights | None = None,
+        weight: ScriptWeights = None,
     ) -> StepResult:
         """Run backward, average, unscale, check and clip the gradients, step, and clear the gradients. Collective.
 
@@ -238,11 +237,11 @@ class Strategy:
 
     def backward(
         self,
-        loss: Losses,
+        loss: ScriptLosses,
         optimizer: Optimizer | None = None,
         *,
         sync: bool | None = None,
-        weight: LossWeights | None = None,
+        weight: ScriptWeights = None,
     ) -> None:
         """Run the first half of ``step``, for several losses with one optimizer, or several optimizers. Collective.
 
@@ -287,12 +286,11 @@ class Strategy:
             >>> with strategy.evaluation(ema):
             ...     logits = model(images)
         """
-        if self.config.local_steps > 1:
-            raise UsageError("ema() averages weights after each step, and with local_steps ranks have different ones.")
+        if differ := self._step.replicas.differ:
+            raise UsageError(f"ema() averages weights after each step, and {differ}.")
         average = EMA(self._prepared, model, decay, self._communicator.to_local)
         self._hooks.add_hook(average)
-        if self._step.spikes is not None:
-            self._step.spikes.averages += average.averages
+        self._sockets.followers += average.averages
         return average
 
     def find_micro_batch_size(
@@ -357,7 +355,7 @@ class Strategy:
         if not modules:
             raise UsageError("evaluation() needs the model or models to evaluate: strategy.evaluation(model).")
         with ExitStack() as swaps:
-            swaps.enter_context(self._step.shared_weights("evaluation()", buffers=True))
+            swaps.enter_context(self._step.replicas.shared_weights("evaluation()", buffers=True))
             self._metric_check.begin()
             modules = tuple(swaps.enter_context(one.swapped()) if isinstance(one, EMA) else one for one in modules)
             modes = [(layer, layer.training) for module in modules for layer in module.modules()]
@@ -492,7 +490,7 @@ class Strategy:
         Raises:
             CommunicationError: on every rank, naming the first tensor that differs and the ranks where it does.
         """
-        with self._step.shared_weights("check_in_sync()", buffers=True):
+        with self._step.replicas.shared_weights("check_in_sync()", buffers=True):
             check_in_sync(self._communicator, self._prepared.unwrap(module))
 
     def full_tensor(self, tensor: Tensor) -> Tensor:
@@ -618,7 +616,7 @@ class Strategy:
             CheckpointError: the file could not be written, or holds objects that ``load`` would refuse; on every rank.
             UsageError: only some ranks passed modules.
         """
-        self._step.check_between_rounds("save()")
+        self._step.replicas.check("save()")
         files.save(self._communicator, self._prepared, value, path)
 
     def load(self, path: str | Path) -> Any:
@@ -654,7 +652,7 @@ class Strategy:
         """
         from unitrain.checkpoint.weights import load_weights  # few scripts need it
 
-        self._step.check_between_rounds("load_weights()")
+        self._step.replicas.check("load_weights()")
         with self._prepared.training_weights():
             load_weights(self._communicator, self._prepared, module, path)
 
@@ -683,7 +681,7 @@ class Strategy:
         from unitrain.checkpoint.saved_weights import save_weights  # few scripts need it
 
         swapped = module.swapped() if isinstance(module, EMA) else nullcontext(module)
-        with self._step.shared_weights("save_weights()"), swapped as model:
+        with self._step.replicas.shared_weights("save_weights()"), swapped as model:
             batch_norm.average_statistics([model], self._communicator, self.shares)
             save_weights(self._communicator, self._prepared.unwrap(model), folder, max_file_size)
 
@@ -721,7 +719,7 @@ class Strategy:
         scaler, ranks = self._precision.scaler, self._communicator
         self._checkpoint = Checkpoint(
             ranks,
-            RunState(objects, self._prepared, scaler, ranks, self.config, config or {}, self._step.spikes),
+            RunState(objects, self._sockets, scaler, config or {}),
             self._step,
             self._job.stopping,
             self._job.watch,
@@ -749,7 +747,7 @@ class Strategy:
         if isinstance(module, EMA):
             with module.swapped() as averaged:
                 return self.export(averaged)
-        with self._step.shared_weights("export()"):
+        with self._step.replicas.shared_weights("export()"):
             return preparation.export(self._prepared.unwrap(module), self._backend)
 
     # -------------------------------------------------------------------------------------------------- life time
@@ -769,7 +767,7 @@ class Strategy:
                     if self._checkpoint is not None:
                         self._checkpoint.close()
                     self.barrier()
-                self._step.check_complete()
+                self._step.end()
                 job.leave()
         finally:
             job.wait_for_emergency_save()
@@ -800,24 +798,3 @@ class Strategy:
 
     def __reduce__(self) -> Any:
         raise UsageError("a strategy can't be pickled: use strategy.save or strategy.export for a model.")
-
-
-def _sharded_optimizers(communicator: Communicator) -> ShardedOptimizers | None:
-    """Return what shards optimizers, with ``shard_optimizer``."""
-    if not communicator.shards_optimizers:
-        return None
-    from unitrain.training.optimizers.sharded import ShardedOptimizers  # few scripts need it
-
-    return ShardedOptimizers(communicator)
-
-
-def _hooks(
-    communicator: Communicator, prepared: PreparedModules, sharded: ShardedOptimizers | None, config: StrategyConfig
-) -> Hooks:
-    """Return the hooks that the settings ask for."""
-    hooks = Hooks()
-    if sharded is not None:
-        hooks.add_hook(sharded)
-    if communicator.world_size > 1 and config.broadcast_buffers and config.local_steps == 1:
-        hooks.add_hook(BufferSync(communicator, prepared))
-    return hooks

@@ -18,10 +18,10 @@ from unitrain.data.order.shares import reduced
 from unitrain.job.watch.stopping import Boundaries, Stopping
 from unitrain.launch.detect import Launch
 from unitrain.pulse import Pulse
-from unitrain.training.hooks import Hooks
 from unitrain.training.loop.loop import TrainingLoop
 from unitrain.training.loop.step import TrainingStep
 from unitrain.training.models.prepared import PreparedModules
+from unitrain.training.sockets import Sockets
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
@@ -63,10 +63,9 @@ class PretendedRank:
         prepared = PreparedModules(shares)
         model = nn.Identity()  # in training mode: ranks without samples get stand-ins
         prepared.add(model, model)
-        self.step = TrainingStep(
-            self.communicator, backend, prepared, Hooks(), None, None, stopping.pass_boundary, config
-        )
-        self.loop = TrainingLoop(self.step, prepared, stopping.pass_boundary)
+        self.sockets = Sockets(self.communicator, backend, prepared, config)
+        self.step = TrainingStep(self.sockets, None, stopping.pass_boundary)
+        self.loop = TrainingLoop(self.step, prepared, stopping.pass_boundary, shards=False)
 
     def dataloader(self, dataset: Any, **settings: Any) -> Loader:
         return Loader(self.communicator, self.loop, self.config, self.world_size, dataset, **settings)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from unitrain import rng
-from unitrain.checkpoint import local_states, metric_states
+from unitrain.checkpoint import metric_states
 from unitrain.checkpoint.completeness import warn_of_missing
 from unitrain.checkpoint.emergency.emergency import EmergencyCheckpoint
 from unitrain.checkpoint.emergency.epoch_end import EpochEnd, EpochEndHook
@@ -19,7 +19,7 @@ from unitrain.checkpoint.sharded.opening import OpenCheckpoint, Search, best_bes
 from unitrain.checkpoint.sharded.saving import divided, gathered, shared_store
 from unitrain.checkpoint.store.disk import Disk
 from unitrain.checkpoint.store.folder import Draft, Folder
-from unitrain.checkpoint.store.located import LOCAL, METRICS, RUN, Located, store_at
+from unitrain.checkpoint.store.located import METRICS, RUN, Located, store_at
 from unitrain.checkpoint.store.store import Store, folder_name
 from unitrain.checkpoint.writer import Together, Writer
 from unitrain.communication.communicator import Communicator
@@ -92,7 +92,7 @@ class Checkpoint:
         # Before the ranks are compared at the end of an epoch, where one may turn out to be gone.
         for hook in (self._boundary, self._epoch_end):
             if hook is not None:
-                step.hooks.add_hook(hook, first=True)
+                step.hooks.add_hook(hook)
         step.hooks.add_hook(self._memory)
         stopping.listen(self)
 
@@ -104,7 +104,7 @@ class Checkpoint:
     def _prepare_for_emergencies(self, watch: Watch) -> None:
         ranks, state = self._communicator, self._state
         # Of sharded state, no rank has all. What a GPU has queued before a rank failed may still change the weights.
-        whole = not ranks.shards and ranks.device.type == "cpu" and self._step.local is None
+        whole = not ranks.shards and ranks.device.type == "cpu" and not self._step.replicas.differ
         if state.settings.emergency_checkpoint != "auto" or not whole:
             return
         store = self._folder.store
@@ -167,7 +167,7 @@ class Checkpoint:
                 self._writer.marked = self._step.global_step
             together: Together | None = None
             step = self._step.global_step
-            with self._step.shared_weights():
+            with self._step.replicas.shared_weights():
                 parts = self._parts(list(randoms), ended)
                 if ranks.shards:
                     parts, together = self._sharded(parts)
@@ -181,11 +181,9 @@ class Checkpoint:
         metric_parts = {METRICS: metric_states.gather(ranks, metrics)} if metrics else {}
         parts = state.parts() if ended is None else ended.applied_to(state.parts())
         state.complete_shards(ranks, parts)
-        local, local_parts = self._step.local, {}
-        if local is not None and state.optimizers:
-            [optimizer] = state.optimizers.values()
-            local_parts = {LOCAL: local_states.gather(ranks, local, optimizer)}
-        return {**parts, RUN: state.run(self._step.global_step, random), **metric_parts, **local_parts}
+        collected = {extra.name: extra.collect(state.optimizers) for extra in state.extra}
+        extra_parts = {name: its for name, its in collected.items() if its is not None}
+        return {**parts, RUN: state.run(self._step.global_step, random), **metric_parts, **extra_parts}
 
     def _sharded(self, parts: dict[str, Any]) -> tuple[dict[str, Any], Together | None]:
         """Return what rank 0 writes alone, and what each rank writes; or whole states, and None. Collective.
@@ -257,7 +255,9 @@ class Checkpoint:
             outlines = view.outlines
             metrics = metric_states.metrics_in(state.modules)
             loaded = metric_states.check(metrics, outlines.get(METRICS), ranks.world_size, force=force)
-            local_states.check(outlines.get(LOCAL), ranks.world_size, force=force)
+            extras = [extra for extra in state.extra if extra.name in outlines]
+            for extra in extras:
+                extra.check(outlines[extra.name], force=force)
             if changed and ranks.is_main:
                 print_stderr(f"unitrain: resuming with other settings: {'; '.join(changed)}")
             where = ranks.on_main(lambda: self._settle(view, recalled, is_newest=path is None))
@@ -266,9 +266,8 @@ class Checkpoint:
             self._memory.go_on(self._step.global_step, where[0])
             if METRICS in outlines:
                 metric_states.load(ranks, metrics, loaded, outlines[METRICS], view.source(METRICS))
-            if LOCAL in outlines and (local := self._step.local) is not None:
-                [optimizer] = state.optimizers.values()
-                local_states.load(ranks, local, optimizer, outlines[LOCAL], view.source(LOCAL))
+            for extra in extras:
+                extra.load(state.optimizers, outlines[extra.name], view.source(extra.name))
             view.close()
         if view.saved is not None:  # on rank 0
             print_stderr(f"unitrain: resumed after step {self._step.global_step}, from {view.saved.found}{where[1]}")

@@ -11,14 +11,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unitrain.checkpoint.names import GROUPS, PARAMS, Name, names_of
-from unitrain.checkpoint.store.located import LOCAL, METRICS, RUN, Manifest
+from unitrain.checkpoint.parts import StatePart
+from unitrain.checkpoint.store.located import METRICS, RUN, Manifest, is_extra
 from unitrain.communication.communicator import Communicator
 from unitrain.communication.streaming import Form
 from unitrain.config import StrategyConfig
 from unitrain.data import Loader
 from unitrain.errors import CheckpointError, UsageError
-from unitrain.training.loop.spikes import Spikes
 from unitrain.training.models.prepared import PreparedModules
+from unitrain.training.sockets import Sockets
 
 # Settings that must not change when a run is resumed. Launcher, backend, world size and timeouts may.
 _TRAINING_SETTINGS = (
@@ -35,12 +36,9 @@ class RunState:
     def __init__(
         self,
         objects: dict[str, Any],
-        prepared: PreparedModules,
+        sockets: Sockets,
         scaler: torch.amp.GradScaler | None,
-        communicator: Communicator,
-        settings: StrategyConfig,
         config: Mapping[str, Any],
-        spikes: Spikes | None,
     ) -> None:
         for name, value in objects.items():
             if not isinstance(value, dict) and not callable(getattr(value, "load_state_dict", None)):
@@ -48,13 +46,14 @@ class RunState:
                     f"checkpoint: {name} is a {type(value).__name__}, which has no load_state_dict: pass an object "
                     "with state_dict and load_state_dict, or a dict."
                 )
-            if name in (RUN, METRICS, LOCAL, "") or "/" in name or "\0" in name:
+            if name in (RUN, METRICS, "") or is_extra(name) or "/" in name or "\0" in name:
                 raise UsageError(f"checkpoint: {name!r} can't be the name of an object, which is that of a file, too.")
         self.objects: dict[str, Any] = objects
-        self.prepared: PreparedModules = prepared
-        self._scaler, self._spikes = scaler, spikes
-        self._world_size = communicator.world_size
-        self.settings: StrategyConfig = settings
+        self.prepared: PreparedModules = sockets.prepared
+        self.extra: list[StatePart] = sockets.parts
+        self._scaler, self._values = scaler, sockets.values
+        self._world_size = sockets.communicator.world_size
+        self.settings: StrategyConfig = sockets.config
         self.config: dict[str, Any] = dict(config)
         self.life: int = 0  # see ``Manifest.life``
 
@@ -104,16 +103,16 @@ class RunState:
     def run(self, steps: int, random: list[dict[str, Any]]) -> dict[str, Any]:
         """Return the state of the run itself, given the states of the random number generators of each rank."""
         scaler = None if self._scaler is None else self._scaler.state_dict()
-        norms = [] if self._spikes is None else list(self._spikes.norms)
-        return {"steps": steps, "scaler": scaler, "norms": norms, "random": random, "names": self.names}
+        values = {name: value.state_dict() for name, value in self._values.items()}
+        return {"steps": steps, "scaler": scaler, "values": values, "random": random, "names": self.names}
 
     def load_run(self, state: Mapping[str, Any]) -> None:
-        """Load the state of the GradScaler, and the norms of gradients, that ``run`` has returned, if they are used."""
+        """Load the state of the GradScaler, and of features, that ``run`` has returned, if they are used."""
         if self._scaler is not None and state["scaler"] is not None:
             self._scaler.load_state_dict(state["scaler"])
-        if self._spikes is not None:
-            self._spikes.norms.clear()
-            self._spikes.norms.extend(state["norms"])
+        for name, value in self._values.items():
+            if name in state["values"]:
+                value.load_state_dict(state["values"][name])
 
     def about(self, best: int | None) -> dict[str, Any]:
         """Return what the manifest of a checkpoint says, given the step of the best one."""
@@ -144,7 +143,7 @@ class RunState:
         """Raise CheckpointError unless the outlines of saved states fit this run's objects."""
         # Another tool has saved modules and optimizers only.
         objects = self.objects if manifest.files else {**self.modules, **self.optimizers}
-        saved = outlines.keys() - {RUN, METRICS, LOCAL}
+        saved = {name for name in outlines if name not in (RUN, METRICS) and not is_extra(name)}
         if set(objects) != saved:
             raise CheckpointError(
                 f"the checkpoint contains {', '.join(sorted(saved))}, but this run has {', '.join(sorted(objects))}: "

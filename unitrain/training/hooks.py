@@ -12,13 +12,29 @@ from unitrain.data.loop import Batches
 
 BeforeUpdate = Callable[[Optimizer, Sequence[Parameter]], None]
 AfterUpdate = Callable[[Optimizer, Sequence[Parameter], bool], None]
+Watched = Callable[[Optimizer, Sequence[Parameter]], None]
 _MOMENTS = (
-    "before_call", "after_call", "before_update", "after_update", "at_boundary", "at_epoch_end", "batches",
+    "registered", "watched", "before_call", "after_call", "before_update", "after_update", "after_error",
+    "at_boundary", "at_epoch_end", "at_end", "batches",
 )  # fmt: skip
 
 
 class StepHook:
-    """Base class of what is notified around the steps of a run. A subclass overrides what it needs."""
+    """Base class of what is notified around the steps of a run. A subclass overrides what it needs.
+
+    Attributes:
+        place: the order among hooks. At each moment, those with a smaller number are called first, and hooks of one
+            place in the order in which they were added. Sharded optimizers have 10, buffers 20, gradients 40, averages
+            of weights and hooks of scripts 50, copies of the state 90.
+    """
+
+    place: int = 50
+
+    def registered(self, optimizer: Optimizer) -> None:
+        """An optimizer is trained with from now on."""
+
+    def watched(self, optimizer: Optimizer, trained: Sequence[Parameter]) -> None:
+        """It trains these parameters from now on, and no others: they require gradients."""
 
     def before_call(self, call: str) -> None:
         """A call begins, ``backward`` or ``update``."""
@@ -32,11 +48,17 @@ class StepHook:
     def after_update(self, optimizer: Optimizer, parameters: Sequence[Parameter], stepped: bool) -> None:
         """It has changed them if ``stepped``. The gradients are still there. The step does not count yet."""
 
+    def after_error(self, optimizer: Optimizer) -> None:
+        """Its step, or a hook around it, has raised an error."""
+
     def at_boundary(self) -> None:
         """The run is between two steps, where it can be stopped."""
 
     def at_epoch_end(self) -> None:
         """A training iteration over a loader has ended."""
+
+    def at_end(self) -> None:
+        """The run ends, without an error: the strategy is being closed."""
 
     def batches(self, batches: Batches) -> Batches:
         """Return an iterator that yields the batches of a training iteration, to measure it."""
@@ -44,33 +66,43 @@ class StepHook:
 
 
 class Hooks:
-    """The hooks of a run: for each moment, the methods of those that override it, in the order of the list.
+    """The hooks of a run: for each moment, the methods of those that override it, in the order of their places.
 
     A moment without hooks thus costs a look at an empty list.
     """
 
-    def __init__(self, *hooks: StepHook) -> None:
-        self.before_call: list[Callable[[str], None]] = []
-        self.after_call: list[Callable[[], None]] = []
-        self.before_update: list[BeforeUpdate] = []
-        self.after_update: list[AfterUpdate] = []
-        self.at_boundary: list[Callable[[], None]] = []
-        self.at_epoch_end: list[Callable[[], None]] = []
-        self.batches: list[Callable[[Batches], Batches]] = []
-        for hook in hooks:
-            self.add_hook(hook)
+    registered: list[Callable[[Optimizer], None]]
+    watched: list[Watched]
+    before_call: list[Callable[[str], None]]
+    after_call: list[Callable[[], None]]
+    before_update: list[BeforeUpdate]
+    after_update: list[AfterUpdate]
+    after_error: list[Callable[[Optimizer], None]]
+    at_boundary: list[Callable[[], None]]
+    at_epoch_end: list[Callable[[], None]]
+    at_end: list[Callable[[], None]]
+    batches: list[Callable[[Batches], Batches]]
 
-    def add_hook(self, hook: StepHook, *, first: bool = False) -> None:
-        """Call a hook from now on, after those that are there, or before them."""
-        for moment in _MOMENTS:
-            if getattr(type(hook), moment) is not getattr(StepHook, moment):
-                calls = getattr(self, moment)
-                calls.insert(0 if first else len(calls), getattr(hook, moment))
+    def __init__(self, *hooks: StepHook) -> None:
+        self._set(hooks)
+
+    def __iter__(self) -> Iterator[StepHook]:
+        return iter(self._hooks)
+
+    def add_hook(self, hook: StepHook) -> None:
+        """Call a hook from now on, at its place."""
+        self._set([*self._hooks, hook])
 
     def remove_hook(self, hook: StepHook) -> None:
         """Call a hook no more."""
-        for moment in _MOMENTS:  # in new lists: a hook may remove itself while a list is gone through
-            setattr(self, moment, [call for call in getattr(self, moment) if call.__self__ is not hook])
+        self._set([known for known in self._hooks if known is not hook])
+
+    def _set(self, hooks: Sequence[StepHook]) -> None:
+        """Set the hooks, in new lists: a hook may remove itself while a list is gone through."""
+        self._hooks = sorted(hooks, key=lambda hook: hook.place)
+        for moment in _MOMENTS:
+            overriding = [hook for hook in self._hooks if getattr(type(hook), moment) is not getattr(StepHook, moment)]
+            setattr(self, moment, [getattr(hook, moment) for hook in overriding])
 
     @contextmanager
     def call(self, name: str) -> Iterator[None]:

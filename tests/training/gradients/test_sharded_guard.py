@@ -66,7 +66,7 @@ def step_in_ways(bad: float | None) -> list[tuple[bool, float | None, dict[str, 
             guard = ShardedGuardedStep(strategy.communicator, clip_norm, clip_value, measure)
             every = list(parameters.values())
             shards_of_all = [strategy.communicator.to_local(p.grad) for p in every if p.grad is not None]
-            strategy._step._direct_steps.allowed = True  # type: ignore[union-attr]
+            strategy._step.checks.direct.allowed = True  # type: ignore[union-attr]
             stepped, norm = guard(SGD(every, lr=0.1), every, shards_of_all)
             strategy.communicator.offloads = False
             weights = {name: strategy.full_tensor(p.detach()) for name, p in parameters.items()}

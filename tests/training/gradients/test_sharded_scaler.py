@@ -44,7 +44,7 @@ def train(backend: str) -> tuple[list[bool], list[float], dict[str, Tensor]]:
             if step == 1 and strategy.rank == 1:
                 loss = loss * math.inf
             stepped.append(strategy.step(loss, optimizer).stepped)
-            scaler = strategy._step._scaler
+            scaler = strategy._step.scale.scaler
             assert scaler is not None
             scales.append(scaler.get_scale())
         return stepped, scales, strategy.export(model).state_dict()

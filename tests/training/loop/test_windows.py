@@ -9,17 +9,20 @@ import torch
 from plain_loop import model_of, sgd, strategy_of
 from pretended import pretended_rank
 
+from unitrain.training.loop.averaging import GradientAveraging
+
 
 def test_buckets_are_made_later_if_there_was_no_memory_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     rank, model = pretended_rank(0, 2), model_of()
-    rank.step._prepared.add_names(model)
+    rank.sockets.prepared.add_names(model)
     optimizer = sgd(model)
     with monkeypatch.context() as patch:
-        patch.setattr(rank.step._reduction, "_bucketed", Mock(side_effect=MemoryError))
+        patch.setattr(rank.step.averaging, "_bucketed", Mock(side_effect=MemoryError))
         with pytest.raises(MemoryError):
-            rank.step._windows.of([optimizer])
-    [window] = rank.step._windows.of([optimizer])
-    assert len(window.finishers) == 1
+            rank.step.windows.of([optimizer])
+    [window] = rank.step.windows.of([optimizer])
+    assert isinstance(rank.step.averaging, GradientAveraging)
+    assert len(rank.step.averaging._progress[optimizer].finishers) == 1
     assert window.trained == list(model.parameters())
 
 

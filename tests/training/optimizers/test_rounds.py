@@ -71,6 +71,27 @@ def test_evaluation_and_exports_have_the_shared_weights_within_a_round_with_frag
     run_ranks(outputs, str(tmp_path / "weights"))
 
 
+def buffers() -> list[float]:
+    """Return a buffer that counts the forwards of rank 0 and twice those of rank 1, after each step of two rounds."""
+    with unitrain.init(**SETTINGS) as strategy:
+        counting = Counting()
+        model = nn.Sequential(counting, model_of())
+        prepared, optimizer = strategy.prepare(model, adamw(model))
+        totals = []
+        for _ in range(2 * STEPS):
+            strategy.step(prepared(torch.full((1 + strategy.rank, 4), 0.25)).sum(), optimizer)
+            totals.append(counting.total.item())
+    return totals
+
+
+def test_buffers_are_each_ranks_own_within_a_round_and_rank_0s_after_it() -> None:
+    first, second = run_ranks(buffers)
+    alone = [float(step + 1) for step in range(2 * STEPS)]
+    assert first == alone
+    # As a broadcast in every step would make them, they are equal only where a round ends.
+    assert second == [2.0, 4.0, 3.0, 5.0, 7.0, 6.0]
+
+
 def refused() -> list[str]:
     said = []
     with unitrain.init(**SETTINGS) as strategy:

@@ -616,7 +616,7 @@ GPT_2_LAYER = [(768,)] * 6 + [(2304, 768), (2304,), (768, 768), (3072, 768), (30
 def test_state_is_balanced_unless_one_parameter_is_larger_than_a_share(world: int, most: float) -> None:
     rank = pretended_rank(world_size=world, shard_optimizer=True)
     parameters = [nn.Parameter(torch.empty(shape, device="meta")) for shape in [*GPT_2, *GPT_2_LAYER * 12]]
-    ShardedOptimizers(rank.communicator).shard(SGD(parameters, lr=0.1))
+    ShardedOptimizers(rank.communicator).registered(SGD(parameters, lr=0.1))
     total = sum(p.numel() for p in parameters)
     assert total == 124_439_808
     loads = [sum(p.numel() for p in parameters if rank.communicator.owners[p] == owner) for owner in range(world)]

@@ -83,7 +83,7 @@ def measure_shards(folder: str) -> dict[str, float]:
         found["prepare"] = beyond(lambda: strategy.prepare(model, optimizer), share)
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
-        strategy._step._direct_steps.allowed = True  # type: ignore[union-attr]
+        strategy._step.checks.direct.allowed = True  # type: ignore[union-attr]
         optimizer.step()
         optimizer.zero_grad()
         checkpoint = strategy.checkpoint(folder, background=False, model=model, optimizer=optimizer)

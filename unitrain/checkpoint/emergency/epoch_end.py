@@ -45,6 +45,8 @@ class EpochEnd(NamedTuple):
 class EpochEndHook(StepHook):
     """Remembers what the code after the loop over batches may change, at the end of each training iteration."""
 
+    place = 0
+
     def __init__(self, state: RunState, step: TrainingStep) -> None:
         self._state = state
         self._step = step

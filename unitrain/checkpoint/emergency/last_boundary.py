@@ -49,6 +49,8 @@ class Recorded(NamedTuple):
 class LastBoundary(StepHook):
     """Records the state at each boundary, and keeps the main thread from changing the weights after the last one."""
 
+    place = 0
+
     def __init__(self, state: RunState, epoch_end: EpochEndHook, pulse: Pulse) -> None:
         self._epoch_end = epoch_end
         self._pulse = pulse

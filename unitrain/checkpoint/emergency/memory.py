@@ -46,6 +46,8 @@ class Memory(StepHook):
     ``collect`` returns the states to save, given those of each rank's random number generators. Collective.
     """
 
+    place = 90
+
     def __init__(
         self,
         ranks: Communicator,
@@ -65,7 +67,7 @@ class Memory(StepHook):
         self._every = state.settings.memory_every
         remote = ranks.world_size > 1 and not isinstance(self._folder.store, Disk)
         needed = ranks.shards or ranks.device.type != "cpu" or remote
-        needed = needed and step.local is None
+        needed = needed and not step.replicas.differ
         self.copies: bool = needed if self._every == "auto" else self._every > 0
         if self._every == 0 and ranks.is_main:
             with suppress(OSError, CheckpointError):

@@ -15,7 +15,7 @@ from unitrain.checkpoint.run_state import RunState
 from unitrain.checkpoint.sharded.dcp import METADATA, Region, Stored
 from unitrain.checkpoint.sharded.opening import OpenCheckpoint
 from unitrain.checkpoint.sharded.saving import owners
-from unitrain.checkpoint.store.located import LOCAL, RUN, DamagedError, Located, Manifest, store_at
+from unitrain.checkpoint.store.located import RUN, DamagedError, Located, Manifest, store_at
 from unitrain.communication.communicator import Communicator
 from unitrain.communication.streaming import (
     Form,
@@ -190,8 +190,9 @@ def order_by_name(state: RunState, opened: CheckpointView) -> None:
             before = numbers_before(name, outlines[name][GROUPS], saved, now)
             for parts in (outlines,) if opened.saved is None else (outlines, opened.saved.parts):
                 parts[name] = in_order(parts[name], before)
-                if LOCAL in parts:  # the states of this optimizer on other ranks
-                    parts[LOCAL] = [in_order(one, before) for one in parts[LOCAL]]
+                for extra in state.extra:
+                    if extra.name in parts:
+                        parts[extra.name] = extra.in_order(parts[extra.name], before)
 
 
 def load(communicator: Communicator, state: RunState, opened: CheckpointView) -> dict[str, Any]:

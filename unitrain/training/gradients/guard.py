@@ -19,13 +19,15 @@ from torch.optim import Optimizer
 
 from unitrain.device import by_device, streams_of
 from unitrain.errors import UsageError
+from unitrain.training.hooks import StepHook
 
 
-class GuardedStep:
+class GuardedStep(StepHook):
     """Clips gradients and steps an optimizer. Changes neither weights nor state if one is non-finite.
 
     Elements are clamped to ``clip_value`` before the norm is computed. ``device`` is that of the first gradient.
-    ``refuses`` is given the norm of finite gradients before clipping, and returns whether there is to be no step.
+    ``forbids`` is given the norm of finite gradients before clipping, and returns whether there is to be no step. It is
+    asked only after ``measure``.
 
     Attributes:
         all_plain: whether torch's kernel may be given all gradients at once: they are dense, and on ``device``.
@@ -37,23 +39,35 @@ class GuardedStep:
         clip_norm: float | None,
         clip_value: float | None,
         measure_norm: bool = False,
-        refuses: Callable[[float], bool] | None = None,
+        forbids: Callable[[float], bool] | None = None,
     ) -> None:
-        self._refuses = refuses
+        self._forbids = forbids
+        self._asks = False  # whether steps may be forbidden
         self._clip_norm, self._clip_value = clip_norm, clip_value
-        self._takes_norm = measure_norm or clip_norm is not None or refuses is not None
+        self._measures_norm = measure_norm or clip_norm is not None
         self._streams = streams_of(device)
         on_host = self._streams is None
         self._found = torch.zeros((), dtype=torch.float32, device=device)
         self._found_on_host = torch.zeros((), dtype=torch.float32, pin_memory=not on_host)
         self._found_now = self._found.numpy().item if device.type == "cpu" else self._found.item  # numpy's is faster
         self._one = torch.ones((), dtype=torch.float32, device=device)
-        # Clamping makes infinite gradients finite, so they must be checked before it.
-        self._may_flag = not on_host and clip_value is None and refuses is None
-        self._norm_tells = self._takes_norm and clip_value is None
-        self._only_checks = not self._takes_norm and clip_value is None
         self.all_plain: bool = True
         self._refused: set[torch.dtype] = set()
+        self.measure(for_verdicts=False)
+
+    def measure(self, *, for_verdicts: bool) -> None:
+        """Ask ``forbids`` from now on, or not. Then the host needs the norm of the gradients in every step."""
+        self._asks = for_verdicts
+        self._takes_norm = self._measures_norm or for_verdicts
+        # Clamping makes infinite gradients finite, so they must be checked before it.
+        self._may_flag = self._streams is not None and self._clip_value is None and not for_verdicts
+        self._norm_tells = self._takes_norm and self._clip_value is None
+        self._only_checks = not self._takes_norm and self._clip_value is None
+
+    def watched(self, optimizer: Optimizer, trained: Sequence[Parameter]) -> None:
+        """Find out whether all parameters are on ``device``."""
+        # A kernel on another GPU than its flag's would write to memory that it may not have.
+        self.all_plain &= all(p.device == self._found.device for p in trained)
 
     def gradients(self, parameters: Iterable[Parameter]) -> list[Tensor]:
         """Return the gradients of the parameters that have one, as ``__call__`` takes them."""
@@ -83,9 +97,9 @@ class GuardedStep:
         known = norm is not None and math.isfinite(_added(norm, losses).item())
         if not known and not self._are_finite(gradients, losses):
             return False, None
-        if self._refuses is not None and gradients:
+        if self._asks and self._forbids is not None and gradients:
             whole = self._norm(parameters, gradients) if norm is None else norm
-            if self._refuses(whole.item()):
+            if self._forbids(whole.item()):
                 return False, whole
         norm = self._clip(parameters, gradients, norm)
         optimizer.step()

@@ -26,13 +26,17 @@ class ShardedGuardedStep(GuardedStep):
         clip_norm: float | None,
         clip_value: float | None,
         measure_norm: bool,
-        refuses: Callable[[float], bool] | None = None,
+        forbids: Callable[[float], bool] | None = None,
     ) -> None:
-        super().__init__(communicator.device, clip_norm, clip_value, measure_norm, refuses)
         self._communicator = communicator
-        # What is in host memory is checked there, and stepped there: no optimizer reads a flag on the GPU.
-        self._may_flag = self._may_flag and not communicator.offloads
+        super().__init__(communicator.device, clip_norm, clip_value, measure_norm, forbids)
         self._in_memory = GuardedStep(torch.device("cpu"), None, None) if communicator.offloads else None
+
+    def measure(self, *, for_verdicts: bool) -> None:
+        """Ask ``forbids`` from now on, or not."""
+        super().measure(for_verdicts=for_verdicts)
+        # What is in host memory is checked there, and stepped there: no optimizer reads a flag on the GPU.
+        self._may_flag = self._may_flag and not self._communicator.offloads
 
     def gradients(self, parameters: Iterable[Parameter]) -> list[Tensor]:
         """Return this rank's parts of the gradients."""

@@ -1,4 +1,4 @@
-"""Checks a loss, and runs its backward so that a non-finite loss shows up in the reduced gradients of all ranks.
+"""Runs the backward of losses so that a non-finite loss shows up in the averaged gradients of all ranks.
 
 This needs no other collective. A loss of weight 0 has no effect on the gradients.
 """
@@ -9,14 +9,17 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from unitrain.errors import UsageError
+from unitrain.training.loop.parts import run_parts
+from unitrain.training.loop.weights import Losses, LossScale, Weight, Weights
 from unitrain.training.loop.window import Window
 
-Weight = float | int | Tensor
 # By a part of torch's error.
 _CAUSES = {
     "backward through the graph a second time": (
@@ -35,22 +38,127 @@ _CAUSES = {
 }
 
 
-def checked(loss: Tensor) -> Tensor:
-    """Return a loss as a tensor without dimensions. UsageError says why it can't be trained on."""
-    if isinstance(loss, Tensor) and loss.requires_grad and not loss.dim():
-        return loss
-    if not isinstance(loss, Tensor):
-        raise UsageError(f"a loss is a tensor, not {type(loss).__name__}: pass the result of the loss function.")
-    if loss.numel() != 1:
-        raise UsageError(f"a loss must be a scalar, but has shape {tuple(loss.shape)}: pass its mean().")
-    if not loss.requires_grad:
-        raise UsageError(
-            "the loss does not require grad: it was detached, or computed under no_grad() or from frozen parameters."
-        )
-    return loss.reshape(())
+class Backward:
+    """Differentiates the losses of a micro-batch, and records in its windows whether they are finite.
+
+    On a GPU, the host does not know that yet: if a loss is non-finite, the device adds NaN to a gradient.
+
+    Args:
+        weights: weighs several losses.
+        scale: makes the gradient that a backward starts from.
+        on_host: whether losses are on the CPU, where reading one costs nothing.
+        averaged: whether gradients are averaged over the ranks in every step.
+    """
+
+    def __init__(self, weights: Weights, scale: LossScale, *, on_host: bool, averaged: bool) -> None:
+        self._weights = weights
+        self._scale = scale
+        self._on_host = on_host
+        self._averaged = averaged
+        self._searched: WeakSet[Optimizer] = WeakSet()  # a graph of theirs was, for reentrant checkpointing
+
+    def __call__(self, losses: Losses, share: float, windows: list[Window], last: bool, of_all: bool) -> None:
+        """Run the backward.
+
+        Args:
+            losses: the losses.
+            share: of this rank's loss in the mean of its window; used unless the script gave weights.
+            windows: of the optimizers whose parameters get gradients.
+            last: whether this backward ends the windows.
+            of_all: whether these are the windows of all optimizers, so that all leaves of the graph get gradients.
+        """
+        inputs = None if of_all else self._leaves(losses, windows)
+        if len(losses.each) > 1:
+            run_parts(losses, windows, self._weights, self._scale, partial(self._run, windows, inputs), last=last)
+            return
+        loss = losses.each[0]
+        weight = losses.weights[0] if losses.weights else share
+        start = None
+        if losses.weights or share != 1.0 or self._scale.scaler is not None:
+            start = self._scale.start(loss, weight)
+        self._run(windows, inputs, loss, start, weight)
+
+    def _leaves(self, losses: Losses, windows: list[Window]) -> list[Tensor]:
+        """Return the leaves of the graph that a backward for some of the optimizers is limited to."""
+        if not all(window.optimizer in self._searched for window in windows):
+            for loss in losses.each:
+                _refuse_reentrant_checkpointing(loss)
+            self._searched.update(window.optimizer for window in windows)
+        return [window.evidence.leaf(p) for window in windows for p in window.trained]
+
+    def _run(
+        self,
+        windows: Sequence[Window],
+        inputs: Sequence[Tensor] | None,
+        loss: Tensor,
+        start: Tensor | None,
+        weight: Weight,
+        keep_graph: bool = False,
+    ) -> None:
+        if isinstance(weight, Tensor):
+            if not weight.is_cpu:
+                with _replaced(windows, partial(_zero_unless_weighted, weight=weight)):
+                    self._run_unread(windows, inputs, loss, start, keep_graph)
+                return
+            weight = weight.item()
+        if weight and self._on_host and math.isfinite(loss.item()):  # the usual case
+            _differentiate(loss, start, inputs, keep_graph)
+        elif not weight:
+            # Zeros instead of a product with 0, which would be NaN for a loss of NaN.
+            with _replaced(windows, torch.zeros_like):
+                _differentiate(loss, start, inputs, keep_graph)
+        elif not self._on_host:
+            self._run_unread(windows, inputs, loss, start, keep_graph)
+        else:
+            # The gradient alone may not show it: if all labels are ignored, the loss is NaN and its gradient 0.
+            for window in windows:
+                window.evidence.refuse_loss()
+            with _replaced(windows, partial(torch.full_like, fill_value=math.nan)):
+                _differentiate(loss, start, inputs, keep_graph)
+
+    def _run_unread(
+        self,
+        windows: Sequence[Window],
+        inputs: Sequence[Tensor] | None,
+        loss: Tensor,
+        start: Tensor | None,
+        keep_graph: bool,
+    ) -> None:
+        """Run the backward of a loss on a GPU, which the host does not wait for."""
+        weighed = loss.detach() if start is None else torch.where(start == 0, 0.0, loss.detach())
+        for window in windows:
+            window.evidence.add_loss(weighed, averaged=self._averaged)
+        _differentiate(loss, start, inputs, keep_graph)
 
 
-def refuse_reentrant_checkpointing(loss: Tensor) -> None:
+def _differentiate(loss: Tensor, start: Tensor | None, inputs: Sequence[Tensor] | None, keep_graph: bool) -> None:
+    try:
+        loss.backward(start, keep_graph, inputs=inputs)  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        for part, message in _CAUSES.items():
+            if part in str(error):
+                raise UsageError(message) from error
+        raise
+
+
+@contextmanager
+def _replaced(windows: Sequence[Window], make: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Replace every gradient of a backward in the block, before it is accumulated and averaged."""
+    with ExitStack() as stack:
+        for window in windows:
+            stack.enter_context(window.evidence.paused())
+            for p in window.parameters:
+                if p.requires_grad:
+                    stack.enter_context(window.evidence.leaf(p).register_hook(make))  # type: ignore[no-untyped-call]
+        yield
+
+
+def _zero_unless_weighted(gradient: Tensor, weight: Tensor) -> Tensor:
+    """Return zeros if the weight is 0: a product with it would keep NaN."""
+    return torch.where(weight.to(gradient.device) == 0, torch.zeros_like(gradient), gradient)
+
+
+def _refuse_reentrant_checkpointing(loss: Tensor) -> None:
     """Raise UsageError if the loss was computed with reentrant activation checkpointing.
 
     Its backward can't be limited to the parameters of one optimizer: those within would silently get no gradients.
@@ -67,82 +175,3 @@ def refuse_reentrant_checkpointing(loss: Tensor) -> None:
                 "torch.utils.checkpoint.checkpoint."
             )
         pending += [following for following, _ in node.next_functions]
-
-
-def run_backward(
-    loss: Tensor,
-    scale: Tensor | None,
-    inputs: Sequence[Tensor] | None,
-    windows: Sequence[Window],
-    weight: Weight,
-    on_host: bool,
-    distributed: bool,
-    keep_graph: bool = False,
-) -> None:
-    """Run backward, and record in ``windows`` whether the loss is finite.
-
-    On a GPU (not ``on_host``) the host does not know that yet: if the loss is non-finite, the device adds NaN to a
-    gradient. ``inputs`` are the leaves of the graph that get gradients; None means all.
-    """
-    if isinstance(weight, Tensor):
-        if not weight.is_cpu:
-            with _replaced(windows, partial(_zero_unless_weighted, weight=weight)):
-                _on_device(loss, scale, inputs, windows, distributed, keep_graph)
-            return
-        weight = weight.item()
-    if weight and on_host and math.isfinite(loss.item()):  # the usual case
-        _run(loss, scale, inputs, keep_graph)
-    elif not weight:
-        # Zeros instead of a product with 0, which would be NaN for a loss of NaN.
-        with _replaced(windows, torch.zeros_like):
-            _run(loss, scale, inputs, keep_graph)
-    elif not on_host:
-        _on_device(loss, scale, inputs, windows, distributed, keep_graph)
-    else:
-        # The gradient alone may not show it: if all labels are ignored, the loss is NaN and its gradient 0.
-        for window in windows:
-            window.loss_is_finite = False
-        with _replaced(windows, partial(torch.full_like, fill_value=math.nan)):
-            _run(loss, scale, inputs, keep_graph)
-
-
-def _run(loss: Tensor, scale: Tensor | None, inputs: Sequence[Tensor] | None, keep_graph: bool) -> None:
-    try:
-        loss.backward(scale, keep_graph, inputs=inputs)  # type: ignore[no-untyped-call]
-    except RuntimeError as error:
-        for part, message in _CAUSES.items():
-            if part in str(error):
-                raise UsageError(message) from error
-        raise
-
-
-def _on_device(
-    loss: Tensor,
-    scale: Tensor | None,
-    inputs: Sequence[Tensor] | None,
-    windows: Sequence[Window],
-    distributed: bool,
-    keep_graph: bool,
-) -> None:
-    for window in windows:
-        window.losses.append(loss.detach() if scale is None else torch.where(scale == 0, 0.0, loss.detach()))
-        if distributed:
-            window.local_gradients.add_nan_unless_finite(window.losses[-1])
-    _run(loss, scale, inputs, keep_graph)
-
-
-@contextmanager
-def _replaced(windows: Sequence[Window], make: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Replace every gradient of a backward in the block, before it is accumulated and reduced."""
-    with ExitStack() as stack:
-        for window in windows:
-            stack.enter_context(window.local_gradients.ignored())
-            for p in window.parameters:
-                if p.requires_grad:
-                    stack.enter_context(window.leaf(p).register_hook(make))  # type: ignore[no-untyped-call]
-        yield
-
-
-def _zero_unless_weighted(gradient: Tensor, weight: Tensor) -> Tensor:
-    """Return zeros if the weight is 0: a product with it would keep NaN."""
-    return torch.where(weight.to(gradient.device) == 0, torch.zeros_like(gradient), gradient)

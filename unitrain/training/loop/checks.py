@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakSet
 
 from torch import Tensor
@@ -19,7 +19,10 @@ from unitrain.communication.communicator import Communicator
 from unitrain.data.reading.fingerprint import fingerprint, sample_digest
 from unitrain.errors import UsageError
 from unitrain.rng import generators_restored, seed_generators
+from unitrain.training.hooks import StepHook
+from unitrain.training.loop.batches import OpenBatches
 from unitrain.training.loop.loss_check import LossCheck
+from unitrain.training.loop.weights import Losses
 
 _LOSSES = 3
 _STEPS = 3
@@ -120,26 +123,85 @@ class SchedulerCheck:
         self._due = count + 1
 
 
-class FirstSteps(NamedTuple):
-    """What looks at the first steps of a run, and warns of what is probably a mistake."""
+class ScriptChecks:
+    """Looks at what a script does, and warns of what is probably a mistake.
 
-    copies: CopyCheck
-    losses: LossCheck
-    schedulers: SchedulerCheck
+    Attributes:
+        direct: refuses steps that are not made by the strategy; None in one process.
+    """
+
+    def __init__(self, communicator: Communicator, accumulate: int, is_prepared: Callable[[Parameter], bool]) -> None:
+        self._communicator = communicator
+        self._is_main = communicator.is_main
+        self._pulse = communicator.pulse
+        self._losses = LossCheck(accumulate, communicator.world_size)
+        self._schedulers = SchedulerCheck(pending=communicator.is_main)
+        self.direct: DirectStepCheck | None = DirectStepCheck(is_prepared) if communicator.world_size > 1 else None
+
+    def before_backward(self, losses: Losses) -> None:
+        """Refuse a backward after ``close``, and look at the losses of some steps."""
+        if self._communicator.closed:
+            raise UsageError("backward() was called after strategy.close().")
+        if self._pulse.step >= self._losses.next_step and self._is_main:
+            for loss in losses.each:
+                self._losses.look(loss, self._pulse.step, weighted=bool(losses.weights))
+
+    def no_gradients(self, name: str) -> None:
+        """Warn of a step without gradients."""
+        if self._is_main:
+            call_site.warn(
+                f"no parameter of {name} has a gradient, so this step changes nothing: the loss does not depend "
+                "on them. If the model's parameters are others since prepare() (by a deep copy, a new layer, or "
+                "load_state_dict with assign=True), prepare the new ones, with an optimizer of theirs."
+            )
+
+    def before_scheduler(self, scheduler: Any) -> None:
+        """Look at a scheduler that is about to step."""
+        if self._schedulers.pending:
+            self._schedulers.look(scheduler)
+
+    def check_batches(self, batches: OpenBatches) -> None:
+        """Look at whether all batches were trained on, at the end of a run."""
+        if batches.one_is_left_out and self._is_main:
+            call_site.warn(
+                "a loader has yielded a batch more than step() was called for: a batch before the first step of an "
+                "epoch was left out, or the last one. The losses that followed were matched to the batch before "
+                "theirs, and a resumed run would repeat one. Call step() for every batch; to leave one out, multiply "
+                "its loss by 0."
+            )
+
+    def close(self) -> None:
+        """Remove the checks."""
+        if self.direct is not None:
+            self.direct.close()
 
 
-class DirectStepCheck:
+class DirectStepCheck(StepHook):
     """Refuses steps of optimizers of prepared parameters that are not made by the strategy.
 
     Attributes:
         allowed: whether the strategy is making a step.
     """
 
+    place = 0
+
     def __init__(self, is_prepared: Callable[[Parameter], bool]) -> None:
         self.allowed: bool = False
         self._is_prepared = is_prepared
         self._harmless: WeakSet[Optimizer] = WeakSet()
         self._hook = register_optimizer_step_pre_hook(self._check)
+
+    def before_update(self, optimizer: Optimizer, parameters: Sequence[Parameter]) -> None:
+        """Allow the strategy's step."""
+        self.allowed = True
+
+    def after_update(self, optimizer: Optimizer, parameters: Sequence[Parameter], stepped: bool) -> None:
+        """Allow none."""
+        self.allowed = False
+
+    def after_error(self, optimizer: Optimizer) -> None:
+        """Allow none."""
+        self.allowed = False
 
     def _check(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self.allowed or optimizer in self._harmless:

@@ -23,8 +23,11 @@ class TrainingLoop:
         evaluating: whether an evaluation is in progress.
     """
 
-    def __init__(self, step: TrainingStep, prepared: PreparedModules, pass_boundary: Callable[[], None]) -> None:
+    def __init__(
+        self, step: TrainingStep, prepared: PreparedModules, pass_boundary: Callable[[], None], *, shards: bool
+    ) -> None:
         self._step = step
+        self._shards = shards  # parameters
         self._batches = step.batches
         self._prepared = prepared
         self._pass_boundary = pass_boundary
@@ -50,7 +53,9 @@ class TrainingLoop:
 
     def follows(self) -> None:
         """Record that what follows the previous training iteration is done, and check what is trained from now on."""
-        self._step.check_modules()
+        # Between a forward and its backward, the parameters of a sharded module are others; FSDP finds new ones itself.
+        if self._step.averaging.in_step and not self._shards:
+            self._prepared.check_modules()
         self._batches.between_epochs = False
         if self.is_training():
             self._reach_boundary()
@@ -84,9 +89,14 @@ class TrainingLoop:
 
         It has to in a step, in the gathers of an evaluation, and in any forward that gathers sharded parameters.
         """
-        if iteration.gathers or self._step.gathers_parameters:
+        if iteration.gathers or self._gathers_parameters:
             return True
         return training and (iteration.trained or any(module.training for module in self._prepared))
+
+    @property
+    def _gathers_parameters(self) -> bool:
+        """Whether the forward of a prepared model is collective, since its parameters are sharded."""
+        return self._shards and any(True for _ in self._prepared)
 
     def _reach_boundary(self) -> bool:
         """Return whether this is between two steps, and call the hooks of a boundary if so.
@@ -114,7 +124,7 @@ class TrainingLoop:
         """
         for iteration in self._evaluations:
             assert iteration.micro_batch is not None
-            if not (iteration.micro_batch.everywhere or iteration.gathers or self._step.gathers_parameters):
+            if not (iteration.micro_batch.everywhere or iteration.gathers or self._gathers_parameters):
                 raise UsageError(
                     "gather was called for a batch of which other ranks may have no samples, and for none before it: "
                     "they would not take part. Gather after the loop, or use more data or fewer processes."
@@ -124,7 +134,7 @@ class TrainingLoop:
     def end(self, iteration: Iteration, *, complete: bool) -> None:
         """Record the end of an iteration. If it is not complete, its batches are forgotten: it does not count."""
         if complete and self.is_training():
-            self._step.end_round()
+            self._step.end_epoch()
             self._batches.end(iteration)
             for ended in self._step.hooks.at_epoch_end:
                 ended()

@@ -1,4 +1,4 @@
-"""How much each loss weighs in its window, so that the mean over all samples on all ranks is differentiated.
+"""Losses, and how much each weighs in its window, so that the mean over all samples on all ranks is differentiated.
 
 A backward starts from this rank's share of the window, so no gradient is rescaled afterwards. Only if the shares are
 unknown beforehand (``weight=``), the weights are summed over the ranks, and the gradients are rescaled.
@@ -6,103 +6,215 @@ unknown beforehand (``weight=``), the weights are summed over the ranks, and the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+from zlib import crc32
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from unitrain.communication.communicator import Communicator
-from unitrain.device import by_device, precise
-from unitrain.training.loop.backward import Weight
-from unitrain.training.loop.window import Window
+from unitrain.data.order.sharding import MicroBatch
+from unitrain.device import precise
+from unitrain.errors import UsageError
 
 _MOST_CACHED = 64
+Weight = float | int | Tensor
+ScriptLosses = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
+"""The losses that a script passes."""
+ScriptWeights = Weight | Sequence[Weight] | Mapping[str, Weight] | None
+"""Their weights."""
+_SAME_LENGTH = 8  # losses, up to which the ranks sum tensors of one length even if they have other numbers of losses
+
+
+class Losses(NamedTuple):
+    """The losses of one backward, each a mean over something else."""
+
+    each: list[Tensor]
+    weights: list[Weight]
+    """One for each loss, or none. After those of several losses come a checksum of their names or number, so that
+    their totals show whether all ranks have the same."""
+
+    @classmethod
+    def of(cls, loss: Any, weight: Any) -> Losses:
+        """Return the losses that a script passes. Named ones are sorted, as ranks may have them in another order."""
+        if weight is None and (isinstance(loss, Tensor) or not isinstance(loss, (Sequence, Mapping))):
+            return cls([checked(loss)], [])
+        losses, weights, names = loss, weight, []
+        if isinstance(weight, Tensor):
+            weights = weight.reshape(-1).unbind()
+        elif weight is not None and not isinstance(weight, (Sequence, Mapping)):
+            weights = [weight]
+        if isinstance(loss, Tensor):
+            losses = [loss]
+        elif isinstance(loss, Mapping) and isinstance(weights, Mapping) and loss.keys() == weights.keys():
+            names = sorted(loss)
+            losses, weights = [loss[name] for name in names], [weights[name] for name in names]
+        lists = isinstance(losses, Sequence) and isinstance(weights, Sequence)
+        if not lists or not 0 < len(losses) == len(weights) or any(weight is None for weight in weights):
+            raise UsageError(
+                f"the loss is {_described(loss)}, but weight= is {_described(weight)}: pass a weight for each loss, "
+                "both in lists of the same length, or both in dicts with the same keys. Add losses that are means over "
+                "the same number, and pass their sum."
+            )
+        rest = [0.0] * (-len(losses) % _SAME_LENGTH) + [1.0 + crc32(repr([names, len(losses)]).encode())]
+        return cls([checked(loss) for loss in losses], [*weights, *(rest if len(losses) > 1 else ())])
+
+    def of_stand_in(self) -> Losses:
+        """Return the same losses with weight 0."""
+        count = len(self.each)
+        return self._replace(weights=[*(0.0 for _ in self.each), *self.weights[count:]])
+
+
+def checked(loss: Tensor) -> Tensor:
+    """Return a loss as a tensor without dimensions. UsageError says why it can't be trained on."""
+    if isinstance(loss, Tensor) and loss.requires_grad and not loss.dim():
+        return loss
+    if not isinstance(loss, Tensor):
+        raise UsageError(f"a loss is a tensor, not {type(loss).__name__}: pass the result of the loss function.")
+    if loss.numel() != 1:
+        raise UsageError(f"a loss must be a scalar, but has shape {tuple(loss.shape)}: pass its mean().")
+    if not loss.requires_grad:
+        raise UsageError(
+            "the loss does not require grad: it was detached, or computed under no_grad() or from frozen parameters."
+        )
+    return loss.reshape(())
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"a dict with {', '.join(map(repr, value)) or 'nothing'}"
+    if isinstance(value, Sequence) or (isinstance(value, Tensor) and value.dim()):
+        return f"a list of {len(value)}"
+    return "None" if value is None else f"one {type(value).__name__}"
 
 
 class Weights:
-    """The weights of losses.
+    """Weighs losses. ``unit`` is that of the ``Averaging``."""
 
-    Attributes:
-        unit: makes up for a backend that divides the sum of the gradients by the world size: that, or 1.
-        uncounted: the share of this rank's loss in a window without a loader.
-    """
-
-    def __init__(
-        self,
-        communicator: Communicator,
-        accumulate: int,
-        scaler: torch.amp.GradScaler | None,
-        *,
-        averages: bool,
-    ) -> None:
+    def __init__(self, communicator: Communicator, accumulate: int, unit: int) -> None:
         self._communicator = communicator
         self._device = precise(communicator.device)
         self._accumulate = accumulate
-        self._scaler = scaler
-        self.unit: int = communicator.world_size if averages else 1
-        self.uncounted: float = self.unit / (communicator.world_size * accumulate)
-        self._scales: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
+        self._unit = unit
+        self._uncounted = unit / (communicator.world_size * accumulate)
 
-    def scale(self, loss: Tensor, weight: Weight) -> Tensor:
-        """Return the gradient that a backward starts from, with the dtype and device of the loss."""
-        if isinstance(weight, Tensor):
-            scale = weight.detach().to(loss.device, loss.dtype).reshape(())
-        else:
-            key = (weight, loss.dtype, loss.device)
-            cached = self._scales.get(key)
-            if cached is None:
-                if len(self._scales) >= _MOST_CACHED:
-                    self._scales.clear()
-                cached = self._scales[key] = torch.full_like(loss, weight, requires_grad=False)
-            scale = cached
-        return scale if self._scaler is None else self._scaler.scale(scale)
+    def weigh(self, losses: Losses, micro_batch: MicroBatch | None) -> tuple[Losses, Weight | None, float]:
+        """Return the losses of a micro-batch, with weight 0 if it has no samples, and what they weigh.
 
-    def add(self, window: Window, weight: Weight, *, last: bool) -> None:
-        """Add the weight of a loss to its window. The last one of a window begins the sum over the ranks."""
-        window.weight = self._as_tensor(weight) if window.weight is None else window.weight + self._as_tensor(weight)
-        if last:
-            self._sum(window)
-
-    def rescale(self, window: Window, gradients: list[Tensor]) -> None:
-        """Turn gradients of weighted losses into gradients of the window's mean loss."""
-        if window.weight is not None:
-            factor = self.shares(window, 1.0)
-            if factor.dim():
-                return  # the backward knew the total
-            for dtype in {gradient.dtype for gradient in gradients}:
-                for same in by_device(g for g in gradients if g.dtype == dtype):
-                    torch._foreach_mul_(same, factor.to(same[0].device, dtype))
-        elif window.micro_batch is None:
-            # A window ended early by sync=True: each backward was scaled by 1 / accumulate.
-            for same in by_device(gradients):
-                torch._foreach_mul_(same, self._accumulate / window.micro_batches)
-
-    def shares(self, window: Window, weight: Weight) -> Tensor:
-        """Return a weight divided by the total of the window, on all ranks, which this waits for."""
-        assert window.weight is not None
-        self._sum(window)
-        if window.total_wait is not None:
-            window.total_wait()
-            window.total_wait = lambda: None
-        share = weight * self.unit / window.weight
-        return torch.where(torch.isfinite(share), share, 0.0)  # all weights are 0: so are the gradients
-
-    def backwards(self, window: Window) -> float:
-        """Return the number of backwards in the window, on all ranks, divided by ``unit``."""
-        return self._communicator.world_size * (window.micro_batches + 1) / self.unit
+        That is the weight that the script gives, or several as a vector; and, without any, the share of this rank's
+        loss in the mean of its window.
+        """
+        if not losses.weights:
+            share = self._uncounted if micro_batch is None else micro_batch.count * self._unit / micro_batch.window
+            return losses, None, share
+        if micro_batch is not None and not micro_batch.count:
+            losses = losses.of_stand_in()
+        weights = losses.weights
+        return losses, self.vector(weights) if len(weights) > 1 else weights[0], 1.0
 
     def vector(self, weights: Sequence[Weight]) -> Tensor:
-        """Return the weights of several losses as a vector."""
-        return torch.stack([self._as_tensor(weight) for weight in weights])
+        """Return several weights as a vector."""
+        return torch.stack([self.as_tensor(weight) for weight in weights])
 
-    def _as_tensor(self, weight: Weight) -> Tensor:
+    def total(self, name: str) -> Total:
+        """Return what sums the weights of a window."""
+        return Total(self._communicator, self.as_tensor, self._unit, f"weight of {name}")
+
+    def backwards(self, micro_batches: int) -> float:
+        """Return the number of backwards in so many micro-batches, on all ranks, divided by ``unit``."""
+        return self._communicator.world_size * micro_batches / self._unit
+
+    def as_tensor(self, weight: Weight) -> Tensor:
         """Return a weight as a new tensor on the device, without synchronising with a GPU if it is a float."""
-        device = self._device
         if isinstance(weight, Tensor):
-            return weight.detach().to(device, torch.float64, copy=True)
-        return torch.full((), weight, dtype=torch.float64, device=device)
+            return weight.detach().to(self._device, torch.float64, copy=True)
+        return torch.full((), weight, dtype=torch.float64, device=self._device)
 
-    def _sum(self, window: Window) -> None:
-        if self._communicator.world_size > 1 and window.weight is not None and window.total_wait is None:
-            name = f"weight of {window.name}"
-            window.total_wait = self._communicator.all_reduce_async(window.weight, "sum", name)
+
+class Total:
+    """The sum of the weights of a window's losses, over its micro-batches and the ranks.
+
+    Attributes:
+        weight: of the losses so far; a vector if they have separate weights; None if they have none.
+        kept: by the number of a loss, gradients that wait for the total, and are not in ``grad``.
+    """
+
+    __slots__ = ("_as_tensor", "_communicator", "_name", "_unit", "_wait", "kept", "weight")
+
+    def __init__(self, communicator: Communicator, as_tensor: Callable[[Weight], Tensor], unit: int, name: str) -> None:
+        self._communicator, self._as_tensor, self._unit, self._name = communicator, as_tensor, unit, name
+        self.kept: dict[int, dict[Parameter, Tensor]] = {}
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the weights and the gradients that were kept."""
+        self.weight: Tensor | None = None
+        self._wait: Callable[[], None] | None = None
+        self.kept.clear()
+
+    def add(self, weight: Weight, *, last: bool) -> None:
+        """Add a weight. The last one of a window begins the sum over the ranks."""
+        self.weight = self._as_tensor(weight) if self.weight is None else self.weight + self._as_tensor(weight)
+        if last:
+            self._sum()
+
+    def shares(self, weight: Weight) -> Tensor:
+        """Return a weight divided by the total of the window, on all ranks, which this waits for."""
+        assert self.weight is not None
+        self._sum()
+        if self._wait is not None:
+            self._wait()
+            self._wait = lambda: None
+        share = weight * self._unit / self.weight
+        return torch.where(torch.isfinite(share), share, 0.0)  # all weights are 0: so are the gradients
+
+    def _sum(self) -> None:
+        if self._communicator.world_size > 1 and self.weight is not None and self._wait is None:
+            self._wait = self._communicator.all_reduce_async(self.weight, "sum", self._name)
+
+
+class LossScale:
+    """The scale of losses under fp16, 1 otherwise.
+
+    Attributes:
+        scaler: None without fp16.
+    """
+
+    def __init__(self, scaler: torch.amp.GradScaler | None) -> None:
+        self.scaler: torch.amp.GradScaler | None = scaler
+        self._unscaled = False
+        self._starts: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
+
+    @property
+    def handles_overflows(self) -> bool:
+        """Whether gradients that are not finite may only mean that the scale was too large."""
+        return self.scaler is not None and self.scaler.get_scale() > 1.0
+
+    def start(self, loss: Tensor, weight: Weight) -> Tensor:
+        """Return the gradient that a backward starts from, with the dtype and device of the loss."""
+        if isinstance(weight, Tensor):
+            start = weight.detach().to(loss.device, loss.dtype).reshape(())
+        else:
+            key = (weight, loss.dtype, loss.device)
+            cached = self._starts.get(key)
+            if cached is None:
+                if len(self._starts) >= _MOST_CACHED:
+                    self._starts.clear()
+                cached = self._starts[key] = torch.full_like(loss, weight, requires_grad=False)
+            start = cached
+        return start if self.scaler is None else self.scaler.scale(start)
+
+    def unscale(self, optimizer: Optimizer, gradients: list[Tensor]) -> None:
+        """Take the scale out of an optimizer's gradients."""
+        if self.scaler is not None and gradients:
+            self.scaler.unscale_(optimizer)
+            self._unscaled = True
+
+    def update(self) -> None:
+        """Choose the next scale. No gradients computed with this one may wait for their update."""
+        if self._unscaled and self.scaler is not None:
+            self.scaler.update()
+            self._unscaled = False

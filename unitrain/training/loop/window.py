@@ -1,72 +1,154 @@
-"""The accumulation windows: the state of each optimizer's backwards since its last step, and what it trains."""
+"""The accumulation windows: what each optimizer trains, and what its backwards have accumulated since its last step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from operator import is_
-from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from unitrain.communication.backend import Backend
-from unitrain.communication.communicator import Communicator
-from unitrain.config import StrategyConfig
 from unitrain.data.order.sharding import MicroBatch
+from unitrain.device import by_device
 from unitrain.errors import UsageError
-from unitrain.training.gradients.guard import GuardedStep
-from unitrain.training.gradients.local_gradients import LocalGradients
-from unitrain.training.gradients.reduction import Reduction
+from unitrain.training.gradients.evidence import Evidence
+from unitrain.training.hooks import Hooks
+from unitrain.training.loop.weights import Total, Weight
 from unitrain.training.models.prepared import PreparedModules
-
-if TYPE_CHECKING:
-    from unitrain.training.optimizers.sharded import ShardedOptimizers
 
 
 class Window:
-    """The accumulation window of one optimizer.
+    """The accumulation window of one optimizer: what it trains, and what was accumulated since its last step.
 
-    Its name is unique among optimizers, and the same on all ranks. ``leaf`` returns the leaf of the graph for a
-    parameter.
+    Only its methods write to it. Its name is unique among optimizers, and the same on all ranks.
+
+    Attributes:
+        parameters: of the optimizer.
+        trained: those that require gradients.
+        groups: number of parameter groups.
+        micro_batch: of the last backward; None without a loader.
+        micro_batches: number of those completed by ``update``.
+        last: whether the last backward ends the window; None if the current micro-batch had none yet.
+        total: of the weights of the losses.
+        evidence: of what is finite.
+        witness: a gradient, its parameter and its version, to notice changes.
     """
 
     __slots__ = (
-        "complete", "drop_gradients", "finishers", "fresh", "groups", "kept", "late", "leaf", "local_gradients",
-        "looked_at", "loss_is_finite", "losses", "micro_batch", "micro_batches", "name", "optimizer", "parameters",
-        "reduced", "total_wait", "trained", "weight", "witness",
+        "drop", "evidence", "groups", "last", "micro_batch", "micro_batches", "name", "optimizer", "parameters",
+        "total", "trained", "witness",
     )  # fmt: skip
 
-    def __init__(self, optimizer: Optimizer, name: str, local_gradients: LocalGradients, backend: Backend) -> None:
-        self.leaf: Callable[[Parameter], Tensor] = backend.leaf
-        self.drop_gradients: Callable[[Sequence[Parameter]], None] = backend.drop_gradients
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        name: str,
+        evidence: Evidence,
+        total: Total,
+        drop: Callable[[Sequence[Parameter]], None],
+    ) -> None:
         self.optimizer: Optimizer = optimizer
         self.name: str = name
-        self.local_gradients: LocalGradients = local_gradients
-        self.groups: int = 0  # number of parameter groups
-        self.looked_at: bool = False  # the graph of a loss, for what does not work with several optimizers
+        self.evidence: Evidence = evidence
+        self.total: Total = total
+        self.drop: Callable[[Sequence[Parameter]], None] = drop
+        self.groups: int = 0
         self.parameters: list[Parameter] = []
         self.trained: list[Parameter] = []
-        self.finishers: list[Callable[[bool], None]] = []
         self.clear()
+
+    def watch(self, parameters: list[Parameter], trained: list[Parameter]) -> None:
+        """Accumulate for these parameters of the optimizer from now on."""
+        self.groups = len(self.optimizer.param_groups)
+        self.parameters = parameters
+        known = set(map(id, self.trained))
+        self.drop([p for p in trained if id(p) not in known])  # left by a backward for another optimizer
+        self.trained = trained
 
     def clear(self) -> None:
         """Drop everything that was accumulated, including gradients, and start a new window."""
-        self.drop_gradients(self.parameters)
-        self.local_gradients.clear()
-        self.micro_batch: MicroBatch | None = None  # of the last backward
-        self.micro_batches: int = 0  # completed by update()
-        self.fresh: bool = True  # no backward yet for the current micro-batch
-        self.loss_is_finite: bool = True
-        self.losses: list[Tensor] = []  # on a GPU, where reading them would wait for it
-        self.complete: bool = False  # the last backward ended the window
-        self.reduced: bool = False  # its gradients are being reduced, or have been
-        # A library that must be armed before the forward can't have reduced some of them.
-        self.late: bool = False
-        self.weight: Tensor | None = None  # of the losses so far; a vector if they have separate weights
-        self.kept: dict[int, dict[Parameter, Tensor]] = {}  # by the number of a loss: gradients that are not in grad
-        self.total_wait: Callable[[], None] | None = None
+        self.drop(self.parameters)
+        self.evidence.clear()
+        if self.total.weight is not None:
+            self.total.clear()
+        self.micro_batch: MicroBatch | None = None
+        self.micro_batches: int = 0
+        self.last: bool | None = None
         self.witness: tuple[Parameter, Tensor, int] | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether something was accumulated."""
+        return self.micro_batches > 0 or self.last is not None
+
+    def enter(self, micro_batch: MicroBatch | None, weight: Weight | None, last: bool) -> None:
+        """Add a loss of a micro-batch, which ends the window if ``last``, if it belongs here; its backward follows."""
+        if micro_batch is not None and self.last is None:
+            self._check_order(micro_batch)
+        if self.micro_batches or self.last is not None:
+            if (weight is None) != (self.total.weight is None):
+                raise UsageError("pass weight= to every backward of an accumulation window, or to none.")
+            if self.total.weight is not None and self.total.weight.shape != getattr(weight, "shape", ()):
+                raise UsageError("pass the same losses to every backward of an accumulation window.")
+        self.micro_batch = micro_batch
+        if weight is not None and self.last is None:
+            self.total.add(weight, last=last)
+
+    def leave(self, last: bool) -> None:
+        """Record that the backward has ended."""
+        self.last = last
+        if not last:
+            self.remember_gradients()
+
+    def advance(self) -> bool:
+        """Complete a micro-batch. Return whether it ends the window."""
+        self.micro_batches += 1
+        if self.last:
+            return True
+        self.last = None
+        return False
+
+    def rescale(self, gradients: list[Tensor], accumulate: int) -> None:
+        """Turn what was accumulated into the gradients of the window's mean loss, if its shares were not known."""
+        if self.total.weight is not None:
+            factor = self.total.shares(1.0)
+            if factor.dim():
+                return  # the backward knew the total
+            for dtype in {gradient.dtype for gradient in gradients}:
+                for same in by_device(g for g in gradients if g.dtype == dtype):
+                    torch._foreach_mul_(same, factor.to(same[0].device, dtype))
+        elif self.micro_batch is None and self.micro_batches != accumulate:
+            # A window ended early by sync=True: each backward was scaled by 1 / accumulate.
+            for same in by_device(gradients):
+                torch._foreach_mul_(same, accumulate / self.micro_batches)
+
+    @torch.no_grad()
+    def set_aside(self, number: int) -> None:
+        """Take the gradients of the last backward from the parameters, and add them to those of its loss.
+
+        Args:
+            number: of the loss, among several with weights of their own.
+        """
+        kept = self.total.kept.setdefault(number, {})
+        for parameter in self.parameters:
+            leaf = self.evidence.leaf(parameter)
+            if leaf.grad is not None:
+                kept[parameter] = kept[parameter].add_(leaf.grad) if parameter in kept else leaf.grad
+                leaf.grad = None
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Give the parameters the sum of the gradients that were set aside, each times the share of its loss."""
+        factors = self.total.shares(1.0)
+        for number, kept in self.total.kept.items():
+            for parameter, gradient in kept.items():
+                leaf = self.evidence.leaf(parameter)
+                part = gradient * factors[number - 1].to(gradient.device)
+                leaf.grad = part if leaf.grad is None else leaf.grad + part
+        self.total.kept.clear()
 
     def remember_gradients(self) -> None:
         """Remember a gradient and its version, to notice changes that the script makes before the step."""
@@ -88,7 +170,7 @@ class Window:
         # DDP may have moved the gradient into one of its buckets.
         if parameter.grad is not None and (parameter.grad is not gradient or gradient._version == version):
             return
-        if self.fresh:
+        if self.last is None:
             raise UsageError(
                 f"the gradients of {self.name} were changed or cleared after micro-batch {self.micro_batches} of an "
                 "accumulation window: remove zero_grad() from the loop, since step() clears the gradients at the end "
@@ -100,19 +182,19 @@ class Window:
             "pre-hook of the optimizer (optimizer.register_step_pre_hook)."
         )
 
-    def check_order(self, micro_batch: MicroBatch) -> None:
+    def _check_order(self, micro_batch: MicroBatch) -> None:
         """Raise UsageError if a micro-batch is the previous one again, or one between them was left out."""
-        before = self.micro_batch
-        if before is micro_batch:
+        previous = self.micro_batch
+        if previous is micro_batch:
             raise UsageError(
                 "step() was called twice for one micro-batch of an accumulation window: add the losses, or use "
                 "backward() and update()."
             )
         if self.micro_batches > 0 and micro_batch.opening:
             self.clear()  # the previous iteration ended early, within a window
-            before = None
-        follows = micro_batch.first if before is None else micro_batch.start == before.stop
-        if not follows or (before is None and self.micro_batches > 0):
+            previous = None
+        follows = micro_batch.first if previous is None else micro_batch.start == previous.stop
+        if not follows or (previous is None and self.micro_batches > 0):
             raise UsageError(
                 f"step() was not called for a micro-batch before this one (step {micro_batch.step} of the epoch): call "
                 "it for every batch that the loader yields. To leave a batch out, multiply its loss by 0."
@@ -127,22 +209,31 @@ class Windows:
 
     def __init__(
         self,
-        communicator: Communicator,
         backend: Backend,
         prepared: PreparedModules,
-        reduction: Reduction,
-        guard: GuardedStep,
-        sharded: ShardedOptimizers | None,
-        config: StrategyConfig,
+        hooks: Hooks,
+        total: Callable[[str], Total],
+        *,
+        averaged: bool,
+        moves_gradients: bool,
+        all_gradients: bool,
     ) -> None:
-        self._device = communicator.device
-        self._distributed = communicator.world_size > 1 and config.local_steps == 1
-        self._backend = backend
-        self._prepared = prepared
-        self._reduction = reduction
-        self._guard = guard
-        self._sharded = sharded
-        self._debug = config.debug
+        """Make no window yet.
+
+        Args:
+            backend: knows the leaves of the graph, and drops gradients.
+            prepared: the modules whose parameters optimizers may have.
+            hooks: are told of new optimizers, and of the parameters that they train.
+            total: returns what sums the weights of a window, given its name.
+            averaged: whether gradients are averaged over the ranks in every step.
+            moves_gradients: whether the backend may move gradients of one optimizer in a backward for another.
+            all_gradients: keep all gradients as evidence (``debug``).
+        """
+        self._backend, self._prepared, self._hooks = backend, prepared, hooks
+        self._total = total
+        self._averaged = averaged
+        self._moves_gradients = moves_gradients
+        self._all_gradients = all_gradients
         self._windows: dict[Optimizer, Window] = {}
 
     def __iter__(self) -> Iterator[Window]:
@@ -154,11 +245,16 @@ class Windows:
     @property
     def any_open(self) -> bool:
         """Whether an optimizer has gradients of a window that is not complete."""
-        return any(window.micro_batches > 0 or not window.fresh for window in self._windows.values())
+        return any(window.is_open for window in self._windows.values())
 
-    def get(self, optimizer: Optimizer) -> Window | None:
-        """Return the window of an optimizer, or None if it was not registered."""
-        return self._windows.get(optimizer)
+    def of_update(self, optimizer: Optimizer) -> Window:
+        """Return the window of an optimizer that had a backward. UsageError if the script has changed gradients."""
+        window = self._windows.get(optimizer)
+        if window is None or window.last is None:
+            raise UsageError("update() was called without a backward() before it.")
+        if window.last and window.witness is not None:
+            self._check_gradients(window)
+        return window
 
     def register(self, optimizer: Optimizer) -> Window:
         """Return the window of an optimizer, a new one if there was none."""
@@ -166,15 +262,19 @@ class Windows:
         if window is None:
             if not isinstance(optimizer, Optimizer):
                 raise UsageError(f"step() and backward() take torch optimizers, not {type(optimizer).__name__}.")
-            if self._sharded is not None:
-                self._sharded.shard(optimizer)
-            local = LocalGradients(all_of_them=self._debug, leaf=self._backend.leaf)
+            for registered in self._hooks.registered:
+                registered(optimizer)
             name = f"optimizer {len(self._windows)}"
-            window = self._windows[optimizer] = Window(optimizer, name, local, self._backend)
+            evidence = Evidence(all_gradients=self._all_gradients, leaf=self._backend.leaf)
+            window = Window(optimizer, name, evidence, self._total(name), self._backend.drop_gradients)
+            self._windows[optimizer] = window
         return window
 
     def of(self, optimizers: Sequence[Optimizer] | None) -> list[Window]:
-        """Return the windows of optimizers, with their parameters of now. None means all that are registered."""
+        """Return the windows of optimizers, with their parameters of now. None means all that are registered.
+
+        UsageError is raised if the script has changed gradients since the last backward.
+        """
         if optimizers is None:
             if not self._windows:
                 raise UsageError(
@@ -187,12 +287,19 @@ class Windows:
             windows.append(self._watched(self.register(optimizer) if window is None else window))
         return windows
 
+    def _check_gradients(self, window: Window) -> None:
+        # With several optimizers, DDP moves gradients of one into its buckets during a backward for another.
+        if not self._moves_gradients or len(self._windows) == 1:
+            window.check_gradients()
+
     def _watched(self, window: Window) -> Window:
         """Update the window's parameters after changes of the optimizer's groups, or of ``requires_grad``.
 
         With a single optimizer in one process, frozen parameters need not be excluded: they have no gradient.
         """
-        if not self._distributed and len(self._windows) == 1 and len(window.optimizer.param_groups) == window.groups:
+        if window.witness is not None:
+            self._check_gradients(window)
+        if not self._averaged and len(self._windows) == 1 and len(window.optimizer.param_groups) == window.groups:
             return window
         trained = [p for group in window.optimizer.param_groups for p in group["params"] if p.requires_grad]
         if len(trained) != len(window.trained) or not all(map(is_, trained, window.trained)):
@@ -200,27 +307,15 @@ class Windows:
         return window
 
     def _watch(self, window: Window, trained: list[Parameter]) -> None:
-        window.groups = len(window.optimizer.param_groups)
-        window.parameters = [p for group in window.optimizer.param_groups for p in group["params"]]
-        self._prepared.check(window.parameters)
-        # A kernel on another GPU than its flag's would write to memory that it may not have.
-        self._guard.all_plain &= all(p.device == self._device for p in window.parameters)
-        if self._sharded is not None:
-            self._sharded.shard(window.optimizer)
-        before = set(map(id, window.trained))
-        # Left by a backward for another optimizer.
-        window.drop_gradients([p for p in trained if id(p) not in before])
-        if self._distributed:
-            window.local_gradients.watch(trained)
-            window.finishers = self._reduction.finishers(trained)
-        window.trained = trained  # last: if there is no memory for buckets, the next call makes them
-
-    def abandon(self, window: Window) -> None:
-        """Give an optimizer the model's parameters back, if its step has raised an error."""
-        if self._sharded is not None:
-            self._sharded.abandon(window.optimizer)
+        parameters = [p for group in window.optimizer.param_groups for p in group["params"]]
+        self._prepared.check(parameters)
+        if self._averaged:
+            window.evidence.watch(trained)
+        for watched in self._hooks.watched:
+            watched(window.optimizer, trained)
+        window.watch(parameters, trained)  # last: if there is no memory for buckets, the next call makes them
 
     def close(self) -> None:
         """Remove the hooks of all windows."""
         for window in self._windows.values():
-            window.local_gradients.close()
+            window.evidence.close()

@@ -40,6 +40,8 @@ class BufferSync(StepHook):
     next step: a buffer that changes for the first time after the second step is broadcast one step later.
     """
 
+    place = 20
+
     def __init__(self, communicator: Communicator, prepared: PreparedModules) -> None:
         self._communicator = communicator
         self._prepared = prepared

@@ -28,7 +28,11 @@ from unitrain.training.models.prepared import PreparedModules
 
 
 class Preparation:
-    """Implements ``prepare`` of a strategy. ``register`` is called with each optimizer."""
+    """Implements ``prepare`` of a strategy.
+
+    ``register`` is called with each optimizer. The backend wraps modules if ``wraps``: it averages their gradients, or
+    there is one process.
+    """
 
     def __init__(
         self,
@@ -40,6 +44,8 @@ class Preparation:
         current_batch: CurrentBatch,
         randomness: ExactRandomness | None,
         config: StrategyConfig,
+        *,
+        wraps: bool,
     ) -> None:
         self._communicator = communicator
         self._backend = backend
@@ -48,6 +54,7 @@ class Preparation:
         self._register = register
         self._current_batch = current_batch
         self._randomness = randomness
+        self._wraps = wraps
         self._config = config
         self._ranks_differ = False  # in the random numbers that they draw
 
@@ -105,8 +112,7 @@ class Preparation:
                 # Hooks that are added later would make the compiler start again.
                 batch_norm.ignore_stand_ins([module], self._current_batch)
             compile_in_place(module, self._config)
-        averages = self._communicator.world_size == 1 or self._config.local_steps == 1
-        wrapped = self._backend.wrap_model(module) if averages else module
+        wrapped = self._backend.wrap_model(module) if self._wraps else module
         if values is not None:
             values.fill(plain)
             if values.unknown:

@@ -36,12 +36,14 @@ def divided(parameters: Iterable[Parameter], sizes: list[int]) -> dict[Parameter
 class ShardedOptimizers(StepHook):
     """Shards optimizers."""
 
+    place = 10
+
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
         self._sharded: dict[Optimizer, _ShardedOptimizer] = {}
         self._loads = [0] * communicator.world_size  # elements of each rank
 
-    def shard(self, optimizer: Optimizer) -> None:
+    def registered(self, optimizer: Optimizer) -> None:
         """Shard an optimizer, or what was added to it since this was called before."""
         if optimizer not in self._sharded:
             refuse_coupled(optimizer)
@@ -50,6 +52,10 @@ class ShardedOptimizers(StepHook):
             self._sharded[optimizer] = _ShardedOptimizer(optimizer, self._communicator, name)
         self._assign(p for group in optimizer.param_groups for p in group["params"])
         self._sharded[optimizer].lay_out(optimizer)
+
+    def watched(self, optimizer: Optimizer, trained: Sequence[Parameter]) -> None:
+        """Shard what was added to an optimizer."""
+        self.registered(optimizer)
 
     def _assign(self, parameters: Iterable[Parameter]) -> None:
         """Choose owners of new parameters."""
@@ -60,7 +66,7 @@ class ShardedOptimizers(StepHook):
         """Let the hooks of scripts see all parameters."""
         self._sharded[optimizer].move_hooks(optimizer)
 
-    def abandon(self, optimizer: Optimizer) -> None:
+    def after_error(self, optimizer: Optimizer) -> None:
         """Give an optimizer the model's parameters back, if its step has raised an error."""
         if optimizer in self._sharded:
             self._sharded[optimizer].abandon(optimizer)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import errno
 import gc
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,8 +23,8 @@ from unitrain.data.loader import Loader
 from unitrain.errors import DataError, UsageError, listed
 from unitrain.process import print_stdout
 from unitrain.training.batch_norm import layers as batch_norm
-from unitrain.training.loop.backward import checked
 from unitrain.training.loop.step import TrainingStep
+from unitrain.training.loop.weights import checked
 from unitrain.training.models.compile import is_compiled
 from unitrain.training.models.prepared import PreparedModules
 from unitrain.training.training_state import TrainingState
@@ -40,6 +41,32 @@ _MESSAGES = re.compile(
     r"|unable to find an engine to execute",
     re.IGNORECASE,
 )
+
+
+@contextmanager
+def _trial(step: TrainingStep, optimizers: Sequence[Optimizer]) -> Iterator[None]:
+    """Context manager for backwards and optimizer steps of this rank alone, which don't average gradients."""
+    if step.windows.any_open:
+        raise UsageError("gradients have been accumulated: call this before the loop, or between two steps.")
+    windows = step.windows.of(optimizers)
+    armed, is_stand_in = getattr(step.averaging, "armed", False), step.batches.current_batch.is_stand_in
+    step.averaging.expect(False)
+    step.batches.current_batch.is_stand_in = False
+    step.batches.in_trial = True
+    if step.checks.direct is not None:
+        step.checks.direct.allowed = True
+    try:
+        yield
+    finally:
+        step.batches.in_trial = False
+        if step.checks.direct is not None:
+            step.checks.direct.allowed = False
+        for window in windows:
+            window.clear()
+            for failed in step.hooks.after_error:
+                failed(window.optimizer)
+        step.averaging.expect(armed)
+        step.batches.current_batch.is_stand_in = is_stand_in
 
 
 class BatchFinder:
@@ -92,7 +119,7 @@ class BatchFinder:
     def _tried(self, size: int, *, accumulates: bool) -> str:
         """Return which ranks run out of memory in steps of this size, and an error; "" if none does. Collective."""
         failure = ""
-        with self._state.restored(), self._step.trial(self._optimizers):
+        with self._state.restored(), _trial(self._step, self._optimizers):
             margins = [
                 torch.empty(int(_MARGIN * _free_memory(gpu)), dtype=torch.uint8, device=gpu) for gpu in self._gpus
             ]

@@ -7,17 +7,17 @@ import torch
 from pretended import pretended_rank
 from torch.nn import Parameter
 
-from unitrain.training.gradients.reduction import Reduction
+from unitrain.training.loop.averaging import GradientAveraging
 
 
-def reduction(world_size: int = 2) -> Reduction:
+def averaging() -> GradientAveraging:
     """Return that of a rank whose backend leaves gradients to the core, and fails where anything communicates."""
-    rank = pretended_rank(0, world_size)
-    return Reduction(rank.communicator, rank.communicator._backend, rank.config)
+    rank = pretended_rank(0, 2)
+    return GradientAveraging(rank.communicator, rank.communicator._backend, rank.config)
 
 
 def test_each_parameter_is_watched_once() -> None:
-    made = reduction()
+    made = averaging()
     first, second, third = (Parameter(torch.ones(1)) for _ in range(3))
     [of_two] = made.finishers([first, second])
     assert made.finishers([second]) == [of_two]
@@ -27,20 +27,14 @@ def test_each_parameter_is_watched_once() -> None:
 
 
 def test_only_an_armed_backward_communicates() -> None:
-    made = reduction()
+    made = averaging()
     weight = Parameter(torch.ones(1))
     made.finishers([weight])
-    made.arm(False)
+    made.expect(False)
     weight.sum().backward()  # type: ignore[no-untyped-call]
     assert not made.armed
-    made.arm(True)
+    made.expect(True)
     with pytest.raises(AssertionError, match=r"gradients\.0\.0 communicates"):
         weight.sum().backward()  # type: ignore[no-untyped-call]
     made.close()
     weight.sum().backward()  # type: ignore[no-untyped-call]
-
-
-def test_alone_every_backward_is_armed() -> None:
-    made = reduction(world_size=1)
-    made.arm(False)
-    assert made.armed

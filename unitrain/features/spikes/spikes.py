@@ -10,8 +10,7 @@ Weights go wrong before a spike shows it. PaLM's training went back about 100 st
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
-from typing import Literal
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -22,6 +21,7 @@ from unitrain.errors import NonFiniteError
 from unitrain.job.watch.stopping import Stopped
 from unitrain.process import print_stdout
 from unitrain.training.hooks import StepHook
+from unitrain.training.loop.judge import Verdict
 from unitrain.training.models.prepared import PreparedModules
 from unitrain.training.training_state import Copies
 
@@ -30,49 +30,54 @@ _DEVIATIONS = 6.0
 _COPIED_EVERY = 64  # steps. Of the last two copies, the older one is put back
 
 
-class Spikes(StepHook):
-    """Applies ``on_spike``.
+class Rewind(StepHook):
+    """Keeps copies of the weights, of what follows them, and of the optimizers' states, on the host."""
 
-    ``optimizers`` returns all optimizers.
-
-    Attributes:
-        norms: of the last steps, spikes included: a level that stays is none.
-        stops: whether the run is to end at a spike.
-        averages: averages of weights, which go back with them.
-    """
-
-    def __init__(
-        self,
-        communicator: Communicator,
-        policy: Literal["warn", "skip", "rewind", "stop"],
-        prepared: PreparedModules,
-        optimizers: Callable[[], Iterable[Optimizer]],
-    ) -> None:
-        self.norms: deque[float] = deque(maxlen=_STEPS)
-        self.stops: bool = policy == "stop"
-        self.averages: list[Tensor] = []
+    def __init__(self, communicator: Communicator, prepared: PreparedModules, followers: list[Tensor]) -> None:
         self._communicator, self._pulse = communicator, communicator.pulse
-        self._policy = policy
-        self._prepared, self._optimizers = prepared, optimizers
+        self._prepared, self._followers = prepared, followers
+        self._optimizers: list[Optimizer] = []
         self._copies: deque[tuple[int, Copies]] = deque(maxlen=2)  # by the step after which they were made
-        self._message = ""
+
+    def registered(self, optimizer: Optimizer) -> None:
+        """Copy an optimizer's state from now on."""
+        self._optimizers.append(optimizer)
 
     def at_boundary(self) -> None:
-        """Copy the state to the host, if it is time to. Called with ``rewind`` only."""
+        """Copy the state to the host, if it is time to."""
         step = self._pulse.step
         if self._copies and step < self._copies[-1][0]:
             self._copies.clear()  # the script has gone back itself
         if not self._copies or step >= self._copies[-1][0] + _COPIED_EVERY:
             modules = [self._prepared.unwrap(module) for module in self._prepared]
             weights = [one for module in modules for one in (*module.parameters(), *module.buffers())]
-            states = [one.state for one in self._optimizers()]
-            copies = Copies(states, (), (*weights, *self.averages), self._communicator.to_local)
+            states = [one.state for one in self._optimizers]
+            copies = Copies(states, (), (*weights, *self._followers), self._communicator.to_local)
             self._copies.append((step, copies))
 
-    def found(self, norm: float) -> bool:
+    def put_back(self) -> int | None:
+        """Put the older copy back, and return its step; None if there is none."""
+        if not self._copies:
+            return None
+        step, copies = self._copies[0]
+        copies.put_back()
+        return step
+
+
+class Spikes(Verdict):
+    """Applies ``on_spike``."""
+
+    def __init__(self, communicator: Communicator, policy: str, rewind: Rewind | None) -> None:
+        self._is_main, self._pulse = communicator.is_main, communicator.pulse
+        self._policy = policy
+        self._rewind = rewind
+        self._norms: deque[float] = deque(maxlen=_STEPS)  # spikes included: a level that stays is none
+        self._message = ""
+
+    def forbids(self, norm: float) -> bool:
         """Record the norm of a step's gradients, and return whether the step is not to be made."""
-        known = np.array(self.norms)
-        self.norms.append(norm)
+        known = np.array(self._norms)
+        self._norms.append(norm)
         if len(known) < _FEWEST or norm <= known.mean() + max(_DEVIATIONS * known.std(), known.mean()):
             return False
         self._message = (
@@ -83,18 +88,26 @@ class Spikes(StepHook):
             self._print(self._message)
         return self._policy != "warn"
 
-    def act(self) -> None:
+    def forbidden(self) -> None:
         """Continue without the step, or end the run. All ranks call this at the same step."""
-        if self.stops:
+        if self._policy == "stop":
             self._print(f"stopped: {self._message} The weights are those before it.")
             raise Stopped(NonFiniteError.exit_code)
         done = "The step was skipped on all ranks."
-        if self._copies:
-            step, copies = self._copies[0]
-            copies.put_back()
+        step = None if self._rewind is None else self._rewind.put_back()
+        if step is not None:
             done = f"The weights are those after step {step} again, and the next batch follows."
         self._print(f"{self._message} {done}")
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the norms."""
+        return {"norms": list(self._norms)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with these norms."""
+        self._norms.clear()
+        self._norms.extend(state["norms"])
+
     def _print(self, line: str) -> None:
-        if self._communicator.is_main:
+        if self._is_main:
             print_stdout(f"unitrain: {line}")

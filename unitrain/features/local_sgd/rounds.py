@@ -35,9 +35,13 @@ from unitrain.errors import UsageError
 from unitrain.training.gradients.gradients import GradientReducer
 from unitrain.training.gradients.guard import GuardedStep
 from unitrain.training.hooks import StepHook
+from unitrain.training.loop.averaging import WAITING
+from unitrain.training.loop.judge import Findings, NonFinitePolicy, Verdict
+from unitrain.training.loop.window import Window
 from unitrain.training.models.buffers import BufferSync
 from unitrain.training.models.prepared import PreparedModules
 from unitrain.training.optimizers.sharded import divided
+from unitrain.training.sockets import Replicas
 
 _MOMENTUM, _GRADIENT, _OWN = "momentum_buffer", "gradient", "own weight"
 _MIXED = 0.5  # share of the shared weights of a fragment in what a rank continues with
@@ -51,7 +55,7 @@ class _Fragment(NamedTuple):
     reducer: GradientReducer
 
 
-class LocalSGD(StepHook):
+class LocalSGD(StepHook, Verdict, Replicas):
     """The rounds of a run.
 
     Attributes:
@@ -62,7 +66,11 @@ class LocalSGD(StepHook):
         swapped: whether the model has the shared weights within a round.
     """
 
+    differ = "with local_steps ranks have different ones"
+
     def __init__(self, communicator: Communicator, prepared: PreparedModules, config: StrategyConfig) -> None:
+        self._nonfinite = NonFinitePolicy(communicator, prepared, config.on_nonfinite)
+        self._first_failure: Findings | None = None  # of the run, on this rank
         self.steps: int = 0
         self.length: int = config.local_steps
         self.fragments: int = config.local_fragments
@@ -127,6 +135,36 @@ class LocalSGD(StepHook):
         """Count a step."""
         self.steps += 1
         self.failed |= not stepped
+
+    def not_finite(self, window: Window) -> bool:
+        """Let the end of the round tell: the other ranks don't know of it before."""
+        if self._first_failure is None:
+            self._first_failure = self._nonfinite.findings(window, averaged=False)
+        return True
+
+    def end_step(self) -> bool:
+        """Average what is due after a step."""
+        if self.is_open:
+            return False
+        if self.steps:
+            self._average(ends=self.fragments == 1)
+        return True
+
+    def end_epoch(self) -> bool:
+        """End the round, if one is open: average what the ranks have learned."""
+        if not self.steps:
+            return False
+        self._average(ends=True)
+        return True
+
+    def _average(self, *, ends: bool) -> None:
+        """Average, and end the run if a step of the round was not finite. Collective."""
+        pulse = self._communicator.pulse
+        with pulse.within(WAITING):
+            when = f"within the {self.at_stake} steps up to step {pulse.step}"
+            if not self.average(ends=ends):
+                own = self._first_failure or (True, False, None)
+                self._nonfinite.end(self._nonfinite.message(own, self._parameters, when))
 
     def _watch(self, trained: list[Parameter]) -> None:
         if sum(p.numel() > 0 for p in trained) < self.fragments:
@@ -216,7 +254,7 @@ class LocalSGD(StepHook):
             shared.copy_(held)
         self.swapped = not self.swapped
 
-    def check_between(self, call: str) -> None:
+    def check(self, call: str) -> None:
         """Raise UsageError within a round."""
         if self.steps:
             raise UsageError(
@@ -226,7 +264,7 @@ class LocalSGD(StepHook):
             )
 
     @contextmanager
-    def shared_weights(self, call: str | None, *, buffers: bool) -> Iterator[None]:
+    def shared_weights(self, call: str | None = None, *, buffers: bool = False) -> Iterator[None]:
         """Context manager that gives the model the weights that ranks share. Collective with ``buffers``.
 
         Raises UsageError for a ``call`` within a round without fragments, where they are the round's first ones.
@@ -235,7 +273,7 @@ class LocalSGD(StepHook):
             yield
             return
         if self.fragments == 1 and call is not None:
-            self.check_between(call)
+            self.check(call)
         if buffers:
             self._share_buffers()
         self.swap()
@@ -245,8 +283,8 @@ class LocalSGD(StepHook):
         finally:
             self.swap()
 
-    def check_complete(self) -> None:
-        """Warn at the end of a run if a round has not ended."""
+    def at_end(self) -> None:
+        """Warn if a round has not ended."""
         if not self.steps:
             return
         self.wait()  # what is under way would fail when communication ends

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from unitrain.training.gradients.local_gradients import LocalGradients
+from unitrain.training.gradients.evidence import Evidence
 
 
 def weights(*sizes: int) -> list[Parameter]:
@@ -21,42 +21,42 @@ def weights(*sizes: int) -> list[Parameter]:
 )
 def test_the_first_small_one_tells_of_all_unless_all_are_kept(all_of_them: bool, bad: int, told: bool) -> None:
     parameters = weights(2**16 + 1, 3, 3)
-    kept = LocalGradients(all_of_them=all_of_them)
+    kept = Evidence(all_gradients=all_of_them)
     kept.watch(parameters)
     factors = [math.inf if i == bad else 1.0 for i in range(3)]
     sum((p * factor).sum() for p, factor in zip(parameters, factors, strict=True)).backward()  # type: ignore[union-attr]
-    assert kept.are_finite() == (not told)
+    assert kept.gradients_are_finite() == (not told)
     kept.clear()
-    assert kept.are_finite()
+    assert kept.gradients_are_finite()
 
 
 def test_where_all_are_large_the_smallest_tells() -> None:
     parameters = weights(2**16 + 2, 2**16 + 1)
-    kept = LocalGradients(all_of_them=False)
+    kept = Evidence(all_gradients=False)
     kept.watch(parameters)
     (parameters[1] * math.nan).sum().backward()  # type: ignore[no-untyped-call]
-    assert not kept.are_finite()
+    assert not kept.gradients_are_finite()
 
 
 def test_a_backward_that_does_not_count_and_those_after_the_end_tell_nothing() -> None:
     [weight] = weights(3)
-    kept = LocalGradients(all_of_them=True)
+    kept = Evidence(all_gradients=True)
     kept.watch([weight])
-    with kept.ignored():
+    with kept.paused():
         (weight * math.nan).sum().backward()  # type: ignore[no-untyped-call]
-    assert kept.are_finite()
+    assert kept.gradients_are_finite()
     kept.close()
     (weight * math.nan).sum().backward()  # type: ignore[no-untyped-call]
-    assert kept.are_finite()
+    assert kept.gradients_are_finite()
 
 
 @pytest.mark.parametrize("loss", [1.0, math.nan, -math.inf])
 def test_a_loss_that_is_not_finite_shows_in_the_gradient(loss: float) -> None:
     [weight] = weights(3)
-    kept = LocalGradients(all_of_them=False)
+    kept = Evidence(all_gradients=False)
     kept.watch([weight])
-    kept.add_nan_unless_finite(torch.tensor(loss))
+    kept.add_loss(torch.tensor(loss), averaged=True)
     (2 * weight).sum().backward()  # type: ignore[no-untyped-call]
     assert weight.grad is not None
     assert weight.grad.tolist() == pytest.approx([2.0 if math.isfinite(loss) else math.nan] * 3, nan_ok=True)
-    assert kept.are_finite(), "what it kept is of before"
+    assert kept.gradients_are_finite(), "what it kept is of before"

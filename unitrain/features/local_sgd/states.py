@@ -1,0 +1,64 @@
+"""What ranks don't share with ``local_steps``: each has its own optimizer state, and within a round its own weights.
+
+A checkpoint has the shared weights, and rank 0's optimizer state beside them. This is the rest: the states of the outer
+optimizer, and of the other ranks' optimizers, with the own weights of each rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch.optim import Optimizer
+
+from unitrain.checkpoint.names import in_order
+from unitrain.checkpoint.parts import StatePart
+from unitrain.checkpoint.sharded.saving import of_rank
+from unitrain.checkpoint.store.located import FEATURE
+from unitrain.communication.communicator import Communicator
+from unitrain.communication.streaming import needed, receive
+from unitrain.errors import CheckpointError
+
+from .rounds import LocalSGD
+
+
+class LocalStates(StatePart):
+    """The states of the outer optimizer, and of the other ranks' optimizers, in the memory of rank 0."""
+
+    name = f"{FEATURE}local_sgd"
+
+    def __init__(self, communicator: Communicator, local: LocalSGD) -> None:
+        self._communicator = communicator
+        self._local = local
+
+    def collect(self, optimizers: Mapping[str, Optimizer]) -> list[Any] | None:
+        """Return the states. Collective; only rank 0's result can be used."""
+        if not optimizers:
+            return None
+        local, ranks, [optimizer] = self._local, self._communicator, optimizers.values()
+        first, own = (local.with_own(one, optimizer) for one in (local.state_dict(optimizer), optimizer.state_dict()))
+        return [first, *(of_rank(ranks, rank, own) for rank in range(1, ranks.world_size))]
+
+    def check(self, saved: list[Any], *, force: bool) -> None:
+        """Raise CheckpointError if saved states, given their outlines, come from another number of ranks."""
+        if len(saved) != self._communicator.world_size and not force:
+            raise CheckpointError(
+                f"with local_steps, each rank has an optimizer state of its own, and the checkpoint has those of "
+                f"{len(saved)} ranks, not of {self._communicator.world_size}: resume with {len(saved)} processes, or "
+                "with resume(force=True), which gives all ranks rank 0's, and the weights that they share. Nothing was "
+                "loaded."
+            )
+
+    def in_order(self, saved: list[Any], order: Any) -> list[Any]:
+        """Return the states of optimizers with parameters in another order."""
+        return [in_order(one, order) for one in saved]
+
+    def load(self, optimizers: Mapping[str, Optimizer], expected: list[Any], source: Any) -> None:
+        """Load what ``collect`` has returned. Collective."""
+        ranks, [optimizer] = self._communicator, optimizers.values()
+        fits = len(expected) == ranks.world_size
+        mine = {0, ranks.rank} if fits else {0}
+        saved = receive(ranks, expected, source, new=needed(lambda path: path[0] in mine))
+        self._local.load_state_dict(saved[0], saved[ranks.rank] if fits else {"state": {}}, optimizer)
+        if ranks.rank in mine - {0}:
+            optimizer.load_state_dict(saved[ranks.rank])

@@ -1,0 +1,107 @@
+"""What is known of a window's losses and gradients being finite, to find the rank and the parameter that are not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from unitrain.training.gradients.guard import plain_numbers
+
+_SMALL = 2**16
+
+
+class Evidence:
+    """Records the losses of a window, and some of this rank's gradients before they are averaged.
+
+    One gradient is usually enough: backward goes through a network from its end, and a non-finite value makes all
+    later gradients non-finite. So the gradient of the first parameter is kept, or of the first small one, since
+    keeping it costs a copy. A non-finite gradient on another path (through a hook, or in a layer without
+    trained layers before it) needs ``all_gradients``.
+
+    Args:
+        all_gradients: keep the gradients of all watched parameters.
+        leaf: returns the leaf of the graph for a parameter.
+
+    Attributes:
+        loss_is_finite: whether all losses are that the host has read.
+        losses: the losses on a GPU, where reading them would wait for it.
+    """
+
+    def __init__(self, *, all_gradients: bool, leaf: Callable[[Parameter], Tensor] = lambda p: p) -> None:
+        self.leaf: Callable[[Parameter], Tensor] = leaf
+        self.loss_is_finite: bool = True
+        self.losses: list[Tensor] = []
+        self._all_gradients = all_gradients
+        self._hooks: list[Any] = []
+        self._gradients: list[Tensor] = []
+        self._keeps = True
+        self._nan: Tensor | None = None
+
+    def watch(self, parameters: Sequence[Parameter]) -> None:
+        """Keep the gradients of these trained parameters from now on, and no others."""
+        self.close()
+        if not self._all_gradients:
+            small = (p for p in parameters if p.numel() <= _SMALL)
+            first = next(small, min(parameters, key=Parameter.numel, default=None))
+            parameters = [] if first is None else [first]
+        self._hooks = [self.leaf(p).register_hook(self._keep) for p in parameters]  # type: ignore[no-untyped-call]
+
+    def _keep(self, gradient: Tensor) -> Tensor | None:
+        if self._keeps:
+            self._gradients.append(gradient)
+        return None if self._nan is None else gradient + self._nan.to(gradient.device, gradient.dtype)
+
+    def refuse_loss(self) -> None:
+        """Record that a loss is not finite."""
+        self.loss_is_finite = False
+
+    def add_loss(self, loss: Tensor, *, averaged: bool) -> None:
+        """Record a loss that the host does not know yet.
+
+        If gradients are ``averaged``, the device adds NaN to those that are kept in the next backward unless the loss
+        is finite, so that the averaged gradients show it to all ranks.
+        """
+        self.losses.append(loss)
+        if averaged:
+            self._nan = torch.where(loss.isfinite(), 0.0, math.nan)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Keep no gradients in the block."""
+        self._keeps = False
+        try:
+            yield
+        finally:
+            self._keeps = True
+
+    def clear(self) -> None:
+        """Drop what was recorded."""
+        self._gradients.clear()
+        self._nan = None
+        self.loss_is_finite = True
+        if self.losses:
+            self.losses = []
+
+    def losses_are_finite(self) -> bool:
+        """Return whether all losses are finite. The host waits for the device."""
+        return self.loss_is_finite and all(bool(loss.isfinite()) for loss in self.losses)
+
+    def gradients_are_finite(self) -> bool:
+        """Return whether all gradients that were kept are finite. The host waits for the device."""
+        return all(map(is_finite, self._gradients))
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+def is_finite(gradient: Tensor) -> bool:
+    """Return whether all elements of a gradient are finite."""
+    return bool(plain_numbers(gradient).isfinite().all())

@@ -1,0 +1,188 @@
+"""Averages gradients over the ranks.
+
+``Averaging`` is a process alone, which has nothing to average. ``GradientAveraging`` averages the gradients of several
+ranks in every step: the backend does it, or the core's buckets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from unitrain.communication.backend import Backend
+from unitrain.communication.communicator import Communicator
+from unitrain.config import StrategyConfig
+from unitrain.device import HALF_DTYPES, by_device
+from unitrain.pulse import USER_CODE
+from unitrain.training.gradients.gradients import GradientReducer
+from unitrain.training.hooks import StepHook
+from unitrain.training.loop.checks import CopyCheck
+from unitrain.training.loop.weights import Losses
+from unitrain.training.loop.window import Window
+
+WAITING = "step"  # phase of the pulse while gradients are averaged
+Finish = Callable[[bool], None]
+"""Completes the averaging of a step; see ``Backend.watch_gradients``."""
+
+
+class Averaging(StepHook):
+    """Averages no gradients: a process alone, or ranks that train apart for a while.
+
+    The step calls the methods in this order.
+
+    Args:
+        unit: see below.
+
+    Attributes:
+        in_step: whether gradients are averaged over the ranks in every step, so that all ranks step, or none.
+        unit: what the sum of the gradients over the ranks is divided by; the weights of losses make up for it.
+    """
+
+    place = 40
+    in_step: bool = False
+
+    def __init__(self, unit: int = 1) -> None:
+        self.unit: int = unit
+
+    def expect(self, last: bool) -> None:
+        """Prepare for a forward and backward that end a window if ``last``. Some backends must know before."""
+
+    def begin(self, losses: Losses, windows: list[Window], last: bool) -> None:
+        """Prepare for the backward of these losses, which ends the windows if ``last``: then this is collective."""
+
+    def end(self, windows: list[Window], last: bool) -> None:
+        """Record that the backward has ended."""
+
+    def finish(self, window: Window) -> None:
+        """Wait until the gradients are averaged, since the optimizer is about to step. Collective."""
+
+    def close(self) -> None:
+        """Remove hooks of parameters."""
+
+
+class _Progress:
+    """How far the averaging of an optimizer's gradients is.
+
+    Attributes:
+        finishers: complete it.
+        reduced: whether the gradients of the last backward are being reduced, or have been.
+        late: whether a library that must be armed before the forward can't have reduced some of them.
+    """
+
+    __slots__ = ("finishers", "late", "reduced")
+
+    def __init__(self) -> None:
+        self.finishers: list[Finish] = []
+        self.reduced = self.late = False
+
+
+class GradientAveraging(Averaging):
+    """Averages gradients in every backward that ends a window.
+
+    Attributes:
+        armed: whether the next backward communicates.
+    """
+
+    in_step = True
+
+    def __init__(self, communicator: Communicator, backend: Backend, config: StrategyConfig) -> None:
+        super().__init__(communicator.world_size if backend.gradient_reduction == "mean" else 1)
+        self._communicator, self._backend, self._pulse = communicator, backend, communicator.pulse
+        self._accumulates = config.accumulate > 1
+        self._wire_dtype = HALF_DTYPES.get(config.compression)
+        # Libraries that match calls by order would confuse buckets with the collectives of synchronised layers.
+        self._overlap = backend.matches_by_name or not config.sync_batchnorm
+        self._finishers: dict[Parameter, Finish] = {}
+        self._reducers: list[GradientReducer] = []
+        self._copies = CopyCheck(communicator)
+        self._progress: dict[Optimizer, _Progress] = {}
+        self.armed: bool = True
+        self.expect(not self._accumulates)
+
+    def registered(self, optimizer: Optimizer) -> None:
+        """Average an optimizer's gradients from now on."""
+        self._progress[optimizer] = _Progress()
+
+    def watched(self, optimizer: Optimizer, trained: Sequence[Parameter]) -> None:
+        """Average the gradients of these parameters."""
+        self._progress[optimizer].finishers = self.finishers(trained)
+
+    def finishers(self, parameters: Sequence[Parameter]) -> list[Finish]:
+        """Return the functions that complete the averaging of these parameters' gradients, watched from now on."""
+        new = [p for p in parameters if p not in self._finishers]
+        if new:
+            self._finishers.update(dict.fromkeys(new, self._backend.watch_gradients(new) or self._bucketed(new)))
+        return list(dict.fromkeys(self._finishers[p] for p in parameters))
+
+    def _bucketed(self, parameters: Sequence[Parameter]) -> Finish:
+        reducer = GradientReducer(
+            parameters,
+            self._communicator,
+            armed=lambda: self.armed,
+            name=f"gradients.{len(self._reducers)}",
+            wire_dtype=self._wire_dtype,
+            overlap=self._overlap,
+        )
+        self._reducers.append(reducer)
+        return lambda late: reducer.finish()
+
+    def expect(self, last: bool) -> None:
+        """Let the next backward communicate, or not. Some backends need this before the forward."""
+        if last != self.armed:
+            self.armed = last
+            self._backend.arm(last)
+
+    def begin(self, losses: Losses, windows: list[Window], last: bool) -> None:
+        """Check that all ranks are in the same call, and train on other samples."""
+        for window in windows:
+            self._enter(window, last)
+        self.expect(last)  # the core's buckets can still be armed here
+        self._pulse.phase = WAITING
+        if not last:
+            return
+        if self._communicator.compares:
+            several = f" of {len(losses.each)} losses" if len(losses.each) > 1 else ""
+            names = " and ".join(window.name for window in windows)
+            self._communicator.compare_calls(f"backward{several} for {names}")
+        if self._copies.pending and windows[0].micro_batch is None:
+            self._copies.compare(torch.stack([loss.detach() for loss in losses.each]))
+
+    def _enter(self, window: Window, last: bool) -> None:
+        """Prepare for another backward in a window."""
+        progress = self._progress[window.optimizer]
+        first = window.last is None  # of its micro-batch
+        if not window.is_open:
+            progress.reduced = progress.late = False
+        elif progress.reduced and self.unit == 1:
+            # These gradients have been summed over the ranks, and will be summed again.
+            self.finish(window)
+            gradients = [p.grad for p in window.parameters if p.grad is not None]
+            for same in by_device([self._communicator.to_local(gradient) for gradient in gradients]):
+                torch._foreach_mul_(same, 1 / self._communicator.world_size)
+        # Without a loader, windows of several optimizers end at different times: a forward may be armed for another.
+        crossing = window.micro_batch is None and self._accumulates and len(self._progress) > 1
+        if last and (crossing or not first or not self.armed):
+            progress.late = True
+
+    def end(self, windows: list[Window], last: bool) -> None:
+        """Record that gradients are being averaged, if they are."""
+        for window in windows:
+            self._progress[window.optimizer].reduced = last
+        self._pulse.phase = USER_CODE
+
+    def finish(self, window: Window) -> None:
+        """Wait until the gradients are averaged. Collective."""
+        self._pulse.phase = WAITING
+        progress = self._progress[window.optimizer]
+        if progress.reduced:
+            for finish in progress.finishers:
+                finish(progress.late)
+        progress.reduced = progress.late = False
+
+    def close(self) -> None:
+        """Remove the hooks of the core's buckets."""
+        for reducer in self._reducers:
+            reducer.close()

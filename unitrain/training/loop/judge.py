@@ -1,0 +1,147 @@
+"""Decides whether a step is made whose gradients are known, and what follows one that is not, on all ranks alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NoReturn
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from unitrain.communication.communicator import Communicator
+from unitrain.errors import NonFiniteError
+from unitrain.job.watch.stopping import Stopped
+from unitrain.process import print_stdout
+from unitrain.training.gradients.evidence import is_finite
+from unitrain.training.loop.weights import LossScale
+from unitrain.training.loop.window import Window
+from unitrain.training.models.prepared import PreparedModules
+
+Findings = tuple[bool, bool, int | None]
+"""Whether losses are finite, and local gradients, and the number of the first parameter whose gradient is not."""
+
+
+class Verdict:
+    """May forbid a step, on all ranks alike."""
+
+    def forbids(self, norm: float) -> bool:
+        """Return whether a step is not to be made. Called for every step whose gradients are finite.
+
+        Args:
+            norm: 2-norm of the gradients before clipping, the same on all ranks.
+        """
+        return False
+
+    def forbidden(self) -> None:
+        """Continue after a step that this has forbidden, or raise ``Stopped`` to end the run."""
+
+    def not_finite(self, window: Window) -> bool:
+        """Return whether this deals with a step whose loss or gradients are not finite, and the run goes on."""
+        return False
+
+
+class NonFinitePolicy:
+    """Applies ``on_nonfinite`` to a step, and reports which rank and parameter caused it."""
+
+    def __init__(
+        self, communicator: Communicator, prepared: PreparedModules, policy: Literal["stop", "skip", "raise"]
+    ) -> None:
+        self._communicator = communicator
+        self._prepared = prepared
+        self._policy = policy
+
+    def message(self, own: Findings, parameters: Sequence[Parameter], when: str) -> str:
+        """Return which ranks have a loss or gradient that is not finite, and the first parameter. Collective."""
+        ranks = self._communicator.all_gather_data(own)
+        bad_losses = [rank for rank, (is_good, _, _) in enumerate(ranks) if not is_good]
+        bad_gradients = [rank for rank, (_, is_good, _) in enumerate(ranks) if not is_good]
+        if bad_losses:
+            where = f"the loss of {_ranks(bad_losses)}"
+        else:
+            owners = f" of {_ranks(bad_gradients)}" if bad_gradients else ""
+            where = f"a gradient{owners} (the losses of all ranks were finite)"
+        first = min((number for _, _, number in ranks if number is not None), default=None)  # of a shard on any rank
+        named = "" if first is None else f"; first affected parameter: {self._prepared.name(parameters[first])}"
+        return f"not finite {when}: {where}{named}."
+
+    def findings(self, window: Window, *, averaged: bool) -> Findings:
+        """Return what is finite of a window with reduced gradients, over several ranks if ``averaged``."""
+        # The local ones, before they were averaged, as far as they were kept.
+        gradients = averaged and window.evidence.gradients_are_finite()
+        return window.evidence.losses_are_finite(), gradients, self._first_bad(window.parameters)
+
+    def _first_bad(self, parameters: Sequence[Parameter]) -> int | None:
+        """Return the position of the first parameter with a non-finite reduced gradient on this rank."""
+        for i, parameter in enumerate(parameters):
+            if parameter.grad is not None and not is_finite(self._communicator.to_local(parameter.grad)):
+                return i
+        return None
+
+    def handle(self, window: Window, when: str, *, averaged: bool) -> None:
+        """Skip the step, or end the run. All ranks call this at the same step."""
+        message = self.message(self.findings(window, averaged=averaged), window.parameters, when)
+        if self._policy != "skip":
+            self.end(message)
+        self._print(f"unitrain: {message} The step was skipped on all ranks.")
+
+    def end(self, message: str) -> NoReturn:
+        """End the run: raise NonFiniteError under ``raise``, and Stopped under ``stop``."""
+        advice = "The weights are those before it. Set on_nonfinite to skip to skip such steps."
+        if self._policy == "raise":
+            raise NonFiniteError(f"{message} {advice}")
+        self._print(f"unitrain: stopped: {message} {advice}")
+        raise Stopped(NonFiniteError.exit_code)
+
+    def _print(self, line: str) -> None:
+        if self._communicator.is_main:
+            print_stdout(line)
+
+
+class Judge:
+    """Asks the verdicts, and deals with steps that were not made.
+
+    Args:
+        verdicts: on steps; the list may grow.
+        nonfinite: applies ``on_nonfinite``.
+        scale: of the losses, whose overflows make gradients infinite.
+        averaged: whether gradients are averaged over the ranks in every step.
+    """
+
+    def __init__(
+        self, verdicts: Sequence[Verdict], nonfinite: NonFinitePolicy, scale: LossScale, *, averaged: bool
+    ) -> None:
+        self._verdicts = verdicts
+        self._nonfinite = nonfinite
+        self._scale = scale
+        self._averaged = averaged
+        self._forbidding: list[Verdict] = []
+
+    @property
+    def reads_norms(self) -> bool:
+        """Whether a verdict depends on the norm of the gradients, so that each step must compute it."""
+        return any(type(verdict).forbids is not Verdict.forbids for verdict in self._verdicts)
+
+    def forbids(self, norm: float) -> bool:
+        """Return whether a step with this norm of finite gradients is not to be made."""
+        self._forbidding = [verdict for verdict in self._verdicts if verdict.forbids(norm)]
+        return bool(self._forbidding)
+
+    def not_made(self, window: Window, norm: Tensor | None, number: int) -> None:
+        """Continue without a step, or end the run.
+
+        Args:
+            window: of the optimizer that has not stepped.
+            norm: of its gradients, if they are finite, and a verdict has forbidden the step.
+            number: of the step in the run.
+        """
+        if norm is not None:
+            for verdict in self._forbidding:
+                verdict.forbidden()
+        elif any(verdict.not_finite(window) for verdict in self._verdicts):
+            return
+        elif not self._scale.handles_overflows:
+            self._nonfinite.handle(window, f"at step {number}", averaged=self._averaged)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {', '.join(map(str, ranks))}"

@@ -1,0 +1,91 @@
+"""Where features plug into training: the core calls these classes, and names no feature."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+from torch import Tensor
+
+from unitrain.checkpoint.parts import Stateful, StatePart
+from unitrain.communication.backend import Backend
+from unitrain.communication.communicator import Communicator
+from unitrain.config import StrategyConfig
+from unitrain.training.hooks import Hooks
+from unitrain.training.loop.averaging import Averaging, GradientAveraging
+from unitrain.training.loop.batches import OpenBatches
+from unitrain.training.loop.judge import Verdict
+from unitrain.training.models.prepared import PreparedModules
+
+
+class Replicas:
+    """Whether the ranks' copies of a model are one model now. As it stands: after every step.
+
+    A feature that lets ranks train apart for a while replaces it.
+
+    Attributes:
+        differ: why the weights differ between ranks after a step, as a clause; "" if they never do.
+    """
+
+    differ: str = ""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the weights differ now, since the last step did not end with one model."""
+        return False
+
+    def end_step(self) -> bool:
+        """Return whether the ranks have one model after this step, so that the run may stop here. Collective."""
+        return True
+
+    def end_epoch(self) -> bool:
+        """Give all ranks one model, since the data have ended. Return whether they had several. Collective."""
+        return False
+
+    def shared_weights(self, call: str | None = None, *, buffers: bool = False) -> AbstractContextManager[None]:
+        """Return a context manager in which the model has weights that all ranks share.
+
+        Args:
+            call: the call that needs them. UsageError is raised if there are none at this point.
+            buffers: share buffers, too; the call is collective then.
+        """
+        return nullcontext()
+
+    def check(self, call: str) -> None:
+        """Raise UsageError for a call that needs one model on all ranks, if they have several."""
+
+
+class Sockets:
+    """What a feature may use (the first five), and what it plugs into.
+
+    Attributes:
+        communicator: of this process.
+        backend: of the run.
+        prepared: the modules that were prepared.
+        config: the settings.
+        batches: the batches that loaders have yielded.
+        hooks: what happens around the steps.
+        averaging: how gradients are averaged. A feature may replace it before the first step.
+        replicas: whether the ranks have one model. A feature may replace it before the first step.
+        verdicts: what may forbid a step.
+        parts: what checkpoints have in files of their own.
+        values: small states by name, which checkpoints have with that of the run.
+        followers: tensors that follow the weights, such as averages of them: what puts weights back takes these along.
+    """
+
+    def __init__(
+        self, communicator: Communicator, backend: Backend, prepared: PreparedModules, config: StrategyConfig
+    ) -> None:
+        self.communicator: Communicator = communicator
+        self.backend: Backend = backend
+        self.prepared: PreparedModules = prepared
+        self.config: StrategyConfig = config
+        self.batches: OpenBatches = OpenBatches()
+        self.hooks: Hooks = Hooks()
+        self.averaging: Averaging = (
+            GradientAveraging(communicator, backend, config) if communicator.world_size > 1 else Averaging()
+        )
+        self.replicas: Replicas = Replicas()
+        self.verdicts: list[Verdict] = []
+        self.parts: list[StatePart] = []
+        self.values: dict[str, Stateful] = {}
+        self.followers: list[Tensor] = []
