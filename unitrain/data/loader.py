@@ -11,6 +11,7 @@ from typing_extensions import Unpack
 
 from unitrain import call_site
 from unitrain.communication.communicator import Communicator
+from unitrain.communication.comparison import are_identical, difference_between_ranks
 from unitrain.config import StrategyConfig
 from unitrain.data.loop import Iteration
 from unitrain.data.options import LoaderOptions
@@ -22,7 +23,6 @@ from unitrain.data.reading.map_style import MapStyle
 from unitrain.data.reading.sources import make_source
 from unitrain.data.settings import LoaderSettings
 from unitrain.errors import CheckpointError, DataError, UsageError
-from unitrain.job.joining.handshake import are_identical, difference_between_ranks
 from unitrain.process import print_stderr
 
 if TYPE_CHECKING:
