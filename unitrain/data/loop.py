@@ -99,7 +99,7 @@ class LoopListener(Protocol):
         """Record the end of an iteration. If it is not complete, its batches do not count."""
 
     def follows(self) -> None:
-        """Record that the script goes on after the previous training iteration: with another one, or the next epoch."""
+        """Record that the script continues after the previous training iteration."""
 
 
 class CurrentBatch:

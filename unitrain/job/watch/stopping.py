@@ -54,7 +54,7 @@ class Stopping:
     """Stops this process at the boundary that all ranks have agreed on.
 
     Args:
-        boundaries: those of this process.
+        boundaries: where this process can stop.
         pulse: counts them.
         send: sends a message to the hub; None in a world of one, which has no hub.
         is_main: whether this is rank 0, which prints.
